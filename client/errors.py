@@ -1,0 +1,149 @@
+"""Every error that logitship raises to its users.
+
+```
+LogitshipError
+├── ProcessorError                    a processor string, or the class behind it
+│   ├── ProcessorSerializationError   to_str(): something in the class cannot travel
+│   ├── ProcessorLoadError            the string is malformed, or its class cannot be rebuilt here
+│   └── ProcessorFault                the processor ran, and broke its contract
+├── TransportError                    no answer came: connection refused, cut, timed out
+├── APIStatusError                    the server answered with an error status
+│   ├── BadRequestError               400, 422
+│   ├── AuthenticationError           401
+│   ├── PermissionDeniedError         403
+│   ├── NotFoundError                 404
+│   ├── RequestTooLargeError          413
+│   ├── ServerBusyError               429, 503
+│   └── InternalServerError           other 5xx
+└── GenerationError                   the request was accepted, then ended by an error
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LogitshipError(Exception):
+    """Base class of every error raised by logitship."""
+
+
+class ProcessorError(LogitshipError):
+    """Something is wrong with a processor string or with the class behind it."""
+
+
+class ProcessorSerializationError(ProcessorError):
+    """`to_str()` refused: the class uses an object that cannot travel. The message names it."""
+
+
+class ProcessorLoadError(ProcessorError):
+    """A processor string is malformed, or its class cannot be rebuilt in this process."""
+
+
+class ProcessorFault(ProcessorError):
+    """A processor broke its contract while it ran.
+
+    Attributes:
+        digest: identity of the processor, `sha256:…`.
+        name: the processor's class name.
+        kind: one of `exception`, `bad_result`, `non_finite`.
+        traceback: traceback of the processor's own code, or `""` where there is none.
+    """
+
+    def __init__(self, message: str, *, digest: str, name: str, kind: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.digest = digest
+        self.name = name
+        self.kind = kind
+        self.traceback = traceback
+
+
+class TransportError(LogitshipError):
+    """No answer came from the server: refused, cut or timed out."""
+
+
+class APIStatusError(LogitshipError):
+    """The server answered with an error status.
+
+    Attributes:
+        status_code: the HTTP status.
+        message: the server's own sentence.
+        param: name of the offending field, where the server gave one.
+        type: the server's error type, such as `invalid_request_error`.
+        body: the decoded answer, or its text where it was not JSON.
+    """
+
+    def __init__(
+        self, message: str, *, status_code: int, param: str | None = None, type: str | None = None, body: Any = None
+    ) -> None:
+        super().__init__(f"{status_code}: {message}")
+        self.status_code = status_code
+        self.message = message
+        self.param = param
+        self.type = type
+        self.body = body
+
+
+class BadRequestError(APIStatusError):
+    """400 or 422: the request is malformed."""
+
+
+class AuthenticationError(APIStatusError):
+    """401: the API key is missing or wrong."""
+
+
+class PermissionDeniedError(APIStatusError):
+    """403: the API key does not allow this."""
+
+
+class NotFoundError(APIStatusError):
+    """404: no such model, processor or route."""
+
+
+class RequestTooLargeError(APIStatusError):
+    """413: the request body is over the server's limit."""
+
+
+class ServerBusyError(APIStatusError):
+    """429 or 503: the queue is full or the server is shutting down. Safe to retry."""
+
+
+class InternalServerError(APIStatusError):
+    """Any other 5xx."""
+
+
+class GenerationError(LogitshipError):
+    """The request was accepted and then ended by an error; what was generated so far is in `partial`.
+
+    Attributes:
+        message: what happened.
+        type: `ProcessorFault`, `AbortError` or the server's own word.
+        traceback: traceback of the processor's own code, where the server sent one.
+        partial: the response up to the error, or None.
+    """
+
+    def __init__(self, message: str, *, type: str | None = None, traceback: str = "", partial: Any = None) -> None:
+        super().__init__(f"{message}\n{traceback}".rstrip())
+        self.message = message
+        self.type = type
+        self.traceback = traceback
+        self.partial = partial
+
+
+_STATUS_ERRORS: dict[int, type[APIStatusError]] = {
+    400: BadRequestError,
+    401: AuthenticationError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    413: RequestTooLargeError,
+    422: BadRequestError,
+    429: ServerBusyError,
+    503: ServerBusyError,
+}
+
+
+def error_for_status(status_code: int) -> type[APIStatusError]:
+    """The class that stands for an HTTP error status."""
+    fallback = InternalServerError if status_code >= 500 else APIStatusError
+    return _STATUS_ERRORS.get(status_code, fallback)

@@ -1,0 +1,144 @@
+"""What one request asks of the sampler, checked at construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .shipped_processors import ProcessorUse
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+class InvalidSamplingParams(ValueError):
+    """A sampling parameter is out of its range.
+
+    Attributes:
+        field: name of the `SamplingParams` field.
+        reason: what is wrong with its value.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+def _require(condition: bool, field: str, reason: str) -> None:
+    if not condition:
+        raise InvalidSamplingParams(field, reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one sequence are drawn and when it ends.
+
+    Names are SGLang's where it has one, else vLLM's. Token ids are checked against the vocabulary at admission, not
+    here.
+
+    Raises:
+        InvalidSamplingParams: a value is out of range; names the field.
+    """
+
+    temperature: float = 1.0
+    """0 draws the most likely token (greedy)."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 or 0: all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    """Same seed, prompt and parameters: same tokens, whatever else is in the batch. None: the engine draws one."""
+
+    max_new_tokens: int | None = None
+    """None: up to the model's length."""
+    min_new_tokens: int = 0
+    """No end token and no stop token before this many output tokens."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's end tokens, filled in at admission."""
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: frozenset[int] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be completed."""
+
+    logprobs: int | None = None
+    """None: none. k: the drawn token's log-probability and the k most likely ones."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from `prompt_logprobs_start` on."""
+    prompt_logprobs_start: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """Raw: before any edit. Processed: after all of them, temperature and min-p included."""
+
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    custom_params: Mapping[str, Any] | None = None
+    extra_args: Mapping[str, Any] | None = None
+    """vLLM's `vllm_xargs`: parameters for installed batch processors."""
+    processors: tuple[ProcessorUse, ...] = ()
+    """The processors that the request carries, in the order in which they run."""
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            _require(math.isfinite(getattr(self, name)), name, "must be a finite number")
+        _require(self.temperature >= 0, "temperature", "must be 0 (greedy) or greater")
+        _require(0 < self.top_p <= 1, "top_p", "must be greater than 0 and at most 1")
+        _require(
+            self.temperature > 0 or self.top_p == 1,
+            "top_p",
+            "has no effect at temperature 0 (greedy): leave it out, or ask for a temperature above 0",
+        )
+        _require(self.top_k >= -1, "top_k", "must be -1 (all tokens) or greater")
+        _require(0 <= self.min_p <= 1, "min_p", "must be from 0 to 1")
+        _require(0 < self.repetition_penalty <= 100, "repetition_penalty", "must be greater than 0 and at most 100")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be from -2 to 2")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be from -2 to 2")
+        _require(
+            self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", "must be 1 or greater"
+        )
+        _require(self.min_new_tokens >= 0, "min_new_tokens", "must be 0 or greater")
+        _require(
+            self.max_new_tokens is None or self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            "must not be greater than max_new_tokens",
+        )
+        _require(all(self.stop), "stop", "must not contain an empty string")
+        _require(
+            all(math.isfinite(bias) for bias in self.logit_bias.values()), "logit_bias", "must hold finite numbers"
+        )
+        _require(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", "is empty")
+        _require(all(self.bad_words_token_ids), "bad_words", "must not contain an empty sequence")
+        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "must be 0 or greater")
+        _require(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "must be 0 or greater")
+        _require(self.prompt_logprobs_start >= 0, "prompt_logprobs_start", "must be 0 or greater")
+
+    @property
+    def greedy(self) -> bool:
+        """True if the most likely token is taken, without drawing."""
+        return self.temperature == 0
+
+    @property
+    def all_stop_token_ids(self) -> frozenset[int]:
+        """Every token that may end the sequence: the model's end tokens and the request's own."""
+        return self.stop_token_ids | self.eos_token_ids
+
+    # vLLM's names for the same things: batch processors written for vLLM read these.
+    @property
+    def max_tokens(self) -> int | None:
+        """vLLM's name for `max_new_tokens`."""
+        return self.max_new_tokens
+
+    @property
+    def min_tokens(self) -> int:
+        """vLLM's name for `min_new_tokens`."""
+        return self.min_new_tokens

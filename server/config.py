@@ -1,0 +1,64 @@
+"""How a server is set up: one record, built from the command line or by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from logitship.sampler.sampling_params import LogprobsMode
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings of the engine and of its HTTP front. Field names are the flags' names."""
+
+    # The model
+    model_path: str = DEFAULT_MODEL
+    """The default model's name, a Hugging Face folder, a GGUF file, or a hub name."""
+    tokenizer_path: str | None = None
+    served_model_name: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    chat_template: str | None = None
+    """A file with a Jinja template that replaces the tokenizer's."""
+    trust_remote_code: bool = False
+
+    # The engine
+    max_num_seqs: int = 32
+    """Sequences that decode together: rows of the batch, and slots of the cache."""
+    max_model_len: int | None = None
+    """Longest prompt and output together, in tokens. None: the model's length, or what fits into memory."""
+    max_queued_requests: int = 1024
+    chunked_prefill_size: int = 256
+    """Most prompt tokens computed in one step beside the running rows."""
+    mem_fraction_static: float = 0.5
+    """Share of the free memory that the cache may take."""
+    random_seed: int | None = None
+
+    # Sampling
+    max_logprobs: int = 20
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+
+    # Processors
+    enable_custom_logit_processor: bool = False
+    processor_isolation: Literal["none"] = "none"
+    max_processor_size: int = 1 << 20
+    """Longest processor string, in bytes."""
+    processor_cache_entries: int = 256
+    processor_cache_bytes: int = 64 << 20
+
+    # HTTP
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    max_request_bytes: int = 16 << 20
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.served_model_name or self.model_path

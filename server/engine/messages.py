@@ -1,0 +1,112 @@
+"""What travels between the engine and those who ask it: frozen records, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from logitship.client.processor_string import ProcessorString
+from logitship.sampler.receipts import Receipt
+from logitship.sampler.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ProcessorRequest:
+    """A processor that a request carries, not loaded yet, and its parameters."""
+
+    string: ProcessorString
+    params: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to continue, `n` times.
+
+    The engine admits it or refuses it with a `RequestRefused`; after that it always ends with a `FinishReason`.
+    """
+
+    rid: str
+    """Request id, unique among the running requests."""
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    processors: tuple[ProcessorRequest, ...] = ()
+    """In the order in which they run. The engine loads them at admission and fills `sampling_params.processors`."""
+    n: int = 1
+    """Number of independent continuations. The seed of continuation i derives from the request's and i."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position.
+
+    Attributes:
+        token_id: the token that stands there.
+        logprob: its log-probability (natural logarithm); None for the first token of a prompt.
+        rank: 1 for the most likely token; None where `logprob` is.
+        top: (token id, log-probability) of the most likely tokens, most likely first.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestError:
+    """Why a running request ended early.
+
+    Attributes:
+        type: name of the error class, such as `ProcessorFault`.
+        message: one sentence for the client.
+        status_code: the HTTP status that fits.
+        traceback: traceback of the processor's own code, or "".
+        digest: the processor at fault, where one is.
+        name: its name.
+    """
+
+    type: str
+    message: str
+    status_code: int
+    traceback: str = ""
+    digest: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    """Why a continuation ended.
+
+    Attributes:
+        kind: `stop` (end token, stop token or stop string), `length`, or `abort` (cancelled, or `error` says why).
+        matched: for `stop`: the token id or the string that ended it.
+        error: for `abort`: what went wrong; None if somebody cancelled it.
+    """
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationChunk:
+    """What one continuation gained since its previous chunk. Chunks concatenate to the whole."""
+
+    index: int
+    """Which of the `n` continuations."""
+    text: str
+    """New text. A possible beginning of a stop string is held back until it is decided."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One a new token, if the request asked for them."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """On the first chunk, if the request asked for them: from `prompt_logprobs_start` on."""
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk of this continuation, and only there."""
+    prompt_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were not computed for this request but found in a cache."""
+    completion_tokens: int
+    """Output tokens so far, this chunk's included."""
+    receipts: tuple[Receipt, ...] = ()
+    """On the last chunk: one a processor that the request carried."""
