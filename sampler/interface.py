@@ -31,7 +31,7 @@ RemovedRequest: TypeAlias = int
 """Row that was freed and not filled again in the same step."""
 
 AddedRequest: TypeAlias = "tuple[int, SamplingParams, list[int] | None, list[int]]"
-"""(row, sampling params, prompt token ids, output token ids). The last is a live reference: it grows with the output."""
+"""(row, sampling params, prompt token ids, output token ids). The last is a live reference: it grows."""
 
 MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
 """(row 1, row 2, direction)."""

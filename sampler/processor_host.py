@@ -24,12 +24,14 @@ class LoadedProcessor:
         digest: its identity, `sha256:…` of what the host runs.
         name: the class's name, for people.
         size: bytes it counts for in the cache.
-        instance: whatever the host needs to run it. Nobody else touches it.
+        host: who runs it.
+        instance: whatever the host needs for that. Nobody else touches it.
     """
 
     digest: str
     name: str
     size: int
+    host: ProcessorHost
     instance: Any
 
 

@@ -103,9 +103,7 @@ class SamplingParams:
         _require(0 < self.repetition_penalty <= 100, "repetition_penalty", "must be greater than 0 and at most 100")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be from -2 to 2")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be from -2 to 2")
-        _require(
-            self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", "must be 1 or greater"
-        )
+        _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", "must be 1 or greater")
         _require(self.min_new_tokens >= 0, "min_new_tokens", "must be 0 or greater")
         _require(
             self.max_new_tokens is None or self.min_new_tokens <= self.max_new_tokens,

@@ -62,3 +62,23 @@ class ServerConfig:
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         return self.served_model_name or self.model_path
+
+    def __post_init__(self) -> None:
+        positive = (
+            "max_num_seqs",
+            "max_model_len",
+            "chunked_prefill_size",
+            "max_processor_size",
+            "processor_cache_entries",
+            "processor_cache_bytes",
+            "max_request_bytes",
+        )
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or greater, not {value}")
+        for name in ("max_queued_requests", "max_logprobs", "shutdown_timeout"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
+        if not 0 < self.mem_fraction_static <= 1:
+            raise ValueError(f"mem_fraction_static must be above 0 and at most 1, not {self.mem_fraction_static}")

@@ -1,39 +1,100 @@
-"""The model's tokenizer, behind the few calls that the server needs. (Being written: this is the interface.)"""
+"""The model's tokenizer, behind the few calls that the server needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 
 class Tokenizer:
-    """Wraps a Hugging Face tokenizer."""
+    """Wraps a Hugging Face tokenizer. Safe to call from several threads."""
 
-    hf_tokenizer: Any
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self.hf_tokenizer = hf_tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        raise NotImplementedError
+        ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
-        raise NotImplementedError
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """Text of token ids. Bytes that are no UTF-8 become U+FFFD."""
+        options: dict[str, Any] = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        if not self.hf_tokenizer.is_fast:  # fast tokenizers place no such spaces
+            options["spaces_between_special_tokens"] = spaces_between_special_tokens
+        text: str = self.hf_tokenizer.decode(token_ids, **options)
+        return text
 
     def token_text(self, token_id: int) -> str:
         """One token as text, for log-probability tables."""
-        raise NotImplementedError
+        return self.decode([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token as the bytes that it stands for."""
-        raise NotImplementedError
+        """One token as the bytes that it stands for.
+
+        A byte-level tokenizer writes each byte as one printable character, and one with byte fallback as `<0xNN>`;
+        everything else is text.
+        """
+        token = self.hf_tokenizer.convert_ids_to_tokens(token_id)
+        if token is None or token_id in self._special_ids:
+            return self.token_text(token_id).encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        if self._is_byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        return self.token_text(token_id).encode()
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
-        continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation.
 
         Raises:
             ValueError: there is no template, or it refuses the messages; says why.
         """
-        raise NotImplementedError
+        if not self.hf_tokenizer.chat_template:
+            raise ValueError("this model has no chat template: start the server with --chat-template FILE")
+        try:
+            text = self.hf_tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_kwargs,
+            )
+        except Exception as error:  # a Jinja template raises what it likes
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self.hf_tokenizer.all_special_ids)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        backend = getattr(self.hf_tokenizer, "backend_tokenizer", None)
+        return "ByteLevel" in str(getattr(backend, "decoder", ""))
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's mapping between bytes and printable characters, character to byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in alphabet.values())
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()

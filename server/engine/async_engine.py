@@ -1,17 +1,35 @@
-"""The engine as a coroutine sees it. (Being written: this is the interface.)"""
+"""The engine as a coroutine sees it: submit a request, iterate over its chunks."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+import random
+import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor_string import ProcessorString
+from logitship.sampler.processor_cache import ProcessorCacheFull
+from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.shipped_processors import ProcessorUse
 from logitship.server.config import ServerConfig
+from logitship.server.errors import BadRequest, QueueFull, ServiceUnavailable
+from logitship.server.tokenizer import Tokenizer
 
-from .messages import GenerationChunk, GenerationRequest
+from .admission import Limits, check
+from .engine import INTERNAL_ERROR, Engine
+from .engine_thread import EngineThread
+from .messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
+from .processor_library import ProcessorLibrary
+from .sequence import Sequence
 
-if TYPE_CHECKING:
-    from logitship.server.tokenizer import Tokenizer
+_SEEDS = 1 << 64
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Sets the seeds of a request's continuations apart: 2^64 divided by the golden ratio, as in SplitMix64."""
 
 
 @dataclass(frozen=True)
@@ -43,50 +61,257 @@ class EngineStats:
     processor_cache_bytes: int
 
 
-class AsyncEngine:
-    """Submits requests to the engine's thread and hands their chunks to coroutines."""
-
-    config: ServerConfig
-    model: ModelInfo
-    tokenizer: Tokenizer
-
-    async def submit(self, request: GenerationRequest) -> GenerationStream:
-        """Admit a request.
-
-        Raises:
-            RequestRefused: it was not admitted. `param` is a name of `SamplingParams`, or `prompt`, `rid`, `n`,
-                `custom_logit_processor`.
-        """
-        raise NotImplementedError
-
-    def abort(self, rid: str | None) -> None:
-        """Cancel one request, or all of them (`None`). Their streams end with an `abort` chunk."""
-
-    async def flush_cache(self) -> bool:
-        """Drop what is cached between requests. False, and nothing happens, while requests run or wait."""
-        raise NotImplementedError
-
-    def stats(self) -> EngineStats:
-        """What the engine is doing now."""
-        raise NotImplementedError
-
-    @property
-    def healthy(self) -> bool:
-        """False once the engine's thread has died."""
-        raise NotImplementedError
-
-    async def shutdown(self, timeout: float) -> None:
-        """Refuse new requests, let the running ones finish for at most `timeout` seconds, stop."""
-
-
 class GenerationStream:
     """The chunks of one request, of all its `n` continuations interleaved, until each has its finish reason.
 
     Leave it early with `aclose()`: that cancels the request and frees its rows within a step.
     """
 
-    def __aiter__(self) -> AsyncIterator[GenerationChunk]:
-        raise NotImplementedError
+    def __init__(self, engine: AsyncEngine, request: GenerationRequest) -> None:
+        self._engine = engine
+        self._rid = request.rid
+        self._unfinished = request.n
+        self._chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    async def __aiter__(self) -> AsyncIterator[GenerationChunk]:
+        while self._unfinished:
+            chunk = await self._chunks.get()
+            if chunk.finish_reason is not None:
+                self._unfinished -= 1
+            yield chunk
 
     async def aclose(self) -> None:
         """Cancel what still runs. Harmless at the end."""
+        if self._unfinished:
+            self._engine.abort(self._rid)
+
+    def deliver(self, chunks: list[GenerationChunk]) -> None:
+        """Take chunks, on any thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._put, chunks)
+
+    def _put(self, chunks: list[GenerationChunk]) -> None:
+        for chunk in chunks:
+            self._chunks.put_nowait(chunk)
+
+
+@dataclass
+class _ActiveRequest:
+    """What a request holds until its last sequence ends."""
+
+    request: GenerationRequest
+    stream: GenerationStream
+    processors: list[LoadedProcessor]
+    unfinished: int
+    undelivered: list[GenerationChunk] = field(default_factory=list)
+    """Filled on the engine's thread during a step, handed over after it."""
+
+
+class AsyncEngine:
+    """Admits requests, hands them to the engine's thread, and their chunks back to coroutines."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        library: ProcessorLibrary,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self._library = library
+        self._limits = Limits(model.vocab_size, model.max_model_len, config.max_logprobs)
+        self._random = random.Random(config.random_seed)
+        self._active: dict[str, _ActiveRequest] = {}
+        self._touched: list[_ActiveRequest] = []
+        self._lock = threading.Lock()
+        self._accepting = True
+        self._idle = threading.Event()
+
+    def start(self, engine: Engine) -> None:
+        """Begin to run requests on `engine`, whose `on_finished` is `sequence_finished`."""
+        self._engine = engine
+        self._thread = EngineThread(engine, after_step=self._hand_over, on_death=self._fail_all)
+        self._thread.start()
+
+    async def submit(self, request: GenerationRequest) -> GenerationStream:
+        """Admit a request.
+
+        Raises:
+            RequestRefused: it was not admitted. `param` is a field of `SamplingParams`, or `prompt`, `rid`, `n`,
+                `custom_logit_processor`.
+        """
+        check(request, self._limits)
+        active = _ActiveRequest(request, GenerationStream(self, request), [], request.n)
+        self._reserve(active)
+        # Unpickling runs the author's code and may take long: not on the event loop.
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load_processors, active))
+        try:
+            uses = await asyncio.shield(loading)
+        except BaseException:
+            # Who cancels does not stop the thread: what it still loads is given back when it is done.
+            loading.add_done_callback(lambda _: self._forget(active))
+            raise
+        self._thread.add([self._sequence(active, index, uses) for index in range(request.n)])
+        return active.stream
+
+    def ships_code(self, string: ProcessorString) -> bool:
+        """True if a request with this processor needs `--enable-custom-logit-processor`."""
+        return self._library.ships_code(string)
+
+    def abort(self, rid: str | None) -> None:
+        """Cancel one request, or all of them (`None`). Their streams end with an `abort` chunk."""
+        self._thread.abort(lambda sequence: rid is None or sequence.rid == rid)
+
+    async def flush_cache(self) -> bool:
+        """Drop what is cached between requests. False, and nothing happens, while requests run or wait."""
+        with self._lock:
+            if self._active:
+                return False
+        self._library.clear()
+        return True
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now."""
+        cache = self._library.cache_stats()
+        return EngineStats(
+            running=self._engine.num_running,
+            waiting=self._engine.num_waiting,
+            steps=self._engine.num_steps,
+            accepting=self._accepting,
+            processor_cache_hits=cache.hits,
+            processor_cache_misses=cache.misses,
+            processor_cache_evictions=cache.evictions,
+            processor_cache_entries=cache.entries,
+            processor_cache_bytes=cache.bytes,
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine's thread has died."""
+        return self._thread.alive
+
+    async def shutdown(self, timeout: float) -> None:
+        """Refuse new requests, let the running ones finish for at most `timeout` seconds, stop."""
+        with self._lock:
+            self._accepting = False
+            if not self._active:
+                self._idle.set()
+        await asyncio.to_thread(self._idle.wait, timeout)
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """Stop now: what runs ends as aborted."""
+        with self._lock:
+            self._accepting = False
+        self._thread.stop()
+
+    def _reserve(self, active: _ActiveRequest) -> None:
+        """Enter a request into the books, before anything is loaded for it."""
+        with self._lock:
+            if not self._accepting or not self.healthy:
+                raise ServiceUnavailable("the server is shutting down" if self.healthy else "the engine has died")
+            if active.request.rid in self._active:
+                raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
+            queued = sum(other.unfinished for other in self._active.values()) - self.config.max_num_seqs
+            if queued + active.request.n > self.config.max_queued_requests:
+                raise QueueFull(f"the queue is full: {self.config.max_queued_requests} requests wait, try again later")
+            self._active[active.request.rid] = active
+
+    def _load_processors(self, active: _ActiveRequest) -> list[tuple[LoadedProcessor, ProcessorRequest]]:
+        uses = []
+        for wanted in active.request.processors:
+            processor = self._acquire(wanted)
+            active.processors.append(processor)
+            uses.append((processor, wanted))
+        return uses
+
+    def _acquire(self, wanted: ProcessorRequest) -> LoadedProcessor:
+        try:
+            return self._library.acquire(wanted.string, wanted.params)
+        except ProcessorLoadError as error:
+            raise BadRequest(str(error), param="custom_logit_processor") from error
+        except ProcessorCacheFull as error:
+            raise ServiceUnavailable(str(error), param="custom_logit_processor") from error
+        except ValueError as error:
+            raise BadRequest(str(error), param="custom_params") from error
+
+    def _sequence(
+        self, active: _ActiveRequest, index: int, uses: list[tuple[LoadedProcessor, ProcessorRequest]]
+    ) -> Sequence:
+        request = active.request
+        params = request.sampling_params
+        room = self.model.max_model_len - len(request.prompt_token_ids)
+
+        def sink(chunk: GenerationChunk) -> None:
+            if not active.undelivered:
+                self._touched.append(active)
+            active.undelivered.append(chunk)
+
+        return Sequence(
+            rid=request.rid,
+            index=index,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=dataclasses.replace(
+                params,
+                seed=self._seed(params, index),
+                eos_token_ids=self.model.eos_token_ids,
+                processors=tuple(
+                    ProcessorUse(loaded, dict(wanted.params or {}), request.rid) for loaded, wanted in uses
+                ),
+            ),
+            max_new_tokens=params.max_new_tokens or room,
+            tokenizer=self.tokenizer,
+            sink=sink,
+        )
+
+    def _seed(self, params: SamplingParams, index: int) -> int:
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        return (seed + index * _SEED_STEP) % _SEEDS
+
+    def _hand_over(self) -> None:
+        """After each step, on the engine's thread: one wake-up a stream, not one a chunk."""
+        touched, self._touched = self._touched, []
+        for active in touched:
+            chunks, active.undelivered = active.undelivered, []
+            active.stream.deliver(chunks)
+
+    def sequence_finished(self, sequence: Sequence) -> None:
+        """Called by the engine, on its thread."""
+        with self._lock:
+            active = self._active[sequence.rid]
+            active.unfinished -= 1
+            last = active.unfinished == 0
+        if last:
+            self._forget(active)
+
+    def _forget(self, active: _ActiveRequest) -> None:
+        for processor in active.processors:
+            self._library.release(processor)
+        with self._lock:
+            del self._active[active.request.rid]
+            if not self._active and not self._accepting:
+                self._idle.set()
+
+    def _fail_all(self) -> None:
+        """The engine's thread has died: nobody may wait for it."""
+        with self._lock:
+            orphans = list(self._active.values())
+        for active in orphans:
+            reason = FinishReason("abort", error=INTERNAL_ERROR)
+            prompt_tokens = len(active.request.prompt_token_ids)
+            active.stream.deliver(
+                [
+                    GenerationChunk(
+                        index=index,
+                        text="",
+                        token_ids=[],
+                        finish_reason=reason,
+                        prompt_tokens=prompt_tokens,
+                        completion_tokens=0,
+                    )
+                    for index in range(active.request.n)
+                ]
+            )

@@ -1,0 +1,133 @@
+"""The persistent batch: each request keeps its row from step to step, and the changes of a step are a `BatchUpdate`."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+from .interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest
+from .sampling_params import SamplingParams
+
+
+class BatchMember(Protocol):
+    """What a request must have to hold a row."""
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """What it asks of the sampler."""
+        ...
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Its prompt."""
+        ...
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Its output so far: one list, which grows."""
+        ...
+
+
+Member = TypeVar("Member", bound=BatchMember)
+
+
+class PersistentBatch(Generic[Member]):
+    """Requests at fixed rows. A step is: `remove` those that ended, `add` new ones, `commit`.
+
+    Assumptions:
+    * All removals of a step come before its first addition.
+
+    Guarantees (after `commit`, as in vLLM's `InputBatch`):
+    * The rows in use are 0 to size - 1: a new request takes the lowest freed row, and rows that stay free are filled
+      by one-way moves from the end.
+    * `removed` holds the rows that nothing filled. It is disjoint from the rows of `added`, so that it does not matter
+      which of the two is processed first.
+    * `added` refers to the request's own output list: it grows with the output.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._rows: list[Member | None] = []
+        self._row_of: dict[int, int] = {}
+        self._committed_size = 0
+        self._removed: list[int] = []
+        self._added: list[AddedRequest] = []
+        self._moved: list[MovedRequest] = []
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    @property
+    def members(self) -> list[Member]:
+        """The requests in row order. Only between `commit` and the next change."""
+        return [member for member in self._rows if member is not None]
+
+    def __contains__(self, member: Member) -> bool:
+        return id(member) in self._row_of
+
+    def remove(self, member: Member) -> None:
+        """Free a request's row.
+
+        Raises:
+            RuntimeError: something was added in this step already.
+        """
+        if self._added:
+            raise RuntimeError("all removals of a step come before its first addition")
+        row = self._row_of.pop(id(member))
+        self._rows[row] = None
+        self._removed.append(row)
+
+    def add(self, member: Member) -> int:
+        """Give a request the lowest freed row, or a new one at the end.
+
+        Raises:
+            RuntimeError: the batch is full.
+        """
+        if len(self) == self.max_num_seqs:
+            raise RuntimeError(f"the batch is full: it has {self.max_num_seqs} rows")
+        row = min(self._removed, default=len(self._rows))
+        if row in self._removed:
+            self._removed.remove(row)
+        if row == len(self._rows):
+            self._rows.append(None)
+        self._rows[row] = member
+        self._row_of[id(member)] = row
+        self._added.append((row, member.sampling_params, member.prompt_token_ids, member.output_token_ids))
+        return row
+
+    def clear(self) -> None:
+        """Drop every request, and every change that was not committed: for when a step failed half-way."""
+        known = max(len(self._rows), self._committed_size)
+        self._rows, self._row_of, self._added, self._moved = [], {}, [], []
+        self._removed = list(range(known))
+
+    def commit(self) -> BatchUpdate | None:
+        """Close the gaps and say what changed since the last call; None if nothing did."""
+        self._condense()
+        if not (self._removed or self._added or self._moved):
+            return None
+        update = BatchUpdate(
+            batch_size=len(self),
+            removed=sorted(self._removed, reverse=True),
+            added=self._added,
+            moved=self._moved,
+        )
+        self._removed, self._added, self._moved = [], [], []
+        self._committed_size = len(self)
+        return update
+
+    def _condense(self) -> None:
+        """Fill each free row, lowest first, with the last request."""
+        for gap in sorted(self._removed):
+            while self._rows and self._rows[-1] is None:
+                self._rows.pop()
+            if gap >= len(self._rows):
+                break
+            last = len(self._rows) - 1
+            member = self._rows.pop()
+            assert member is not None
+            self._rows[gap] = member
+            self._row_of[id(member)] = gap
+            self._removed.remove(gap)
+            self._moved.append((last, gap, MoveDirectionality.UNIDIRECTIONAL))
+        while self._rows and self._rows[-1] is None:
+            self._rows.pop()

@@ -1,0 +1,69 @@
+"""`__req__`: what a processor may know of the request whose row it edits (contract 2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .sampling_params import SamplingParams
+
+
+class RequestView:
+    """One sequence as its processor sees it. Attribute names are those of SGLang's `Req`.
+
+    The lists are the view's own: a processor that edits them harms nobody else.
+
+    Attributes:
+        rid: the request id.
+        origin_input_ids: the prompt's token ids.
+        output_ids: the token ids that this row continues, exactly.
+        sampling_params: the request's sampling parameters.
+        eos_token_ids: the model's end tokens.
+        vocab_size: number of columns of the logits.
+        tokenizer: the model's tokenizer, a Hugging Face one.
+        state: a dict that belongs to this one sequence and this one processor, empty at first.
+    """
+
+    __slots__ = (
+        "_live",
+        "eos_token_ids",
+        "origin_input_ids",
+        "output_ids",
+        "rid",
+        "sampling_params",
+        "state",
+        "tokenizer",
+        "vocab_size",
+    )
+
+    def __init__(
+        self,
+        *,
+        rid: str,
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],
+        sampling_params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        tokenizer: Any,
+    ) -> None:
+        """Make the view of a sequence.
+
+        Args:
+            output_token_ids: the engine's own list of output tokens, which grows; `sync` follows it.
+        """
+        self.rid = rid
+        self.origin_input_ids = list(prompt_token_ids)
+        self.output_ids = list(output_token_ids)
+        self.sampling_params = sampling_params
+        self.eos_token_ids = set(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.state: dict[Any, Any] = {}
+        self._live = output_token_ids
+
+    def sync(self) -> None:
+        """Take over the tokens that came since the last step."""
+        known = len(self.output_ids)
+        if known < len(self._live):
+            self.output_ids.extend(self._live[known:])

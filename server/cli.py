@@ -1,0 +1,131 @@
+"""The command line: `logitship serve` and `logitship demo`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from .config import ServerConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status."""
+    parser = _parser()
+    options = vars(parser.parse_args(arguments))
+    command = options.pop("command")
+    try:
+        import torch  # noqa: F401  # the client alone is installed without it
+    except ImportError:
+        print('This needs the server: pip install "logitship[serve]"', file=sys.stderr)
+        return 1
+    try:
+        config = ServerConfig(**options)
+    except ValueError as error:
+        parser.error(str(error))
+    return _COMMANDS[command](config)
+
+
+def _serve(config: ServerConfig) -> int:
+    from .default_model import ModelFetchError
+    from .engine.build import build_engine
+    from .engine.capacity import CacheTooLarge
+    from .engine.model_loader import ModelLoadError
+    from .engine.model_runner import UnsupportedModel
+    from .http_server import HTTPServer
+
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        engine = build_engine(config)
+    except (ModelFetchError, ModelLoadError, UnsupportedModel, CacheTooLarge) as error:
+        print(f"logitship: {error}", file=sys.stderr)
+        return 1
+    server = HTTPServer(engine)
+    server.run()
+    return 0 if server.started else 1
+
+
+def _demo(config: ServerConfig) -> int:
+    from .demo import run_demo
+
+    return run_demo(config)
+
+
+_COMMANDS = {"serve": _serve, "demo": _demo}
+
+# Group, flag and its other spellings, help. The first spelling is the field of `ServerConfig`, which has the default
+# and the type. SGLang's and vLLM's names for the same thing are both taken.
+_FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
+    "model": [
+        (("--model-path", "--model"), "a Hugging Face folder, a GGUF file, a hub name, or the default model's name"),
+        (("--tokenizer-path", "--tokenizer"), "where the tokenizer is, if not with the model"),
+        (("--served-model-name",), "the name under which clients ask for the model"),
+        (("--dtype",), "type of the weights; auto: float32 on a CPU, the checkpoint's own elsewhere"),
+        (("--device",), "cpu, cuda, cuda:1, …; auto: a GPU if there is one"),
+        (("--chat-template",), "a file with a Jinja template, instead of the tokenizer's"),
+        (("--trust-remote-code",), "run code that comes with the model's folder"),
+    ],
+    "engine": [
+        (("--max-num-seqs", "--max-running-requests"), "sequences that decode together"),
+        (("--max-model-len", "--context-length"), "longest prompt and output together, in tokens"),
+        (("--max-queued-requests",), "requests that may wait; more are refused with 429"),
+        (("--chunked-prefill-size",), "most prompt tokens computed in one step beside the running sequences"),
+        (("--mem-fraction-static", "--gpu-memory-utilization"), "share of the free memory that the cache may take"),
+        (("--random-seed", "--seed"), "seeds the requests that bring no seed of their own"),
+    ],
+    "sampling": [
+        (("--max-logprobs",), "most log-probabilities that a request may ask for at each position"),
+        (("--logprobs-mode",), "before any edit (raw), or after all of them (processed), unless the request says"),
+    ],
+    "processors": [
+        (("--enable-custom-logit-processor",), "run processors that come with requests: read docs/server.md first"),
+        (("--processor-isolation",), "where shipped code runs; none: in the server's own process"),
+        (("--max-processor-size",), "longest processor string, in bytes"),
+        (("--processor-cache-entries",), "most shipped processors kept loaded"),
+        (("--processor-cache-bytes",), "most bytes of shipped processors kept loaded"),
+    ],
+    "HTTP": [
+        (("--host",), "address to listen on"),
+        (("--port",), "port to listen on; 0: any free one"),
+        (("--api-key",), "bearer token that every request must carry"),
+        (("--max-request-bytes",), "longest request body, in bytes"),
+        (("--shutdown-timeout",), "seconds that running requests get to finish after SIGTERM"),
+        (("--log-level",), "how much to log"),
+    ],
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="logitship", description="Logits processors that arrive with the request.")
+    parser.add_argument("--version", action="version", version=f"logitship {version('logitship')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    demo = commands.add_parser("demo", help="ship two processors and see what they do")
+    for title, flags in _FLAGS.items():
+        group = serve.add_argument_group(title)
+        for names, text in flags:
+            _add_flag(group, names, text)
+    _add_flag(demo, *_FLAGS["model"][0])
+    return parser
+
+
+def _add_flag(group: argparse._ActionsContainer, names: tuple[str, ...], text: str) -> None:
+    field = names[0].removeprefix("--").replace("-", "_")
+    # What is not said on the command line is left to `ServerConfig`; here the default is only shown.
+    default = ServerConfig.__dataclass_fields__[field].default
+    if default not in (None, False):
+        text += f" (default: {default})"
+    kind = get_type_hints(ServerConfig)[field]
+    if kind is bool:
+        group.add_argument(*names, dest=field, action="store_true", default=argparse.SUPPRESS, help=text)
+        return
+    choices = get_args(kind) if get_origin(kind) is Literal else None
+    # `int | None` reads an int: no flag is how None is said.
+    parse = str if choices else next(k for k in (*get_args(kind), kind) if k is not type(None))
+    metavar = None if choices else "N" if parse is not str else field.rsplit("_", 1)[-1].upper()
+    group.add_argument(
+        *names, dest=field, type=parse, choices=choices, default=argparse.SUPPRESS, metavar=metavar, help=text
+    )

@@ -1,0 +1,176 @@
+"""`logitship demo`: a server, two processors that are shipped to it, and what they do to its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from logitship.client.async_client import AsyncClient
+from logitship.client.processor import CustomLogitProcessor
+from logitship.client.processor_string import PickledProcessor, SourceProcessor, parse
+from logitship.client.records import Generation, Receipt
+
+from . import demo_processors
+from .config import DEFAULT_MODEL, ServerConfig
+from .demo_processors import Alliteration, Lipogram
+
+PROMPTS = ("What is the moon?", "What is a good way to spend a rainy day?")
+MAX_TOKENS = 48
+REPETITION_PENALTY = 1.1
+"""A model this small repeats itself without one."""
+NARROWEST_COLUMN = 22
+WIDEST_PAGE = 120
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to ask.
+
+    Attributes:
+        title: heads its column.
+        explanation: what the processor does.
+        processor: the class that is shipped, or None for the model alone.
+        params: its parameters.
+    """
+
+    title: str
+    explanation: str = ""
+    processor: type[CustomLogitProcessor] | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = (
+    Variant("The model alone"),
+    Variant("Lipogram", 'no token with an "e" can be drawn', Lipogram, {"letter": "e"}),
+    Variant("Alliteration", 'words that begin with "s" are made more likely', Alliteration, {"letter": "s"}),
+)
+
+
+def run_demo(config: ServerConfig) -> int:
+    """Run the demo: starts a server, ships, asks, prints, stops. Returns the exit status.
+
+    Args:
+        config: says which model; the demo sets the rest itself.
+    """
+    from .http_server import running_server
+
+    width = min(shutil.get_terminal_size().columns, WIDEST_PAGE)
+    _say(f"1. Starting a server on this machine, with {config.model_name}.")
+    if config.model_path == DEFAULT_MODEL:
+        _say("   The first time, the model is fetched (93 MB) and converted; then it is kept.")
+    started = time.perf_counter()
+    with running_server(demo_config(config)) as base_url:
+        _say(f"   {base_url} is up after {time.perf_counter() - started:.0f} s.\n")
+        _say("2. Turning two classes into processor strings, to be sent with the requests:")
+        _say(describe_shipment(VARIANTS))
+        requests = len(PROMPTS) * len(VARIANTS)
+        _say(f"3. Asking {len(PROMPTS)} questions in {len(VARIANTS)} ways: {requests} requests at once.")
+        started = time.perf_counter()
+        answers = asyncio.run(ask_all(base_url))
+        _say(f"   Answered after {time.perf_counter() - started:.0f} s.\n")
+    for prompt, generations in zip(PROMPTS, answers, strict=True):
+        _say(f"   {prompt}\n")
+        columns = [(variant.title, shown(each)) for variant, each in zip(VARIANTS, generations, strict=True)]
+        _say(textwrap.indent(side_by_side(columns, width - 3), "   ") + "\n")
+    _say("4. The receipts, which say that the processors were applied:")
+    _say(describe_receipts([receipt for row in answers for each in row for receipt in each.receipts]))
+    _say(WHAT_NEXT)
+    return 0
+
+
+WHAT_NEXT = f"""\
+The server is stopped. What next:
+   Read the two classes: {demo_processors.__file__}
+   Start a server that stays: logitship serve --enable-custom-logit-processor
+   Ship a class of your own to it: docs/client.md"""
+
+
+def demo_config(config: ServerConfig) -> ServerConfig:
+    """`config` for a server of our own: on a free port of this machine alone, quiet, and taking shipped code."""
+    return replace(
+        config, host="127.0.0.1", port=0, api_key=None, enable_custom_logit_processor=True, log_level="warning"
+    )
+
+
+async def ask_all(base_url: str) -> list[list[Generation]]:
+    """For each prompt, the answer in each variant; all of them requested at once."""
+    async with AsyncClient(base_url) as client:
+        return [
+            list(row)
+            for row in await asyncio.gather(
+                *(asyncio.gather(*(_ask(client, prompt, variant) for variant in VARIANTS)) for prompt in PROMPTS)
+            )
+        ]
+
+
+async def _ask(client: AsyncClient, prompt: str, variant: Variant) -> Generation:
+    return await client.chat(
+        [{"role": "user", "content": prompt}],
+        processor=variant.processor,
+        params=variant.params or None,
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        repetition_penalty=REPETITION_PENALTY,
+    )
+
+
+def describe_shipment(variants: Sequence[Variant]) -> str:
+    """A paragraph a processor: what it does, how large it is on the wire, and its digest."""
+    lines = []
+    for variant in variants:
+        if variant.processor is None:
+            continue
+        text = variant.processor.to_str()
+        string = parse(text)
+        assert isinstance(string, PickledProcessor | SourceProcessor)
+        lines.append(f"   {variant.processor.__name__}: {variant.explanation}")
+        lines.append(f"      {len(text):,} bytes, {string.digest[:26]}…\n")
+    return "\n".join(lines)
+
+
+def describe_receipts(receipts: Sequence[Receipt]) -> str:
+    """A line a receipt."""
+    widest = max((len(receipt.name) for receipt in receipts), default=0)
+    return "\n".join(
+        f"   {receipt.name:<{widest}}  {receipt.digest[:26]}…  {receipt.steps:>3} steps  {receipt.milliseconds:7.1f} ms"
+        for receipt in receipts
+    ) + ("\n" if receipts else "")
+
+
+def shown(generation: Generation) -> str:
+    """The text, with a sign where it was cut."""
+    cut = generation.finish_reason is not None and generation.finish_reason.kind == "length"
+    return generation.text.strip() + (" …" if cut else "")
+
+
+def side_by_side(columns: Sequence[tuple[str, str]], width: int) -> str:
+    """Titled texts in columns of equal width, or one below the other where the page is too narrow for that.
+
+    Args:
+        columns: (title, text).
+        width: of the page, in characters.
+    """
+    gap = 3
+    column = (width - gap * (len(columns) - 1)) // len(columns)
+    if column < NARROWEST_COLUMN:
+        return "\n\n".join("\n".join(_block(title, text, max(width, NARROWEST_COLUMN))) for title, text in columns)
+    blocks = [_block(title, text, column) for title, text in columns]
+    height = max(len(block) for block in blocks)
+    rows = zip(*(block + [""] * (height - len(block)) for block in blocks), strict=True)
+    return "\n".join((" " * gap).join(cell.ljust(column) for cell in row).rstrip() for row in rows)
+
+
+def _block(title: str, text: str, width: int) -> list[str]:
+    """The lines of a column. Line breaks of the text are kept."""
+    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, width) or [""]]
+    return [*textwrap.wrap(title, width), "-" * min(len(title), width), *lines]
+
+
+def _say(text: str) -> None:
+    """Print at once: the next step may take a while."""
+    print(text, flush=True)

@@ -1,0 +1,73 @@
+"""What a request must fulfil to run on this model. Everything else was checked before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from logitship.server.errors import BadRequest
+
+from .messages import GenerationRequest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the operator allow.
+
+    Attributes:
+        max_model_len: longest prompt and output together, in tokens.
+        max_logprobs: most log-probabilities that a request may ask for at each position.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+
+
+def check(request: GenerationRequest, limits: Limits) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        BadRequest: `param` is a field of `SamplingParams`, or `prompt` or `n`.
+    """
+    _check_prompt(request.prompt_token_ids, limits)
+    params = request.sampling_params
+    if request.n < 1:
+        raise BadRequest("must be 1 or greater", param="n")
+    room = limits.max_model_len - len(request.prompt_token_ids)
+    if params.max_new_tokens is not None and params.max_new_tokens > room:
+        raise BadRequest(
+            f"asks for {params.max_new_tokens} tokens, but the prompt has {len(request.prompt_token_ids)} and the "
+            f"model's length is {limits.max_model_len}: there is room for {room}",
+            param="max_new_tokens",
+        )
+    if params.min_new_tokens > room:
+        raise BadRequest(f"there is room for {room} tokens", param="min_new_tokens")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > limits.max_logprobs:
+            raise BadRequest(f"this server gives at most {limits.max_logprobs}", param=name)
+    if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(request.prompt_token_ids):
+        raise BadRequest("is beyond the prompt", param="prompt_logprobs_start")
+    _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
+    _check_tokens(params.logit_bias, "logit_bias", limits)
+    _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
+    _check_tokens((token for word in params.bad_words_token_ids for token in word), "bad_words", limits)
+
+
+def _check_prompt(prompt: list[int], limits: Limits) -> None:
+    if not prompt:
+        raise BadRequest("is empty: it needs at least one token", param="prompt")
+    if len(prompt) >= limits.max_model_len:
+        raise BadRequest(
+            f"has {len(prompt)} tokens, but the model's length is {limits.max_model_len}, prompt and output together",
+            param="prompt",
+        )
+    _check_tokens(prompt, "prompt", limits)
+
+
+def _check_tokens(token_ids: Iterable[int], param: str, limits: Limits) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise BadRequest(
+                f"token id {token_id} is outside the vocabulary (0 to {limits.vocab_size - 1})", param=param
+            )

@@ -1,0 +1,79 @@
+"""Keys and values of the running sequences: one slot a sequence, allocated once.
+
+Assumptions:
+* A slot belongs to one sequence from `allocate` to `free`.
+* Positions are written in order, and nothing at or beyond a sequence's length is attended to.
+
+Guarantees:
+* Storage never moves and is never copied: attention reads a view of it.
+* `allocate` gives the lowest free slot, so that the slots in use stay close together.
+* What stands beyond a sequence's length is finite: zeros, or what an earlier sequence left. (Attention multiplies it
+  by a weight of zero, which would turn a NaN into a NaN.)
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes of the cache: [layers][slots, key-value heads, positions, head size], once for keys, once for values."""
+
+    num_layers: int
+    num_slots: int
+    num_kv_heads: int
+    max_len: int
+    head_dim: int
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes that the whole cache takes."""
+        elements = self.num_layers * self.num_slots * self.num_kv_heads * self.max_len * self.head_dim
+        return 2 * elements * dtype.itemsize
+
+
+class SlotCache:
+    """See the module's text."""
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        size = (shape.num_slots, shape.num_kv_heads, shape.max_len, shape.head_dim)
+        self.keys = [_zeros(size, dtype, device) for _ in range(shape.num_layers)]
+        self.values = [_zeros(size, dtype, device) for _ in range(shape.num_layers)]
+        self._free = list(range(shape.num_slots))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence holds."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take the lowest free slot.
+
+        Raises:
+            IndexError: all slots are taken.
+        """
+        return heapq.heappop(self._free)
+
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
+        heapq.heappush(self._free, slot)
+
+    def wipe(self, slot: int, length: int) -> None:
+        """Zero a slot's first positions. Needed when its sequence may have left something that is not finite."""
+        for layer in (*self.keys, *self.values):
+            layer[slot, :, :length].zero_()
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # `torch.zeros` writes the zeros, and so takes the memory at once. NumPy asks for zeroed pages, which the kernel
+    # hands out when they are first written: a position that was never used costs nothing.
+    nbytes = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(size)

@@ -1,0 +1,100 @@
+"""Runs the model: packed tokens in, logits of the wanted positions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from .attention import ATTENTION_NAME, Segment, StepLayout, register
+from .kv_cache import CacheShape, SlotCache
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence to compute now, beginning at position `start` of its slot."""
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+
+
+class UnsupportedModel(Exception):
+    """The model has something that the slot cache cannot serve. The message names it."""
+
+
+class ModelRunner:
+    """A transformers model for causal language modelling on top of a `SlotCache`."""
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_len: int) -> None:
+        """Prepare a model and allocate its cache.
+
+        Raises:
+            UnsupportedModel: its layers are not plain attention.
+        """
+        register()
+        _require_plain_attention(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.model = model.train(False)
+        self.device = model.device
+        self.dtype = model.dtype
+        self.cache = SlotCache(cache_shape(model, num_slots, max_len), self.dtype, self.device)
+
+    @torch.no_grad()
+    def forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
+        """Compute the next tokens of some sequences.
+
+        Args:
+            decode: chunks of one token each.
+            prefill: prompt chunks.
+            keep: which tokens' logits are wanted, in the order wanted; a token's number counts through `decode`, then
+                `prefill`. The hidden states are put in that order before the LM head, which is far cheaper than
+                ordering logits.
+
+        Returns:
+            float32 [len(keep), vocab].
+        """
+        layout = StepLayout(_segments(decode), _segments(prefill), self.cache, self.dtype, self.device)
+        token_ids = [token for chunk in (*decode, *prefill) for token in chunk.token_ids]
+        output = self.model(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=layout.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=torch.tensor(keep, dtype=torch.long, device=self.device),
+            step=layout,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+
+def _segments(chunks: list[Chunk]) -> list[Segment]:
+    return [Segment(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
+
+
+def cache_shape(model: PreTrainedModel, num_slots: int, max_len: int) -> CacheShape:
+    """The cache that a model needs for so many sequences of such a length."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return CacheShape(
+        num_layers=config.num_hidden_layers,
+        num_slots=num_slots,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        max_len=max_len,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def _require_plain_attention(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    reasons = {
+        f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
+        "an encoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "softcapped attention": getattr(config, "attn_logit_softcapping", None) is not None,
+        "no support for exchangeable attention functions": not getattr(model, "_supports_attention_backend", False),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedModel(f"{type(model).__name__} cannot be served: it has {reason}")

@@ -1,0 +1,92 @@
+"""From the processor string in a request to a processor that is ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from inspect import isabstract
+from typing import Any
+
+from logitship.builtin_processors.base import BuiltinProcessor
+from logitship.builtin_processors.registry import Registry
+from logitship.builtin_processors.sglang_names import installed_by_reference
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor_string import (
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    RegisteredProcessor,
+    SourceProcessor,
+)
+from logitship.sampler.processor_cache import CacheStats, ProcessorCache
+from logitship.sampler.processor_host import LoadedProcessor, ProcessorHost
+
+
+class ProcessorLibrary:
+    """Installed processors by name, shipped ones through the cache.
+
+    Args:
+        registry: the installed processors.
+        cache: loads and keeps shipped ones.
+        installed_host: runs the installed ones: they are the operator's own and need no isolation.
+        vocab_size: checks the token ids in the parameters of installed processors.
+    """
+
+    def __init__(
+        self, registry: Registry, cache: ProcessorCache, installed_host: ProcessorHost, vocab_size: int
+    ) -> None:
+        self._registry = registry
+        self._cache = cache
+        self._installed_host = installed_host
+        self._vocab_size = vocab_size
+        self._installed: dict[str, LoadedProcessor] = {}
+
+    def ships_code(self, string: ProcessorString) -> bool:
+        """False if the processor is installed, by name or by SGLang's reference to one of its own."""
+        return self._installed_name(string) is None
+
+    def acquire(self, string: ProcessorString, params: Mapping[str, Any] | None) -> LoadedProcessor:
+        """A processor ready to run; give it back with `release`.
+
+        Raises:
+            ProcessorLoadError: it cannot be loaded, or nothing has that name or digest.
+            ValueError: an installed processor does not take these parameters.
+            ProcessorCacheFull: there is no room for another shipped one.
+        """
+        name = self._installed_name(string)
+        if name is not None:
+            self._registry.get(name).validate_params(params, vocab_size=self._vocab_size)
+            return self._installed_processor(name)
+        if isinstance(string, RegisteredProcessor):
+            raise ProcessorLoadError(f"no processor {string.digest} is registered: send the whole processor string")
+        assert isinstance(string, PickledProcessor | SourceProcessor)
+        return self._cache.acquire(string)
+
+    def release(self, processor: LoadedProcessor) -> None:
+        """Say that one user of `processor` is done."""
+        if processor is not self._installed.get(processor.name):
+            self._cache.release(processor)
+
+    def cache_stats(self) -> CacheStats:
+        """Counters and sizes of the shipped ones."""
+        return self._cache.stats()
+
+    def clear(self) -> None:
+        """Forget every shipped processor that is not in use."""
+        self._cache.clear()
+
+    def _installed_processor(self, name: str) -> LoadedProcessor:
+        if name not in self._installed:
+            digest = f"sha256:{sha256(f'installed:{name}'.encode()).hexdigest()}"
+            instance = self._registry.get(name)()
+            self._installed[name] = LoadedProcessor(digest, name, 0, self._installed_host, instance)
+        return self._installed[name]
+
+    def _installed_name(self, string: ProcessorString) -> str | None:
+        if isinstance(string, InstalledProcessor):
+            return string.name
+        if isinstance(string, PickledProcessor):
+            cls = installed_by_reference(string.payload)
+            if cls is not None and issubclass(cls, BuiltinProcessor) and not isabstract(cls):
+                return cls.name
+        return None

@@ -1,0 +1,138 @@
+"""One continuation of one prompt, from admission to its finish reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.tokenizer import Tokenizer
+
+from .detokenizer import IncrementalDetokenizer, StopMatch, StopStrings
+from .messages import FinishReason, GenerationChunk, TokenLogprobs
+
+_CONTEXT_TOKENS = 5
+"""How much of the prompt the text of the first output token may depend on."""
+
+Sink = Callable[[GenerationChunk], None]
+"""Takes the chunks of a request; called on the engine's thread."""
+
+
+class Sequence:
+    """State of one running continuation.
+
+    Attributes:
+        rid: the request that it belongs to; `index` is which of its `n` continuations it is.
+        slot: its slot of the cache, while it has one.
+        num_computed: its tokens whose keys and values are in the cache.
+        output_token_ids: grows by one a step. Others hold references to it: it is never replaced.
+        finish_reason: None while it runs.
+    """
+
+    def __init__(
+        self,
+        rid: str,
+        index: int,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        max_new_tokens: int,
+        tokenizer: Tokenizer,
+        sink: Sink,
+    ) -> None:
+        self.rid = rid
+        self.index = index
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling_params = sampling_params
+        self.output_token_ids: list[int] = []
+        self.slot: int | None = None
+        self.num_computed = 0
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._max_new_tokens = max_new_tokens
+        self._sink = sink
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            prompt_token_ids[-_CONTEXT_TOKENS:],
+            skip_special_tokens=sampling_params.skip_special_tokens,
+            spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
+        )
+        self._stop_strings = StopStrings(sampling_params.stop, include=sampling_params.include_stop_str_in_output)
+
+    @property
+    def num_prompt(self) -> int:
+        """Length of the prompt, in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def prefilling(self) -> bool:
+        """True until the whole prompt is in the cache."""
+        return self.num_computed < self.num_prompt
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The next tokens to compute, at most `count`: of the prompt, then the last one drawn."""
+        if self.prefilling:
+            return self.prompt_token_ids[self.num_computed : self.num_computed + count]
+        return self.output_token_ids[-1:]
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take the token that was drawn, see whether it ends the sequence, and give out what is certain."""
+        self.output_token_ids.append(token_id)
+        text = self._text_of(token_id)
+        if self.finish_reason is None and len(self.output_token_ids) >= self._max_new_tokens:
+            text += self._flush()
+            # The last piece may complete a stop string, which then is the better reason.
+            self.finish_reason = self.finish_reason or FinishReason("length")
+        self._emit(text, [token_id], [logprobs] if logprobs else [])
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the sequence from outside."""
+        self.finish_reason = reason
+        self._emit(self._flush(), [], [])
+
+    def _text_of(self, token_id: int) -> str:
+        params = self.sampling_params
+        may_stop = len(self.output_token_ids) >= params.min_new_tokens
+        if may_stop and self._is_stop_token(token_id):
+            text = self._flush()
+            if self.finish_reason is None:
+                self.finish_reason = FinishReason("stop", token_id)
+                if params.include_stop_str_in_output:
+                    text += self._detokenizer.push(token_id) + self._detokenizer.flush()
+            return text
+        piece = self._detokenizer.push(token_id)
+        if len(self.output_token_ids) <= params.min_new_tokens and params.min_new_tokens > 0:
+            # A stop string counts only in what comes after the minimum.
+            return piece
+        return self._past_stop_strings(piece)
+
+    def _is_stop_token(self, token_id: int) -> bool:
+        params = self.sampling_params
+        return token_id in params.stop_token_ids or (token_id in params.eos_token_ids and not params.ignore_eos)
+
+    def _past_stop_strings(self, piece: str) -> str:
+        found = self._stop_strings.push(piece)
+        if isinstance(found, StopMatch):
+            self.finish_reason = FinishReason("stop", found.matched)
+            return found.text
+        return found
+
+    def _flush(self) -> str:
+        """What the detokenizer and the search for stop strings still hold back."""
+        text = self._past_stop_strings(self._detokenizer.flush())
+        return text if self.finish_reason and self.finish_reason.kind == "stop" else text + self._stop_strings.flush()
+
+    def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
+        finished = self.finish_reason is not None
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        self._sink(
+            GenerationChunk(
+                index=self.index,
+                text=text,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=self.finish_reason,
+                prompt_tokens=self.num_prompt,
+                completion_tokens=len(self.output_token_ids),
+                receipts=tuple(use.receipt for use in self.sampling_params.processors) if finished else (),
+            )
+        )

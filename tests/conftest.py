@@ -1,0 +1,88 @@
+"""A tiny random model, made here, for everything that does not need a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from logitship.server.config import ServerConfig
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.build import build_engine
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.tokenizer import Tokenizer
+from tokenizers import Tokenizer as TokenizersTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ["<s>", "</s>", "<think>", "</think>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+BuildEngine = Callable[..., AsyncEngine]
+"""Settings of `ServerConfig` as keywords, to an engine on the tiny model that the test need not stop."""
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that every character beyond ASCII is several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = TokenizersTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=["<think>", "</think>"],
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def tiny_model(vocab_size: int = 260, max_len: int = 512, seed: int = 0) -> LlamaForCausalLM:
+    """Two layers with random weights, large enough that the most likely token varies."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_len,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(_byte_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def loaded_model(tokenizer: Tokenizer) -> LoadedModel:
+    """The tiny model: 260 tokens, of which 0 to 3 are special and 1 is the end token; 512 tokens long."""
+    return LoadedModel(
+        model=tiny_model(), tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=512
+    )
+
+
+@pytest.fixture
+def make_engine(loaded_model: LoadedModel) -> Iterator[BuildEngine]:
+    """Builds engines, and stops them after the test."""
+    engines: list[AsyncEngine] = []
+
+    def build(loaded: LoadedModel = loaded_model, **settings: object) -> AsyncEngine:
+        defaults: dict[str, object] = {"model_path": "tiny", "max_num_seqs": 4, "random_seed": 0}
+        engines.append(build_engine(ServerConfig(**(defaults | settings)), loaded))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.stop()
