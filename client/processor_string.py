@@ -70,6 +70,7 @@ class PickledProcessor:
         dill: version of dill that made it, or None.
         source: the same class as source, for a Python that cannot run the pickle; None where there is none.
         params_schema: JSON schema of its parameters, or None.
+        name: the class's name as the string claims it, or None.
     """
 
     payload: bytes
@@ -77,6 +78,7 @@ class PickledProcessor:
     dill: str | None = None
     source: SourceProcessor | None = None
     params_schema: dict[str, Any] | None = None
+    name: str | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -168,6 +170,7 @@ def _pickled(data: dict[str, Any]) -> PickledProcessor:
     if about.get("v") != FORMAT_VERSION:
         raise ProcessorLoadError(f"'logitship.v' is {about.get('v')!r}: this version reads {FORMAT_VERSION}")
     python = _text(about, "python") if about.get("python") is not None else None
+    name = _text(about, "name") if about.get("name") is not None else None
     source = None
     if about.get("source") is not None:
         captured = _hex(about, "captured") if about.get("captured") is not None else b""
@@ -175,7 +178,7 @@ def _pickled(data: dict[str, Any]) -> PickledProcessor:
     schema = about.get("params_schema")
     if schema is not None and not isinstance(schema, dict):
         raise ProcessorLoadError("'logitship.params_schema' is not a JSON object")
-    return PickledProcessor(payload, python, about.get("dill"), source, schema)
+    return PickledProcessor(payload, python, about.get("dill"), source, schema, name)
 
 
 def _only(data: dict[str, Any], *known: str) -> None:
@@ -197,3 +200,45 @@ def _hex(data: dict[str, Any], key: str) -> bytes:
         return bytes.fromhex(value)
     except (TypeError, ValueError):
         raise ProcessorLoadError(f"{key!r} is not a string of hexadecimal digits") from None
+
+
+def to_text(string: ProcessorString) -> str:
+    """Write a processor string: `parse(to_text(string)) == string`.
+
+    Raises:
+        ValueError: a source form with captured values, which the wire format does not have.
+    """
+    return orjson.dumps(to_json(string)).decode()
+
+
+def to_json(string: ProcessorString) -> dict[str, Any]:
+    """`to_text` before it is encoded."""
+    match string:
+        case PickledProcessor():
+            return _pickled_json(string)
+        case SourceProcessor():
+            if string.captured:
+                raise ValueError("the source form carries no captured values: send the pickled form")
+            return {"source": string.source, "class_name": string.class_name}
+        case RegisteredProcessor():
+            return {"digest": string.digest}
+        case InstalledProcessor():
+            return {"name": string.name}
+
+
+def _pickled_json(string: PickledProcessor) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "name": string.name,
+        "python": string.python,
+        "dill": string.dill,
+        "params_schema": string.params_schema,
+    }
+    if string.source is not None:
+        about["source"] = string.source.source
+        about["name"] = string.source.class_name
+        about["captured"] = string.source.captured.hex() or None
+    about = {key: value for key, value in about.items() if value is not None}
+    data: dict[str, Any] = {"callable": string.payload.hex()}
+    if about:
+        data["logitship"] = {"v": FORMAT_VERSION, **about}
+    return data

@@ -1,0 +1,98 @@
+"""Which names a code object uses, read off its bytecode."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from types import CodeType
+
+_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_ATTRIBUTE_OPS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+# Every module has them, each its own.
+_MODULE_OWN = frozenset({"__name__", "__builtins__", "__annotations__", "__conditional_annotations__"})
+
+
+def walk(code: CodeType) -> Iterator[CodeType]:
+    """The code object and all that are nested in it: inner functions, lambdas, comprehensions, class bodies."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from walk(constant)
+
+
+def global_names(code: CodeType) -> set[str]:
+    """Names that are looked up in the module's globals. Names of a nested class body may be among them."""
+    names = {str(op.argval) for inner in walk(code) for op in _operations(inner) if op.opname in _GLOBAL_OPS}
+    return names - _MODULE_OWN
+
+
+def eager_names(code: CodeType) -> set[str]:
+    """Names that a module's code looks up while it is executed, without those that it has bound itself.
+
+    Class bodies run at once, and so do comprehensions and lambdas at that level; functions do not.
+    """
+    names = _own_names(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            is_function = constant.co_flags & inspect.CO_OPTIMIZED and not constant.co_name.startswith("<")
+            names |= set() if is_function else eager_names(constant)
+    return names - _MODULE_OWN
+
+
+def code_names(code: CodeType) -> set[str]:
+    """All names that a module's code looks up, at once or later, without those that it has bound itself."""
+    names = _own_names(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= code_names(constant)
+    return names - _MODULE_OWN
+
+
+def _own_names(code: CodeType) -> set[str]:
+    operations = list(_operations(code))
+    bound = {op.argval for op in operations if op.opname == "STORE_NAME"}
+    return {str(op.argval) for op in operations if op.opname in _GLOBAL_OPS} - bound
+
+
+def attribute_chains(code: CodeType, name: str) -> set[tuple[str, ...]]:
+    """How a global is used: `{("nn", "Linear"), ("inf",)}` for `torch.nn.Linear` and `torch.inf`.
+
+    A use without an attribute gives the empty tuple.
+    """
+    chains = set()
+    for inner in walk(code):
+        chain: list[str] | None = None
+        for op in _operations(inner):
+            if chain is not None:
+                if op.opname in _ATTRIBUTE_OPS:
+                    chain.append(str(op.argval))
+                    continue
+                chains.add(tuple(chain))
+                chain = None
+            if op.opname in _GLOBAL_OPS and op.argval == name:
+                chain = []
+    return chains
+
+
+def imported_modules(code: CodeType, package: str | None) -> set[str]:
+    """Modules that the code imports when it runs, by absolute name.
+
+    Args:
+        code: the code object of a function.
+        package: package of the function's module, against which relative imports are resolved.
+    """
+    modules = set()
+    for inner in walk(code):
+        operations = list(_operations(inner))
+        for index, op in enumerate(operations):
+            if op.opname == "IMPORT_NAME":
+                level = operations[index - 2].argval  # before it stand the level and the names after `import`
+                name = "." * level + op.argval
+                modules.add(resolve_name(name, package) if level and package else op.argval)
+    return modules
+
+
+def _operations(code: CodeType) -> Iterator[dis.Instruction]:
+    return (op for op in dis.get_instructions(code) if op.opname != "EXTENDED_ARG")

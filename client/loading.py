@@ -1,0 +1,222 @@
+"""From a processor string to a class, in this process. The one place that unpickles processors.
+
+Loading runs the code in the string. The server process must not call this for a client's string unless the operator
+told it to trust its clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import linecache
+import pickle
+import pickletools
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from .class_names import missing_globals
+from .errors import ProcessorLoadError
+from .processor import CustomLogitProcessor
+from .processor_string import PYTHON, PickledProcessor, SourceProcessor
+from .shipped_names import ShippedNames
+
+_counter = itertools.count()
+_NO_NAMES: Mapping[tuple[str, str], Any] = {}
+
+
+def load_class(
+    string: PickledProcessor | SourceProcessor, names: Mapping[tuple[str, str], Any] = _NO_NAMES
+) -> type[CustomLogitProcessor]:
+    """Rebuild the class in a processor string. Runs the code in it.
+
+    Args:
+        string: a pickle of this Python version, or source; of a pickle of another version, its source is taken.
+        names: what stands for (module, name) when the code asks for it: SGLang's built-in processors, vLLM's batch
+            processor interface. SGLang's and our `CustomLogitProcessor` are always there. The table is used even where
+            the real package is installed: what a processor does must not depend on it.
+
+    Raises:
+        ProcessorLoadError: it cannot be rebuilt here; the message says why, and holds the traceback of the author's
+            code where that raised.
+    """
+    runnable = string.runnable if isinstance(string, PickledProcessor) else string
+    table = ShippedNames(names)
+    if isinstance(runnable, PickledProcessor):
+        return _check_class(_unpickle(runnable.payload, table))
+    return _check_class(_run_source(runnable, table))
+
+
+def instantiate(cls: type[CustomLogitProcessor]) -> CustomLogitProcessor:
+    """The one instance of a loaded class.
+
+    Raises:
+        ProcessorLoadError: `__init__` needs arguments or raises.
+    """
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ProcessorLoadError(
+            f"{cls.__name__} cannot be made without arguments: {error}. Take the values from custom_params, or give "
+            "the arguments of __init__ defaults"
+        ) from None
+    with _explained(f"{cls.__name__} raised when it was made"):
+        return cls()
+
+
+def check_payload(payload: bytes) -> None:
+    """Load a class that was just pickled here, to see that it loads.
+
+    Raises:
+        ProcessorLoadError: it does not.
+    """
+    _check_class(_unpickle(payload, ShippedNames(names_in_use())))
+
+
+def names_in_use() -> dict[tuple[str, str], Any]:
+    """The names of our processors that have been imported in this process and carry SGLang's names."""
+    found: dict[tuple[str, str], Any] = {}
+    waiting: list[type] = [CustomLogitProcessor]
+    while waiting:
+        cls = waiting.pop()
+        waiting.extend(cls.__subclasses__())
+        ours = cls.__module__.partition(".")[0] == "logitship" and cls.__module__ in sys.modules
+        if ours and "_pickles_as" in cls.__dict__:
+            found[cls.__dict__["_pickles_as"]] = cls
+    return found
+
+
+def explain_name_error(error: NameError, cls: type) -> str | None:
+    """What to tell the author of a class whose method raised NameError, or None if there is nothing to add."""
+    name = getattr(error, "name", None)
+    if isinstance(error, UnboundLocalError) or name not in missing_globals(cls):
+        return None
+    return (
+        f"{name!r} was a global of the author's module and did not travel: SGLang's to_str() leaves module globals "
+        "behind. Import or define it inside the method, or serialize the class with logitship's to_str(), which "
+        "carries what the class uses"
+    )
+
+
+def author_traceback(error: BaseException) -> str:
+    """The traceback of an error from where it enters the author's code."""
+    report = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in report.stack if not _is_machinery(frame.filename)]
+    report.stack = traceback.StackSummary.from_list(frames)
+    return "".join(report.format(chain=False)) if frames else ""
+
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+def _is_machinery(filename: str) -> bool:
+    """True for the code that loads and calls the author's: ours, pickle's and dill's."""
+    path = Path(filename)
+    ours = any(path.is_relative_to(_PACKAGE / folder) for folder in ("client", "sampler"))
+    return ours or filename == pickle.__file__ or path.parts[-2:] == ("dill", "_dill.py")
+
+
+def _unpickle(payload: bytes, names: ShippedNames) -> Any:
+    _check_pickle(payload)
+    from .class_unpickler import ClassUnpickler
+
+    with _explained("the processor raised while it was loaded"):
+        return ClassUnpickler(payload, names).load()
+
+
+def _check_pickle(payload: bytes) -> None:
+    """Tell damaged data from code that fails."""
+    try:
+        for _ in pickletools.genops(payload):
+            pass
+    except (ValueError, UnicodeDecodeError) as error:
+        what = "is truncated or damaged" if payload[:1] == pickle.PROTO else "is not a pickle"
+        raise ProcessorLoadError(f"the processor's data {what}: {error}") from None
+
+
+def _run_source(string: SourceProcessor, names: ShippedNames) -> Any:
+    """Execute the source as a module of its own and take the class out of it."""
+    module = ModuleType(f"logitship_processor_{next(_counter)}")
+    vars(module).update(_captured(string, names), __builtins__=names.builtins)
+    filename = f"<{module.__name__}>"
+    code = _compile(string.source, filename)
+    # linecache lets tracebacks quote the source. It must not keep it longer than the class.
+    linecache.cache[filename] = (len(string.source), None, string.source.splitlines(keepends=True), filename)
+    forget = weakref.finalize(module, linecache.cache.pop, filename, None)
+    # dataclasses and typing look a class's module up in sys.modules while the class is made.
+    sys.modules[module.__name__] = module
+    try:
+        with _explained("the source raised while it was loaded"):
+            exec(code, vars(module))
+    finally:
+        sys.modules.pop(module.__name__, None)
+    cls = _pick_class(module, string.class_name)
+    if isinstance(cls, type):
+        forget.detach()
+        weakref.finalize(cls, linecache.cache.pop, filename, None)
+    return cls
+
+
+def _compile(source: str, filename: str) -> CodeType:
+    try:
+        return compile(source, filename, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ProcessorLoadError(f"the source is not valid Python {PYTHON}: line {error.lineno}: {error.msg}") from None
+    except ValueError as error:
+        raise ProcessorLoadError(f"the source is not valid Python {PYTHON}: {error}") from None
+
+
+def _pick_class(module: ModuleType, name: str) -> Any:
+    if name not in vars(module):
+        classes = sorted(n for n, value in vars(module).items() if _is_made_in(value, module))
+        raise ProcessorLoadError(
+            f"the source does not define {name!r}; its classes are: {', '.join(classes) or 'none'}"
+        )
+    return vars(module)[name]
+
+
+def _is_made_in(value: Any, module: ModuleType) -> bool:
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+def _captured(string: SourceProcessor, names: ShippedNames) -> dict[str, Any]:
+    if not string.captured:
+        return {}
+    captured = _unpickle(string.captured, names)
+    if not isinstance(captured, dict):
+        raise ProcessorLoadError(f"'captured' is not a dict of values but {type(captured).__name__}")
+    return captured
+
+
+def _check_class(cls: Any) -> type[CustomLogitProcessor]:
+    if not isinstance(cls, type):
+        raise ProcessorLoadError(f"the processor is not a class but {type(cls).__name__}")
+    if not issubclass(cls, CustomLogitProcessor):
+        raise ProcessorLoadError(f"class {cls.__name__} is not a subclass of CustomLogitProcessor")
+    abstract = sorted(getattr(cls, "__abstractmethods__", ()))
+    if abstract:
+        raise ProcessorLoadError(f"class {cls.__name__} is abstract: it lacks {', '.join(abstract)}")
+    return cls
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn whatever the author's code raises into a ProcessorLoadError."""
+    try:
+        yield
+    except ProcessorLoadError:
+        raise
+    except ModuleNotFoundError as error:
+        message = (
+            f"the processor needs the module {error.name!r}, which is not installed here. If it is your own, serialize "
+            f"the class with logitship's to_str(), which carries it\n{author_traceback(error)}"
+        )
+        raise ProcessorLoadError(message.rstrip()) from error
+    except (Exception, SystemExit) as error:  # author's code may raise anything
+        message = f"{what}: {type(error).__name__}: {error}\n{author_traceback(error)}"
+        raise ProcessorLoadError(message.rstrip()) from error

@@ -1,0 +1,82 @@
+"""Contract 2: a processor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CustomLogitProcessor(ABC):
+    """Edits the logits of the requests that brought it.
+
+    Subclass it, write `__call__`, and send `to_str()` with a request:
+
+    ```python
+    class Ban(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in enumerate(custom_param_list):
+                logits[row, params["token_id"]] = -float("inf")
+            return logits
+    ```
+
+    One instance, made without arguments, serves all requests that carry the same string. What it keeps on `self` is
+    shared by them and may vanish at any time; what belongs to one sequence goes to
+    `custom_param_list[i]["__req__"].state`.
+
+    Attributes:
+        params_schema: optional JSON schema of the request's `custom_params`; travels with the class.
+    """
+
+    params_schema: ClassVar[dict[str, Any] | None] = None
+
+    # The global that stands for this class in a pickle. Having SGLang's name, a string made here loads there.
+    _pickles_as: ClassVar[tuple[str, str]] = ("sglang.srt.sampling.custom_logit_processor", "CustomLogitProcessor")
+
+    @abstractmethod
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Edit the logits of this step, in place or not.
+
+        Args:
+            logits: float32 [rows, vocab]: one row for each request (or draft position) that carries this processor.
+            custom_param_list: one dict a row: the request's `custom_params`, and `"__req__"`, its history and state.
+
+        Returns:
+            The logits, [rows, vocab], on the same device.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def to_str(cls) -> str:
+        """This class as a processor string, for the field `custom_logit_processor` of a request.
+
+        The class travels by value with everything that it uses of your own code; installed libraries travel by name.
+
+        Raises:
+            ProcessorSerializationError: something that it uses cannot travel; the message names it.
+        """
+        from .processor_string import to_text
+        from .serialization import serialize
+
+        return to_text(serialize(cls))
+
+    @classmethod
+    def from_str(cls, text: str) -> CustomLogitProcessor:
+        """An instance of the class in a processor string, loaded into THIS process.
+
+        Loading runs the code in the string, with all rights of this process. Only do it with strings you trust.
+
+        Raises:
+            ProcessorLoadError: the string is malformed or its class cannot be rebuilt here.
+        """
+        from .loading import instantiate, load_class, names_in_use
+        from .processor_string import PickledProcessor, SourceProcessor, parse
+
+        string = parse(text)
+        if not isinstance(string, PickledProcessor | SourceProcessor):
+            from .errors import ProcessorLoadError
+
+            raise ProcessorLoadError("the string only names a processor of a server; it holds no code to load here")
+        return instantiate(load_class(string, names_in_use()))

@@ -1,0 +1,114 @@
+"""How single objects are taken apart for a pickle, and which cannot be.
+
+This module imports dill; `class_pickler.py` uses it when a class is really serialized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import io
+import socket
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import dill._dill
+
+# dataclasses compares these by identity.
+_SENTINELS = {
+    id(getattr(dataclasses, name)): name
+    for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY", "_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR")
+}
+
+_UNTRAVELLABLE: tuple[tuple[Any, str], ...] = (
+    ((type(threading.Lock()), type(threading.RLock())), "a lock"),
+    ((threading.Condition, threading.Event, threading.Semaphore, threading.Barrier), "a thread synchronisation object"),
+    (threading.Thread, "a thread"),
+    (threading.local, "thread-local storage"),
+    (socket.socket, "a socket"),
+    (subprocess.Popen, "a process"),
+    ((types.GeneratorType, types.AsyncGeneratorType), "a generator"),
+    (types.CoroutineType, "a coroutine"),
+    ((types.FrameType, types.TracebackType), "a stack frame"),
+    ((weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType), "a weak reference"),
+    (memoryview, "a memoryview"),
+)
+
+
+def untravellable(obj: Any) -> str | None:
+    """What an object is, if it is bound to this process; None for all others."""
+    if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
+        return "a closed file" if obj.closed else "an open file"
+    return next((what for kinds, what in _UNTRAVELLABLE if isinstance(obj, kinds)), None)
+
+
+def sentinel_name(obj: Any) -> str | None:
+    """The name of one of the objects that `dataclasses` compares by identity."""
+    return _SENTINELS.get(id(obj)) if type(obj).__module__ == "dataclasses" else None
+
+
+def reduce_type_variable(variable: TypeVar) -> Any:
+    """Make the type variable anew: pickle sends it as a name in the author's module."""
+    options: dict[str, Any] = {
+        "bound": variable.__bound__,
+        "covariant": variable.__covariant__,
+        "contravariant": variable.__contravariant__,
+    }
+    return functools.partial(TypeVar, variable.__name__, *variable.__constraints__, **options), ()
+
+
+def reduce_value(obj: Any) -> Any:
+    """A reduction that reads the same everywhere, or NotImplemented to leave it to pickle."""
+    if type(obj) is functools.cached_property:  # holds a lock, up to Python 3.11
+        return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
+    if isinstance(obj, types.WrapperDescriptorType | types.MethodDescriptorType):
+        return getattr, (obj.__objclass__, obj.__name__)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(obj) is torch.Tensor:
+        return _reduce_tensor(torch, obj)
+    return NotImplemented
+
+
+def _reduce_tensor(torch: types.ModuleType, tensor: Any) -> Any:
+    """Rebuild a tensor from its bytes: torch's own pickle of a storage holds its address."""
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
+        return NotImplemented
+    data = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    flat = dill._dill.Reduce(functools.partial(torch.frombuffer, dtype=tensor.dtype), (data,))
+    return torch.reshape, (flat, tuple(tensor.shape))
+
+
+def annotations_as_text(obj: Any) -> dict[str, str]:
+    """The annotations of a function or class, each as a string."""
+    annotations = inspect.get_annotations(obj)
+    return {n: v if isinstance(v, str) else inspect.formatannotation(v) for n, v in annotations.items()}
+
+
+def slot_names(cls: type) -> set[str]:
+    """Attributes that `__slots__` makes, as they stand in the class."""
+    slots = cls.__dict__.get("__slots__", ())
+    names = {slots} if isinstance(slots, str) else set(slots)
+    return {f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names}
+
+
+def is_written_in_enum(name: str, value: Any) -> bool:
+    """True for what the author wrote into an enum's body, members apart; `enum` itself makes the rest."""
+    function = getattr(value, "__func__", getattr(value, "fget", value))
+    if name == "__new_member__" or not isinstance(function, types.FunctionType):
+        return name == "__doc__" and value is not None
+    return function.__module__ != "enum"
+
+
+def ordered(items: Iterable[Any]) -> list[Any]:
+    """The items of a set in an order that does not depend on their hashes; `<` between sets is no order."""
+    items = list(items)
+    if all(type(item) is str for item in items) or all(type(item) in (int, float) for item in items):
+        return sorted(items)
+    return sorted(items, key=lambda item: (type(item).__qualname__, repr(item)))

@@ -1,0 +1,131 @@
+"""Find the text that defined a function, a class or a module-level name."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, TypeAlias
+
+from .class_names import functions_in, functions_of
+
+Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A parsed file, or a notebook's cell.
+
+    Attributes:
+        filename: as code objects name it.
+        lines: its lines.
+        tree: its syntax tree.
+    """
+
+    filename: str
+    lines: list[str]
+    tree: ast.Module
+
+    def text_of(self, node: ast.stmt) -> str:
+        """The text of a statement, decorators included, without its indentation."""
+        first = _first_line(node)
+        text = textwrap.dedent("".join(self.lines[first - 1 : node.end_lineno]))
+        # Removing the indentation also changes the inside of strings that go over several lines.
+        if node.col_offset and any(_is_long_string(inner) for inner in ast.walk(node)):
+            return ast.unparse(node)
+        return text.rstrip()
+
+    def definitions(self) -> Iterator[tuple[str, Definition]]:
+        """Every function and class with its qualified name."""
+        yield from _definitions(self.tree, "")
+
+    def bindings(self, name: str) -> Iterator[ast.stmt]:
+        """Module-level statements that bind a name, in order, also those inside of `if` and `try`."""
+        yield from (statement for statement in _module_level(self.tree) if name in _bound_names(statement))
+
+
+def source_file(filename: str, variables: dict[str, Any]) -> SourceFile | None:
+    """The file as `linecache` has it (notebooks put their cells there), or None."""
+    linecache.checkcache(filename)
+    lines = linecache.getlines(filename, variables)
+    if not lines:
+        return None
+    try:
+        return SourceFile(filename, lines, ast.parse("".join(lines)))
+    except SyntaxError:  # a notebook's cell may hold what only IPython understands
+        return None
+
+
+def files_of_module(variables: dict[str, Any]) -> list[str]:
+    """The files that a module's code comes from: one, or a notebook's cells."""
+    if isinstance(variables.get("__file__"), str):
+        return [variables["__file__"]]
+    codes: list[CodeType] = []
+    for value in list(variables.values()):
+        functions = functions_of(value) if isinstance(value, type) else functions_in(value)
+        codes += [f.__code__ for f in functions if f.__globals__ is variables]
+    return list(dict.fromkeys(code.co_filename for code in codes))
+
+
+def find_function(file: SourceFile, code: CodeType) -> Definition | None:
+    """The `def` that a code object was compiled from."""
+    for _, node in file.definitions():
+        if node.name == code.co_name and _first_line(node) == code.co_firstlineno:
+            return node
+    return None
+
+
+def find_class(file: SourceFile, cls: type) -> ast.ClassDef | None:
+    """The `class` statement of a class: the one around its methods, else the last of its name."""
+    nodes = [n for qualname, n in file.definitions() if isinstance(n, ast.ClassDef) and qualname == cls.__qualname__]
+    lines = {f.__code__.co_firstlineno for f in functions_of(cls) if f.__code__.co_filename == file.filename}
+    around = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
+    nodes = around or nodes
+    return nodes[-1] if nodes else None
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _is_long_string(node: ast.AST) -> bool:
+    match node:
+        case ast.JoinedStr() | ast.Constant(value=str() | bytes()):
+            return node.lineno != node.end_lineno
+    return False
+
+
+def _definitions(parent: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, _DEFINITIONS):
+            yield prefix + node.name, node
+            inner = "." if isinstance(node, ast.ClassDef) else ".<locals>."
+            yield from _definitions(node, prefix + node.name + inner)
+        else:
+            yield from _definitions(node, prefix)
+
+
+def _module_level(parent: ast.AST) -> Iterator[ast.stmt]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, (*_DEFINITIONS, ast.expr)):
+            yield from _module_level(node)
+
+
+def _bound_names(statement: ast.stmt) -> set[str]:
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return {statement.name}
+        case ast.Import() | ast.ImportFrom():
+            return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+        case ast.Assign():
+            return {node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)) | ast.AugAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()

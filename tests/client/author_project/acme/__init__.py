@@ -1,0 +1,1 @@
+"""A package of an author's, which no server has."""
