@@ -14,6 +14,9 @@ from logitship.client.processor_string import PickledProcessor, ProcessorString,
 
 from .processor_host import LoadedProcessor
 
+_LONGEST_TEXT = 4096
+"""Characters of an exception's message, or of its traceback, that are kept."""
+
 
 class InProcessHost:
     """Loads and calls processors right here. Only for code that the operator would run anyway.
@@ -30,9 +33,15 @@ class InProcessHost:
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
-        cls = load_class(runnable, self._names)
-        size = len(runnable.payload) if isinstance(runnable, PickledProcessor) else len(runnable.source)
-        return LoadedProcessor(runnable.digest, cls.__name__, size, self, instantiate(cls))
+        try:
+            cls = load_class(runnable, self._names)
+            instance = instantiate(cls)
+        except ProcessorLoadError:
+            raise
+        # `load_class` lets KeyboardInterrupt and its like pass: raised by the author's code, they must not end the server.
+        except BaseException as error:
+            raise ProcessorLoadError(f"the processor could not be loaded: {_error_text(error)}") from None
+        return LoadedProcessor(runnable.digest, cls.__name__, _size(runnable), self, instance)
 
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
@@ -40,14 +49,24 @@ class InProcessHost:
         """See `ProcessorHost.run`."""
         try:
             result = processor.instance(logits, list(param_list))
+            # In here too: what it returned may be a subclass of Tensor, whose attributes are the author's code.
+            return checked_result(processor, result, logits)
+        except ProcessorFault:
+            raise
         # Whatever it raises, `SystemExit` included, must not end the engine's thread.
         except BaseException as error:
-            raise _exception_fault(processor, error) from error
-        return checked_result(processor, result, logits)
+            # Not `from error`: nobody else may call into the author's exception again.
+            raise _exception_fault(processor, error) from None
+
+
+def _size(string: PickledProcessor | SourceProcessor) -> int:
+    if isinstance(string, PickledProcessor):
+        return len(string.payload)
+    return len(string.source.encode()) + len(string.captured)
 
 
 def _exception_fault(processor: LoadedProcessor, error: BaseException) -> ProcessorFault:
-    message = f"processor {processor.name} raised {type(error).__name__}: {error}"
+    message = f"processor {processor.name} raised {_error_text(error)}"
     hint = explain_name_error(error, type(processor.instance)) if isinstance(error, NameError) else None
     return ProcessorFault(
         f"{message} ({hint})" if hint else message,
@@ -58,20 +77,48 @@ def _exception_fault(processor: LoadedProcessor, error: BaseException) -> Proces
     )
 
 
+def _error_text(error: BaseException) -> str:
+    """The exception's type and message. The message is the author's code, which may fail or be endless."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except BaseException as second:
+        return f"{name} (its message cannot be shown: str() raised {type(second).__name__})"
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]}… ({len(text)} characters)"
+    return f"{name}: {_as_utf8(text)}" if text else name
+
+
 def _authors_traceback(error: BaseException) -> str:
     """The traceback without the frame of this module: the author's own code, and what that called."""
     frames = error.__traceback__
     if frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames, limit=-20))
+    try:
+        text = "".join(traceback.format_exception(type(error), error, frames, limit=-20))
+    except BaseException as second:  # it reads attributes of the exception, which are the author's too
+        return f"(the traceback cannot be shown: {type(second).__name__})"
+    if len(text) > _LONGEST_TEXT:  # its end says most
+        text = f"…{text[-_LONGEST_TEXT:]}"
+    return _as_utf8(text)
+
+
+def _as_utf8(text: str) -> str:
+    """The text with lone surrogates written as escapes: no answer could carry them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def checked_result(processor: LoadedProcessor, result: object, logits: torch.Tensor) -> torch.Tensor:
-    """What a processor returned, as float32; it must be a float tensor like `logits`.
+    """What a processor returned, in the dtype of `logits`; it must be a dense float tensor of their shape.
+
+    Returns:
+        `logits` itself if that is what it returned, so that the caller sees that nothing is to be copied.
 
     Raises:
         ProcessorFault: it is not.
     """
+    if result is logits and not logits.requires_grad:
+        return logits
     if not isinstance(result, torch.Tensor):
         found = f"returned {type(result).__name__}, not a tensor"
     elif result.shape != logits.shape:
@@ -80,8 +127,13 @@ def checked_result(processor: LoadedProcessor, result: object, logits: torch.Ten
         found = f"returned a tensor on {result.device}, expected {logits.device}"
     elif not result.is_floating_point():
         found = f"returned dtype {result.dtype}, expected a floating-point type"
+    elif result.layout is not torch.strided:
+        found = f"returned a tensor of layout {result.layout}, expected a dense one"
     else:
-        return result.detach().to(logits.dtype)
+        # A view that the processor made of `logits` may overlap the place where the result goes: copied in time.
+        plain = result.detach().as_subclass(torch.Tensor).to(logits.dtype)
+        shared = plain.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+        return plain.clone() if shared else plain
     if result is None:
         found += " (a processor that edits in place must return the logits too)"
     raise ProcessorFault(

@@ -33,8 +33,11 @@ Member = TypeVar("Member", bound=BatchMember)
 class PersistentBatch(Generic[Member]):
     """Requests at fixed rows. A step is: `remove` those that ended, `add` new ones, `commit`.
 
+    To reorder the batch, `condense` and then `swap` rows before `commit`.
+
     Assumptions:
-    * All removals of a step come before its first addition.
+    * All removals of a step come before its first addition, and both before the first row that moves: that is the
+      order in which an update is followed. A call that comes too late is refused.
 
     Guarantees (after `commit`, as in vLLM's `InputBatch`):
     * The rows in use are 0 to size - 1: a new request takes the lowest freed row, and rows that stay free are filled
@@ -48,7 +51,7 @@ class PersistentBatch(Generic[Member]):
         self.max_num_seqs = max_num_seqs
         self._rows: list[Member | None] = []
         self._row_of: dict[int, int] = {}
-        self._committed_size = 0
+        self._most_rows = 0
         self._removed: list[int] = []
         self._added: list[AddedRequest] = []
         self._moved: list[MovedRequest] = []
@@ -58,7 +61,7 @@ class PersistentBatch(Generic[Member]):
 
     @property
     def members(self) -> list[Member]:
-        """The requests in row order. Only between `commit` and the next change."""
+        """The requests in row order. A place in this list is a row only while there is no gap: after `condense`."""
         return [member for member in self._rows if member is not None]
 
     def __contains__(self, member: Member) -> bool:
@@ -68,10 +71,11 @@ class PersistentBatch(Generic[Member]):
         """Free a request's row.
 
         Raises:
-            RuntimeError: something was added in this step already.
+            KeyError: it has none.
+            RuntimeError: something was added or moved in this step already.
         """
-        if self._added:
-            raise RuntimeError("all removals of a step come before its first addition")
+        if self._added or self._moved:
+            raise RuntimeError("all removals of a step come before its first addition and its first move")
         row = self._row_of.pop(id(member))
         self._rows[row] = None
         self._removed.append(row)
@@ -80,8 +84,12 @@ class PersistentBatch(Generic[Member]):
         """Give a request the lowest freed row, or a new one at the end.
 
         Raises:
-            RuntimeError: the batch is full.
+            RuntimeError: the batch is full, it has the request already, or something was moved in this step already.
         """
+        if self._moved:
+            raise RuntimeError("all additions of a step come before its first move")
+        if member in self:
+            raise RuntimeError("the request has a row already")
         if len(self) == self.max_num_seqs:
             raise RuntimeError(f"the batch is full: it has {self.max_num_seqs} rows")
         row = min(self._removed, default=len(self._rows))
@@ -89,20 +97,42 @@ class PersistentBatch(Generic[Member]):
             self._removed.remove(row)
         if row == len(self._rows):
             self._rows.append(None)
+            self._most_rows = max(self._most_rows, len(self._rows))
         self._rows[row] = member
         self._row_of[id(member)] = row
         self._added.append((row, member.sampling_params, member.prompt_token_ids, member.output_token_ids))
         return row
 
     def clear(self) -> None:
-        """Drop every request, and every change that was not committed: for when a step failed half-way."""
-        known = max(len(self._rows), self._committed_size)
+        """Drop every request, and every change that was not committed: for when a step failed half-way.
+
+        Nobody knows which batch processor followed the last update then. So the next one removes every row that any
+        of them could hold state for, rows that are free already among them.
+        """
         self._rows, self._row_of, self._added, self._moved = [], {}, [], []
-        self._removed = list(range(known))
+        self._removed = list(range(self._most_rows))
+
+    def swap(self, row_1: int, row_2: int) -> None:
+        """Let two requests change places.
+
+        Raises:
+            IndexError: a row is not in use.
+            RuntimeError: there are gaps: `condense` comes first.
+        """
+        if len(self._rows) != len(self):
+            raise RuntimeError("close the gaps before rows are swapped: call condense()")
+        if not (0 <= row_1 < len(self) and 0 <= row_2 < len(self)):
+            raise IndexError(f"cannot swap rows {row_1} and {row_2}: the batch has {len(self)}")
+        if row_1 == row_2:
+            return
+        self._rows[row_1], self._rows[row_2] = self._rows[row_2], self._rows[row_1]
+        for row in (row_1, row_2):
+            self._row_of[id(self._rows[row])] = row
+        self._moved.append((row_1, row_2, MoveDirectionality.SWAP))
 
     def commit(self) -> BatchUpdate | None:
         """Close the gaps and say what changed since the last call; None if nothing did."""
-        self._condense()
+        self.condense()
         if not (self._removed or self._added or self._moved):
             return None
         update = BatchUpdate(
@@ -112,11 +142,10 @@ class PersistentBatch(Generic[Member]):
             moved=self._moved,
         )
         self._removed, self._added, self._moved = [], [], []
-        self._committed_size = len(self)
         return update
 
-    def _condense(self) -> None:
-        """Fill each free row, lowest first, with the last request."""
+    def condense(self) -> None:
+        """Fill each free row, lowest first, with the last request. Does nothing where there is no gap."""
         for gap in sorted(self._removed):
             while self._rows and self._rows[-1] is None:
                 self._rows.pop()

@@ -56,14 +56,14 @@ class ProcessorCache:
         """The loaded processor of a string. It stays loaded until `release` was called as often as this.
 
         Raises:
-            ProcessorLoadError: it cannot be loaded.
-            ProcessorCacheFull: there is no room.
+            ProcessorLoadError: it cannot be loaded, or is larger than the whole cache.
+            ProcessorCacheFull: those in use leave no room.
         """
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         with self._lock:
             entry = self._entries.setdefault(runnable.digest, _Entry())
             entry.users += 1
-            self._entries.move_to_end(runnable.digest)
+            self._entries.move_to_end(runnable.digest)  # the most recently used stands last
         try:
             with entry.lock:  # the first loads, the others wait for it
                 if entry.processor is None:
@@ -81,6 +81,7 @@ class ProcessorCache:
     def release(self, processor: LoadedProcessor) -> None:
         """Say that one user of `processor` is done."""
         with self._lock:
+            self._entries.move_to_end(processor.digest)
             self._leave(processor.digest, self._entries[processor.digest])
 
     def stats(self) -> CacheStats:
@@ -96,22 +97,35 @@ class ProcessorCache:
                 self._drop(digest)
 
     def _load(self, entry: _Entry, runnable: PickledProcessor | SourceProcessor) -> None:
+        with self._lock:
+            self._misses += 1
         processor = self._host.load(runnable)
         if processor.digest != runnable.digest:
             raise ProcessorLoadError(f"the host loaded {processor.digest}, asked for {runnable.digest}")
+        if processor.size > self._max_bytes:
+            raise ProcessorLoadError(
+                f"processor {processor.name} counts for {processor.size} bytes, more than the {self._max_bytes} that the "
+                "server keeps of all processors together"
+            )
         with self._lock:
-            self._misses += 1
             self._make_room(processor.size)
             entry.processor = processor
             self._bytes += processor.size
 
     def _make_room(self, size: int) -> None:
-        idle = [digest for digest, entry in self._entries.items() if entry.users == 0]
-        while len(self._entries) > self._max_entries or self._bytes + size > self._max_bytes:
+        """Evict what one more processor needs, or nothing at all if that would not be enough."""
+        loaded = {digest: entry for digest, entry in self._entries.items() if entry.processor is not None}
+        idle = [digest for digest, entry in loaded.items() if entry.users == 0]
+        entries, nbytes = len(loaded) + 1, self._bytes + size
+        evicted = []
+        while entries > self._max_entries or nbytes > self._max_bytes:
             if not idle:
                 raise ProcessorCacheFull("the server holds as many processors as it may, all in use: try again later")
-            self._drop(idle.pop(0))
-            self._evictions += 1
+            evicted.append(idle.pop(0))
+            entries, nbytes = entries - 1, nbytes - _size(loaded[evicted[-1]])
+        for digest in evicted:
+            self._drop(digest)
+        self._evictions += len(evicted)
 
     def _leave(self, digest: str, entry: _Entry) -> None:
         entry.users -= 1
@@ -119,6 +133,9 @@ class ProcessorCache:
             self._entries.pop(digest, None)
 
     def _drop(self, digest: str) -> None:
-        processor = self._entries.pop(digest).processor
-        assert processor is not None
-        self._bytes -= processor.size
+        self._bytes -= _size(self._entries.pop(digest))
+
+
+def _size(entry: _Entry) -> int:
+    assert entry.processor is not None
+    return entry.processor.size

@@ -26,6 +26,7 @@ class RequestView:
 
     __slots__ = (
         "_live",
+        "_num_known",
         "eos_token_ids",
         "origin_input_ids",
         "output_ids",
@@ -61,9 +62,11 @@ class RequestView:
         self.tokenizer = tokenizer
         self.state: dict[Any, Any] = {}
         self._live = output_token_ids
+        self._num_known = len(output_token_ids)
 
     def sync(self) -> None:
         """Take over the tokens that came since the last step."""
-        known = len(self.output_ids)
-        if known < len(self._live):
-            self.output_ids.extend(self._live[known:])
+        # Not the length of `output_ids`: the processor may have edited that.
+        if self._num_known < len(self._live):
+            self.output_ids.extend(self._live[self._num_known :])
+            self._num_known = len(self._live)

@@ -6,6 +6,7 @@ once a step with the rows of its group and nothing else.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from logitship.client.errors import ProcessorFault
 from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
 from .processor_host import LoadedProcessor
-from .receipts import Receipt
+from logitship.client.records import Receipt
 from .request_view import RequestView
 from .sampling_params import SamplingParams
 
@@ -129,6 +130,7 @@ class ShippedProcessors(LogitsProcessor):
         Returns:
             `logits`. The rows of `take_faults()` are zeros: the caller must not use them.
         """
+        self._faults = {}  # a step that failed elsewhere may have left some
         for group in self._groups:
             healthy = group if not self._faults else self._without_faulty_rows(group)
             if healthy.rows:
@@ -154,7 +156,8 @@ class ShippedProcessors(LogitsProcessor):
                 vocab_size=self._model.vocab_size,
                 tokenizer=self._model.tokenizer,
             )
-            rows.append(_Row(use, view, use.params | {"__req__": view}))
+            # Deep: processors keep state in their parameters, and the `n` continuations of a request share what it sent.
+            rows.append(_Row(use, view, copy.deepcopy(use.params) | {"__req__": view}))
         return rows or None
 
     def _grouped(self) -> list[_Group]:
@@ -172,7 +175,8 @@ class ShippedProcessors(LogitsProcessor):
         return _Group(group.stage, group.processor, [row for row, _ in kept], [member for _, member in kept])
 
     def _run(self, group: _Group, logits: torch.Tensor) -> None:
-        rows = logits[group.rows[0] : group.rows[-1] + 1] if group.adjacent else logits[group.rows]
+        # Detached: a processor that writes values with a gradient must not tie all the logits to it.
+        rows = logits[group.rows[0] : group.rows[-1] + 1].detach() if group.adjacent else logits[group.rows]
         began = time.perf_counter()
         try:
             result = group.processor.host.run(group.processor, rows, [member.params for member in group.members])
@@ -188,16 +192,18 @@ class ShippedProcessors(LogitsProcessor):
         self._write_back(group, rows, result, logits)
 
     def _write_back(self, group: _Group, rows: torch.Tensor, result: torch.Tensor, logits: torch.Tensor) -> None:
-        if group.adjacent and result is not rows:
-            rows.copy_(result)
         # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
         # only where nothing else is left.
         finite = torch.isfinite(result.amax(dim=-1)).tolist()
         if not group.adjacent:
             logits[group.rows] = result
-        for row, is_finite, values in zip(group.rows, finite, result, strict=True):
+        elif result is not rows:
+            rows.copy_(result)
+        if all(finite):
+            return
+        for row, is_finite in zip(group.rows, finite, strict=True):
             if not is_finite:
-                self._faults[row] = _non_finite_fault(group.processor, values)
+                self._faults[row] = _non_finite_fault(group.processor, logits[row])
                 logits[row] = 0.0
 
 

@@ -1,0 +1,48 @@
+"""`min_p`: only tokens that are not too unlikely beside the most likely one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.sampling_params import SamplingParams
+
+
+class MinPLogitsProcessor(LogitsProcessor):
+    """Forbids tokens whose probability is below `min_p` times that of the most likely token.
+
+    Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs" (arXiv:2407.01082).
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._device = device
+        self._rows: BatchRows[float] = BatchRows(_log_min_p)
+
+    def is_argmax_invariant(self) -> bool:
+        """True: the most likely token always stays."""
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch."""
+        if self._rows.update(batch_update):
+            rows = sorted(self._rows)
+            self._index = torch.tensor(rows, dtype=torch.int64).to(self._device)
+            log_min_p = [self._rows[row] for row in rows]
+            self._log_min_p = torch.tensor(log_min_p, dtype=torch.float32).to(self._device)[:, None]
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Set the tokens that are too unlikely to -inf, in place: float32 [rows, vocab]."""
+        if self._rows:
+            rows = logits[self._index]
+            # A ratio of probabilities is a difference of logits: no softmax is needed.
+            too_unlikely = rows - rows.amax(dim=-1, keepdim=True) < self._log_min_p
+            logits[self._index] = rows.masked_fill_(too_unlikely, float("-inf"))
+        return logits
+
+
+def _log_min_p(params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> float | None:
+    return math.log(params.min_p) if params.min_p > 0 else None

@@ -1,0 +1,76 @@
+"""Log-probabilities of tokens, as responses show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .candidates import top_candidates
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log-probabilities (natural logarithm) at one position.
+
+    Attributes:
+        token_id: the token that stands there.
+        logprob: its log-probability; -inf for a token that was masked.
+        rank: 1 plus the number of tokens that are more likely.
+        top: (token id, log-probability) of the k most likely tokens, most likely first, the lower id first in a tie.
+            Masked tokens come last, with -inf.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[RowLogprobs]:
+    """Look up tokens in the distributions that some logits stand for.
+
+    Serves the tokens that were drawn, and those of a prompt (`logits` are then those before each token).
+
+    Args:
+        logits: float32 [rows, vocab].
+        token_ids: one token a row.
+        top: how many of the most likely tokens each row asks for; at most the vocabulary is given.
+
+    Returns:
+        One record a row.
+    """
+    if not token_ids:
+        return []
+    logprobs = logits.log_softmax(dim=-1)
+    tokens = torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
+    chosen = logprobs.gather(-1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    top_values, top_ids = _most_likely(logprobs, max(top))
+    return [
+        RowLogprobs(token_id, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
+        for token_id, logprob, rank, ids, values, k in zip(
+            token_ids,
+            chosen.squeeze(-1).tolist(),
+            ranks.tolist(),
+            top_ids.tolist(),
+            top_values.tolist(),
+            top,
+            strict=True,
+        )
+    ]
+
+
+def _most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `count` of each row by descending value, then ascending token id. Ties at the end are resolved too."""
+    if count == 0:
+        return logprobs[:, :0], torch.empty(len(logprobs), 0, dtype=torch.int64)
+    # One more than asked for shows whether the last one ties with tokens that were left out.
+    values, token_ids = top_candidates(logprobs, count + 1)
+    if values.shape[-1] > count:
+        tied = (values[:, count - 1] == values[:, count]).nonzero().squeeze(-1)
+        if len(tied) > 0:
+            whole_values, whole_ids = top_candidates(logprobs[tied], logprobs.shape[-1])
+            values[tied], token_ids[tied] = whole_values[:, : count + 1], whole_ids[:, : count + 1]
+    return values[:, :count], token_ids[:, :count]

@@ -1,0 +1,45 @@
+"""Hard masks: tokens that may not be drawn get a logit of -inf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+
+def forbidden_tokens(allowed_token_ids: Iterable[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Bool [vocab], True at every token outside `allowed_token_ids`."""
+    forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
+    forbidden[torch.tensor(sorted(allowed_token_ids), dtype=torch.int64, device=device)] = False
+    return forbidden
+
+
+def mask_forbidden(logits: torch.Tensor, forbidden: Mapping[int, torch.Tensor]) -> None:
+    """Set the forbidden tokens of some rows to -inf, in place.
+
+    Args:
+        logits: float32 [rows, vocab].
+        forbidden: row to bool [vocab], as `forbidden_tokens` makes it.
+    """
+    for row, mask in forbidden.items():
+        logits[row].masked_fill_(mask, float("-inf"))
+
+
+def bad_word_endings(bad_words: Iterable[Sequence[int]], output_token_ids: Sequence[int]) -> list[int]:
+    """The tokens that would complete a bad word now.
+
+    A word of several tokens is about to be completed if the output ends with all of them but the last. The prompt
+    does not count: a word that it begins may be completed.
+    """
+    endings = []
+    for *beginning, ending in bad_words:
+        length = len(beginning)
+        if length == 0 or (length <= len(output_token_ids) and list(output_token_ids[-length:]) == beginning):
+            endings.append(ending)
+    return endings
+
+
+def mask_tokens(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+    """Set `logits[rows[i], token_ids[i]]` to -inf for every i, in place."""
+    where = torch.tensor([rows, token_ids], dtype=torch.int64).to(logits.device)
+    logits[where[0], where[1]] = float("-inf")

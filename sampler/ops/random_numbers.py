@@ -1,0 +1,55 @@
+"""Random numbers without state: a function of a request's seed and the position of the token."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_UInt64Array = npt.NDArray[np.uint64]
+
+_ROUNDS = 10
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+def philox4x32(counter: _UInt64Array, key: _UInt64Array) -> _UInt64Array:
+    """Philox4x32-10, a counter-based generator: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
+
+    Args:
+        counter: uint64 [4, n], each element a 32-bit word.
+        key: uint64 [2, n], each element a 32-bit word.
+
+    Returns:
+        uint64 [4, n], each element a 32-bit word.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = (product1 >> _32) ^ c1 ^ k0, product1 & _LOW
+        c2, c3 = (product0 >> _32) ^ c3 ^ k1, product0 & _LOW
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return np.stack([c0, c1, c2, c3])
+
+
+def uniform_numbers(seeds: _UInt64Array, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each seed and position, with 53 random bits.
+
+    Each depends on its own seed and position alone, so a request draws the same numbers in any company.
+
+    Args:
+        seeds: uint64 [n].
+        positions: int64 [n]: number of output tokens before the one to be drawn.
+
+    Returns:
+        float64 [n].
+    """
+    position = positions.astype(np.uint64)
+    zero = np.zeros_like(position)
+    counter = np.stack([position & _LOW, position >> _32, zero, zero])
+    high, low, _, _ = philox4x32(counter, np.stack([seeds & _LOW, seeds >> _32]))
+    bits = ((high << _32) | low) >> np.uint64(11)
+    uniform: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return uniform

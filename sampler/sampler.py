@@ -1,0 +1,232 @@
+"""Contract 4: from the model's logits to the next tokens, one step of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from logitship.client.errors import LogitshipError, ProcessorFault
+
+from .interface import BatchUpdate
+from .logits_processors import LogitsProcessors
+from .ops.draw import draw, draw_top_k_top_p, most_likely, take_rows
+from .ops.logprobs import RowLogprobs, token_logprobs
+from .ops.masks import mask_forbidden, mask_tokens
+from .ops.penalties import apply_penalties
+from .ops.temperature import apply_temperature
+from .sampling_batch import LogprobRows, RandomRows, SamplingBatch
+
+
+class NoTokenLeftError(LogitshipError):
+    """Every token of the row is forbidden."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no token is left to draw: every logit is -inf. What the request forbids (allowed_token_ids, bad_words, "
+            "logit_bias, min_tokens, its processors) covers the whole vocabulary: forbid less"
+        )
+
+
+class NonFiniteLogitsError(LogitshipError):
+    """The row has a logit that is NaN or +inf."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the logits hold NaN or +inf: either the model's own do, or logit_bias or a penalty took one out of "
+            "float32's range"
+        )
+
+
+class ShippedStage(Protocol):
+    """What step 5 needs: the batch processor `ShippedProcessors`, or what takes its place."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch. Once a step."""
+        ...
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Run the shipped processors on float32 [rows, vocab]. Rows of a processor that failed are left finite."""
+        ...
+
+    def take_faults(self) -> list[tuple[int, ProcessorFault]]:
+        """(row, fault) of the processors that failed in the last `apply`."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """One step's result, one entry a row.
+
+    Attributes:
+        token_ids: the next tokens. That of a row in `faults` has no meaning.
+        logprobs: for rows that asked, None for the others and for those in `faults`.
+        faults: (row, why it has no next token), in row order.
+    """
+
+    token_ids: list[int]
+    logprobs: list[RowLogprobs | None]
+    faults: list[tuple[int, LogitshipError]]
+
+
+class Sampler:
+    """Turns logits into next tokens, in this order (`sample` keeps the numbers):
+
+    1. Forbid all but `allowed_token_ids`, and what would complete a bad word.
+    2. Batch processors that can change the most likely token: min-tokens, logit bias, installed ones.
+    3. Repetition, frequency and presence penalties.
+    4. (Kept for the thinking budget, so that the numbers stay those of the contract.)
+    5. Shipped processors, group by group.
+    6. Forbid all but `allowed_token_ids` again: forcing a token obeys masks. Then each row must have a finite logit and
+       neither NaN nor +inf; one that fails ends its own request, and zeros take its place in the steps below.
+    7. Greedy rows take the most likely token.
+    8. Temperature.
+    9. Batch processors that never change the most likely token: min-p, installed ones. Only if some row is random.
+    10. Top-k, then top-p, then the draw.
+    11. Log-probabilities: raw (the logits before step 1) or processed (after step 6 for greedy rows, after step 9 for
+        random ones), as each request asks.
+
+    A row's token depends on its own logits, parameters, history and seed, and not on the rows beside it.
+
+    Args:
+        vocab_size: width of the logits.
+        device: where the logits are.
+        logits_processors: the installed batch processors.
+        shipped: the processors that came with requests; None if there can't be any.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        logits_processors: LogitsProcessors,
+        shipped: ShippedStage | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._processors = logits_processors
+        self._shipped = shipped
+        self._batch = SamplingBatch(vocab_size, device)
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch. Once a step, before `sample`; None if no row came, went or moved.
+
+        Raises:
+            ValueError: a request that draws at random came without a seed.
+        """
+        self._batch.update_state(batch_update)
+        self._processors.update_state(batch_update)
+        if self._shipped is not None:
+            self._shipped.update_state(batch_update)
+
+    def sample(self, logits: torch.Tensor) -> SamplerOutput:
+        """Choose the next token of every row.
+
+        Args:
+            logits: float32 [rows, vocab]; edited in place.
+
+        Raises:
+            ValueError: the logits' shape is not that of the batch.
+        """
+        batch = self._batch.prepared
+        if logits.shape != (batch.size, self._vocab_size):
+            raise ValueError(f"logits: expected shape ({batch.size}, {self._vocab_size}), got {tuple(logits.shape)}")
+        raw = logits[batch.raw.rows]
+
+        # 1
+        mask_forbidden(logits, self._batch.forbidden)
+        mask_tokens(logits, *self._batch.bad_word_endings())
+        # 2
+        for processor in self._processors.non_argmax_invariant:
+            logits = processor.apply(logits)
+        # 3
+        self._penalise(logits)
+        # 5
+        logits, faults = self._apply_shipped(logits)
+        # 6
+        mask_forbidden(logits, self._batch.forbidden)
+        peak = self._check_rows(logits, faults)
+        # 7
+        tokens = torch.zeros(batch.size, dtype=torch.int64, device=logits.device)
+        if len(batch.greedy) > 0:
+            tokens[batch.greedy] = most_likely(take_rows(logits, batch.greedy))
+        processed_greedy = logits[batch.processed_greedy.rows]
+        if batch.any_random:
+            # 8
+            apply_temperature(logits, peak, batch.temperature)
+            # 9
+            for processor in self._processors.argmax_invariant:
+                logits = processor.apply(logits)
+            # 10
+            for random_rows in (batch.unfiltered, batch.filtered):
+                if random_rows.outputs:
+                    tokens[random_rows.rows] = self._draw(logits, random_rows, faults)
+        token_ids = tokens.tolist()
+        # 11
+        logprobs = self._logprobs(
+            token_ids,
+            faults,
+            (batch.raw, raw),
+            (batch.processed_greedy, processed_greedy),
+            (batch.processed_random, logits[batch.processed_random.rows]),
+        )
+        return SamplerOutput(token_ids, logprobs, sorted(faults.items(), key=lambda fault: fault[0]))
+
+    def _penalise(self, logits: torch.Tensor) -> None:
+        penalties = self._batch.penalties()
+        if penalties is not None:
+            apply_penalties(
+                logits,
+                penalties.rows,
+                penalties.token_ids,
+                penalties.output_counts,
+                penalties.repetition_penalty,
+                penalties.frequency_penalty,
+                penalties.presence_penalty,
+            )
+
+    def _apply_shipped(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, LogitshipError]]:
+        if self._shipped is None:
+            return logits, {}
+        logits = self._shipped.apply(logits)
+        return logits, dict(self._shipped.take_faults())
+
+    def _check_rows(self, logits: torch.Tensor, faults: dict[int, LogitshipError]) -> torch.Tensor:
+        """Replace unusable rows by zeros and add them to `faults`. Returns each row's largest logit, [rows, 1]."""
+        # The largest value tells all three: it is NaN or +inf if there is one, and -inf if there is nothing else.
+        peak = logits.amax(dim=-1, keepdim=True)
+        unusable = (~torch.isfinite(peak)).nonzero()[:, 0]
+        for row in unusable.tolist():
+            faults.setdefault(row, NoTokenLeftError() if peak[row].isneginf() else NonFiniteLogitsError())
+        logits[unusable] = 0.0
+        peak[unusable] = 0.0
+        return peak
+
+    def _draw(self, logits: torch.Tensor, random_rows: RandomRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
+        logits = take_rows(logits, random_rows.rows)
+        probabilities = logits.softmax(dim=-1)
+        # Softmax spreads what an installed processor may have broken at step 9 over the whole row: one column shows it.
+        broken = probabilities[:, 0].isnan()
+        if broken.any():
+            for row in random_rows.rows[broken].tolist():
+                faults.setdefault(row, NonFiniteLogitsError())
+            logits = logits.masked_fill(broken[:, None], 0.0)
+            probabilities = logits.softmax(dim=-1)
+        if random_rows is self._batch.prepared.unfiltered:
+            return draw(probabilities, random_rows.uniform())
+        return draw_top_k_top_p(logits, probabilities, random_rows.top_k, random_rows.top_p, random_rows.uniform())
+
+    def _logprobs(
+        self,
+        token_ids: list[int],
+        faults: dict[int, LogitshipError],
+        *sources: tuple[LogprobRows, torch.Tensor],
+    ) -> list[RowLogprobs | None]:
+        rows = [row for asking, _ in sources for row in asking.rows]
+        logprobs: list[RowLogprobs | None] = [None] * len(token_ids)
+        if rows:
+            top = [k for asking, _ in sources for k in asking.top]
+            records = token_logprobs(torch.cat([logits for _, logits in sources]), [token_ids[r] for r in rows], top)
+            for row, record in zip(rows, records, strict=True):
+                logprobs[row] = None if row in faults else record
+        return logprobs

@@ -1,0 +1,248 @@
+"""What the sampler knows of each row: parameters as tensors, made when the batch changes, and histories, which grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .batch_rows import BatchRows
+from .interface import BatchUpdate
+from .ops.masks import bad_word_endings, forbidden_tokens
+from .ops.random_numbers import uniform_numbers
+from .sampling_params import LogprobsMode, SamplingParams
+from .token_counts import TokenCounts
+
+_INT64_MAX = 2**63 - 1
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRow:
+    """One request in the batch.
+
+    Attributes:
+        output_token_ids: the live output.
+        counts: of prompt and output; None if the request asks for no penalty.
+        forbidden: bool [vocab], the tokens outside `allowed_token_ids`; None if all are allowed.
+    """
+
+    params: SamplingParams
+    output_token_ids: list[int]
+    counts: TokenCounts | None
+    forbidden: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Rows that draw at random.
+
+    Attributes:
+        rows: int64 [n], ascending.
+        top_k: int64 [n]; 0 for all tokens.
+        top_p: float64 [n].
+        seeds: uint64 [n].
+        outputs: the live outputs.
+    """
+
+    rows: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seeds: npt.NDArray[np.uint64]
+    outputs: list[list[int]]
+
+    def uniform(self) -> torch.Tensor:
+        """This step's random number of each row: float64 [n], in [0, 1)."""
+        positions = np.array([len(output) for output in self.outputs], dtype=np.int64)
+        return torch.from_numpy(uniform_numbers(self.seeds, positions)).to(self.rows.device)
+
+
+@dataclass(frozen=True)
+class LogprobRows:
+    """Rows that ask for log-probabilities of one kind, and how many of the most likely tokens each asks for."""
+
+    rows: list[int]
+    top: list[int]
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """Parameters of all rows, valid until the batch changes.
+
+    Attributes:
+        temperature: float32 [rows, 1]; 1 for greedy rows.
+        greedy: int64 [n]: rows that take the most likely token.
+        unfiltered: random rows without top-k and top-p.
+        filtered: random rows with one of them, or both.
+        raw: rows that ask for log-probabilities before any edit.
+        processed_greedy: greedy rows that ask for them after the edits.
+        processed_random: random rows that do.
+    """
+
+    size: int
+    temperature: torch.Tensor
+    greedy: torch.Tensor
+    unfiltered: RandomRows
+    filtered: RandomRows
+    raw: LogprobRows
+    processed_greedy: LogprobRows
+    processed_random: LogprobRows
+
+    @property
+    def any_random(self) -> bool:
+        """True if some row draws at random."""
+        return bool(self.unfiltered.outputs or self.filtered.outputs)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The arguments of `apply_penalties` after the logits."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+    output_counts: torch.Tensor
+    repetition_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+
+
+class SamplingBatch:
+    """The sampler's own state of the persistent batch.
+
+    Assumption: after each update the rows in use are 0 to `batch_size` - 1.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: BatchRows[SamplingRow] = BatchRows(self._new_row)
+        self._index([])
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch. Once a step.
+
+        Raises:
+            ValueError: a request that draws at random came without a seed.
+        """
+        if batch_update is not None:
+            self._rows.update(batch_update)
+            self._index([self._rows[row] for row in range(batch_update.batch_size)])
+
+    def _new_row(
+        self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
+    ) -> SamplingRow:
+        if params.seed is None and not params.greedy:
+            raise ValueError("seed: a request that draws at random needs one; the engine sets it at admission")
+        allowed = params.allowed_token_ids
+        return SamplingRow(
+            params,
+            output_token_ids,
+            TokenCounts(_penalised_prompt(params, prompt_token_ids), output_token_ids) if _penalised(params) else None,
+            None if allowed is None else forbidden_tokens(allowed, self._vocab_size, self._device),
+        )
+
+    def _index(self, rows: list[SamplingRow]) -> None:
+        """Sort the rows by what they need, so that a step looks only at those that need something."""
+        self.prepared = _prepare(rows, self._device)
+        self.forbidden = {number: row.forbidden for number, row in enumerate(rows) if row.forbidden is not None}
+        self._bad_words = {
+            number: (row.params.bad_words_token_ids, row.output_token_ids)
+            for number, row in enumerate(rows)
+            if row.params.bad_words_token_ids
+        }
+        self._counts = {number: row.counts for number, row in enumerate(rows) if row.counts is not None}
+        penalties = [_penalty_params(rows[number].params) for number in self._counts]
+        self._penalties = np.array(penalties, dtype=np.float32).reshape(-1, 3)
+
+    def bad_word_endings(self) -> tuple[list[int], list[int]]:
+        """Rows and, for each, a token that would complete a bad word there now."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        for row, (bad_words, output) in self._bad_words.items():
+            endings = bad_word_endings(bad_words, output)
+            rows += [row] * len(endings)
+            tokens += endings
+        return rows, tokens
+
+    def penalties(self) -> Penalties | None:
+        """What the penalised rows hold now; None without such rows."""
+        if not self._counts:
+            return None
+        for counts in self._counts.values():
+            counts.follow()
+        lengths = [len(counts.tokens) for counts in self._counts.values()]
+        arrays = (
+            np.repeat(np.array(list(self._counts)), lengths),
+            np.concatenate([counts.tokens for counts in self._counts.values()]),
+            np.concatenate([counts.output_counts for counts in self._counts.values()]),
+            *np.repeat(self._penalties.T, lengths, axis=1),
+        )
+        return Penalties(*(torch.from_numpy(array).to(self._device) for array in arrays))
+
+
+def _penalty_params(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return _penalty_params(params) != (1, 0, 0)
+
+
+def _penalised_prompt(params: SamplingParams, prompt_token_ids: list[int] | None) -> Sequence[int]:
+    # Frequency and presence look at the output alone.
+    return prompt_token_ids or [] if params.repetition_penalty != 1 else []
+
+
+def _temperature(params: SamplingParams) -> float:
+    # Within float32: at 0 or infinity the division would make NaN.
+    return 1.0 if params.greedy else min(max(params.temperature, _FLOAT32.tiny), _FLOAT32.max)
+
+
+def _prepare(rows: Sequence[SamplingRow], device: torch.device) -> PreparedBatch:
+    def numbers(condition: Callable[[SamplingParams], bool]) -> list[int]:
+        return [number for number, row in enumerate(rows) if condition(row.params)]
+
+    return PreparedBatch(
+        size=len(rows),
+        temperature=_to(device, [_temperature(row.params) for row in rows], torch.float32)[:, None],
+        greedy=_to(device, numbers(lambda params: params.greedy), torch.int64),
+        unfiltered=_random_rows(rows, numbers(lambda params: not params.greedy and not _filters(params)), device),
+        filtered=_random_rows(rows, numbers(lambda params: not params.greedy and _filters(params)), device),
+        raw=_logprob_rows(rows, numbers(lambda params: _asks(params, "raw_logprobs"))),
+        processed_greedy=_logprob_rows(
+            rows, numbers(lambda params: params.greedy and _asks(params, "processed_logprobs"))
+        ),
+        processed_random=_logprob_rows(
+            rows, numbers(lambda params: not params.greedy and _asks(params, "processed_logprobs"))
+        ),
+    )
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1
+
+
+def _asks(params: SamplingParams, mode: LogprobsMode) -> bool:
+    return params.logprobs is not None and params.logprobs_mode == mode
+
+
+def _random_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.device) -> RandomRows:
+    params = [rows[number].params for number in numbers]
+    return RandomRows(
+        rows=_to(device, numbers, torch.int64),
+        top_k=_to(device, [min(max(p.top_k, 0), _INT64_MAX) for p in params], torch.int64),
+        top_p=_to(device, [p.top_p for p in params], torch.float64),
+        seeds=np.array([(p.seed or 0) % 2**64 for p in params], dtype=np.uint64),
+        outputs=[rows[number].output_token_ids for number in numbers],
+    )
+
+
+def _logprob_rows(rows: Sequence[SamplingRow], numbers: list[int]) -> LogprobRows:
+    return LogprobRows(numbers, [rows[number].params.logprobs or 0 for number in numbers])
+
+
+def _to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).to(device)

@@ -1,0 +1,59 @@
+"""Stand-ins for what the sampler sits between: requests that hold rows, and processors without a string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.sampler.in_process_host import InProcessHost
+from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.shipped_processors import ProcessorUse
+
+Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]
+
+
+@dataclass(eq=False)
+class Request:
+    """The least that can hold a row of the persistent batch."""
+
+    name: str = ""
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@pytest.fixture
+def new_request() -> Callable[..., Request]:
+    """Makes requests; the fields of `Request` as arguments."""
+    return Request
+
+
+@pytest.fixture
+def load() -> Callable[..., LoadedProcessor]:
+    """A processor from a function, as if it had been loaded: `load(call, "Name")`."""
+    host = InProcessHost({})
+
+    def loaded(call: Call, name: str) -> LoadedProcessor:
+        return LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, 1, host, call)
+
+    return loaded
+
+
+@pytest.fixture
+def shipping(new_request: Callable[..., Request]) -> Callable[..., Request]:
+    """A request that carries processors: `shipping("name", (processor, params), …)`."""
+
+    def make(name: str, *uses: tuple[LoadedProcessor, dict[str, Any]], prompt: Sequence[int] = ()) -> Request:
+        processors = tuple(ProcessorUse(processor, params, name) for processor, params in uses)
+        return new_request(name, SamplingParams(processors=processors), list(prompt))
+
+    return make

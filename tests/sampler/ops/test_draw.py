@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from logitship.sampler.ops.draw import draw, draw_top_k_top_p, most_likely
+from logitship.sampler.ops.top_k_top_p import integer_weights, kept_tokens
+
+ALMOST_ONE = 1 - 2.0**-53
+
+
+def draw_many(row: torch.Tensor, uniform: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """Draw from one row of logits once for each uniform number."""
+    logits = row.expand(len(uniform), -1).contiguous()
+    return draw_top_k_top_p(
+        logits,
+        logits.softmax(-1),
+        torch.full((len(uniform),), top_k),
+        torch.full((len(uniform),), top_p, dtype=torch.float64),
+        uniform,
+    )
+
+
+def grid(points: int) -> torch.Tensor:
+    return (torch.arange(points, dtype=torch.float64) + 0.5) / points
+
+
+def test_most_likely_takes_the_lowest_id_of_a_tie() -> None:
+    logits = torch.randint(5, (50, 997)).float()
+    assert most_likely(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+def test_draw_inverts_the_distribution_in_token_order() -> None:
+    probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, ALMOST_ONE], dtype=torch.float64)
+    assert draw(probabilities.expand(6, -1), numbers).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 1000, 20_011])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e4])
+def test_never_a_token_of_probability_zero(vocab_size: int, scale: float) -> None:
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(4, vocab_size) * scale
+    logits[:, 1::2] = float("-inf")
+    logits[:, -1] = float("-inf") if vocab_size > 1 else 0.0
+    probabilities = logits.softmax(-1)
+    for number in (0.0, 2.0**-53, 0.5, 1 - 2.0**-52, ALMOST_ONE):
+        uniform = torch.full((4,), number, dtype=torch.float64)
+        tokens = [draw(probabilities, uniform)]
+        for top_k, top_p in [(0, 0.999999999), (3, 1.0), (vocab_size, 0.5), (70, 0.99), (0, 1e-12), (0, 1.0)]:
+            p = torch.full((4,), top_p, dtype=torch.float64)
+            tokens.append(draw_top_k_top_p(logits, probabilities, torch.full((4,), top_k), p, uniform))
+        for drawn in tokens:
+            assert (probabilities.gather(-1, drawn[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.9), (5, 1.0), (20, 0.8), (0, 0.3), (1, 1.0), (2000, 0.99), (0, 1.0)]
+)
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_the_distribution_is_the_kept_one_renormalised(top_k: int, top_p: float, scale: float) -> None:
+    """Evenly spaced numbers hit each token in proportion to its probability, to within two of them."""
+    torch.manual_seed(1)
+    vocab_size, points = 300, 2000
+    row = torch.randn(vocab_size) * scale
+    kept = kept_tokens(row, integer_weights(row.softmax(-1)), top_k, top_p)
+    expected = row.double().masked_fill(~kept, float("-inf")).softmax(-1)
+    hits = torch.bincount(draw_many(row, grid(points), top_k, top_p), minlength=vocab_size)
+    assert (hits - expected * points).abs().max() < 2
+
+
+def test_chi_square_with_random_numbers() -> None:
+    torch.manual_seed(3)
+    row = torch.randn(100)
+    points = 20_000
+    uniform = torch.rand(points, dtype=torch.float64)
+    expected = row.double().softmax(-1) * points
+    hits = torch.bincount(draw(row.softmax(-1).expand(points, -1), uniform), minlength=100)
+    # 99 degrees of freedom: mean 99, standard deviation 14.
+    assert float(((hits - expected) ** 2 / expected).sum()) < 99 + 5 * 14
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_draws_the_same_token_in_any_company(seed: int) -> None:
+    """Bit for bit: alone, and among rows of every kind in another order."""
+    torch.manual_seed(seed)
+    rows, vocab_size = 24, 1501
+    logits = torch.randn(rows, vocab_size) * torch.logspace(-2, 2, rows)[:, None]
+    logits[3] = 0.0
+    logits[7] = torch.randint(2, (vocab_size,)).float()
+    logits[11, 1:] = float("-inf")
+    top_k = torch.tensor([0, 1, 5, 60, 64, 600, 1500, 5000]).repeat(3)
+    top_p = torch.tensor([1.0, 0.5, 0.9, 0.999, 0.01, 0.7], dtype=torch.float64).repeat(4)
+    uniform = torch.rand(rows, dtype=torch.float64)
+
+    def drawn(order: torch.Tensor) -> list[int]:
+        part = logits[order]
+        return draw_top_k_top_p(part, part.softmax(-1), top_k[order], top_p[order], uniform[order]).tolist()
+
+    together = drawn(torch.arange(rows))
+    assert [drawn(torch.tensor([row]))[0] for row in range(rows)] == together
+    order = torch.randperm(rows)
+    assert drawn(order) == [together[row] for row in order.tolist()]
+    plain = draw(logits.softmax(-1), uniform).tolist()
+    assert [draw(logits[row : row + 1].softmax(-1), uniform[row : row + 1]).item() for row in range(rows)] == plain
+
+
+def test_the_drawn_rows_are_left_as_they_were() -> None:
+    logits = torch.randn(3, 2000) * 0.01
+    probabilities = logits.softmax(-1)
+    before = logits.clone(), probabilities.clone()
+    p = torch.full((3,), 0.9, dtype=torch.float64)
+    draw_top_k_top_p(logits, probabilities, torch.zeros(3, dtype=torch.int64), p, p)
+    assert torch.equal(logits, before[0])
+    assert torch.equal(probabilities, before[1])

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+import torch
+
+from logitship.client.errors import ProcessorFault, ProcessorLoadError
+from logitship.client.processor_string import InstalledProcessor, PickledProcessor, RegisteredProcessor, SourceProcessor
+from logitship.sampler.in_process_host import InProcessHost
+from logitship.sampler.processor_host import LoadedProcessor
+
+Load = Callable[..., LoadedProcessor]
+
+
+def source(body: str) -> SourceProcessor:
+    """A class whose `__call__` has this body."""
+    lines = "".join(f"        {line}\n" for line in body.splitlines())
+    header = "from logitship import CustomLogitProcessor\n\nclass Shipped(CustomLogitProcessor):\n"
+    return SourceProcessor(f"{header}    def __call__(self, logits, custom_param_list=None):\n{lines}", "Shipped")
+
+
+def run(body: str, rows: int = 2) -> torch.Tensor:
+    host = InProcessHost({})
+    return host.run(host.load(source(body)), torch.zeros(rows, 4), [{"by": float(row)} for row in range(rows)])
+
+
+def fault_of(body: str) -> ProcessorFault:
+    with pytest.raises(ProcessorFault) as raised:
+        run(body)
+    assert raised.value.name == "Shipped"
+    assert raised.value.digest.startswith("sha256:")
+    assert orjson.loads(orjson.dumps(raised.value.message)) == raised.value.message
+    return raised.value
+
+
+def test_it_loads_and_runs() -> None:
+    result = run("for row, params in enumerate(custom_param_list):\n    logits[row] += params['by']\nreturn logits")
+    assert result.tolist() == [[0.0] * 4, [1.0] * 4]
+
+
+def test_a_processor_is_known_by_what_runs() -> None:
+    string = SourceProcessor(source("return logits").source, "Shipped", captured=b"")
+    other = PickledProcessor(b"of another Python", python="2.7", source=string)
+    host = InProcessHost({})
+    loaded = host.load(other)
+    assert (loaded.digest, loaded.name, loaded.size) == (string.digest, "Shipped", len(string.source))
+    assert loaded.host is host
+
+
+@pytest.mark.parametrize("string", [InstalledProcessor("min_p"), RegisteredProcessor("sha256:" + "0" * 64)])
+def test_what_ships_no_code_is_not_loaded(string: InstalledProcessor | RegisteredProcessor) -> None:
+    with pytest.raises(ProcessorLoadError, match="ships no code"):
+        InProcessHost({}).load(string)
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt()", "SystemExit(3)", "GeneratorExit()", "ValueError('no')"])
+@pytest.mark.parametrize("where", ["raise {}", "class Shipped(Base):\n    def __init__(self): raise {}"])
+def test_whatever_is_raised_while_it_loads_is_a_load_error(error: str, where: str) -> None:
+    text = f"from logitship import CustomLogitProcessor as Base\n{where.format(error)}\n"
+    text += "    def __call__(self, logits, custom_param_list=None): return logits\n" if "class" in where else ""
+    with pytest.raises(ProcessorLoadError, match=error.partition("(")[0]):
+        InProcessHost({}).load(SourceProcessor(text, "Shipped"))
+
+
+def test_an_error_that_cannot_be_printed_is_a_load_error() -> None:
+    text = "class Mute(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise Mute\n"
+    with pytest.raises(ProcessorLoadError):
+        InProcessHost({}).load(SourceProcessor(text, "Shipped"))
+
+
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "StopIteration"])
+def test_whatever_it_raises_is_a_fault(error: str) -> None:
+    fault = fault_of(f"raise {error}('because')")
+    assert fault.kind == "exception"
+    assert fault.message == f"processor Shipped raised {error}: because"
+    assert f"raise {error}('because')" in fault.traceback
+    assert "in_process_host" not in fault.traceback
+
+
+def test_a_bare_exception_has_no_empty_message() -> None:
+    assert fault_of("raise ValueError").message == "processor Shipped raised ValueError"
+
+
+def test_what_it_called_is_in_the_traceback() -> None:
+    fault = fault_of("return logits.view(3, 7)")
+    assert "return logits.view(3, 7)" in fault.traceback
+    chained = fault_of("try:\n    {}['key']\nexcept KeyError as error:\n    raise ValueError('second') from error")
+    assert "KeyError: 'key'" in chained.traceback
+    assert "ValueError: second" in chained.traceback
+
+
+@pytest.mark.parametrize("reason", ["raise KeyboardInterrupt", "return 1 / 0", "return None", "return ''.join(self)"])
+def test_an_error_that_cannot_be_printed(reason: str) -> None:
+    fault = fault_of(f"class Mute(Exception):\n    def __str__(self): {reason}\nraise Mute")
+    assert fault.message.startswith("processor Shipped raised Mute (its message cannot be shown: str() raised ")
+    assert "raise Mute" in fault.traceback
+
+
+def test_an_error_whose_attributes_raise() -> None:
+    body = "class Odd(SyntaxError):\n    @property\n    def lineno(self): raise KeyboardInterrupt\nraise Odd('odd')"
+    fault = fault_of(body)
+    assert fault.message == "processor Shipped raised Odd: odd"
+    assert fault.traceback == "(the traceback cannot be shown: KeyboardInterrupt)"
+
+
+def test_long_errors_are_cut() -> None:
+    fault = fault_of("raise ValueError('start' + 'x' * 1_000_000 + 'end')")
+    assert fault.message.startswith("processor Shipped raised ValueError: startxxx")
+    assert fault.message.endswith("… (1000008 characters)")
+    assert len(fault.message) < 4200
+    assert len(fault.traceback) < 4200
+    assert fault.traceback.endswith("xxxend\n")
+
+
+def test_deep_recursion_is_cut() -> None:
+    fault = fault_of("return self(logits, custom_param_list)")
+    assert fault.message.startswith("processor Shipped raised RecursionError")
+    assert len(fault.traceback) < 4200
+
+
+def test_text_that_is_not_unicode_is_escaped() -> None:
+    fault = fault_of(r"raise ValueError('\ud800')")
+    assert fault.message.endswith(r"ValueError: \ud800")
+    assert orjson.dumps(fault.traceback)
+
+
+def test_a_global_that_did_not_travel_is_explained(load: Load) -> None:
+    exec_globals: dict[str, Any] = {}
+    exec("class Shipped:\n    def __call__(self, logits, params):\n        return helper(logits)", exec_globals)
+    processor = load(exec_globals["Shipped"](), "Shipped")
+    with pytest.raises(ProcessorFault, match="'helper' was a global of the author's module and did not travel"):
+        InProcessHost({}).run(processor, torch.zeros(1, 2), [{}])
+
+
+def test_a_name_that_is_misspelt_inside_is_not(load: Load) -> None:
+    fault = fault_of("x = y\ny = x\nreturn logits")
+    assert fault.message.startswith("processor Shipped raised UnboundLocalError")
+    assert "did not travel" not in fault.message
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("None", "returned NoneType, not a tensor (a processor that edits in place must return the logits too)"),
+        ("logits.tolist()", "returned list, not a tensor"),
+        ("logits.numpy()", "returned ndarray, not a tensor"),
+        ("logits[:1]", "returned shape [1, 4], expected [2, 4]"),
+        ("logits[0]", "returned shape [4], expected [2, 4]"),
+        ("logits.T", "returned shape [4, 2], expected [2, 4]"),
+        ("logits.long()", "returned dtype torch.int64, expected a floating-point type"),
+        ("logits > 0", "returned dtype torch.bool, expected a floating-point type"),
+        ("logits.to('meta')", "returned a tensor on meta, expected cpu"),
+        ("logits.to_sparse()", "returned a tensor of layout torch.sparse_coo, expected a dense one"),
+        ("logits + 0j", "returned dtype torch.complex64, expected a floating-point type"),
+    ],
+)
+def test_a_wrong_result_is_named(returned: str, found: str) -> None:
+    fault = fault_of(f"return {returned}")
+    assert fault.kind == "bad_result"
+    assert fault.message == f"processor Shipped {found}"
+    assert fault.traceback == ""
+
+
+def test_a_tensor_subclass_that_fails_is_a_fault() -> None:
+    body = (
+        "import torch\nclass Trap(torch.Tensor):\n    @classmethod\n"
+        "    def __torch_function__(cls, function, types, args=(), kwargs=None): raise RuntimeError('trapped')\n"
+        "return logits.as_subclass(Trap)"
+    )
+    assert fault_of(body).message == "processor Shipped raised RuntimeError: trapped"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_other_float_types_are_cast(dtype: str) -> None:
+    result = run(f"import torch\nreturn (logits + 1.5).to(torch.{dtype})")
+    assert result.dtype == torch.float32
+    assert result.tolist() == [[1.5] * 4] * 2
+
+
+def test_the_logits_themselves_come_back_as_they_are(load: Load) -> None:
+    logits = torch.zeros(2, 4)
+    assert InProcessHost({}).run(load(lambda logits, params: logits, "Same"), logits, [{}, {}]) is logits
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("logits.T", [[0.0, 2.0], [1.0, 3.0]]),
+        ("logits[:1].expand(2, 2)", [[0.0, 1.0]] * 2),
+        ("logits.view_as(logits)", [[0.0, 1.0], [2.0, 3.0]]),
+    ],
+)
+def test_a_view_of_the_logits_is_taken_out_of_them(returned: str, expected: list[list[float]], load: Load) -> None:
+    """The caller copies the result into the logits: the two must not overlap."""
+    logits = torch.arange(4.0).view(2, 2)
+    processor = load(eval(f"lambda logits, params: {returned}"), "View")
+    result = InProcessHost({}).run(processor, logits, [{}, {}])
+    assert logits.copy_(result).tolist() == expected
+
+
+def test_gradients_stay_behind(load: Load) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    host = InProcessHost({})
+    result = host.run(load(lambda logits, params: logits + weight, "New"), torch.zeros(2, 4), [{}, {}])
+    assert not result.requires_grad
+    assert type(result) is torch.Tensor
+
+    def in_place(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        return logits.copy_(weight.expand(2, 4))
+
+    result = host.run(load(in_place, "InPlace"), torch.zeros(2, 4), [{}, {}])
+    assert not result.requires_grad
+    assert result.tolist() == [[1.0] * 4] * 2
+
+
+def test_a_fault_keeps_nothing_of_the_processor_alive(load: Load) -> None:
+    """Faults are kept by their requests: they must not hold tensors through a traceback."""
+    logits = torch.zeros(2, 4)
+
+    def fail(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        copy = logits.clone()
+        raise ValueError(copy.shape)
+
+    processor = load(fail, "Fail")
+    faults: list[ProcessorFault] = []
+    try:
+        InProcessHost({}).run(processor, logits, [{}, {}])
+    except ProcessorFault as fault:
+        faults.append(fault)
+    gc.collect()
+    assert faults[0].__cause__ is None

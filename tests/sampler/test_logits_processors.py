@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import torch
+
+from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.logits_processors import LogitsProcessors
+
+
+class Recorder(LogitsProcessor):
+    def __init__(self, invariant: bool) -> None:
+        self.invariant = invariant
+        self.updates: list[BatchUpdate | None] = []
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return self.invariant
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.updates.append(batch_update)
+
+
+def test_split_keeps_the_order() -> None:
+    a, b, c, d = Recorder(True), Recorder(False), Recorder(True), Recorder(False)
+    processors = LogitsProcessors([a, b, c, d])
+    assert processors.non_argmax_invariant == [b, d]
+    assert processors.argmax_invariant == [a, c]
+    assert list(processors.all) == [b, d, a, c]
+
+
+def test_every_processor_hears_of_every_step() -> None:
+    recorders = [Recorder(True), Recorder(False)]
+    processors = LogitsProcessors(recorders)
+    update = BatchUpdate(0, [], [], [])
+    processors.update_state(update)
+    processors.update_state(None)
+    assert [recorder.updates for recorder in recorders] == [[update, None], [update, None]]

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor_string import PickledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.processor_cache import CacheStats, ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processor_host import LoadedProcessor
+
+
+class CountingHost:
+    """Loads nothing: a processor's size is the length of its source."""
+
+    def __init__(self) -> None:
+        self.loads: list[str] = []
+        self.loading = threading.Semaphore(0)
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.errors: list[BaseException] = []
+
+    def load(self, string: ProcessorString) -> LoadedProcessor:
+        assert isinstance(string, SourceProcessor)
+        self.loads.append(string.class_name)
+        self.loading.release()
+        assert self.may_load.wait(60)
+        if self.errors:
+            raise self.errors.pop(0)
+        return LoadedProcessor(string.digest, string.class_name, len(string.source), self, object())
+
+    def run(
+        self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
+    ) -> torch.Tensor:
+        raise AssertionError("the cache runs nothing")
+
+
+def string(name: str, size: int = 1) -> SourceProcessor:
+    return SourceProcessor("#" * size, name)
+
+
+def use_once(cache: ProcessorCache, name: str, size: int = 1) -> None:
+    cache.release(cache.acquire(string(name, size)))
+
+
+def test_a_processor_is_loaded_once() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    first = cache.acquire(string("A"))
+    cache.release(first)
+    assert cache.acquire(string("A")) is first
+    assert host.loads == ["A"]
+    assert cache.stats() == CacheStats(hits=1, misses=1, evictions=0, entries=1, bytes=1)
+
+
+def test_what_is_pickled_for_another_python_is_kept_as_its_source() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    processor = cache.acquire(PickledProcessor(b"pickle", python="2.7", source=string("A")))
+    assert processor is cache.acquire(string("A"))
+    with pytest.raises(ProcessorLoadError, match=r"Python 2\.7"):
+        cache.acquire(PickledProcessor(b"pickle", python="2.7"))
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    for name in "ABCA":
+        use_once(cache, name)
+    use_once(cache, "D")
+    for name in "ACD":
+        use_once(cache, name)
+    assert host.loads == ["A", "B", "C", "D"]
+    assert cache.stats().evictions == 1
+    use_once(cache, "B")
+    assert host.loads[-1] == "B"
+
+
+def test_a_processor_counts_as_used_until_it_is_given_back() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    long_used = cache.acquire(string("A"))
+    use_once(cache, "B")
+    cache.release(long_used)
+    use_once(cache, "C")
+    use_once(cache, "A")
+    assert host.loads == ["A", "B", "C"]
+
+
+def test_bytes_are_bounded_too() -> None:
+    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    for name in "ABCDE":
+        use_once(cache, name, 2)
+    use_once(cache, "F", 5)
+    assert cache.stats() == CacheStats(hits=0, misses=6, evictions=3, entries=3, bytes=9)
+
+
+def test_what_is_in_use_is_never_evicted() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    first, second = cache.acquire(string("A")), cache.acquire(string("B"))
+    with pytest.raises(ProcessorCacheFull, match="try again later"):
+        cache.acquire(string("C"))
+    assert cache.acquire(string("A")) is first
+    cache.release(first)
+    with pytest.raises(ProcessorCacheFull):  # used twice, given back once
+        cache.acquire(string("C"))
+    cache.release(second)
+    cache.acquire(string("C"))
+    assert cache.acquire(string("A")) is first
+    assert cache.stats().entries == 2
+
+
+def test_nothing_is_evicted_for_one_that_finds_no_room_anyway() -> None:
+    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    cache.acquire(string("A", 6))
+    use_once(cache, "B", 2)
+    with pytest.raises(ProcessorCacheFull):
+        cache.acquire(string("C", 5))
+    assert cache.stats().evictions == 0
+    assert cache.stats().entries == 2
+
+
+def test_one_that_is_larger_than_the_cache_is_refused_for_good() -> None:
+    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    use_once(cache, "A", 2)
+    with pytest.raises(ProcessorLoadError, match="counts for 11 bytes, more than the 10"):
+        cache.acquire(string("B", 11))
+    assert cache.stats().entries == 1
+
+
+def test_a_failed_load_leaves_nothing_behind() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    for error in (ProcessorLoadError("broken"), KeyboardInterrupt()):
+        host.errors.append(error)
+        with pytest.raises(type(error)):
+            cache.acquire(string("A"))
+    assert cache.stats() == CacheStats(hits=0, misses=2, evictions=0, entries=0, bytes=0)
+    cache.acquire(string("A"))
+    assert host.loads == ["A"] * 3
+
+
+def test_a_host_that_loads_something_else_is_not_believed() -> None:
+    class Confused(CountingHost):
+        def load(self, asked: ProcessorString) -> LoadedProcessor:
+            return super().load(string("other"))
+
+    with pytest.raises(ProcessorLoadError, match="the host loaded"):
+        ProcessorCache(Confused(), max_entries=1, max_bytes=100).acquire(string("A"))
+
+
+def test_clear_keeps_what_is_in_use() -> None:
+    cache = ProcessorCache(CountingHost(), max_entries=3, max_bytes=100)
+    used = cache.acquire(string("A"))
+    use_once(cache, "B")
+    cache.clear()
+    assert cache.stats() == CacheStats(hits=0, misses=2, evictions=0, entries=1, bytes=1)
+    cache.release(used)
+    cache.clear()
+    assert cache.stats().entries == 0
+
+
+def test_threads_that_come_together_load_once() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    host.may_load.clear()
+    together = threading.Barrier(8)
+
+    def acquire() -> LoadedProcessor:
+        together.wait(60)
+        return cache.acquire(string("A"))
+
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(acquire) for _ in range(8)]
+        assert host.loading.acquire(timeout=60)
+        host.may_load.set()
+        processors = {future.result() for future in futures}
+    assert len(processors) == 1
+    assert host.loads == ["A"]
+    assert cache.stats() == CacheStats(hits=7, misses=1, evictions=0, entries=1, bytes=1)
+
+
+def test_a_load_does_not_hold_up_other_processors() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    ready = cache.acquire(string("A"))
+    assert host.loading.acquire(timeout=60)
+    host.may_load.clear()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(cache.acquire, string("B"))
+        assert host.loading.acquire(timeout=60)
+        assert cache.acquire(string("A")) is ready
+        assert cache.stats().entries == 1
+        host.may_load.set()
+        slow.result()
+
+
+def test_who_waits_for_a_load_that_fails_tries_for_itself() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    host.may_load.clear()
+    host.errors.append(ProcessorLoadError("broken"))
+    together = threading.Barrier(2)
+
+    def acquire() -> LoadedProcessor | None:
+        together.wait(60)
+        try:
+            return cache.acquire(string("A"))
+        except ProcessorLoadError:
+            return None
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(acquire) for _ in range(2)]
+        assert host.loading.acquire(timeout=60)
+        host.may_load.set()
+        results = [future.result() for future in futures]
+    assert sorted(result is None for result in results) == [False, True]
+    assert host.loads == ["A", "A"]
+    assert cache.stats().entries == 1
+
+
+def test_two_loads_at_once_do_not_take_each_others_place() -> None:
+    """Only what is loaded counts: of two that come to a cache for one, one finds room."""
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    host.may_load.clear()
+
+    def acquire(name: str) -> bool:
+        try:
+            cache.acquire(string(name))
+        except ProcessorCacheFull:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(acquire, name) for name in "AB"]
+        for _ in futures:
+            assert host.loading.acquire(timeout=60)
+        host.may_load.set()
+        assert sorted(future.result() for future in futures) == [False, True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_use_against_a_plain_list(seed: int) -> None:
+    rng = random.Random(seed)
+    host = CountingHost()
+    max_entries, max_bytes = rng.randint(1, 4), rng.randint(4, 12)
+    cache = ProcessorCache(host, max_entries=max_entries, max_bytes=max_bytes)
+    sizes = {name: rng.randint(1, 4) for name in "ABCDEF"}
+    kept: list[str] = []  # least recently used first
+    users: dict[str, list[LoadedProcessor]] = {name: [] for name in sizes}
+    for _ in range(300):
+        name = rng.choice("ABCDEF")
+        if users[name] and rng.random() < 0.55:
+            cache.release(users[name].pop())
+            kept.remove(name)
+            kept.append(name)
+            continue
+        loads_before = len(host.loads)
+        try:
+            users[name].append(cache.acquire(string(name, sizes[name])))
+        except ProcessorCacheFull:
+            assert name not in kept
+            in_use = [other for other in kept if users[other]]
+            too_many = len(in_use) + 1 > max_entries
+            assert too_many or sum(sizes[other] for other in in_use) + sizes[name] > max_bytes
+        else:
+            assert (len(host.loads) == loads_before) == (name in kept)
+            if name in kept:
+                kept.remove(name)
+            idle = [other for other in kept if not users[other]]
+            while len(kept) + 1 > max_entries or sum(sizes[other] for other in kept) + sizes[name] > max_bytes:
+                kept.remove(idle.pop(0))
+            kept.append(name)
+        stats = cache.stats()
+        assert (stats.entries, stats.bytes) == (len(kept), sum(sizes[other] for other in kept))
+    assert cache.stats().misses == len(host.loads)
+    assert cache.stats().evictions > 0

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from logitship.sampler.request_view import RequestView
+from logitship.sampler.sampling_params import SamplingParams
+
+
+def view_of(prompt: list[int], output: list[int], **fields: Any) -> RequestView:
+    defaults: dict[str, Any] = {
+        "rid": "r",
+        "sampling_params": SamplingParams(),
+        "eos_token_ids": frozenset({1}),
+        "vocab_size": 8,
+        "tokenizer": None,
+    }
+    return RequestView(prompt_token_ids=prompt, output_token_ids=output, **(defaults | fields))
+
+
+def test_it_says_what_sglang_says_of_a_request() -> None:
+    params, tokenizer = SamplingParams(temperature=0.5), object()
+    view = view_of([3, 4], [5], rid="r7", sampling_params=params, tokenizer=tokenizer)
+    assert (view.rid, view.origin_input_ids, view.output_ids) == ("r7", [3, 4], [5])
+    assert (view.eos_token_ids, view.vocab_size, view.state) == ({1}, 8, {})
+    assert view.sampling_params is params
+    assert view.tokenizer is tokenizer
+
+
+def test_sync_follows_the_output_by_the_new_tokens_alone() -> None:
+    class Counting(list[int]):
+        read = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            Counting.read += len(found)
+            return found
+
+    output = Counting(range(1000))
+    view = view_of([], output)
+    for token in range(1000, 1010):
+        output.append(token)
+        view.sync()
+        view.sync()
+        assert view.output_ids == list(output)
+    assert Counting.read == 10
+
+
+def test_edits_by_the_processor_stay_its_own() -> None:
+    prompt, output, eos = [3, 4], [5], frozenset({1})
+    view = view_of(prompt, output, eos_token_ids=eos)
+    view.origin_input_ids.clear()
+    view.eos_token_ids.clear()
+    view.output_ids += [90, 91]
+    output.append(6)
+    view.sync()
+    assert (prompt, output, eos) == ([3, 4], [5, 6], frozenset({1}))
+    # The processor keeps what it wrote, and still gets every new token once.
+    assert view.output_ids == [5, 90, 91, 6]
+
+
+def test_each_view_has_a_state_of_its_own() -> None:
+    first, second = view_of([], []), view_of([], [])
+    first.state["seen"] = True
+    assert second.state == {}
+
+
+def test_a_misspelt_attribute_is_refused() -> None:
+    with pytest.raises(AttributeError):
+        view_of([], []).outputs = []  # type: ignore[attr-defined]
