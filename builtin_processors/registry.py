@@ -1,0 +1,72 @@
+"""The processors that the operator installed: a request asks for one by name and ships no code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from logitship.client.errors import ProcessorLoadError
+
+from .base import BuiltinProcessor
+from .disallowed_tokens import DisallowedTokensLogitsProcessor
+from .no_repeat_ngram import DeepseekOCRNoRepeatNGramLogitProcessor
+from .thinking_budget import (
+    DeepSeekR1ThinkingBudgetLogitProcessor,
+    Glm4MoeThinkingBudgetLogitProcessor,
+    InklingThinkingBudgetLogitProcessor,
+    Qwen3ThinkingBudgetLogitProcessor,
+)
+
+BUILTIN_PROCESSORS: tuple[type[BuiltinProcessor], ...] = (
+    DeepSeekR1ThinkingBudgetLogitProcessor,
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+    Glm4MoeThinkingBudgetLogitProcessor,
+    InklingThinkingBudgetLogitProcessor,
+    Qwen3ThinkingBudgetLogitProcessor,
+)
+
+
+class Registry:
+    """Installed processors by name. Iterates over the names, sorted."""
+
+    def __init__(self, processors: Iterable[type[BuiltinProcessor]]) -> None:
+        self._by_name: dict[str, type[BuiltinProcessor]] = {}
+        for processor in processors:
+            self.add(processor.name, processor)
+
+    def add(self, name: str, processor: type[BuiltinProcessor]) -> None:
+        """Install `processor` under `name`.
+
+        Raises:
+            ValueError: another processor has that name.
+        """
+        holder = self._by_name.setdefault(name, processor)
+        if holder is not processor:
+            raise ValueError(f"cannot install {processor.__name__} as {name!r}: {holder.__name__} has that name")
+
+    def get(self, name: str) -> type[BuiltinProcessor]:
+        """The processor installed under `name`.
+
+        Raises:
+            ProcessorLoadError: there is none; the message lists those that there are.
+        """
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise ProcessorLoadError(
+                f"no processor is installed as {name[:80]!r}; installed are: {', '.join(self) or 'none'}"
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._by_name))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+
+def installed_processors() -> Registry:
+    """A new registry of the processors that come with logitship."""
+    return Registry(BUILTIN_PROCESSORS)

@@ -1,0 +1,155 @@
+"""A limit on the tokens between a model's "start thinking" and "end thinking" tokens.
+
+The parameter, the class names and the behaviour on every history are SGLang's. SGLang reads the whole history in each
+step; here a step reads the tokens that are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from logitship.client.shipped_names import SGLANG_MODULE
+
+from .base import BuiltinProcessor, require_count
+
+
+class ThinkingBudgetLogitProcessor(BuiltinProcessor):
+    """Ends an open thinking block once `thinking_budget` tokens follow its start token.
+
+    From then on each step allows one token only: a new line, then, after a new line, the end of thinking. The token's
+    logit becomes 0, all others -inf. A subclass says which tokens these are for its model.
+    """
+
+    _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "ThinkingBudgetLogitProcessor")
+
+    THINKING_START_TOKEN_ID: ClassVar[int]
+    THINKING_END_TOKEN_ID: ClassVar[int]
+    NEW_LINE_TOKEN_ID: ClassVar[int]
+
+    params_schema: ClassVar[dict[str, Any]] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {
+            "thinking_budget": {
+                "type": ["integer", "null"],
+                "minimum": 0,
+                "description": "Most tokens after the start of thinking. null: no limit.",
+            }
+        },
+        "required": ["thinking_budget"],
+    }
+
+    @classmethod
+    def validate_params(cls, params: Mapping[str, Any] | None, *, vocab_size: int) -> None:
+        """Check `thinking_budget`, and that the model has the tokens that this class forces."""
+        for attribute in ("THINKING_START_TOKEN_ID", "THINKING_END_TOKEN_ID", "NEW_LINE_TOKEN_ID"):
+            token_id = getattr(cls, attribute, None)
+            if token_id is None:
+                raise ValueError(f"{cls.__name__} has no {attribute}: use the subclass for the model")
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{cls.__name__} is not for this model: its {attribute} {token_id} is outside the vocabulary "
+                    f"(0 to {vocab_size - 1})"
+                )
+        if params is not None and "thinking_budget" in params and params["thinking_budget"] is None:
+            return
+        require_count(params, "thinking_budget", expected="an integer, 0 or greater, or null for no limit")
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Force the next token on each row whose budget is spent, in place."""
+        forced = {
+            row: token_id
+            for row, params in enumerate(custom_param_list or ())
+            if (token_id := self._forced_token(params)) is not None
+        }
+        if forced:
+            rows = list(forced)
+            logits[rows] = -torch.inf
+            logits[rows, list(forced.values())] = 0.0
+        return logits
+
+    def _forced_token(self, params: Mapping[str, Any]) -> int | None:
+        """The only token that may follow the row's history, or None if any may."""
+        budget = params.get("thinking_budget")
+        # Admission lets none but None through here; a subclass that a request ships is not checked there.
+        if not isinstance(budget, int) or budget < 0:
+            return None
+        request = params["__req__"]
+        start = self._open_block(request.origin_input_ids, request.output_ids, request.state)
+        if start is None:
+            return None
+        thought = len(request.origin_input_ids) + len(request.output_ids) - start - 1
+        if thought < budget:
+            return None
+        # A new line at the end of the prompt does not count: SGLang looks at the output alone.
+        after_new_line = bool(request.output_ids) and request.output_ids[-1] == self.NEW_LINE_TOKEN_ID
+        return self.THINKING_END_TOKEN_ID if after_new_line else self.NEW_LINE_TOKEN_ID
+
+    def _open_block(self, prompt: Sequence[int], output: Sequence[int], state: dict[str, Any]) -> int | None:
+        """Where the open thinking block starts in prompt + output, or None if none is open."""
+        key = f"thinking_budget:{self.THINKING_START_TOKEN_ID}:{self.THINKING_END_TOKEN_ID}"
+        length = len(prompt) + len(output)
+        read: int
+        start: int | None
+        read, start = state.get(key, (0, None))
+        if read > length:  # tokens were taken back: what was found may be among them
+            read, start = 0, None
+        # From the end, since the last border decides; most of the time it is the token before the new ones.
+        for position in range(length - 1, read - 1, -1):
+            token = prompt[position] if position < len(prompt) else output[position - len(prompt)]
+            if token == self.THINKING_START_TOKEN_ID:
+                start = position
+                break
+            if token == self.THINKING_END_TOKEN_ID:
+                start = None
+                break
+        # A tuple, so that copies of the state never share what one of them changes.
+        state[key] = (length, start)
+        return start
+
+
+class Qwen3ThinkingBudgetLogitProcessor(ThinkingBudgetLogitProcessor):
+    """Thinking budget for Qwen3: `<think>`, `</think>`."""
+
+    _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "Qwen3ThinkingBudgetLogitProcessor")
+
+    name = "qwen3_thinking_budget"
+    THINKING_START_TOKEN_ID = 151667
+    THINKING_END_TOKEN_ID = 151668
+    NEW_LINE_TOKEN_ID = 198
+
+
+class DeepSeekR1ThinkingBudgetLogitProcessor(ThinkingBudgetLogitProcessor):
+    """Thinking budget for DeepSeek-R1: `<think>`, `</think>`."""
+
+    _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "DeepSeekR1ThinkingBudgetLogitProcessor")
+
+    name = "deepseek_r1_thinking_budget"
+    THINKING_START_TOKEN_ID = 128798
+    THINKING_END_TOKEN_ID = 128799
+    NEW_LINE_TOKEN_ID = 201
+
+
+class Glm4MoeThinkingBudgetLogitProcessor(ThinkingBudgetLogitProcessor):
+    """Thinking budget for GLM-4.5 and GLM-4.6, text and vision: `<think>`, `</think>`."""
+
+    _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "Glm4MoeThinkingBudgetLogitProcessor")
+
+    name = "glm4_moe_thinking_budget"
+    THINKING_START_TOKEN_ID = 151350
+    THINKING_END_TOKEN_ID = 151351
+    NEW_LINE_TOKEN_ID = 198
+
+
+class InklingThinkingBudgetLogitProcessor(ThinkingBudgetLogitProcessor):
+    """Thinking budget for Inkling."""
+
+    _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "InklingThinkingBudgetLogitProcessor")
+
+    name = "inkling_thinking_budget"
+    THINKING_START_TOKEN_ID = 200008
+    THINKING_END_TOKEN_ID = 200010
+    NEW_LINE_TOKEN_ID = 198

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.builtin_processors import DeepseekOCRNoRepeatNGramLogitProcessor
+
+MakeRow = Callable[..., dict[str, Any]]
+Sglang = Callable[..., list[Any]]
+
+VOCAB_SIZE = 8
+
+
+class CountingList(list[int]):
+    """Counts the items that are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        items = super().__getitem__(index)
+        self.reads += len(items) if isinstance(index, slice) else 1
+        return items
+
+    def __iter__(self) -> Any:
+        self.reads += len(self)
+        return super().__iter__()
+
+
+def banned(logits: torch.Tensor) -> list[int]:
+    return logits[0].isinf().nonzero().flatten().tolist()
+
+
+def random_params(generator: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "ngram_size": generator.choice([1, 1, 2, 2, 2, 3, 3, 4, 7, 0, None, -2]),
+        "window_size": generator.choice([1, 2, 3, 5, 8, 8, 13, 1000, 1000, 0, None, -1]),
+    }
+    if generator.random() < 0.5:
+        params["whitelist_token_ids"] = generator.choice([None, [], [1], [0, 2, 2, VOCAB_SIZE + 5]])
+    return params
+
+
+def test_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> None:
+    """Sequences that grow, shrink and fork, several to a batch; windows shorter than n, n longer than the history."""
+    generator = random.Random(1)
+    cases, results = [], []
+    for _ in range(80):
+        params = [random_params(generator) for _ in range(3)]
+        alphabet = range(generator.choice([2, 3, VOCAB_SIZE]))
+        prompts = [generator.choices(alphabet, k=generator.randrange(1, 12)) for _ in range(3)]
+        outputs: list[list[int]] = [[], [], []]
+        states: list[dict[str, Any]] = [{}, {}, {}]
+        for _ in range(12):
+            logits = torch.randn(3, VOCAB_SIZE)
+            rows: list[dict[str, Any]] = [
+                {"params": params[i], "prompt": prompts[i], "output": list(outputs[i])} for i in range(3)
+            ]
+            cases.append({"logits": logits.tolist(), "rows": rows})
+            entries = [make_row(**row, state=states[i]) for i, row in enumerate(rows)]
+            results.append(DeepseekOCRNoRepeatNGramLogitProcessor()(logits, entries).tolist())
+            for i in range(3):
+                if generator.random() < 0.15:
+                    del outputs[i][generator.randrange(len(outputs[i]) + 1) :]
+                else:
+                    outputs[i] += generator.choices(alphabet, k=generator.randrange(1, 4))
+            if generator.random() < 0.1:  # sequence 1 becomes a copy of sequence 0
+                params[1], prompts[1], outputs[1] = params[0], prompts[0], list(outputs[0])
+                states[1] = copy.deepcopy(states[0])
+
+    theirs = sglang("DeepseekOCRNoRepeatNGramLogitProcessor", cases)
+    differences = [case for case, mine, other in zip(cases, results, theirs, strict=True) if mine != other]
+    assert differences == []
+    edited = sum(mine != case["logits"] for case, mine in zip(cases, results, strict=True))
+    assert edited > len(cases) // 3, "the random histories hardly ever repeat"
+
+
+def test_rejected_drafts_leave_no_trace(make_row: MakeRow) -> None:
+    """A state that is rolled back with the history decides as a state that never saw the drafts."""
+    generator = random.Random(2)
+    processor = DeepseekOCRNoRepeatNGramLogitProcessor()
+    params = {"ngram_size": 3, "window_size": 40}
+    prompt, output, state = [0, 1], list[int](), dict[str, Any]()
+    for _ in range(200):
+        snapshot = copy.deepcopy(state)
+        draft = output + generator.choices(range(3), k=3)
+        processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, draft, state)])
+        state = snapshot
+        output += generator.choices(range(3), k=1)
+        rolled_back = processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, list(output), state)])
+        fresh = processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, list(output))])
+        assert torch.equal(rolled_back, fresh)
+
+
+def test_a_step_reads_only_the_new_tokens(make_row: MakeRow) -> None:
+    generator = random.Random(3)
+    prompt = CountingList(generator.choices(range(VOCAB_SIZE), k=5000))
+    output, state = CountingList(), dict[str, Any]()
+    params = {"ngram_size": 4, "window_size": 100_000}
+    processor = DeepseekOCRNoRepeatNGramLogitProcessor()
+    processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, output, state)])
+    prompt.reads = 0
+    for step in range(100):
+        output.append(step % VOCAB_SIZE)
+        processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, output, state)])
+    assert prompt.reads + output.reads <= 100 * 4  # the new token, and n - 1 before it
+
+
+def test_taking_tokens_back_does_not_read_the_history_again(make_row: MakeRow) -> None:
+    prompt, state = CountingList([1, 2, 3, 4] * 1000), dict[str, Any]()
+    params = {"ngram_size": 3, "window_size": 100_000}
+    processor = DeepseekOCRNoRepeatNGramLogitProcessor()
+    processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, [5, 6, 7], state)])
+    prompt.reads = 0
+    processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, [5], state)])
+    assert prompt.reads <= 3
+
+
+def test_the_window_forgets(make_row: MakeRow) -> None:
+    processor = DeepseekOCRNoRepeatNGramLogitProcessor()
+    history = [1, 2, 0, 0, 0, 1]
+    for window_size, expected in ((6, [2]), (5, [])):
+        row = make_row({"ngram_size": 2, "window_size": window_size}, history, [])
+        assert banned(processor(torch.zeros(1, VOCAB_SIZE), [row])) == expected
+
+
+def test_one_sequence_may_carry_two_sizes(make_row: MakeRow) -> None:
+    processor, state = DeepseekOCRNoRepeatNGramLogitProcessor(), dict[str, Any]()
+    history = [1, 2, 3, 4, 2]
+    for ngram_size, expected in ((2, [3]), (3, []), (2, [3])):
+        row = make_row({"ngram_size": ngram_size, "window_size": 99}, history, [], state)
+        assert banned(processor(torch.zeros(1, VOCAB_SIZE), [row])) == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"ngram_size": 3, "window_size": 90},
+        {"ngram_size": 0, "window_size": 0, "whitelist_token_ids": None},
+        {"ngram_size": 30, "window_size": 9, "whitelist_token_ids": [0, 7, 7]},
+    ],
+)
+def test_accepts(params: dict[str, Any]) -> None:
+    DeepseekOCRNoRepeatNGramLogitProcessor.validate_params(params, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (None, "ngram_size: missing from custom_params, expected an integer, 0 or greater"),
+        ({"ngram_size": 3}, "window_size: missing"),
+        ({"ngram_size": None, "window_size": 1}, "ngram_size: expected an integer, 0 or greater, got None"),
+        ({"ngram_size": "3", "window_size": 1}, "ngram_size: expected an integer, 0 or greater, got '3'"),
+        ({"ngram_size": 3, "window_size": -1}, "window_size: expected an integer, 0 or greater, got -1"),
+        ({"ngram_size": 3, "window_size": True}, "window_size: expected an integer.*got True"),
+        ({"ngram_size": 3, "window_size": 2.5}, r"window_size: expected an integer.*got 2\.5"),
+        ({"ngram_size": 3, "window_size": 9, "whitelist_token_ids": 5}, "whitelist_token_ids: expected a list"),
+        ({"ngram_size": 3, "window_size": 9, "whitelist_token_ids": ["a"]}, "whitelist_token_ids: expected integers"),
+        ({"ngram_size": 3, "window_size": 9, "whitelist_token_ids": [8]}, r"token id 8 is outside.*\(0 to 7\)"),
+    ],
+)
+def test_refuses(params: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepseekOCRNoRepeatNGramLogitProcessor.validate_params(params, vocab_size=VOCAB_SIZE)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import inspect
+import json
+import re
+
+import pytest
+
+import logitship.builtin_processors
+from logitship.builtin_processors import (
+    DisallowedTokensLogitsProcessor,
+    Qwen3ThinkingBudgetLogitProcessor,
+    Registry,
+    installed_processors,
+)
+from logitship.builtin_processors.base import BuiltinProcessor
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.shipped_names import SGLANG_MODULE
+
+INSTALLED = [installed_processors().get(name) for name in installed_processors()]
+
+
+def test_names() -> None:
+    assert list(installed_processors()) == [
+        "deepseek_r1_thinking_budget",
+        "disallowed_tokens",
+        "glm4_moe_thinking_budget",
+        "inkling_thinking_budget",
+        "no_repeat_ngram",
+        "qwen3_thinking_budget",
+    ]
+    assert len(installed_processors()) == len(INSTALLED)
+
+
+def test_get() -> None:
+    assert installed_processors().get("disallowed_tokens") is DisallowedTokensLogitsProcessor
+    assert "disallowed_tokens" in installed_processors()
+    assert "min_p" not in installed_processors()
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    registry = Registry([Qwen3ThinkingBudgetLogitProcessor, DisallowedTokensLogitsProcessor])
+    expected = "no processor is installed as 'qwen3'; installed are: disallowed_tokens, qwen3_thinking_budget"
+    with pytest.raises(ProcessorLoadError, match=f"^{re.escape(expected)}$"):
+        registry.get("qwen3")
+
+
+def test_an_unknown_name_in_an_empty_registry() -> None:
+    with pytest.raises(ProcessorLoadError, match="installed are: none"):
+        Registry([]).get("a" * 10_000)
+
+
+def test_a_name_is_given_once() -> None:
+    registry = installed_processors()
+    registry.add("disallowed_tokens", DisallowedTokensLogitsProcessor)
+    with pytest.raises(
+        ValueError, match=r"cannot install Qwen3Think.* as 'disallowed_tokens': DisallowedTokensL.* has that name"
+    ):
+        registry.add("disallowed_tokens", Qwen3ThinkingBudgetLogitProcessor)
+
+
+def test_registries_are_independent() -> None:
+    registry = installed_processors()
+    registry.add("mine", DisallowedTokensLogitsProcessor)
+    assert "mine" in registry
+    assert "mine" not in installed_processors()
+
+
+@pytest.mark.parametrize("processor", INSTALLED)
+def test_what_every_installed_processor_has(processor: type[BuiltinProcessor]) -> None:
+    assert not inspect.isabstract(processor)
+    assert processor.__doc__
+    # In the class's own __dict__: a subclass that a user writes must not travel under this name.
+    assert vars(processor)["_pickles_as"] == (SGLANG_MODULE, processor.__name__)
+    schema = json.loads(json.dumps(processor.params_schema))
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert set(schema["required"]) <= set(schema["properties"])
+    with pytest.raises(ValueError, match=f"^{schema['required'][0]}: missing from custom_params"):
+        processor.validate_params(None, vocab_size=300_000)
+
+
+def test_exports_are_sorted_and_complete() -> None:
+    exported = logitship.builtin_processors.__all__
+    assert sorted(exported, key=lambda name: (not name.isupper(), name)) == exported
+    assert all(hasattr(logitship.builtin_processors, name) for name in exported)
+    assert {processor.__name__ for processor in INSTALLED} <= set(exported)
