@@ -1,0 +1,208 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, overload
+
+import httpx
+
+from . import requests
+from .errors import TransportError
+from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
+from .processor_string import RegisteredProcessor
+from .records import Generation, GenerationChunk, Model
+from .requests import HttpRequest
+from .responses import parse_error, parse_generate, parse_models, parse_openai, parse_registered, read_answer
+from .retries import RetryPolicy
+from .streaming import Dialect, OpenAIDialect, SGLangDialect, StreamReader
+from .transport import (
+    DEFAULT_BASE_URL,
+    DEFAULT_TIMEOUT,
+    check_base_url,
+    client_headers,
+    http_request,
+    transport_errors,
+    was_sent,
+)
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """`Client`, for asyncio: the same arguments, methods, records and errors.
+
+    Streams are async generators: leave one early through `contextlib.aclosing`, or its request runs on until the
+    garbage collector finds it.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_BASE_URL,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout | None = DEFAULT_TIMEOUT,
+        max_retries: int = 2,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=check_base_url(base_url),
+            headers=client_headers(api_key, headers),
+            timeout=timeout,
+            transport=transport,
+        )
+        self._retries = RetryPolicy(max_retries)
+        self._sleep = sleep
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @overload
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation: ...
+    @overload
+    async def generate(
+        self, prompt: Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Generation]: ...
+    @overload
+    async def generate(self, prompt: Prompt, *, n: int, **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    async def generate(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation | list[Generation]:
+        """See `Client.generate`."""
+        request = requests.generate(prompt, n, options, stream=False)
+        return await self._call(request, partial(parse_generate, many=requests.is_many(prompt, n)))
+
+    def generate_stream(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[GenerationChunk]:
+        """See `Client.generate_stream`."""
+        return self._stream(requests.generate(prompt, n, options, stream=True), SGLangDialect())
+
+    @overload
+    async def completions(self, prompt: Prompt, **options: Unpack[CompletionOptions]) -> Generation: ...
+    @overload
+    async def completions(
+        self, prompt: Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
+    ) -> list[Generation]: ...
+    @overload
+    async def completions(
+        self, prompt: Prompt, *, n: int, **options: Unpack[CompletionOptions]
+    ) -> list[Generation]: ...
+    async def completions(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
+    ) -> Generation | list[Generation]:
+        """See `Client.completions`."""
+        request = requests.completions(prompt, n, options, stream=False)
+        return await self._call(request, partial(parse_openai, many=requests.is_many(prompt, n)))
+
+    def completions_stream(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
+    ) -> AsyncGenerator[GenerationChunk]:
+        """See `Client.completions_stream`."""
+        return self._stream(requests.completions(prompt, n, options, stream=True), OpenAIDialect())
+
+    @overload
+    async def chat(self, messages: list[Message], **options: Unpack[ChatOptions]) -> Generation: ...
+    @overload
+    async def chat(self, messages: list[Message], *, n: int, **options: Unpack[ChatOptions]) -> list[Generation]: ...
+    async def chat(
+        self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
+    ) -> Generation | list[Generation]:
+        """See `Client.chat`."""
+        request = requests.chat(messages, n, options, stream=False)
+        return await self._call(request, partial(parse_openai, many=n is not None))
+
+    def chat_stream(
+        self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
+    ) -> AsyncGenerator[GenerationChunk]:
+        """See `Client.chat_stream`."""
+        return self._stream(requests.chat(messages, n, options, stream=True), OpenAIDialect())
+
+    async def register(self, processor: ProcessorLike) -> RegisteredProcessor:
+        """See `Client.register`."""
+        return await self._call(requests.register(processor), parse_registered)
+
+    async def models(self) -> list[Model]:
+        """See `Client.models`."""
+        return await self._call(requests.get("/v1/models"), parse_models)
+
+    async def model_info(self) -> dict[str, Any]:
+        """See `Client.model_info`."""
+        return await self._call(requests.get("/get_model_info"), dict[str, Any])
+
+    async def server_info(self) -> dict[str, Any]:
+        """See `Client.server_info`."""
+        return await self._call(requests.get("/server_info"), dict[str, Any])
+
+    async def health(self) -> bool:
+        """See `Client.health`."""
+        try:
+            return (await self._attempt(requests.get("/health"))).is_success
+        except TransportError:
+            return False
+
+    async def abort(self, rid: str) -> None:
+        """See `Client.abort`."""
+        await self._send(requests.abort(rid))
+
+    async def abort_all(self) -> None:
+        """See `Client.abort_all`."""
+        await self._send(requests.abort(None))
+
+    async def flush_cache(self) -> None:
+        """See `Client.flush_cache`."""
+        await self._send(requests.flush_cache())
+
+    async def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
+        return read_answer((await self._send(request)).content, parse)
+
+    async def _stream(self, request: HttpRequest, dialect: Dialect) -> AsyncGenerator[GenerationChunk]:
+        reader = StreamReader(dialect)
+        response = await self._send(request)
+        try:
+            with transport_errors(self._http):
+                async for piece in response.aiter_bytes():
+                    for chunk in reader.feed(piece):
+                        yield chunk
+        finally:
+            await response.aclose()
+        reader.finish()
+
+    async def _send(self, request: HttpRequest) -> httpx.Response:
+        attempt = 0
+        while True:
+            try:
+                response = await self._attempt(request)
+            except TransportError as error:
+                delay = self._retries.delay_after_failure(request, attempt, sent=was_sent(error))
+                if delay is None:
+                    raise
+            else:
+                if response.is_success:
+                    return response
+                delay = self._retries.delay_after_status(request, attempt, response.status_code, response.headers)
+                if delay is None:
+                    raise parse_error(response.status_code, response.content)
+            await self._sleep(delay)
+            attempt += 1
+
+    async def _attempt(self, request: HttpRequest) -> httpx.Response:
+        with transport_errors(self._http):
+            response = await self._http.send(http_request(self._http, request), stream=request.stream)
+            if not response.is_success:
+                await response.aread()
+            return response

@@ -1,0 +1,226 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, overload
+
+import httpx
+
+from . import requests
+from .errors import TransportError
+from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
+from .processor_string import RegisteredProcessor
+from .records import Generation, GenerationChunk, Model
+from .requests import HttpRequest
+from .responses import parse_error, parse_generate, parse_models, parse_openai, parse_registered, read_answer
+from .retries import RetryPolicy
+from .streaming import Dialect, OpenAIDialect, SGLangDialect, StreamReader
+from .transport import (
+    DEFAULT_BASE_URL,
+    DEFAULT_TIMEOUT,
+    check_base_url,
+    client_headers,
+    http_request,
+    transport_errors,
+    was_sent,
+)
+
+T = TypeVar("T")
+
+
+class Client:
+    """Talks to a logitship server, to stock SGLang, or to vLLM's OpenAI routes.
+
+    Safe to share between threads. Every method may raise `TransportError` (no answer) and `APIStatusError` (an answer
+    with an error status); those that generate also `GenerationError` (accepted, then ended by an error). An argument
+    that cannot be meant raises `TypeError` or `ValueError` before anything is sent.
+
+    Args:
+        base_url: the server's address, without `/v1`.
+        api_key: sent as a bearer token.
+        timeout: seconds without a byte from the server; or httpx's `Timeout`; None: for ever.
+        max_retries: how often to try again where that is safe: connection refused, server busy, and requests that
+            change nothing. A generation whose connection broke is never sent again: it might run twice.
+        headers: sent with every request.
+        transport: an httpx transport, for proxies, certificates and tests.
+        sleep: waits between attempts.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_BASE_URL,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout | None = DEFAULT_TIMEOUT,
+        max_retries: int = 2,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._http = httpx.Client(
+            base_url=check_base_url(base_url),
+            headers=client_headers(api_key, headers),
+            timeout=timeout,
+            transport=transport,
+        )
+        self._retries = RetryPolicy(max_retries)
+        self._sleep = sleep
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation: ...
+    @overload
+    def generate(
+        self, prompt: Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Generation]: ...
+    @overload
+    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    def generate(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation | list[Generation]:
+        """Continue a prompt, on SGLang's `/generate`.
+
+        Args:
+            prompt: text, token ids, or a list of one of them.
+            n: number of continuations of each prompt.
+            options: `processor`, `params`, the sampling parameters, and the rest of `GenerateOptions`.
+
+        Returns:
+            One `Generation`; a list of them where `prompt` is a list of prompts or `n` is given, prompt by prompt.
+        """
+        request = requests.generate(prompt, n, options, stream=False)
+        return self._call(request, partial(parse_generate, many=requests.is_many(prompt, n)))
+
+    def generate_stream(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generator[GenerationChunk]:
+        """`generate`, chunk by chunk. Closing the iterator early cancels the request on the server."""
+        return self._stream(requests.generate(prompt, n, options, stream=True), SGLangDialect())
+
+    @overload
+    def completions(self, prompt: Prompt, **options: Unpack[CompletionOptions]) -> Generation: ...
+    @overload
+    def completions(
+        self, prompt: Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
+    ) -> list[Generation]: ...
+    @overload
+    def completions(self, prompt: Prompt, *, n: int, **options: Unpack[CompletionOptions]) -> list[Generation]: ...
+    def completions(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
+    ) -> Generation | list[Generation]:
+        """Continue a prompt, on OpenAI's `/v1/completions`. Arguments and result as in `generate`."""
+        request = requests.completions(prompt, n, options, stream=False)
+        return self._call(request, partial(parse_openai, many=requests.is_many(prompt, n)))
+
+    def completions_stream(
+        self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
+    ) -> Generator[GenerationChunk]:
+        """`completions`, chunk by chunk. Closing the iterator early cancels the request on the server."""
+        return self._stream(requests.completions(prompt, n, options, stream=True), OpenAIDialect())
+
+    @overload
+    def chat(self, messages: list[Message], **options: Unpack[ChatOptions]) -> Generation: ...
+    @overload
+    def chat(self, messages: list[Message], *, n: int, **options: Unpack[ChatOptions]) -> list[Generation]: ...
+    def chat(
+        self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
+    ) -> Generation | list[Generation]:
+        """Answer a conversation, on OpenAI's `/v1/chat/completions`. A list of answers where `n` is given."""
+        request = requests.chat(messages, n, options, stream=False)
+        return self._call(request, partial(parse_openai, many=n is not None))
+
+    def chat_stream(
+        self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
+    ) -> Generator[GenerationChunk]:
+        """`chat`, chunk by chunk. Closing the iterator early cancels the request on the server."""
+        return self._stream(requests.chat(messages, n, options, stream=True), OpenAIDialect())
+
+    def register(self, processor: ProcessorLike) -> RegisteredProcessor:
+        """Upload a processor once; pass what this returns as `processor=` from then on: it sends only the digest."""
+        return self._call(requests.register(processor), parse_registered)
+
+    def models(self) -> list[Model]:
+        """The models that the server serves."""
+        return self._call(requests.get("/v1/models"), parse_models)
+
+    def model_info(self) -> dict[str, Any]:
+        """What the server says of its model (`/get_model_info`)."""
+        return self._call(requests.get("/get_model_info"), dict[str, Any])
+
+    def server_info(self) -> dict[str, Any]:
+        """What the server says of itself (`/server_info`)."""
+        return self._call(requests.get("/server_info"), dict[str, Any])
+
+    def health(self) -> bool:
+        """Whether the server answers and is well. Tries once and raises nothing: made for waiting on a server."""
+        try:
+            return self._attempt(requests.get("/health")).is_success
+        except TransportError:
+            return False
+
+    def abort(self, rid: str) -> None:
+        """Cancel the request of this id. SGLang cancels every request whose id begins with it."""
+        self._send(requests.abort(rid))
+
+    def abort_all(self) -> None:
+        """Cancel every request on the server, other clients' too."""
+        self._send(requests.abort(None))
+
+    def flush_cache(self) -> None:
+        """Drop what the server caches between requests. It refuses while requests run."""
+        self._send(requests.flush_cache())
+
+    def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
+        return read_answer(self._send(request).content, parse)
+
+    def _stream(self, request: HttpRequest, dialect: Dialect) -> Generator[GenerationChunk]:
+        reader = StreamReader(dialect)
+        response = self._send(request)
+        try:
+            with transport_errors(self._http):
+                for piece in response.iter_bytes():
+                    yield from reader.feed(piece)
+        finally:
+            response.close()
+        reader.finish()
+
+    def _send(self, request: HttpRequest) -> httpx.Response:
+        """An answer with a success status, unread if the request streams."""
+        attempt = 0
+        while True:
+            try:
+                response = self._attempt(request)
+            except TransportError as error:
+                delay = self._retries.delay_after_failure(request, attempt, sent=was_sent(error))
+                if delay is None:
+                    raise
+            else:
+                if response.is_success:
+                    return response
+                delay = self._retries.delay_after_status(request, attempt, response.status_code, response.headers)
+                if delay is None:
+                    raise parse_error(response.status_code, response.content)
+            self._sleep(delay)
+            attempt += 1
+
+    def _attempt(self, request: HttpRequest) -> httpx.Response:
+        with transport_errors(self._http):
+            response = self._http.send(http_request(self._http, request), stream=request.stream)
+            if not response.is_success:
+                response.read()
+            return response

@@ -1,0 +1,372 @@
+"""Both clients against an in-process transport: the same behaviour twice."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, closing
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from logitship.client.async_client import AsyncClient
+from logitship.client.client import Client
+from logitship.client.errors import (
+    AuthenticationError,
+    BadRequestError,
+    GenerationError,
+    ServerBusyError,
+    TransportError,
+)
+from logitship.client.processor_string import RegisteredProcessor
+from logitship.client.records import Generation, GenerationChunk
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+ANSWER = {
+    "text": "Hello",
+    "output_ids": [1],
+    "meta_info": {"id": "r1", "finish_reason": {"type": "length", "length": 1}},
+}
+CHAT_ANSWER = {"id": "c1", "choices": [{"index": 0, "message": {"content": "Hi"}, "finish_reason": "stop"}]}
+COMPLETION = {"id": "c1", "choices": [{"index": 0, "text": "Hi", "finish_reason": "stop"}]}
+DIGEST = "sha256:" + "0" * 64
+
+
+class Script:
+    """A server that answers with a list of prepared answers, and keeps what it was asked."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @property
+    def bodies(self) -> list[Any]:
+        return [orjson.loads(request.content) for request in self.requests]
+
+
+class Either:
+    """Calls a client's method and collects its stream, whichever kind of client it is."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self.slept: list[float] = []
+
+    def __call__(self, handler: Handler, method: str, *args: Any, max_retries: int = 2, **kwargs: Any) -> Any:
+        transport = httpx.MockTransport(handler)
+        if not self.asynchronous:
+            with Client(
+                "http://server", transport=transport, max_retries=max_retries, sleep=self.slept.append
+            ) as client:
+                result = getattr(client, method)(*args, **kwargs)
+                return list(result) if inspect.isgenerator(result) else result
+        return asyncio.run(self._asynchronously(transport, method, args, max_retries, kwargs))
+
+    async def _asynchronously(
+        self, transport: httpx.MockTransport, method: str, args: Any, max_retries: int, kwargs: Any
+    ) -> Any:
+        async def sleep(seconds: float) -> None:
+            self.slept.append(seconds)
+
+        async with AsyncClient("http://server", transport=transport, max_retries=max_retries, sleep=sleep) as client:
+            result = getattr(client, method)(*args, **kwargs)
+            return [chunk async for chunk in result] if inspect.isasyncgen(result) else await result
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def call(request: pytest.FixtureRequest) -> Either:
+    return Either(request.param)
+
+
+def ok(data: Any) -> httpx.Response:
+    return httpx.Response(200, json=data)
+
+
+def stream_of(*events: Any, done: bool = True) -> httpx.Response:
+    text = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+    return httpx.Response(200, content=text + (b"data: [DONE]\n\n" if done else b""))
+
+
+def test_generate(call: Either) -> None:
+    server = Script(ok(ANSWER))
+    generation = call(server, "generate", "Hi", processor="min_p", params={"min_p": 0.1}, max_new_tokens=1)
+    assert isinstance(generation, Generation)
+    assert (generation.text, generation.rid) == ("Hello", "r1")
+    assert (server.requests[0].method, str(server.requests[0].url)) == ("POST", "http://server/generate")
+    assert server.requests[0].headers["content-type"] == "application/json"
+    assert server.bodies == [
+        {
+            "text": "Hi",
+            "stream": False,
+            "sampling_params": {"max_new_tokens": 1, "custom_params": {"min_p": 0.1}},
+            "custom_logit_processor": '{"name":"min_p"}',
+        }
+    ]
+
+
+def test_a_batch_and_n_give_lists(call: Either) -> None:
+    server = Script(ok([ANSWER, ANSWER]), ok([ANSWER, ANSWER]), ok(COMPLETION), ok(CHAT_ANSWER))
+    assert len(call(server, "generate", ["a", "b"])) == 2
+    assert len(call(server, "generate", "a", n=2)) == 2
+    assert len(call(server, "completions", "a", n=1)) == 1
+    assert len(call(server, "chat", [{"role": "user", "content": "a"}], n=1)) == 1
+
+
+def test_the_openai_routes(call: Either) -> None:
+    server = Script(ok(COMPLETION), ok(CHAT_ANSWER))
+    assert call(server, "completions", "a").text == "Hi"
+    assert call(server, "chat", [{"role": "user", "content": "a"}]).text == "Hi"
+    assert [request.url.path for request in server.requests] == ["/v1/completions", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize(
+    ("method", "prompt", "event"),
+    [
+        ("generate_stream", "a", ANSWER),
+        ("completions_stream", "a", COMPLETION),
+        (
+            "chat_stream",
+            [{"role": "user", "content": "a"}],
+            {"choices": [{"index": 0, "delta": {"content": "Hi"}, "finish_reason": "stop"}]},
+        ),
+    ],
+)
+def test_streams(call: Either, method: str, prompt: Any, event: dict[str, Any]) -> None:
+    server = Script(stream_of(event))
+    (chunk,) = call(server, method, prompt)
+    assert isinstance(chunk, GenerationChunk)
+    assert chunk.text == chunk.cumulative_text == event.get("text", "Hi")
+    assert server.bodies[0]["stream"] is True
+    assert server.requests[0].headers["accept"] == "text/event-stream"
+
+
+def test_the_small_methods(call: Either) -> None:
+    server = Script(
+        ok({"data": [{"id": "m"}]}),
+        ok({"model_path": "m"}),
+        ok({"version": "1"}),
+        httpx.Response(200),
+        httpx.Response(200),
+        httpx.Response(200, text="Cache flushed."),
+        ok({"digest": DIGEST, "name": "P"}),
+    )
+    assert [model.id for model in call(server, "models")] == ["m"]
+    assert call(server, "model_info") == {"model_path": "m"}
+    assert call(server, "server_info") == {"version": "1"}
+    call(server, "abort", "r1")
+    call(server, "abort_all")
+    call(server, "flush_cache")
+    assert call(server, "register", "min_p") == RegisteredProcessor(DIGEST)
+    assert [(request.method, request.url.path) for request in server.requests] == [
+        ("GET", "/v1/models"),
+        ("GET", "/get_model_info"),
+        ("GET", "/server_info"),
+        ("POST", "/abort_request"),
+        ("POST", "/abort_request"),
+        ("POST", "/flush_cache"),
+        ("POST", "/v1/processors"),
+    ]
+
+
+def test_health_raises_nothing_and_tries_once(call: Either) -> None:
+    server = Script(httpx.Response(200), httpx.Response(503), httpx.ConnectError("refused"))
+    assert [call(server, "health") for _ in range(3)] == [True, False, False]
+    assert call.slept == []
+
+
+def test_an_error_status_raises_its_class(call: Either) -> None:
+    server = Script(httpx.Response(400, json={"error": {"message": "n must be 1", "param": "n"}}))
+    with pytest.raises(BadRequestError, match="400: n must be 1") as caught:
+        call(server, "generate", "Hi")
+    assert caught.value.param == "n"
+
+
+def test_an_error_status_of_a_stream_raises_its_class(call: Either) -> None:
+    server = Script(httpx.Response(401, json={"error": {"message": "no key"}}))
+    with pytest.raises(AuthenticationError, match="no key"):
+        call(server, "generate_stream", "Hi")
+
+
+def test_mistakes_raise_at_the_call_and_send_nothing() -> None:
+    server = Script()
+    client = Client(transport=httpx.MockTransport(server))
+    asynchronous = AsyncClient(transport=httpx.MockTransport(server))
+    for stream in (client.generate_stream, client.completions_stream, asynchronous.generate_stream):
+        with pytest.raises(ValueError, match="prompt"):
+            stream("")
+    assert server.requests == []
+
+
+def test_a_busy_server_is_asked_again_when_it_says(call: Either) -> None:
+    busy = httpx.Response(429, headers={"retry-after": "3"}, json={"error": {"message": "full"}})
+    server = Script(busy, httpx.Response(503), ok(ANSWER))
+    assert call(server, "generate", "Hi").text == "Hello"
+    assert call.slept[0] == 3.0
+    assert 0.5 <= call.slept[1] <= 1.0
+    assert server.bodies[0] == server.bodies[1] == server.bodies[2]
+
+
+def test_a_busy_server_is_not_asked_for_ever(call: Either) -> None:
+    server = Script(*[httpx.Response(503, json={"error": {"message": "full"}})] * 3)
+    with pytest.raises(ServerBusyError, match="full"):
+        call(server, "generate_stream", "Hi")
+    assert len(server.requests) == 3
+
+
+def test_max_retries_of_0(call: Either) -> None:
+    with pytest.raises(ServerBusyError):
+        call(Script(httpx.Response(503)), "models", max_retries=0)
+    assert call.slept == []
+
+
+def test_a_refused_connection_is_tried_again(call: Either) -> None:
+    server = Script(httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), ok(ANSWER))
+    assert call(server, "generate", "Hi").text == "Hello"
+    assert len(call.slept) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [httpx.ReadError("reset"), httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("gone")]
+)
+def test_a_generation_whose_connection_broke_is_not_sent_twice(call: Either, error: httpx.HTTPError) -> None:
+    server = Script(error)
+    with pytest.raises(TransportError, match="http://server") as caught:
+        call(server, "generate", "Hi")
+    assert caught.value.__cause__ is error
+    assert len(server.requests) == 1
+
+
+def test_what_changes_nothing_is_sent_again_after_a_broken_connection(call: Either) -> None:
+    server = Script(httpx.ReadError("reset"), httpx.Response(504), ok({"data": []}))
+    assert call(server, "models") == []
+
+
+def test_every_httpx_error_becomes_ours(call: Either) -> None:
+    for error in (httpx.ConnectError(""), httpx.ReadError(""), httpx.WriteTimeout(""), httpx.UnsupportedProtocol("x")):
+        with pytest.raises(TransportError):
+            call(Script(error), "generate", "Hi", max_retries=0)
+
+
+def test_a_stream_that_was_cut_is_not_started_again(call: Either) -> None:
+    server = Script(stream_of(ANSWER, done=False))
+    with pytest.raises(TransportError, match="middle of the stream"):
+        call(server, "generate_stream", "Hi")
+    assert len(server.requests) == 1
+
+
+class BreakingStream(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A body that breaks after its first piece, or that goes on for ever; knows whether it was closed."""
+
+    def __init__(self, breaks: bool) -> None:
+        self.breaks = breaks
+        self.closed = False
+
+    def _pieces(self) -> Iterator[bytes]:
+        yield b"data: " + orjson.dumps(ANSWER) + b"\n\n"
+        if self.breaks:
+            raise httpx.ReadError("reset")
+        while True:
+            yield b": still here\n\ndata: " + orjson.dumps(ANSWER) + b"\n\n"
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._pieces()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces():
+            yield piece
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def test_a_connection_that_breaks_in_a_stream(call: Either) -> None:
+    body = BreakingStream(breaks=True)
+    server = Script(httpx.Response(200, stream=body))
+    with pytest.raises(TransportError, match="reset"):
+        call(server, "generate_stream", "Hi")
+    assert body.closed
+    assert len(server.requests) == 1
+
+
+def test_closing_the_iterator_closes_the_connection() -> None:
+    body = BreakingStream(breaks=False)
+    client = Client(transport=httpx.MockTransport(Script(httpx.Response(200, stream=body))))
+    with closing(client.generate_stream("Hi")) as chunks:
+        assert next(chunks).text == "Hello"
+        assert not body.closed
+    assert body.closed
+
+
+def test_closing_the_async_iterator_closes_the_connection() -> None:
+    async def run() -> None:
+        body = BreakingStream(breaks=False)
+        client = AsyncClient(transport=httpx.MockTransport(Script(httpx.Response(200, stream=body))))
+        async with aclosing(client.generate_stream("Hi")) as chunks:
+            assert (await anext(chunks)).text == "Hello"
+            assert not body.closed
+        assert body.closed
+
+    asyncio.run(run())
+
+
+def test_an_error_in_a_stream(call: Either) -> None:
+    server = Script(stream_of(ANSWER, {"error": {"message": "boom", "type": "ProcessorFault", "traceback": "Trace"}}))
+    with pytest.raises(GenerationError, match="boom") as caught:
+        call(server, "generate_stream", "Hi")
+    assert caught.value.traceback == "Trace"
+    assert caught.value.partial.cumulative_text == "Hello"
+
+
+def test_the_api_key_and_headers_go_with_every_request() -> None:
+    server = Script(ok(ANSWER))
+    client = Client(
+        "http://server/prefix/", api_key="k", headers={"x-tenant": "t"}, transport=httpx.MockTransport(server)
+    )
+    client.generate("Hi")
+    assert server.requests[0].headers["authorization"] == "Bearer k"
+    assert server.requests[0].headers["x-tenant"] == "t"
+    assert server.requests[0].url.path == "/prefix/generate"
+
+
+@pytest.mark.parametrize("base_url", ["127.0.0.1:30000", "ftp://server", "http://", "", "http://server:port"])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_base_url_that_is_none(kind: type[Client] | type[AsyncClient], base_url: str) -> None:
+    with pytest.raises(ValueError, match="base_url"):
+        kind(base_url)
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def signatures(kind: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(method).parameters)
+            for name, method in vars(kind).items()
+            if inspect.isfunction(method) and not name.startswith("__")
+        }
+
+    assert signatures(Client) == signatures(AsyncClient)
+
+
+def test_many_requests_at_once_share_a_client() -> None:
+    async def handler(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0)
+        return ok({**ANSWER, "text": orjson.loads(request.content)["text"]})
+
+    async def run() -> list[Generation]:
+        async with AsyncClient(transport=httpx.MockTransport(handler)) as client:
+            calls: list[Awaitable[Generation]] = [client.generate(f"prompt {i}") for i in range(50)]
+            return await asyncio.gather(*calls)
+
+    assert [generation.text for generation in asyncio.run(run())] == [f"prompt {i}" for i in range(50)]

@@ -1,0 +1,57 @@
+"""`__all__` is sorted and complete, and every name in it is there."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import logitship
+import logitship.client
+from logitship.client import errors, records
+
+
+def names_of(module: object) -> list[str]:
+    exported = getattr(module, "__all__", None)
+    assert isinstance(exported, list)
+    return exported
+
+
+@pytest.mark.parametrize("module", [logitship, logitship.client])
+def test_all_is_sorted_without_repetition_and_resolves(module: object) -> None:
+    names = names_of(module)
+    assert names == sorted(set(names))
+    for name in names:
+        assert getattr(module, name) is not None
+
+
+def test_all_errors_and_records_are_exported() -> None:
+    public = {
+        name
+        for module in (errors, records)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    }
+    assert public <= set(names_of(logitship.client))
+
+
+def test_the_package_exports_what_the_client_does() -> None:
+    assert set(names_of(logitship)) == {*names_of(logitship.client), "__version__"}
+
+
+def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:
+    drawn = set(re.findall(r"[─│ ]*\b([A-Z]\w+(?:Error|Fault))\b", (errors.__doc__ or "").split("```")[1]))
+    assert drawn == {name for name, value in vars(errors).items() if isinstance(value, type)} - {"Any"}
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert logitship.__version__ == version("logitship")
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'version = "{logitship.__version__}"' in pyproject
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = logitship.nothing  # type: ignore[attr-defined]
