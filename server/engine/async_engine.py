@@ -150,9 +150,12 @@ class AsyncEngine:
         loading = asyncio.ensure_future(asyncio.to_thread(self._load_processors, active))
         try:
             uses = await asyncio.shield(loading)
-        except BaseException:
-            # Who cancels does not stop the thread: what it still loads is given back when it is done.
+        except asyncio.CancelledError:
+            # That does not stop the thread: what it still loads is given back when it is done.
             loading.add_done_callback(lambda _: self._forget(active))
+            raise
+        except BaseException:
+            self._forget(active)
             raise
         self._thread.add([self._sequence(active, index, uses) for index in range(request.n)])
         return active.stream

@@ -22,6 +22,13 @@ ATTENTION_NAME = "logitship_slots"
 # Measured on a CPU: a call costs about what 500 cache positions of one layer cost.
 _CALL_COST = 500
 
+_NOT_COMPUTED = {
+    "s_aux": "attention sinks",
+    "softcap": "softcapped attention",
+    "position_bias": "a position bias",
+}
+"""Arguments under which attention functions of transformers get what changes the result, and what that is."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -110,17 +117,24 @@ def slot_attention(
     step: StepLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **unused: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention.
 
     Args:
         query: [1, heads, tokens, head size]; key and value: [1, key-value heads, tokens, head size].
         attention_mask: always None, `step` says who sees whom.
+        others: what a model passes beside, `position_ids` for one. Ignored, where that changes nothing.
 
     Returns:
         [1, tokens, heads, head size], and None for the weights.
+
+    Raises:
+        NotImplementedError: the layer asks for something that this function does not compute.
     """
+    for name, meaning in _NOT_COMPUTED.items():
+        if others.get(name) is not None:
+            raise NotImplementedError(f"{meaning} ({name})")
     index = module.layer_idx
     assert isinstance(index, int)
     keys, values = step.cache.keys[index], step.cache.values[index]

@@ -36,7 +36,7 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
         loaded: a model that is loaded already, instead of the one that `config` names.
 
     Raises:
-        ModelLoadError, ModelFetchError, UnsupportedModel, CacheTooLarge: the message says what to do.
+        StartError: the model cannot be loaded or served; the message says what to do.
     """
     loaded = loaded or load_model(config)
     host = InProcessHost(SGLANG_NAMES)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from logitship.server.config import ServerConfig
+from logitship.server.errors import StartError
 
 from .model_runner import cache_shape
 
 logger = logging.getLogger(__name__)
 
 
-class CacheTooLarge(Exception):
+class CacheTooLarge(StartError):
     """The cache that was asked for does not fit. The message says what would."""
 
 
@@ -34,10 +37,11 @@ def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) 
     if wanted <= fits:
         return wanted
     if config.max_model_len is not None or fits < 1:
+        lower_length = f"--max-model-len (at most {fits}) or " if fits else ""
         raise CacheTooLarge(
             f"a cache for {config.max_num_seqs} sequences of {wanted} tokens takes "
-            f"{wanted * per_token / 2**30:.1f} GiB, more than {config.mem_fraction_static:.0%} of the {free / 2**30:.1f} GiB that are free: lower "
-            f"--max-model-len (at most {fits}) or --max-num-seqs, or raise --mem-fraction-static"
+            f"{wanted * per_token / 2**30:.1f} GiB, more than {config.mem_fraction_static:.0%} of the "
+            f"{free / 2**30:.1f} GiB that are free: lower {lower_length}--max-num-seqs, or raise --mem-fraction-static"
         )
     logger.warning(
         "serving sequences of up to %d tokens, not the model's %d: the cache for %d of them would not fit into memory",
@@ -48,8 +52,30 @@ def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) 
     return fits
 
 
-def _free_bytes(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int | float:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
+    return min(_available_memory(Path("/proc/meminfo")), _room_in_cgroup(Path("/sys/fs/cgroup")))
+
+
+def _available_memory(meminfo: Path) -> int:
+    """Memory that the machine can give without swapping: free, or a cache of files."""
+    for line in meminfo.read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return int(amount.split()[0]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _room_in_cgroup(folder: Path) -> int | float:
+    """What the container's memory limit leaves (cgroup v2), its cache of files not counted as used; inf: no limit."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return math.inf
+    if limit == "max":
+        return math.inf
+    return max(0, int(limit) - used + int(statistics["file"]))

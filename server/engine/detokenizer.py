@@ -34,16 +34,20 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._spaces_between_special_tokens = spaces_between_special_tokens
         self._ids = list(context)
+        self._context_length = len(context)
         self._begin = 0
         """Where both decodings begin."""
         self._read = len(context)
         """How many tokens are text already."""
-        # A prompt that ends inside a character: the character is the output's.
-        self._known = self._decode(0, self._read).rstrip(_REPLACEMENT)
+        self._known = self._decode(0, self._read)
         """Text of the tokens from `_begin` to `_read`."""
+        if self._known.endswith(_REPLACEMENT):
+            self._leave_unfinished_character()
 
     def push(self, token_id: int) -> str:
         """Text that is certain now."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""  # has no text, and does not end a character that is under way
         self._ids.append(token_id)
         for end in range(len(self._ids), self._read, -1):
             pending = len(self._ids) - end
@@ -56,9 +60,17 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """What is left at the end, with U+FFFD for bytes that never became a character."""
-        if self._read == len(self._ids):
+        if len(self._ids) in (self._read, self._context_length):  # all given out, or nothing came
             return ""
         return self._advance(self._decode(self._begin, len(self._ids)), len(self._ids))
+
+    def _leave_unfinished_character(self) -> None:
+        """If the prompt ends inside a character, the character is the output's."""
+        for pending in range(1, min(_MOST_PENDING_TOKENS, len(self._ids)) + 1):
+            text = self._decode(0, len(self._ids) - pending)
+            if not text.endswith(_REPLACEMENT):
+                self._read, self._known = len(self._ids) - pending, text
+                return
 
     def _decode(self, begin: int, end: int) -> str:
         return self._tokenizer.decode(
@@ -90,7 +102,8 @@ class StopMatch:
 class StopStrings:
     """Finds stop strings in text that arrives in pieces.
 
-    What could be the beginning of a stop string is held back until it is decided.
+    What could be the beginning of a stop string is held back until it is decided. The match is the one that is
+    complete first, and the longest of those: so it does not depend on where the pieces end.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool) -> None:
@@ -103,11 +116,11 @@ class StopStrings:
         if not self._stop:
             return piece
         text = self._held + piece
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            at, stop = min(found)
+            end, begin, stop = min(found)
             self._held = ""
-            return StopMatch(stop, text[: at + len(stop)] if self._include else text[:at])
+            return StopMatch(stop, text[: end if self._include else begin])
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -66,7 +66,6 @@ class EngineThread:
         except BaseException:
             logger.critical("the engine's thread died", exc_info=True)
             self._on_death()
-            raise
 
     def _loop(self) -> None:
         while True:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from logitship.client.processor_string import ProcessorString
-from logitship.sampler.receipts import Receipt
+from logitship.client.records import Receipt
 from logitship.sampler.sampling_params import SamplingParams
 
 

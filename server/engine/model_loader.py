@@ -12,12 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
 from logitship.server.default_model import default_model_folder
+from logitship.server.errors import StartError
 from logitship.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class ModelLoadError(Exception):
+class ModelLoadError(StartError):
     """The model or its tokenizer could not be loaded; the message says what to do."""
 
 

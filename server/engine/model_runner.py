@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from logitship.server.errors import StartError
+
 from .attention import ATTENTION_NAME, Segment, StepLayout, register
 from .kv_cache import CacheShape, SlotCache
 
@@ -21,7 +23,7 @@ class Chunk:
     token_ids: Sequence[int]
 
 
-class UnsupportedModel(Exception):
+class UnsupportedModel(StartError):
     """The model has something that the slot cache cannot serve. The message names it."""
 
 
@@ -32,7 +34,7 @@ class ModelRunner:
         """Prepare a model and allocate its cache.
 
         Raises:
-            UnsupportedModel: its layers are not plain attention.
+            UnsupportedModel: its layers are not plain attention, or it fails on a first token.
         """
         register()
         _require_plain_attention(model)
@@ -41,6 +43,7 @@ class ModelRunner:
         self.device = model.device
         self.dtype = model.dtype
         self.cache = SlotCache(cache_shape(model, num_slots, max_len), self.dtype, self.device)
+        self._try_out()
 
     @torch.no_grad()
     def forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
@@ -67,6 +70,18 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+
+    def _try_out(self) -> None:
+        """Compute one token, so that a model that cannot be served is refused now and not at the first request."""
+        name = type(self.model).__name__
+        try:
+            # The one token's logits, asked for twice: shows whether the model heeds `logits_to_keep`.
+            logits = self.forward([], [Chunk(0, 0, [0])], [0, 0])
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UnsupportedModel(f"{name} cannot be served: its first token failed: {error}") from error
+        if len(logits) != 2:
+            raise UnsupportedModel(f"{name} cannot be served: it gives logits for other tokens than those asked for")
 
 
 def _segments(chunks: list[Chunk]) -> list[Segment]:

@@ -79,7 +79,8 @@ class ProcessorLibrary:
         if name not in self._installed:
             digest = f"sha256:{sha256(f'installed:{name}'.encode()).hexdigest()}"
             instance = self._registry.get(name)()
-            self._installed[name] = LoadedProcessor(digest, name, 0, self._installed_host, instance)
+            made = LoadedProcessor(digest, name, 0, self._installed_host, instance)
+            self._installed.setdefault(name, made)  # another thread may have been faster: there is one of each
         return self._installed[name]
 
     def _installed_name(self, string: ProcessorString) -> str | None:

@@ -1,0 +1,61 @@
+"""Reading a request body, and writing a JSON answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+
+from logitship.server.errors import BadRequest, RequestTooLarge
+
+from .schema import Model, parse_model
+
+
+async def read_body(request: Request, model: type[Model], limit: int) -> Model:
+    """The body of a request, checked.
+
+    Args:
+        request: the request.
+        model: the schema of its body.
+        limit: most bytes that the body may have.
+
+    Raises:
+        BadRequest: it is not JSON, or does not fit the schema.
+        RequestTooLarge: it has more than `limit` bytes.
+        ClientDisconnect: the client went away before it had sent all of it.
+    """
+    return parse_model(model, _decode(await _read(request, limit)))
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for piece in request.stream():  # a chunked body declares no length
+        body += piece
+        if len(body) > limit:
+            raise _too_large(limit)
+    return bytes(body)
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the request body has more than {limit} bytes")
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the request body is not JSON: {error}") from None
+
+
+class JSONResponse(Response):
+    """JSON through orjson. Infinite numbers, which JSON does not know, become null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The encoded body."""
+        return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)

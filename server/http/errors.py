@@ -1,0 +1,113 @@
+"""Errors on their way to the client: one table, one shape.
+
+```
+{"error": {"message": "…", "type": "…", "param": "…" or null, "code": "…" or null}}
+```
+
+This is OpenAI's shape. SGLang's `/generate` answers `{"error": {"message": "…"}}`, which is a part of it, so both kinds
+of client find what they look for. A processor's fault adds `traceback`, `digest` and `name`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from logitship.server.engine.messages import RequestError
+from logitship.server.errors import RequestRefused
+
+from .body import JSONResponse
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left before the answer. Nobody receives it; access logs show it."""
+
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
+
+
+class GenerationFailed(Exception):
+    """An admitted request was ended by an error.
+
+    Attributes:
+        error: what went wrong.
+        index: which continuation of the answer it hit first.
+    """
+
+    def __init__(self, error: RequestError, index: int) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.index = index
+
+
+def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error answer."""
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def refusal_body(refused: RequestRefused) -> dict[str, Any]:
+    """The body for a request that was not admitted."""
+    code = "model_not_found" if refused.param == "model" else _CODES.get(refused.status_code)
+    return error_body(refused.message, refused.type, refused.param, code)
+
+
+def failure_body(failed: GenerationFailed) -> dict[str, Any]:
+    """The body for a request that was admitted and then ended by an error."""
+    error = failed.error
+    body = error_body(error.message, error.type, "custom_logit_processor" if error.digest else None)
+    body["error"] |= {"index": failed.index, **fault_details(error)}
+    return body
+
+
+def fault_details(error: RequestError) -> dict[str, str | None]:
+    """The processor at fault and its traceback; empty where no processor is."""
+    if error.digest is None:
+        return {}
+    return {"traceback": error.traceback, "digest": error.digest, "name": error.name}
+
+
+def internal_error_body() -> dict[str, Any]:
+    """The body for a mistake of ours: the details go to the log, not to the client."""
+    return error_body("internal server error", "internal_server_error")
+
+
+def refusal_response(refused: RequestRefused) -> Response:
+    """The answer to a request that was not admitted."""
+    return JSONResponse(refusal_body(refused), refused.status_code, _HEADERS.get(refused.status_code))
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestRefused)
+    return refusal_response(error)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    assert isinstance(error, GenerationFailed)
+    return JSONResponse(failure_body(error), error.error.status_code)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    type_ = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return JSONResponse(error_body(message, type_), error.status_code, error.headers)
+
+
+async def _disconnected(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unexpected(_: Request, __: Exception) -> Response:
+    # Starlette raises the exception again after this answer, and the server logs it with its traceback.
+    return JSONResponse(internal_error_body(), 500)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give `app` the table."""
+    app.add_exception_handler(RequestRefused, _refused)
+    app.add_exception_handler(GenerationFailed, _failed)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    app.add_exception_handler(Exception, _unexpected)

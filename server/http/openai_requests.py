@@ -1,0 +1,206 @@
+"""The OpenAI routes on their way in: from OpenAI's bodies to the engine's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.messages import GenerationRequest
+from logitship.server.errors import BadRequest, NotFound
+
+from .admission import (
+    Prompt,
+    check_batch,
+    check_one_a_prompt,
+    default_that_fits,
+    entry,
+    entry_path,
+    read_processors,
+    read_prompt,
+    sampling_params,
+)
+from .openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
+from .running import Submission
+
+Body = TypeVar("Body", bound=OpenAIFields)
+
+ANY_MODEL = "default"
+"""SGLang's clients may ask for the model by this name, whatever it is called."""
+
+_PROCESSOR = "custom_logit_processor"
+_NAMES = {
+    "bad_words_token_ids": "bad_words",
+    "extra_args": "vllm_xargs",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+}
+
+
+@dataclass(frozen=True)
+class OpenAIRequest(Generic[Body]):
+    """A body, read.
+
+    Attributes:
+        id: id of the answer.
+        model: name of the model, for the answer.
+        body: what the client sent.
+        prompts: what is continued.
+        submissions: one a prompt.
+        created: Unix time, in seconds.
+    """
+
+    id: str
+    model: str
+    body: Body
+    prompts: list[Prompt]
+    submissions: list[Submission]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenAIRequest[CompletionRequest]:
+    """Check what the schema cannot, tokenize, and make the engine's requests.
+
+    Raises:
+        RequestRefused: names the field.
+    """
+    _check_model(engine, body.model)
+    is_batch = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
+    given: list[Any] = body.prompt if is_batch and isinstance(body.prompt, list) else [body.prompt]
+    check_batch(engine.config, len(given), "prompt", body.n)
+    if is_batch:
+        check_one_a_prompt(body.custom_logit_processor, len(given), _PROCESSOR)
+    request_id = _request_id(body, "cmpl")
+    request = OpenAIRequest(request_id, engine.model.name, body, [], [])
+    for i, value in enumerate(given):
+        processor, processor_at = _processor(body, i if is_batch else None)
+        names = {**_names(body), "prompt": f"prompt[{i}]" if is_batch else "prompt"}
+        names[_PROCESSOR] = processor_at
+        prompt = await read_prompt(engine.tokenizer, value, names["prompt"], add_special_tokens=body.add_special_tokens)
+        request.prompts.append(prompt)
+        request.submissions.append(
+            await _submission(
+                engine,
+                body,
+                prompt,
+                names,
+                f"{request_id}_{i}" if is_batch else request_id,
+                processor,
+                # The engine draws at least one token: the answer drops it.
+                max_new_tokens=1 if body.only_prompt else default_that_fits(engine, prompt, body, "max_tokens"),
+                logprobs=body.logprobs,
+                prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
+            )
+        )
+    return request
+
+
+async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIRequest[ChatCompletionRequest]:
+    """The same for a conversation, which the chat template turns into one prompt.
+
+    Raises:
+        RequestRefused: names the field.
+    """
+    _check_model(engine, body.model)
+    check_batch(engine.config, 1, "messages", body.n)
+    request_id = _request_id(body, "chatcmpl")
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    names = {**_names(body), "max_new_tokens": limit_name, "logprobs": "top_logprobs", "prompt": "messages"}
+    prompt = Prompt(await _render(engine, body))
+    if not prompt.token_ids:
+        raise BadRequest("messages: the chat template makes an empty prompt of them", param="messages")
+    submission = await _submission(
+        engine,
+        body,
+        prompt,
+        names,
+        request_id,
+        body.custom_logit_processor,
+        max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    return OpenAIRequest(request_id, engine.model.name, body, [prompt], [submission])
+
+
+def check_model_name(engine: AsyncEngine, name: str) -> None:
+    """Refuse a name that is not this model's.
+
+    Raises:
+        NotFound: it is another's.
+    """
+    if name not in (engine.model.name, engine.model.path, ANY_MODEL):
+        raise NotFound(f"model: {name[:200]!r} does not exist; this server has {engine.model.name!r}", param="model")
+
+
+def _check_model(engine: AsyncEngine, name: str | None) -> None:
+    if name is not None:
+        check_model_name(engine, name)
+
+
+def _request_id(body: OpenAIFields, prefix: str) -> str:
+    return body.rid or body.request_id or f"{prefix}-{uuid4().hex}"
+
+
+def _names(body: OpenAIFields) -> dict[str, str]:
+    own = {"rid": "request_id" if body.rid is None else "rid"}
+    if body.no_stop_trim:
+        own["include_stop_str_in_output"] = "no_stop_trim"
+    return _NAMES | own
+
+
+def _processor(body: OpenAIFields, index: int | None) -> tuple[Any, str]:
+    """What `custom_logit_processor` says of one prompt, and where."""
+    value, at = body.custom_logit_processor, _PROCESSOR
+    return (value, at) if index is None else (entry(value, index), entry_path(value, index, at))
+
+
+def _most(one: int | None, other: int | None) -> int | None:
+    return max((count for count in (one, other) if count is not None), default=None)
+
+
+async def _render(engine: AsyncEngine, body: ChatCompletionRequest) -> list[int]:
+    generation_prompt = body.add_generation_prompt
+    try:
+        return await asyncio.to_thread(
+            engine.tokenizer.apply_chat_template,
+            [message.for_template() for message in body.messages],
+            add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
+            continue_final_message=body.continue_final_message,
+            **body.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise BadRequest(f"messages: {error}", param="messages") from None
+
+
+async def _submission(
+    engine: AsyncEngine,
+    body: OpenAIFields,
+    prompt: Prompt,
+    names: Mapping[str, str],
+    rid: str,
+    processor: Any,
+    **values: Any,
+) -> Submission:
+    params = await sampling_params(
+        engine,
+        body,
+        names,
+        min_new_tokens=body.min_tokens,
+        seed=body.seed,
+        include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
+        extra_args=body.vllm_xargs,
+        **values,
+    )
+    request = GenerationRequest(
+        rid=rid,
+        prompt_token_ids=prompt.token_ids,
+        sampling_params=params,
+        processors=read_processors(engine, processor, body.custom_params, names.get(_PROCESSOR, _PROCESSOR)),
+        n=body.n,
+    )
+    return Submission(request, names)

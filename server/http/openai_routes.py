@@ -1,0 +1,72 @@
+"""OpenAI's routes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from logitship.server.engine.async_engine import AsyncEngine
+
+from .body import JSONResponse, read_body
+from .documentation import body_of
+from .openai_answers import OpenAIAnswer
+from .openai_chat import ChatAnswer
+from .openai_completions import CompletionAnswer
+from .openai_requests import check_model_name, read_chat, read_completion
+from .openai_schemas import ChatCompletionRequest, CompletionRequest
+from .running import submit_all
+from .streaming import EventStream, answer_at_end
+
+
+def openai_router(engine: AsyncEngine) -> APIRouter:
+    """The routes, bound to `engine`."""
+    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+    limit = engine.config.max_request_bytes
+    started = int(time.time())
+
+    @router.post("/completions", openapi_extra=body_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue one prompt or several."""
+        body = await read_body(request, CompletionRequest, limit)
+        return await _answer(engine, request, CompletionAnswer(engine, await read_completion(engine, body)))
+
+    @router.post("/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Continue a conversation."""
+        body = await read_body(request, ChatCompletionRequest, limit)
+        return await _answer(engine, request, ChatAnswer(engine, await read_chat(engine, body)))
+
+    @router.get("/models")
+    async def models() -> Response:
+        """The models: there is one."""
+        return JSONResponse({"object": "list", "data": [_model(engine, started)]})
+
+    @router.get("/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One model."""
+        check_model_name(engine, name)
+        return JSONResponse(_model(engine, started))
+
+    return router
+
+
+async def _answer(engine: AsyncEngine, request: Request, answer: OpenAIAnswer[Any]) -> Response:
+    running = await submit_all(engine, answer.request.submissions)
+    if answer.body.stream:
+        return EventStream(running, answer.events(running))
+    return await answer_at_end(request, running, answer.whole)
+
+
+def _model(engine: AsyncEngine, created: int) -> dict[str, Any]:
+    model = engine.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "logitship",
+        "root": model.path,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }

@@ -1,0 +1,154 @@
+"""Requests in the engine that belong to one HTTP request: submitted together, read together, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from logitship.client.records import Receipt
+from logitship.server.engine.async_engine import AsyncEngine, GenerationStream
+from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, TokenLogprobs
+from logitship.server.errors import RequestRefused
+
+from .admission import in_client_words
+from .errors import GenerationFailed
+
+
+@dataclass
+class Continuation:
+    """What one continuation has given so far.
+
+    Attributes:
+        index: its place in the answer: continuation `j` of prompt `i` stands at `i * n + j`.
+        prompt: which prompt of the request it continues.
+    """
+
+    index: int
+    prompt: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    receipts: tuple[Receipt, ...] = ()
+
+    def add(self, chunk: GenerationChunk) -> None:
+        """Append what the engine gave."""
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.prompt_logprobs += chunk.prompt_logprobs
+        self.finish_reason = chunk.finish_reason
+        self.prompt_tokens = chunk.prompt_tokens
+        self.cached_tokens = chunk.cached_tokens
+        self.completion_tokens = chunk.completion_tokens
+        self.receipts = chunk.receipts
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A request for the engine.
+
+    Attributes:
+        request: what to submit.
+        names: the client's names for what the engine's refusals name, where they differ.
+    """
+
+    request: GenerationRequest
+    names: Mapping[str, str]
+
+
+async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> RunningRequests:
+    """Submit all, or none: if one is refused, those before it are cancelled.
+
+    Args:
+        engine: the engine.
+        submissions: one a prompt, all with the same `n`.
+
+    Raises:
+        RequestRefused: the engine's refusal, in the client's words.
+    """
+    streams: list[GenerationStream] = []
+    async with AsyncExitStack() as submitted:
+        for submission in submissions:
+            stream = await _submit(engine, submission)
+            submitted.push_async_callback(stream.aclose)
+            streams.append(stream)
+        submitted.pop_all()
+    return RunningRequests(streams, submissions[0].request.n)
+
+
+async def _submit(engine: AsyncEngine, submission: Submission) -> GenerationStream:
+    try:
+        return await engine.submit(submission.request)
+    except RequestRefused as refused:
+        raise in_client_words(refused, submission.names) from None
+
+
+class RunningRequests:
+    """Iterate over it for each chunk with the continuation that it was added to, in order of arrival."""
+
+    def __init__(self, streams: Sequence[GenerationStream], n: int) -> None:
+        self._streams = streams
+        self._n = n
+        self._pumps: list[asyncio.Task[None]] = []
+        self.continuations = [Continuation(index, index // n) for index in range(len(streams) * n)]
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
+        """Chunks until every continuation has ended."""
+        async for prompt, chunk in self._merged():
+            continuation = self.continuations[prompt * self._n + chunk.index]
+            continuation.add(chunk)
+            yield continuation, chunk
+
+    async def finish(self) -> list[Continuation]:
+        """Wait for the end of all continuations.
+
+        Raises:
+            GenerationFailed: one of them was ended by an error; the others are not waited for.
+        """
+        async for continuation, _ in self:
+            raise_if_failed(continuation)
+        return self.continuations
+
+    async def aclose(self) -> None:
+        """Cancel what still runs. Harmless at the end."""
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.gather(*(stream.aclose() for stream in self._streams))
+
+    async def _merged(self) -> AsyncIterator[tuple[int, GenerationChunk]]:
+        if len(self._streams) == 1:
+            async for chunk in self._streams[0]:
+                yield 0, chunk
+            return
+        arrived: asyncio.Queue[tuple[int, GenerationChunk] | asyncio.Task[None]] = asyncio.Queue()
+
+        async def pump(prompt: int, stream: GenerationStream) -> None:
+            async for chunk in stream:
+                arrived.put_nowait((prompt, chunk))
+
+        self._pumps = [asyncio.ensure_future(pump(*each)) for each in enumerate(self._streams)]
+        for task in self._pumps:
+            task.add_done_callback(arrived.put_nowait)
+        unfinished = len(self._pumps)
+        while unfinished:
+            item = await arrived.get()
+            if isinstance(item, tuple):
+                yield item
+            else:
+                item.result()  # raises what the stream raised
+                unfinished -= 1
+
+
+def raise_if_failed(continuation: Continuation) -> None:
+    """Raise `GenerationFailed` if an error has ended `continuation`."""
+    reason = continuation.finish_reason
+    if reason is not None and reason.error is not None:
+        raise GenerationFailed(reason.error, continuation.index)

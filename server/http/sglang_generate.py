@@ -1,0 +1,175 @@
+"""`/generate` on its way in: from SGLang's body to the engine's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+from uuid import uuid4
+
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.messages import GenerationRequest
+from logitship.server.errors import BadRequest
+
+from .admission import (
+    check_batch,
+    check_one_a_prompt,
+    default_that_fits,
+    entry,
+    entry_path,
+    read_processors,
+    read_prompt,
+    sampling_params,
+)
+from .running import Submission
+from .schema import parse_model
+from .sglang_schemas import GenerateRequest, SGLangSamplingParams
+
+_NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(SamplingParams)} | {
+    "bad_words": "bad_words",
+    "bad_words_token_ids": "bad_words",
+    "include_stop_str_in_output": "no_stop_trim",
+    "n": "n",
+    "seed": "sampling_seed",
+}
+_NAMES_BESIDE_THEM = {
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    "prompt_logprobs_start": "logprob_start_len",
+}
+_ONE_A_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
+
+
+@dataclass(frozen=True)
+class Generate:
+    """A `/generate` body, read.
+
+    Attributes:
+        submissions: one a prompt.
+        rids: id of each continuation of the answer.
+        many: the answer is a list: there is a list of prompts, or `n` is over 1.
+        texts_in_logprobs: show the tokens' texts beside their ids.
+    """
+
+    submissions: list[Submission]
+    rids: list[str]
+    many: bool
+    texts_in_logprobs: bool
+
+
+async def read_generate(engine: AsyncEngine, body: GenerateRequest) -> Generate:
+    """Check what the schema cannot, tokenize, and make the engine's requests.
+
+    Raises:
+        RequestRefused: names the field.
+    """
+    reader = _Reader(engine, body)
+    reader.check_lists()
+    samplings = reader.samplings()
+    n = samplings[0].n
+    rids = reader.rids()
+    return Generate(
+        submissions=[await reader.submission(i, samplings[i], rids[i]) for i in range(len(samplings))],
+        rids=rids if n == 1 else [f"{rid}_{j}" for rid in rids for j in range(n)],
+        many=reader.is_batch or n > 1,
+        texts_in_logprobs=body.return_text_in_logprobs,
+    )
+
+
+class _Reader:
+    """Reads one body, prompt by prompt."""
+
+    def __init__(self, engine: AsyncEngine, body: GenerateRequest) -> None:
+        if (body.text is None) == (body.input_ids is None):
+            raise BadRequest("text: give either text or input_ids", param="text")
+        self._engine = engine
+        self._body = body
+        self._at = "input_ids" if body.text is None else "text"
+        given = body.input_ids if body.text is None else body.text
+        self.is_batch = isinstance(given, list) and not (given and isinstance(given[0], int))
+        self._prompts: Sequence[Any] = given if self.is_batch and isinstance(given, list) else [given]
+
+    def check_lists(self) -> None:
+        """Refuse an empty batch, and lists that have not one entry a prompt."""
+        check_batch(self._engine.config, len(self._prompts), self._at)
+        prompts = len(self._prompts) if self.is_batch else None
+        for name in _ONE_A_PROMPT:
+            check_one_a_prompt(getattr(self._body, name), prompts, name)
+        if self.is_batch:
+            check_one_a_prompt(self._body.custom_logit_processor, prompts, "custom_logit_processor")
+
+    def samplings(self) -> list[SGLangSamplingParams]:
+        """The sampling parameters of each prompt."""
+        given = self._body.sampling_params
+        samplings = [
+            parse_model(SGLangSamplingParams, entry(given, i), entry_path(given, i, "sampling_params"))
+            for i in range(len(self._prompts))
+        ]
+        n = samplings[0].n
+        if any(sampling.n != n for sampling in samplings):
+            raise BadRequest("sampling_params: n must be the same for all prompts", param="sampling_params")
+        n_at = f"{entry_path(given, 0, 'sampling_params')}.n"
+        check_batch(self._engine.config, len(self._prompts), self._at, n, n_at)
+        return samplings
+
+    def rids(self) -> list[str]:
+        """The request id of each prompt."""
+        given = self._body.rid
+        if given is None:
+            return [uuid4().hex for _ in self._prompts]
+        if isinstance(given, str):
+            return [f"{given}_{i}" for i in range(len(self._prompts))] if self.is_batch else [given]
+        if len(set(given)) != len(given):
+            raise BadRequest("rid: must be a different one for each prompt", param="rid")
+        return given
+
+    async def submission(self, i: int, sampling: SGLangSamplingParams, rid: str) -> Submission:
+        """The engine's request for one prompt."""
+        body = self._body
+        at = f"{self._at}[{i}]" if self.is_batch else self._at
+        processor, processor_at = self._processor(i)
+        names = _names(at, entry_path(body.sampling_params, i, "sampling_params"), processor_at)
+        prompt = await read_prompt(self._engine.tokenizer, self._prompts[i], at, add_special_tokens=True)
+        start = _logprob_start(entry(body.logprob_start_len, i), len(prompt.token_ids))
+        top = entry(body.top_logprobs_num, i) if entry(body.return_logprob, i) else None
+        params = await sampling_params(
+            self._engine,
+            sampling,
+            names,
+            max_new_tokens=default_that_fits(self._engine, prompt, sampling, "max_new_tokens"),
+            min_new_tokens=sampling.min_new_tokens,
+            seed=sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+            include_stop_str_in_output=sampling.no_stop_trim,
+            logprobs=top,
+            prompt_logprobs=None if start is None else top,
+            prompt_logprobs_start=start or 0,
+        )
+        request = GenerationRequest(
+            rid=rid,
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params,
+            processors=read_processors(self._engine, processor, sampling.custom_params, processor_at),
+            n=sampling.n,
+        )
+        return Submission(request, names)
+
+    def _processor(self, i: int) -> tuple[Any, str]:
+        """What `custom_logit_processor` says of one prompt, and where."""
+        value, at = self._body.custom_logit_processor, "custom_logit_processor"
+        return (entry(value, i), entry_path(value, i, at)) if self.is_batch else (value, at)
+
+
+def _names(prompt_at: str, sampling_at: str, processor_at: str) -> dict[str, str]:
+    inside = {field: f"{sampling_at}.{name}" for field, name in _NAMES_IN_SAMPLING_PARAMS.items()}
+    return {**inside, **_NAMES_BESIDE_THEM, "prompt": prompt_at, "custom_logit_processor": processor_at}
+
+
+def _logprob_start(given: int, prompt_tokens: int) -> int | None:
+    """First prompt position with log-probabilities; None for none."""
+    if not -1 <= given <= prompt_tokens:
+        raise BadRequest(
+            f"logprob_start_len: must be from -1 to the length of the prompt, {prompt_tokens}",
+            param="logprob_start_len",
+        )
+    return None if given in (-1, prompt_tokens) else given

@@ -1,0 +1,538 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.engine import Engine
+from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.engine.model_runner import ModelRunner
+from logitship.server.errors import BadRequest, QueueFull, RequestRefused, ServiceUnavailable
+
+BuildEngine = Callable[..., AsyncEngine]
+
+BOOST = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class Boost(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            row[params["token_id"]] += params.get("by", 1000.0)
+        return logits
+""",
+    "Boost",
+)
+COUNTDOWN = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class Countdown(CustomLogitProcessor):
+    '''Forces the number of tokens before this one; fails if the history is not exact.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            req = params["__req__"]
+            position = len(req.origin_input_ids) + len(req.output_ids)
+            assert req.state.setdefault("next", position) == position
+            req.state["next"] = position + 1
+            row[:] = -float("inf")
+            row[position % req.vocab_size] = 0.0
+        return logits
+""",
+    "Countdown",
+)
+RAISES = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class Raises(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        if len(custom_param_list[0]["__req__"].output_ids) >= custom_param_list[0].get("after", 0):
+            raise ValueError("no such luck")
+        return logits
+""",
+    "Raises",
+)
+
+
+def request(
+    rid: str = "r",
+    prompt: str | list[int] = "hello",
+    *,
+    n: int = 1,
+    processors: tuple[tuple[ProcessorString, dict[str, Any] | None], ...] = (),
+    **params: Any,
+) -> GenerationRequest:
+    """A request with 8 tokens of output, unless `params` says otherwise; text is one token a byte."""
+    token_ids = [4 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
+    return GenerationRequest(
+        rid=rid,
+        prompt_token_ids=token_ids,
+        n=n,
+        processors=tuple(ProcessorRequest(string, values) for string, values in processors),
+        sampling_params=SamplingParams(**({"max_new_tokens": 8, "ignore_eos": True} | params)),
+    )
+
+
+@dataclasses.dataclass
+class Result:
+    """One continuation, put together."""
+
+    token_ids: list[int]
+    text: str
+    last: GenerationChunk
+    chunks: list[GenerationChunk]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self.last.finish_reason is not None
+        return self.last.finish_reason
+
+
+async def generate_all(engine: AsyncEngine, wanted: GenerationRequest) -> list[Result]:
+    chunks: dict[int, list[GenerationChunk]] = {index: [] for index in range(wanted.n)}
+    async for chunk in await engine.submit(wanted):
+        chunks[chunk.index].append(chunk)
+    return [
+        Result(
+            [token for chunk in own for token in chunk.token_ids], "".join(chunk.text for chunk in own), own[-1], own
+        )
+        for own in chunks.values()
+    ]
+
+
+async def generate(engine: AsyncEngine, wanted: GenerationRequest) -> Result:
+    (result,) = await generate_all(engine, wanted)
+    return result
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(120):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def greedy_reference(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
+    """The whole sequence through transformers' own attention, again for every token."""
+    loaded.model.set_attn_implementation("eager")
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(loaded.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_output_is_that_of_a_plain_transformers_loop(
+    make_engine: BuildEngine, loaded_model: LoadedModel
+) -> None:
+    prompts = [[4 + (7 * i + k) % 250 for k in range(length)] for i, length in enumerate((1, 5, 40, 100, 17, 64, 3))]
+    expected = [greedy_reference(loaded_model, prompt, 12) for prompt in prompts]
+    engine = make_engine(chunked_prefill_size=16)
+
+    async def all_at_once() -> list[Result]:
+        wanted = [request(f"r{i}", prompt, temperature=0, max_new_tokens=12) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*(generate(engine, one) for one in wanted))
+
+    assert [result.token_ids for result in run(all_at_once())] == expected
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_company(make_engine: BuildEngine) -> None:
+    def wanted(number: int) -> GenerationRequest:
+        processors: tuple[tuple[ProcessorString, dict[str, Any] | None], ...] = ()
+        if number % 3 == 1:
+            processors = ((BOOST, {"token_id": 40 + number, "by": 4.0}),)
+        if number % 3 == 2:
+            processors = ((COUNTDOWN, None),)
+        return request(
+            f"r{number}",
+            "some prompt " * (1 + number % 4),
+            seed=number,
+            temperature=0.7 + number % 5 / 4,
+            top_p=(1.0, 0.9, 0.5)[number % 3],
+            top_k=(-1, 5, 50, 1)[number % 4],
+            min_p=(0.0, 0.05)[number % 2],
+            frequency_penalty=(0.0, 0.5)[number % 2],
+            max_new_tokens=3 + number % 11,
+            processors=processors,
+        )
+
+    company, alone = make_engine(), make_engine(max_num_seqs=1)
+
+    async def compare() -> tuple[list[Result], list[Result]]:
+        together = await asyncio.gather(*(generate(company, wanted(i)) for i in range(24)))
+        apart = [await generate(alone, wanted(i)) for i in range(24)]
+        return together, apart
+
+    together, apart = run(compare())
+    assert [result.token_ids for result in together] == [result.token_ids for result in apart]
+    assert [result.text for result in together] == [result.text for result in apart]
+
+
+def test_continuations_differ_and_the_first_is_that_of_n_1(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def both() -> tuple[list[Result], list[Result], Result]:
+        first = await generate_all(engine, request("a", n=6, seed=3))
+        again = await generate_all(engine, request("b", n=6, seed=3))
+        single = await generate(engine, request("c", seed=3))
+        return first, again, single
+
+    first, again, single = run(both())
+    assert len({tuple(result.token_ids) for result in first}) == 6
+    assert [result.token_ids for result in first] == [result.token_ids for result in again]
+    assert single.token_ids == first[0].token_ids
+
+
+def test_requests_without_a_seed_differ(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def two() -> list[Result]:
+        return [await generate(engine, request(rid)) for rid in ("a", "b")]
+
+    first, second = run(two())
+    assert first.token_ids != second.token_ids
+
+
+def test_leaving_early_frees_the_row_within_a_step(make_engine: BuildEngine) -> None:
+    engine = make_engine(max_num_seqs=1)
+
+    async def leave() -> tuple[int, GenerationChunk, Result]:
+        stream = await engine.submit(request("endless", max_new_tokens=400))
+        chunks = aiter(stream)
+        await anext(chunks)
+        await stream.aclose()
+        seen = engine.stats().steps
+        last = [chunk async for chunk in chunks][-1]
+        return seen, last, await generate(engine, request("next"))
+
+    seen, last, following = run(leave())
+    assert last.finish_reason == FinishReason("abort")
+    # The step in progress when it was cancelled, and the one whose count was read, may still have given a token.
+    assert last.completion_tokens <= seen + 2
+    assert len(following.token_ids) == 8
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_abort_by_id_reaches_a_request_that_waits(make_engine: BuildEngine) -> None:
+    engine = make_engine(max_num_seqs=1)
+
+    async def abort() -> tuple[Result, Result]:
+        running = asyncio.create_task(generate(engine, request("runs", max_new_tokens=400)))
+        waiting = asyncio.create_task(generate(engine, request("waits")))
+        while engine.stats().waiting != 1:
+            await asyncio.sleep(0.001)
+        engine.abort("waits")
+        aborted = await waiting
+        engine.abort(None)
+        return aborted, await running
+
+    waited, ran = run(abort())
+    assert waited.finish_reason == ran.finish_reason == FinishReason("abort")
+    assert waited.token_ids == []
+
+
+def test_the_queue_has_a_bound(make_engine: BuildEngine) -> None:
+    engine = make_engine(max_num_seqs=1, max_queued_requests=2)
+
+    async def fill() -> None:
+        streams = [await engine.submit(request(f"r{i}", max_new_tokens=400)) for i in range(3)]
+        with pytest.raises(QueueFull):
+            await engine.submit(request("one too many"))
+        for stream in streams:
+            await stream.aclose()
+            async for _ in stream:
+                pass
+        await generate(engine, request("one too many"))
+
+    run(fill())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        (request(prompt=[]), "prompt"),
+        (request(prompt=[260]), "prompt"),
+        (request(prompt=[-1]), "prompt"),
+        (request(prompt=[5] * 512), "prompt"),
+        (request(n=0), "n"),
+        (request(max_new_tokens=508), "max_new_tokens"),
+        (request(max_new_tokens=None, min_new_tokens=508), "min_new_tokens"),
+        (request(stop_token_ids=frozenset({260})), "stop_token_ids"),
+        (request(logit_bias={-1: 1.0}), "logit_bias"),
+        (request(allowed_token_ids=frozenset({999})), "allowed_token_ids"),
+        (request(bad_words_token_ids=((1, 300),)), "bad_words"),
+        (request(logprobs=21), "logprobs"),
+        (request(prompt_logprobs=21), "prompt_logprobs"),
+        (request(prompt_logprobs=0, prompt_logprobs_start=5), "prompt_logprobs_start"),
+        (request(processors=((SourceProcessor("x = (", "X"), None),)), "custom_logit_processor"),
+        (request(processors=((SourceProcessor("class X: pass", "X"), None),)), "custom_logit_processor"),
+        (request(processors=((InstalledProcessor("nonesuch"), None),)), "custom_logit_processor"),
+        (request(processors=((InstalledProcessor("disallowed_tokens"), {"token_ids": [260]}),)), "custom_params"),
+    ],
+)
+def test_what_cannot_run_is_refused(make_engine: BuildEngine, wanted: GenerationRequest, param: str) -> None:
+    engine = make_engine()
+
+    async def refused() -> RequestRefused:
+        with pytest.raises(BadRequest) as refusal:
+            await engine.submit(wanted)
+        await generate(engine, request())  # and the engine serves the next, under the same id
+        return refusal.value
+
+    assert run(refused()).param == param
+
+
+def test_a_running_id_is_taken(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def twice() -> None:
+        stream = await engine.submit(request("same", max_new_tokens=400))
+        with pytest.raises(BadRequest, match="running already"):
+            await engine.submit(request("same"))
+        await stream.aclose()
+
+    run(twice())
+
+
+def test_output_ends_where_the_model_ends(make_engine: BuildEngine) -> None:
+    result = run(generate(make_engine(), request(prompt=[5] * 500, max_new_tokens=None)))
+    assert result.finish_reason == FinishReason("length")
+    assert len(result.token_ids) == 12
+
+
+def test_the_end_token_ends_and_is_no_text(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def both() -> tuple[Result, Result, Result]:
+        force = {"logit_bias": {1: 1000.0}}
+        stops = await generate(engine, request("a", ignore_eos=False, **force))
+        ignores = await generate(engine, request("b", **force))
+        later = await generate(engine, request("c", ignore_eos=False, min_new_tokens=3, **force))
+        return stops, ignores, later
+
+    stops, ignores, later = run(both())
+    assert (stops.token_ids, stops.text, stops.finish_reason) == ([1], "", FinishReason("stop", 1))
+    assert ignores.token_ids == [1] * 8
+    assert len(later.token_ids) == 4
+    assert later.finish_reason == FinishReason("stop", 1)
+
+
+WRITE = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class Write(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            tokens = params["tokens"]
+            wanted = tokens[len(params["__req__"].output_ids) % len(tokens)]
+            row[:] = -float("inf")
+            row[wanted] = 0.0
+        return logits
+""",
+    "Write",
+)
+
+
+def writing(rid: str, text: str, engine: AsyncEngine, **params: Any) -> GenerationRequest:
+    """A request whose processor makes the model write a text, byte by byte, again and again."""
+    return request(rid, processors=((WRITE, {"tokens": engine.tokenizer.encode(text)}),), **params)
+
+
+def test_stop_strings_across_tokens_are_trimmed_and_held_back(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def three() -> list[Result]:
+        params = {"max_new_tokens": 100}
+        return [
+            await generate(engine, writing("a", "one END two", engine, stop=("END",), **params)),
+            await generate(engine, writing("b", "one END two", engine, stop=("zzz", "END"), **params)),
+            await generate(
+                engine, writing("c", "one END two", engine, stop=("END",), include_stop_str_in_output=True, **params)
+            ),
+        ]
+
+    trimmed, second, included = run(three())
+    assert trimmed.text == second.text == "one "
+    assert included.text == "one END"
+    assert trimmed.finish_reason == FinishReason("stop", "END")
+    assert all("E" not in chunk.text for chunk in trimmed.chunks)
+
+
+def test_a_character_of_several_tokens_arrives_whole(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    text = "naïve 🎉 日本"
+    result = run(generate(engine, writing("a", text, engine, max_new_tokens=len(text.encode()))))
+    assert result.text == text
+    assert all("\ufffd" not in chunk.text for chunk in result.chunks)
+
+
+def test_an_unfinished_character_is_shown_at_the_end(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    result = run(generate(engine, writing("a", "ab🎉", engine, max_new_tokens=4)))
+    assert result.text == "ab\ufffd"
+
+
+@pytest.mark.parametrize("start", [0, 1, 17, 39])
+def test_prompt_logprobs_are_the_models(make_engine: BuildEngine, loaded_model: LoadedModel, start: int) -> None:
+    prompt = [4 + (11 * k) % 250 for k in range(40)]
+    loaded_model.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = loaded_model.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    engine = make_engine(chunked_prefill_size=16)
+    result = run(generate(engine, request(prompt=prompt, prompt_logprobs=2, prompt_logprobs_start=start, logprobs=3)))
+    records = result.chunks[0].prompt_logprobs
+    assert [record.token_id for record in records] == prompt[start:]
+    for position, record in enumerate(records, start):
+        if position == 0:
+            assert record.logprob is None
+            continue
+        assert record.logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-4)
+        best = expected[position - 1].topk(2)
+        assert [token for token, _ in record.top] == best.indices.tolist()
+    assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in result.chunks)
+    assert len(result.chunks[0].logprobs[0].top) == 3
+
+
+def test_processors_run_in_order_and_are_receipted(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    wanted = request(
+        processors=((COUNTDOWN, None), (BOOST, {"token_id": 77, "by": 0.0})), temperature=0, max_new_tokens=5
+    )
+    result = run(generate(engine, wanted))
+    assert result.token_ids == [5, 6, 7, 8, 9]  # the prompt has five tokens
+    assert [(receipt.name, receipt.steps) for receipt in result.last.receipts] == [("Countdown", 5), ("Boost", 5)]
+    assert result.last.receipts[0].digest == COUNTDOWN.digest
+
+
+def test_a_fault_ends_its_own_request_alone(make_engine: BuildEngine) -> None:
+    engine = make_engine(max_num_seqs=8)
+
+    def others() -> list[GenerationRequest]:
+        boosted = ((BOOST, {"token_id": 50, "by": 3.0}),)
+        return [request(f"r{i}", seed=i, processors=boosted if i % 2 else ()) for i in range(6)]
+
+    async def with_and_without() -> tuple[list[Result], list[Result], Result]:
+        without = await asyncio.gather(*(generate(engine, one) for one in others()))
+        faulty = request("faulty", processors=((RAISES, {"after": 3}),))
+        *with_fault, fault = await asyncio.gather(*(generate(engine, one) for one in [*others(), faulty]))
+        return without, with_fault, fault
+
+    without, with_fault, fault = run(with_and_without())
+    assert [result.token_ids for result in with_fault] == [result.token_ids for result in without]
+    error = fault.finish_reason.error
+    assert error is not None
+    assert (error.type, error.status_code, error.name) == ("ProcessorFault", 400, "Raises")
+    assert "no such luck" in error.message
+    assert "raise ValueError" in error.traceback
+    assert len(fault.token_ids) == 3
+
+
+def test_processors_are_released_however_the_request_ends(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def use() -> None:
+        boosted = ((BOOST, {"token_id": 50}),)
+        await generate_all(engine, request("a", processors=boosted, n=3))
+        await generate(engine, request("b", processors=((RAISES, None),)))
+        stream = await engine.submit(request("c", processors=((COUNTDOWN, None),), max_new_tokens=400))
+        assert not await engine.flush_cache()
+        await stream.aclose()
+        async for _ in stream:
+            pass
+        with pytest.raises(BadRequest):  # the first of the two is loaded by then
+            await engine.submit(request("d", processors=(boosted[0], (InstalledProcessor("nonesuch"), None))))
+        assert engine.stats().processor_cache_entries == 3
+        assert await engine.flush_cache()
+        assert engine.stats().processor_cache_entries == 0
+
+    run(use())
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    forward = ModelRunner.forward
+    failures = iter([False, False, True])
+
+    def sometimes(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(failures, False):
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    async def fail_and_go_on() -> tuple[list[Result], list[Result], list[Result]]:
+        wanted = [request(f"r{i}", seed=i) for i in range(6)]
+        before = await asyncio.gather(*(generate(engine, one) for one in wanted))
+        monkeypatch.setattr(ModelRunner, "forward", sometimes)
+        failed = await asyncio.gather(*(generate(engine, one) for one in wanted))
+        after = await asyncio.gather(*(generate(engine, one) for one in wanted))
+        return before, failed, after
+
+    before, failed, after = run(fail_and_go_on())
+    errors = [result.finish_reason.error for result in failed if result.finish_reason.kind == "abort"]
+    assert len(errors) == 4  # those that had a row; the two that waited were served
+    assert {error.status_code for error in errors if error} == {500}
+    assert [result.token_ids for result in after] == [result.token_ids for result in before]
+
+
+def test_nobody_waits_for_an_engine_that_died(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def die(self: Engine) -> bool:
+        raise SystemExit
+
+    async def die_while_running() -> Result:
+        monkeypatch.setattr(Engine, "step", die)
+        orphan = await generate(engine, request("a"))
+        while engine.healthy:
+            await asyncio.sleep(0.001)
+        with pytest.raises(ServiceUnavailable, match="died"):
+            await engine.submit(request("b"))
+        return orphan
+
+    error = run(die_while_running()).finish_reason.error
+    assert error is not None
+    assert error.status_code == 500
+
+
+def test_shutdown_finishes_what_runs_and_refuses_what_comes(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def shut_down() -> Result:
+        running = asyncio.create_task(generate(engine, request("a", max_new_tokens=200)))
+        while engine.stats().running == 0:
+            await asyncio.sleep(0.001)
+        ending = asyncio.create_task(engine.shutdown(60))
+        while engine.stats().accepting:
+            await asyncio.sleep(0.001)
+        with pytest.raises(ServiceUnavailable, match="shutting down"):
+            await engine.submit(request("b"))
+        await ending
+        return await running
+
+    assert len(run(shut_down()).token_ids) == 200
+
+
+def test_shutdown_has_a_limit(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def shut_down() -> Result:
+        running = asyncio.create_task(generate(engine, request("a", max_new_tokens=500)))
+        while engine.stats().running == 0:
+            await asyncio.sleep(0.001)
+        await engine.shutdown(0)
+        return await running
+
+    assert run(shut_down()).finish_reason == FinishReason("abort")
+    assert not engine.healthy

@@ -1,0 +1,281 @@
+"""An engine that follows a script instead of running a model, and clients of an app on top of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import orjson
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from logitship.client.processor_string import InstalledProcessor, PickledProcessor, ProcessorString
+from logitship.client.records import Receipt
+from logitship.server.config import ServerConfig
+from logitship.server.engine.admission import Limits, check
+from logitship.server.engine.async_engine import AsyncEngine, EngineStats, GenerationStream, ModelInfo
+from logitship.server.engine.messages import (
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    RequestError,
+    TokenLogprobs,
+)
+from logitship.server.errors import BadRequest, RequestRefused
+from logitship.server.http.app import create_app
+from logitship.server.tokenizer import Tokenizer
+
+Script = Callable[[GenerationRequest], list[GenerationChunk]]
+
+EOS = 0
+FAULT = RequestError(
+    "ProcessorFault", "the processor Bad raised ZeroDivisionError", 400, "Traceback: 1/0", "sha256:" + "0" * 64, "Bad"
+)
+
+
+class ByteTokenizer(Tokenizer):
+    """Each byte of the UTF-8 text is a token."""
+
+    def __init__(self) -> None:
+        pass
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        if messages[0]["content"] == "refuse me":
+            raise ValueError("the chat template refuses the messages: no")
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        text += "".join(f"|{key}={value}" for key, value in template_kwargs.items())
+        return self.encode(text + ("<assistant>" if add_generation_prompt else ""))
+
+
+def _logprobs(token_id: int, top: int | None) -> list[TokenLogprobs]:
+    if top is None:
+        return []
+    others = tuple((token_id + i, -0.5 * (i + 1)) for i in range(top))
+    return [TokenLogprobs(token_id, -0.5, 1, others)]
+
+
+def spell(text: str) -> Script:
+    """A token a chunk, then the end token; shorter if `max_new_tokens` is. With everything that was asked for."""
+
+    def script(request: GenerationRequest) -> list[GenerationChunk]:
+        params = request.sampling_params
+        tokens = [*text.encode(), EOS][: params.max_new_tokens]
+        prompt: list[TokenLogprobs] = []
+        if params.prompt_logprobs is not None:
+            for position in range(params.prompt_logprobs_start, len(request.prompt_token_ids)):
+                token_id = request.prompt_token_ids[position]
+                known = TokenLogprobs(token_id, None, None) if position == 0 else _logprobs(token_id, 1)[0]
+                prompt.append(known)
+        receipts = tuple(Receipt("sha256:" + "1" * 64, "Mine", len(tokens), 0.25) for _ in request.processors)
+        ended = FinishReason("stop", EOS) if tokens[-1] == EOS else FinishReason("length")
+        return [
+            GenerationChunk(
+                index=index,
+                text="" if token == EOS else chr(token),
+                token_ids=[token],
+                logprobs=_logprobs(token, params.logprobs),
+                prompt_logprobs=prompt if place == 0 else [],
+                finish_reason=ended if place == len(tokens) - 1 else None,
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=place + 1,
+                receipts=receipts if place == len(tokens) - 1 else (),
+            )
+            for place, token in enumerate(tokens)
+            for index in range(request.n)
+        ]
+
+    return script
+
+
+def fail_after_one(request: GenerationRequest) -> list[GenerationChunk]:
+    """One token, then a processor's fault."""
+    begin = GenerationChunk(index=0, text="a", token_ids=[97], prompt_tokens=1, completion_tokens=1)
+    reason = FinishReason("abort", error=FAULT)
+    end = GenerationChunk(index=0, text="", token_ids=[], finish_reason=reason, prompt_tokens=1, completion_tokens=1)
+    return [begin, end]
+
+
+class FakeStream(GenerationStream):
+    def __init__(self, engine: FakeEngine, request: GenerationRequest) -> None:
+        self._fake = engine
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[GenerationChunk]:
+        for chunk in self._fake.script(self._request):
+            await asyncio.sleep(0)
+            if self._fake.hangs and chunk.finish_reason is not None:
+                self._fake.hung.set()
+                await asyncio.Event().wait()
+            yield chunk
+
+    async def aclose(self) -> None:
+        self._fake.closed.append(self._request.rid)
+        self._fake.left.set()
+
+
+class FakeEngine(AsyncEngine):
+    """Admits as the real one does, then follows `script`."""
+
+    def __init__(self, config: ServerConfig | None = None) -> None:
+        self.config = config or ServerConfig(
+            model_path="tiny", max_request_bytes=1 << 16, max_processor_size=1 << 12, max_queued_requests=64
+        )
+        self.model = ModelInfo("tiny", "/models/tiny", 256, 64, frozenset({EOS}), "float32", "cpu", "TinyForCausalLM")
+        self.tokenizer = ByteTokenizer()
+        self.script: Script = spell("Hi!")
+        self.hangs = False
+        """Streams stop before their last chunk and wait for ever."""
+        self.hung = threading.Event()
+        self.left = threading.Event()
+        """A stream was closed."""
+        self.requests: list[GenerationRequest] = []
+        self.closed: list[str] = []
+        self.aborted: list[str | None] = []
+        self.refusals: dict[str, Exception] = {}
+        """What `submit` raises for a request id."""
+        self.refuse_all: Exception | None = None
+        self.idle = True
+        self.alive = True
+        self.accepting = True
+
+    async def submit(self, request: GenerationRequest) -> GenerationStream:
+        check(request, Limits(self.model.vocab_size, self.model.max_model_len, self.config.max_logprobs))
+        if self.refuse_all is not None:
+            raise self.refuse_all
+        if request.rid in self.refusals:
+            raise self.refusals[request.rid]
+        for processor in request.processors:
+            if isinstance(processor.string, PickledProcessor) and processor.string.payload == b"no pickle":
+                raise BadRequest("cannot be unpickled", param="custom_logit_processor")
+        self.requests.append(request)
+        return FakeStream(self, request)
+
+    def ships_code(self, string: ProcessorString) -> bool:
+        return not isinstance(string, InstalledProcessor)
+
+    def abort(self, rid: str | None) -> None:
+        self.aborted.append(rid)
+
+    async def flush_cache(self) -> bool:
+        return self.idle
+
+    def stats(self) -> EngineStats:
+        return EngineStats(1, 2, 3, self.accepting, 0, 0, 0, 0, 0)
+
+    @property
+    def healthy(self) -> bool:
+        return self.alive
+
+
+class Spoken:
+    """A TestClient with the two streaming formats read out."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.http = TestClient(app, raise_server_exceptions=False)
+
+    def post(self, path: str, body: Any) -> Any:
+        return self.http.post(path, json=body)
+
+    def ok(self, path: str, body: Any) -> Any:
+        """The answer to a request that must succeed."""
+        answer = self.post(path, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The data of a stream's events; it must end with [DONE]."""
+        answer = self.post(path, {**body, "stream": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.text.endswith("\n\n")
+        *data, done = [line.removeprefix("data: ") for line in answer.text.removesuffix("\n\n").split("\n\n")]
+        assert done == "[DONE]"
+        return [orjson.loads(each) for each in data]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def shipping_engine() -> FakeEngine:
+    """An engine that takes code from requests."""
+    return FakeEngine(
+        ServerConfig(
+            model_path="tiny",
+            max_request_bytes=1 << 16,
+            max_processor_size=1 << 12,
+            max_queued_requests=64,
+            enable_custom_logit_processor=True,
+        )
+    )
+
+
+@pytest.fixture
+def client(engine: FakeEngine) -> Iterator[Spoken]:
+    spoken = Spoken(create_app(engine))
+    yield spoken
+    spoken.http.close()
+
+
+@pytest.fixture
+def shipping_client(shipping_engine: FakeEngine) -> Iterator[Spoken]:
+    spoken = Spoken(create_app(shipping_engine))
+    yield spoken
+    spoken.http.close()
+
+
+@pytest.fixture
+def speak() -> Callable[[FakeEngine], Spoken]:
+    """Makes a client of an engine of one's own."""
+    return lambda engine: Spoken(create_app(engine))
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., FakeEngine]:
+    """Makes an engine with these settings."""
+    return lambda **settings: FakeEngine(ServerConfig(model_path="tiny", **settings))
+
+
+@pytest.fixture
+def spelling() -> Callable[[str], Script]:
+    return spell
+
+
+@pytest.fixture
+def failing() -> Script:
+    return fail_after_one
+
+
+@pytest.fixture
+def refusal() -> RequestRefused:
+    return BadRequest("no", param="temperature")

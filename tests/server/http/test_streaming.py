@@ -1,0 +1,139 @@
+"""Clients that go away, and errors of our own, driven at the level of ASGI messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from logitship.server.http.app import create_app
+
+
+class Caller:
+    """Sends one request to the app, and goes away when told to."""
+
+    def __init__(self, path: str, body: Any) -> None:
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [],
+            "client": ("test", 1),
+            "server": ("test", 80),
+        }
+        self._body: bytes | None = orjson.dumps(body)
+        self.gone = asyncio.Event()
+        self.sent: list[Any] = []
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a", "rid": "r"}),
+        ("/v1/completions", {"prompt": "a", "rid": "r"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "rid": "r"}),
+    ],
+)
+def test_client_that_goes_away_cancels(path: str, body: dict[str, Any], stream: bool, engine: Any) -> None:
+    async def scenario() -> None:
+        engine.hangs = True
+        caller = Caller(path, {**body, "stream": stream})
+        call = asyncio.ensure_future(create_app(engine)(caller.scope, caller.receive, caller.send))
+        await asyncio.wait_for(asyncio.to_thread(engine.hung.wait, 30), 30)
+        assert not engine.closed
+        caller.gone.set()
+        await asyncio.wait_for(call, 30)
+        assert set(engine.closed) == {"r"}
+
+    asyncio.run(scenario())
+
+
+def test_client_that_goes_away_cancels_the_whole_batch(engine: Any) -> None:
+    async def scenario() -> None:
+        engine.hangs = True
+        caller = Caller("/generate", {"text": ["a", "b", "c"], "rid": "r", "stream": True})
+        call = asyncio.ensure_future(create_app(engine)(caller.scope, caller.receive, caller.send))
+        await asyncio.to_thread(engine.hung.wait, 30)
+        caller.gone.set()
+        await asyncio.wait_for(call, 30)
+        assert set(engine.closed) == {"r_0", "r_1", "r_2"}
+
+    asyncio.run(scenario())
+
+
+def test_client_that_is_gone_before_the_stream_begins(engine: Any) -> None:
+    async def scenario() -> None:
+        engine.hangs = True
+        caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
+        caller.gone.set()
+        await asyncio.wait_for(create_app(engine)(caller.scope, caller.receive, caller.send), 30)
+        assert set(engine.closed) == {"r"}
+
+    asyncio.run(scenario())
+
+
+def test_client_that_cannot_be_written_to(engine: Any) -> None:
+    async def scenario() -> None:
+        caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
+
+        async def broken_pipe(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                raise OSError("broken pipe")
+
+        with pytest.raises(OSError, match="broken pipe"):
+            await create_app(engine)(caller.scope, caller.receive, broken_pipe)
+        assert set(engine.closed) == {"r"}
+
+    asyncio.run(scenario())
+
+
+def test_unexpected_error_before_the_answer(client: Any, engine: Any) -> None:
+    def broken(request: Any) -> list[Any]:
+        raise ZeroDivisionError("a secret")
+
+    script, engine.script = engine.script, broken
+    for path, body in (
+        ("/generate", {"text": "a"}),
+        ("/generate", {"text": ["a", "b"]}),
+        ("/v1/completions", {"prompt": "a"}),
+    ):
+        answer = client.post(path, body)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "internal server error"
+        assert "secret" not in answer.text
+    engine.script = script
+    client.ok("/generate", {"text": "a"})
+
+
+def test_unexpected_error_in_a_stream(client: Any, engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    script = engine.script
+
+    def breaks_off(request: Any) -> Any:
+        yield script(request)[0]
+        raise ZeroDivisionError("a secret")
+
+    engine.script = breaks_off
+    for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+        first, last = client.events(path, body)
+        assert "error" not in first
+        assert last["error"]["message"] == "internal server error"
+    assert caplog.text.count("ZeroDivisionError: a secret") == 2

@@ -1,0 +1,89 @@
+"""What the demo prints, and the two processors that it ships."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.records import FinishReason, Generation, Receipt
+from logitship.server.config import ServerConfig
+from logitship.server.demo import (
+    VARIANTS,
+    demo_config,
+    describe_receipts,
+    describe_shipment,
+    shown,
+    side_by_side,
+)
+from logitship.server.demo_processors import Alliteration, Lipogram
+
+TOKENS = ["<end>", "Ġsea", "ĠSun", "tree", "Ġa", "▁sky", "s", None]
+
+
+def params_of(letter: str, **more: Any) -> dict[str, Any]:
+    request = SimpleNamespace(
+        tokenizer=SimpleNamespace(convert_ids_to_tokens=lambda ids: [TOKENS[i] for i in ids]),
+        vocab_size=len(TOKENS),
+        eos_token_ids={0},
+    )
+    return {"letter": letter, "__req__": request, **more}
+
+
+def test_lipogram_bans_the_letter_of_each_row_and_no_end_token() -> None:
+    logits = Lipogram()(torch.zeros(2, len(TOKENS)), [params_of("e"), params_of("s")])
+    banned = [[i for i in range(len(TOKENS)) if row[i] == -torch.inf] for row in logits]
+    assert banned == [[1, 3], [1, 2, 5, 6]]
+
+
+def test_alliteration_likes_beginnings_of_words() -> None:
+    logits = Alliteration()(torch.zeros(2, len(TOKENS)), [params_of("s"), params_of("a", bias=1.5)])
+    assert logits.tolist() == [[0, 3, 3, 0, 0, 3, 0, 0], [0, 0, 0, 0, 1.5, 0, 0, 0]]
+
+
+def test_columns_fit_the_page_and_keep_every_word() -> None:
+    texts = ["one two three four five " * 6, "six\n\nseven", ""]
+    for width in (72, 80, 100, 120):
+        page = side_by_side([(f"Title {i}", text) for i, text in enumerate(texts)], width)
+        lines = page.splitlines()
+        assert max(map(len, lines)) <= width
+        assert sorted(word for line in lines[2:] for word in line.split()) == sorted(" ".join(texts).split())
+        assert lines[0].split("   ")[0].strip() == "Title 0"
+
+
+def test_a_narrow_page_has_one_column_below_the_other() -> None:
+    page = side_by_side([("First", "one two"), ("Second", "three")], 30)
+    assert page == "First\n-----\none two\n\nSecond\n------\nthree"
+
+
+def test_the_paragraphs_of_a_text_stay_apart() -> None:
+    assert side_by_side([("T", "a\n\nb")], 30) == "T\n-\na\n\nb"
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("stop", "Hi"), ("length", "Hi …")])
+def test_a_cut_answer_shows_it(kind: str, expected: str) -> None:
+    assert shown(Generation(text=" Hi\n", finish_reason=FinishReason(kind), raw={})) == expected
+
+
+def test_the_shipment_names_sizes_and_digests() -> None:
+    text = describe_shipment(VARIANTS)
+    assert "Lipogram" in text
+    assert "Alliteration" in text
+    assert text.count(" bytes, sha256:") == 2
+
+
+def test_receipts_are_lined_up() -> None:
+    digest = "sha256:" + "0" * 64
+    lines = describe_receipts([Receipt(digest, "A", 5, 1.25), Receipt(digest, "Longer", 48, 20.0)]).splitlines()
+    assert len({line.index("sha256:") for line in lines}) == 1
+    assert lines[1].split() == ["Longer", digest[:26] + "…", "48", "steps", "20.0", "ms"]
+    assert describe_receipts([]) == ""
+
+
+def test_the_demos_server_is_for_this_machine_alone() -> None:
+    config = demo_config(ServerConfig(host="0.0.0.0", port=80, api_key="secret", model_path="some/model"))
+    assert (config.host, config.port, config.api_key) == ("127.0.0.1", 0, None)
+    assert config.enable_custom_logit_processor
+    assert config.model_path == "some/model"
