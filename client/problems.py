@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import GenerationError, LogitshipError, error_for_status
 
-_ENDED_WHILE_RUNNING = frozenset({"ProcessorFault"})
+_ENDED_WHILE_RUNNING = frozenset({"ProcessorFault", "NoTokenLeftError", "NonFiniteLogitsError"})
 """Error types with which a server ends a request that it had accepted, whatever status it then has to answer with."""
 
 

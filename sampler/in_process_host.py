@@ -38,8 +38,8 @@ class InProcessHost:
             instance = instantiate(cls)
         except ProcessorLoadError:
             raise
-        # `load_class` lets KeyboardInterrupt and its like pass: raised by the author's code, they must not end the server.
-        except BaseException as error:
+        # `load_class` lets KeyboardInterrupt and its like pass. Raised by the author's code, they must not end us.
+        except BaseException as error:  # noqa: BLE001
             raise ProcessorLoadError(f"the processor could not be loaded: {_error_text(error)}") from None
         return LoadedProcessor(runnable.digest, cls.__name__, _size(runnable), self, instance)
 
@@ -50,13 +50,15 @@ class InProcessHost:
         try:
             result = processor.instance(logits, list(param_list))
             # In here too: what it returned may be a subclass of Tensor, whose attributes are the author's code.
-            return checked_result(processor, result, logits)
-        except ProcessorFault:
-            raise
+            return _checked(result, logits)
+        except _BadResult as bad:
+            message = f"processor {processor.name} returned {bad}"
+            fault = ProcessorFault(message, digest=processor.digest, name=processor.name, kind="bad_result")
         # Whatever it raises, `SystemExit` included, must not end the engine's thread.
-        except BaseException as error:
-            # Not `from error`: nobody else may call into the author's exception again.
-            raise _exception_fault(processor, error) from None
+        except BaseException as error:  # noqa: BLE001
+            fault = _exception_fault(processor, error)
+        # Out here, so that the fault does not keep the author's exception, and with it the tensors in its frames.
+        raise fault
 
 
 def _size(string: PickledProcessor | SourceProcessor) -> int:
@@ -67,7 +69,7 @@ def _size(string: PickledProcessor | SourceProcessor) -> int:
 
 def _exception_fault(processor: LoadedProcessor, error: BaseException) -> ProcessorFault:
     message = f"processor {processor.name} raised {_error_text(error)}"
-    hint = explain_name_error(error, type(processor.instance)) if isinstance(error, NameError) else None
+    hint = explain_name_error(error, type(processor.instance)) if type(error) is NameError else None
     return ProcessorFault(
         f"{message} ({hint})" if hint else message,
         digest=processor.digest,
@@ -82,7 +84,7 @@ def _error_text(error: BaseException) -> str:
     name = type(error).__name__
     try:
         text = str(error)
-    except BaseException as second:
+    except BaseException as second:  # noqa: BLE001
         return f"{name} (its message cannot be shown: str() raised {type(second).__name__})"
     if len(text) > _LONGEST_TEXT:
         text = f"{text[:_LONGEST_TEXT]}… ({len(text)} characters)"
@@ -96,7 +98,8 @@ def _authors_traceback(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         text = "".join(traceback.format_exception(type(error), error, frames, limit=-20))
-    except BaseException as second:  # it reads attributes of the exception, which are the author's too
+    # It reads attributes of the exception, which are the author's code too.
+    except BaseException as second:  # noqa: BLE001
         return f"(the traceback cannot be shown: {type(second).__name__})"
     if len(text) > _LONGEST_TEXT:  # its end says most
         text = f"…{text[-_LONGEST_TEXT:]}"
@@ -108,34 +111,34 @@ def _as_utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def checked_result(processor: LoadedProcessor, result: object, logits: torch.Tensor) -> torch.Tensor:
+class _BadResult(Exception):
+    """What a processor returned is not what it must return; the message says what it is."""
+
+
+def _checked(result: object, logits: torch.Tensor) -> torch.Tensor:
     """What a processor returned, in the dtype of `logits`; it must be a dense float tensor of their shape.
 
     Returns:
         `logits` itself if that is what it returned, so that the caller sees that nothing is to be copied.
 
     Raises:
-        ProcessorFault: it is not.
+        _BadResult: it is not.
     """
     if result is logits and not logits.requires_grad:
         return logits
-    if not isinstance(result, torch.Tensor):
-        found = f"returned {type(result).__name__}, not a tensor"
-    elif result.shape != logits.shape:
-        found = f"returned shape {list(result.shape)}, expected {list(logits.shape)}"
-    elif result.device != logits.device:
-        found = f"returned a tensor on {result.device}, expected {logits.device}"
-    elif not result.is_floating_point():
-        found = f"returned dtype {result.dtype}, expected a floating-point type"
-    elif result.layout is not torch.strided:
-        found = f"returned a tensor of layout {result.layout}, expected a dense one"
-    else:
-        # A view that the processor made of `logits` may overlap the place where the result goes: copied in time.
-        plain = result.detach().as_subclass(torch.Tensor).to(logits.dtype)
-        shared = plain.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
-        return plain.clone() if shared else plain
     if result is None:
-        found += " (a processor that edits in place must return the logits too)"
-    raise ProcessorFault(
-        f"processor {processor.name} {found}", digest=processor.digest, name=processor.name, kind="bad_result"
-    )
+        raise _BadResult("NoneType, not a tensor (a processor that edits in place must return the logits too)")
+    if not isinstance(result, torch.Tensor):
+        raise _BadResult(f"{type(result).__name__}, not a tensor")
+    if result.shape != logits.shape:
+        raise _BadResult(f"shape {list(result.shape)}, expected {list(logits.shape)}")
+    if result.device != logits.device:
+        raise _BadResult(f"a tensor on {result.device}, expected {logits.device}")
+    if not result.is_floating_point():
+        raise _BadResult(f"dtype {result.dtype}, expected a floating-point type")
+    if result.layout is not torch.strided:
+        raise _BadResult(f"a tensor of layout {result.layout}, expected a dense one")
+    # A view that the processor made of `logits` may overlap the place where the result goes: copied in time.
+    plain = result.detach().as_subclass(torch.Tensor).to(logits.dtype)
+    shared = plain.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+    return plain.clone() if shared else plain

@@ -104,8 +104,8 @@ class ProcessorCache:
             raise ProcessorLoadError(f"the host loaded {processor.digest}, asked for {runnable.digest}")
         if processor.size > self._max_bytes:
             raise ProcessorLoadError(
-                f"processor {processor.name} counts for {processor.size} bytes, more than the {self._max_bytes} that the "
-                "server keeps of all processors together"
+                f"processor {processor.name} counts for {processor.size} bytes, more than the {self._max_bytes} that "
+                "the server keeps of all processors together"
             )
         with self._lock:
             self._make_room(processor.size)

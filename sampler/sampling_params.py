@@ -56,7 +56,7 @@ class SamplingParams:
     """Same seed, prompt and parameters: same tokens, whatever else is in the batch. None: the engine draws one."""
 
     max_new_tokens: int | None = None
-    """None: up to the model's length."""
+    """None: up to the model's length. 0: draw nothing, which is how a prompt's log-probabilities are asked for."""
     min_new_tokens: int = 0
     """No end token and no stop token before this many output tokens."""
     stop: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class SamplingParams:
         _require(0 < self.repetition_penalty <= 100, "repetition_penalty", "must be greater than 0 and at most 100")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be from -2 to 2")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be from -2 to 2")
-        _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", "must be 1 or greater")
+        _require(self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", "must be 0 or greater")
         _require(self.min_new_tokens >= 0, "min_new_tokens", "must be 0 or greater")
         _require(
             self.max_new_tokens is None or self.min_new_tokens <= self.max_new_tokens,

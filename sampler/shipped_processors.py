@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.client.records import Receipt
 
 from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
 from .processor_host import LoadedProcessor
-from logitship.client.records import Receipt
 from .request_view import RequestView
 from .sampling_params import SamplingParams
 
@@ -156,7 +156,7 @@ class ShippedProcessors(LogitsProcessor):
                 vocab_size=self._model.vocab_size,
                 tokenizer=self._model.tokenizer,
             )
-            # Deep: processors keep state in their parameters, and the `n` continuations of a request share what it sent.
+            # Deep: processors keep state in their parameters, and a request's `n` continuations share what it sent.
             rows.append(_Row(use, view, copy.deepcopy(use.params) | {"__req__": view}))
         return rows or None
 

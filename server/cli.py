@@ -27,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = ServerConfig(**options)
     except ValueError as error:
         parser.error(str(error))
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return _COMMANDS[command](config)
     except StartError as error:
@@ -39,6 +38,7 @@ def _serve(config: ServerConfig) -> int:
     from .engine.build import build_engine
     from .http_server import HTTPServer
 
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     server = HTTPServer(build_engine(config))
     server.run()
     return 0 if server.started else 1
@@ -47,6 +47,8 @@ def _serve(config: ServerConfig) -> int:
 def _demo(config: ServerConfig) -> int:
     from .demo import run_demo
 
+    # It prints for people, and ships nothing but its own code: the server's warnings would only get in between.
+    logging.basicConfig(level="ERROR")
     return run_demo(config)
 
 
@@ -80,8 +82,8 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("--enable-custom-logit-processor",), "run processors that come with requests: read docs/server.md first"),
         (("--processor-isolation",), "where shipped code runs; none: in the server's own process"),
         (("--max-processor-size",), "longest processor string, in bytes"),
-        (("--processor-cache-entries",), "most shipped processors kept loaded"),
-        (("--processor-cache-bytes",), "most bytes of shipped processors kept loaded"),
+        (("--processor-cache-entries",), "most shipped processors kept loaded, and most registered ones"),
+        (("--processor-cache-bytes",), "most bytes of shipped processors kept loaded, and of registered ones"),
     ],
     "HTTP": [
         (("--host",), "address to listen on"),

@@ -78,7 +78,9 @@ class ServerConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or greater, not {value}")
         for name in ("max_queued_requests", "max_logprobs", "shutdown_timeout"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if not 0 < self.mem_fraction_static <= 1:
             raise ValueError(f"mem_fraction_static must be above 0 and at most 1, not {self.mem_fraction_static}")

@@ -64,6 +64,7 @@ class HTTPServer(uvicorn.Server):
     def drain(self) -> None:
         """Begin to end; a second call ends at once. On the event loop only."""
         if self._draining is not None:
+            self._draining.cancel()
             self.force_exit = self.should_exit = True
             return
         logger.info("shutting down: finishing what runs, refusing what comes")

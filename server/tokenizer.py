@@ -44,7 +44,7 @@ class Tokenizer:
         everything else is text.
         """
         token = self.hf_tokenizer.convert_ids_to_tokens(token_id)
-        if token is None or token_id in self._added_ids:
+        if token is None or token_id in self._special_ids:
             return self.token_text(token_id).encode()
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
@@ -87,11 +87,6 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.hf_tokenizer.all_special_ids)
-
-    @cached_property
-    def _added_ids(self) -> frozenset[int]:
-        """Tokens that are kept as text, whatever alphabet the vocabulary is written in; special ones among them."""
-        return self._special_ids | frozenset(self.hf_tokenizer.added_tokens_decoder)
 
     @cached_property
     def _is_byte_level(self) -> bool:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tokenizers import Tokenizer as TokenizersTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.tokenizer import Tokenizer
-from tokenizers import Tokenizer as TokenizersTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<think>", "</think>"]
 CHAT_TEMPLATE = (

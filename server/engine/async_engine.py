@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from logitship.client.errors import ProcessorLoadError
@@ -26,6 +26,10 @@ from .engine_thread import EngineThread
 from .messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
 from .processor_library import ProcessorLibrary
 from .sequence import Sequence
+
+_SHUTDOWN_INTERVAL = 0.05
+_STOP_TIMEOUT = 5.0
+"""Seconds that the current step gets to end. It takes far less, unless shipped code hangs in it."""
 
 _SEEDS = 1 << 64
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -84,7 +88,7 @@ class GenerationStream:
     async def aclose(self) -> None:
         """Cancel what still runs. Harmless at the end."""
         if self._unfinished:
-            self._engine.abort(self._rid)
+            self._engine.cancel(self._rid)
 
     def deliver(self, chunks: list[GenerationChunk]) -> None:
         """Take chunks, on any thread."""
@@ -104,6 +108,8 @@ class _ActiveRequest:
     stream: GenerationStream
     processors: list[LoadedProcessor]
     unfinished: int
+    cancelled: bool = False
+    """Perhaps before its sequences were made."""
     undelivered: list[GenerationChunk] = field(default_factory=list)
     """Filled on the engine's thread during a step, handed over after it."""
 
@@ -128,7 +134,6 @@ class AsyncEngine:
         self._touched: list[_ActiveRequest] = []
         self._lock = threading.Lock()
         self._accepting = True
-        self._idle = threading.Event()
 
     def start(self, engine: Engine) -> None:
         """Begin to run requests on `engine`, whose `on_finished` is `sequence_finished`."""
@@ -158,15 +163,42 @@ class AsyncEngine:
             self._forget(active)
             raise
         self._thread.add([self._sequence(active, index, uses) for index in range(request.n)])
+        if active.cancelled:
+            self.cancel(request.rid)
         return active.stream
 
     def ships_code(self, string: ProcessorString) -> bool:
         """True if a request with this processor needs `--enable-custom-logit-processor`."""
         return self._library.ships_code(string)
 
+    async def register(self, string: ProcessorString) -> tuple[str, str]:
+        """Keep a processor, for requests that name it by its digest. Loads it, so that its mistakes show now.
+
+        Returns:
+            Its digest, and its name for people.
+
+        Raises:
+            RequestRefused: it cannot be loaded, is too large to be kept, or there is no room to load it now.
+        """
+        with self._lock:
+            self._check_accepting()
+        # Unpickling runs the author's code and may take long: not on the event loop.
+        return await asyncio.to_thread(self._register, string)
+
     def abort(self, rid: str | None) -> None:
-        """Cancel one request, or all of them (`None`). Their streams end with an `abort` chunk."""
-        self._thread.abort(lambda sequence: rid is None or sequence.rid == rid)
+        """Cancel a request, the requests of a batch, or a continuation, by the id that its client knows; all: `None`.
+
+        Their streams end with an `abort` chunk. Other ids that only begin in the same way are not meant, as they are
+        with SGLang: they may be another client's.
+        """
+        with self._lock:
+            for active in self._active.values():
+                active.cancelled |= rid is None or rid in (active.request.rid, active.request.batch_rid)
+        self._thread.abort(lambda sequence: rid is None or rid in sequence.names)
+
+    def cancel(self, rid: str) -> None:
+        """Cancel the one request that has this id."""
+        self._thread.abort(lambda sequence: sequence.rid == rid)
 
     async def flush_cache(self) -> bool:
         """Drop what is cached between requests. False, and nothing happens, while requests run or wait."""
@@ -200,28 +232,38 @@ class AsyncEngine:
         """Refuse new requests, let the running ones finish for at most `timeout` seconds, stop."""
         with self._lock:
             self._accepting = False
-            if not self._active:
-                self._idle.set()
-        await asyncio.to_thread(self._idle.wait, timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                # Looked at now and then: who cancels this leaves no thread behind that waits.
+                while self._active and self.healthy:
+                    await asyncio.sleep(_SHUTDOWN_INTERVAL)
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
         """Stop now: what runs ends as aborted."""
         with self._lock:
             self._accepting = False
-        self._thread.stop()
+        self._thread.stop(_STOP_TIMEOUT)
 
     def _reserve(self, active: _ActiveRequest) -> None:
         """Enter a request into the books, before anything is loaded for it."""
         with self._lock:
-            if not self._accepting or not self.healthy:
-                raise ServiceUnavailable("the server is shutting down" if self.healthy else "the engine has died")
+            self._check_accepting()
             if active.request.rid in self._active:
                 raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
             queued = sum(other.unfinished for other in self._active.values()) - self.config.max_num_seqs
             if queued + active.request.n > self.config.max_queued_requests:
                 raise QueueFull(f"the queue is full: {self.config.max_queued_requests} requests wait, try again later")
             self._active[active.request.rid] = active
+
+    def _check_accepting(self) -> None:
+        if not self._accepting or not self.healthy:
+            raise ServiceUnavailable("the engine has died" if self._accepting else "the server is shutting down")
+
+    def _register(self, string: ProcessorString) -> tuple[str, str]:
+        with _load_errors_refused(param=None):
+            processor = self._library.register(string)
+        return processor.digest, processor.name
 
     def _load_processors(self, active: _ActiveRequest) -> list[tuple[LoadedProcessor, ProcessorRequest]]:
         uses = []
@@ -233,11 +275,8 @@ class AsyncEngine:
 
     def _acquire(self, wanted: ProcessorRequest) -> LoadedProcessor:
         try:
-            return self._library.acquire(wanted.string, wanted.params)
-        except ProcessorLoadError as error:
-            raise BadRequest(str(error), param="custom_logit_processor") from error
-        except ProcessorCacheFull as error:
-            raise ServiceUnavailable(str(error), param="custom_logit_processor") from error
+            with _load_errors_refused(param="custom_logit_processor"):
+                return self._library.acquire(wanted.string, wanted.params)
         except ValueError as error:
             raise BadRequest(str(error), param="custom_params") from error
 
@@ -256,6 +295,7 @@ class AsyncEngine:
         return Sequence(
             rid=request.rid,
             index=index,
+            names=_names(request, index),
             prompt_token_ids=request.prompt_token_ids,
             sampling_params=dataclasses.replace(
                 params,
@@ -265,7 +305,7 @@ class AsyncEngine:
                     ProcessorUse(loaded, dict(wanted.params or {}), request.rid) for loaded, wanted in uses
                 ),
             ),
-            max_new_tokens=params.max_new_tokens or room,
+            max_new_tokens=room if params.max_new_tokens is None else params.max_new_tokens,
             tokenizer=self.tokenizer,
             sink=sink,
         )
@@ -295,8 +335,6 @@ class AsyncEngine:
             self._library.release(processor)
         with self._lock:
             del self._active[active.request.rid]
-            if not self._active and not self._accepting:
-                self._idle.set()
 
     def _fail_all(self) -> None:
         """The engine's thread has died: nobody may wait for it."""
@@ -318,3 +356,20 @@ class AsyncEngine:
                     for index in range(active.request.n)
                 ]
             )
+
+
+def _names(request: GenerationRequest, index: int) -> frozenset[str]:
+    """The ids by which a client may cancel a continuation: its request's, its batch's, and of several its own."""
+    names = {request.rid, request.batch_rid or request.rid}
+    return frozenset(names | {f"{request.rid}_{index}"} if request.n > 1 else names)
+
+
+@contextlib.contextmanager
+def _load_errors_refused(param: str | None) -> Iterator[None]:
+    """Turn what prevents a processor from being loaded into refusals of the field `param`."""
+    try:
+        yield
+    except ProcessorLoadError as error:
+        raise BadRequest(str(error), param=param) from error
+    except ProcessorCacheFull as error:
+        raise ServiceUnavailable(str(error), param=param) from error

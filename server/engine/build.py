@@ -24,6 +24,7 @@ from .engine import Engine
 from .model_loader import LoadedModel, load_model
 from .model_runner import ModelRunner
 from .processor_library import ProcessorLibrary
+from .registered_processors import RegisteredProcessors
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,15 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
             "shipped processors run inside this process, with all its rights (--processor-isolation none): "
             "serve only people whose code you would run yourself"
         )
-    cache = ProcessorCache(host, max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes)
+    bounds = {"max_entries": config.processor_cache_entries, "max_bytes": config.processor_cache_bytes}
+    library = ProcessorLibrary(
+        installed_processors(), ProcessorCache(host, **bounds), host, loaded.vocab_size, RegisteredProcessors(**bounds)
+    )
     async_engine = AsyncEngine(
         config,
         _model_info(config, loaded),
         loaded.tokenizer,
-        ProcessorLibrary(installed_processors(), cache, host, loaded.vocab_size),
+        library,
     )
     runner = ModelRunner(loaded.model, config.max_num_seqs, async_engine.model.max_model_len)
     async_engine.start(

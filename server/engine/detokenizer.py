@@ -9,14 +9,18 @@ from logitship.server.tokenizer import Tokenizer
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most four bytes and a token at least one: at most three tokens can be its beginning.
 _MOST_PENDING_TOKENS = 3
+# Tokens may go on without ever ending where a character ends. Decoding is begun anew after so many: each push costs
+# as much as there are.
+_MOST_UNREAD_TOKENS = 32
 
 
 class IncrementalDetokenizer:
     """Text that grows with the tokens of one sequence.
 
     Each piece is the difference between two decodings that begin at the same token, because what a token means may
-    depend on the one before it (a leading space, say). A piece that ends inside a character waits for the rest.
-    The algorithm is that of Hugging Face's text-generation-inference, with a bound on the wait.
+    depend on the one before it (a leading space, say). What may be the beginning of a character waits for the rest.
+    The algorithm is that of Hugging Face's text-generation-inference, with bounds: broken bytes hold back three
+    characters at most.
 
     Args:
         context: the prompt's last tokens, which the text continues.
@@ -36,12 +40,13 @@ class IncrementalDetokenizer:
         self._ids = list(context)
         self._context_length = len(context)
         self._begin = 0
-        """Where both decodings begin."""
+        """Where decoding begins."""
         self._read = len(context)
-        """How many tokens are text already."""
-        self._known = self._decode(0, self._read)
-        """Text of the tokens from `_begin` to `_read`."""
-        if self._known.endswith(_REPLACEMENT):
+        """Where it begins next: the tokens before have been given out, and no character goes across."""
+        text = self._decode(0, self._read)
+        self._given = len(text)
+        """Characters of the text from `_begin` on that have been given out."""
+        if text.endswith(_REPLACEMENT):
             self._leave_unfinished_character()
 
     def push(self, token_id: int) -> str:
@@ -49,27 +54,28 @@ class IncrementalDetokenizer:
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""  # has no text, and does not end a character that is under way
         self._ids.append(token_id)
-        for end in range(len(self._ids), self._read, -1):
-            pending = len(self._ids) - end
-            text = self._decode(self._begin, end)
-            if not text.endswith(_REPLACEMENT) or pending == _MOST_PENDING_TOKENS:
-                return self._advance(text, end)
-            if len(self._ids) - self._read <= _MOST_PENDING_TOKENS:
-                break  # the usual wait, for a character that is under way
-        return ""
+        text = self._decode(self._begin, len(self._ids))
+        if not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_UNREAD_TOKENS:
+            return self._advance(text)
+        # A decoder writes the beginning of a character as one U+FFFD, or as one for each of its bytes.
+        at_the_end = len(text) - len(text.rstrip(_REPLACEMENT))
+        certain = text[: len(text) - min(at_the_end, _MOST_PENDING_TOKENS)]
+        piece = certain[self._given :]
+        self._given = max(self._given, len(certain))
+        return piece
 
     def flush(self) -> str:
         """What is left at the end, with U+FFFD for bytes that never became a character."""
         if len(self._ids) in (self._read, self._context_length):  # all given out, or nothing came
             return ""
-        return self._advance(self._decode(self._begin, len(self._ids)), len(self._ids))
+        return self._advance(self._decode(self._begin, len(self._ids)))
 
     def _leave_unfinished_character(self) -> None:
         """If the prompt ends inside a character, the character is the output's."""
         for pending in range(1, min(_MOST_PENDING_TOKENS, len(self._ids)) + 1):
             text = self._decode(0, len(self._ids) - pending)
             if not text.endswith(_REPLACEMENT):
-                self._read, self._known = len(self._ids) - pending, text
+                self._read, self._given = len(self._ids) - pending, len(text)
                 return
 
     def _decode(self, begin: int, end: int) -> str:
@@ -79,10 +85,10 @@ class IncrementalDetokenizer:
             spaces_between_special_tokens=self._spaces_between_special_tokens,
         )
 
-    def _advance(self, text: str, end: int) -> str:
-        piece = text[len(self._known) :]
-        self._begin, self._read = self._read, end
-        self._known = self._decode(self._begin, self._read)
+    def _advance(self, text: str) -> str:
+        piece = text[self._given :]
+        self._begin, self._read = self._read, len(self._ids)
+        self._given = len(self._decode(self._begin, self._read))
         return piece
 
 

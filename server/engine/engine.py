@@ -82,6 +82,7 @@ class Engine:
             self._take_prompt_logprobs(plan, logits[len(self._batch) :])
             self._advance(plan)
             self._deliver(drawn)
+            self._end_without_draw(plan)
         except Exception:  # whatever a step raises, the engine goes on
             logger.exception("a step failed: its requests end with an error")
             self._end_all_running()
@@ -136,6 +137,12 @@ class Engine:
             sequence.append(drawn.token_ids[row], _public(record) if record else None)
             if sequence.finish_reason is not None:
                 self._leave(sequence)
+
+    def _end_without_draw(self, plan: Plan) -> None:
+        """End the sequences that are done with their prompt and want nothing more."""
+        for chunk in plan.prefill:
+            if not chunk.sequence.draws and not chunk.sequence.prefilling:
+                self._end(chunk.sequence, FinishReason("length"))
 
     def _end_with_fault(self, sequence: Sequence, fault: Exception) -> None:
         if isinstance(fault, ProcessorFault):

@@ -34,13 +34,20 @@ class EngineThread:
         """Begin to step."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End what runs as aborted, and the thread after its current step."""
+    def stop(self, timeout: float) -> None:
+        """End what runs as aborted, and the thread after its current step.
+
+        Args:
+            timeout: longest wait for that, in seconds. In-process code of a client may never return; the thread then
+                goes with the process.
+        """
         self.abort(lambda sequence: True)
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(timeout)
+        if self.alive:
+            logger.error("the engine's step does not end: a processor in it may never return")
 
     @property
     def alive(self) -> bool:

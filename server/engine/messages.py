@@ -27,6 +27,8 @@ class GenerationRequest:
 
     rid: str
     """Request id, unique among the running requests."""
+    batch_rid: str | None = None
+    """The id by which the client knows the batch of prompts that this request is a part of."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     processors: tuple[ProcessorRequest, ...] = ()

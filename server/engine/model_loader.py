@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
 from logitship.server.default_model import default_model_folder
@@ -53,13 +54,15 @@ def load_model(config: ServerConfig) -> LoadedModel:
         ModelLoadError: it is not there, or is not a causal language model.
         ModelFetchError: it is the default model, and could not be fetched.
     """
+    # The weights are mapped into memory, not read: the bar would only flicker. Downloads have bars of their own.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     source = _source(config.model_path, config.trust_remote_code)
     tokenizer_source = _source(config.tokenizer_path, config.trust_remote_code) if config.tokenizer_path else source
     try:
         hf_tokenizer = AutoTokenizer.from_pretrained(tokenizer_source.name, **tokenizer_source.options)
         hf_config = AutoConfig.from_pretrained(source.name, **source.options)
         model = AutoModelForCausalLM.from_pretrained(source.name, dtype=_dtype(config, hf_config), **source.options)
-        model.to(device=_device(config))
+        torch.nn.Module.to(model, _device(config))  # transformers' own `to` has lost its types
     except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"cannot load the model {config.model_path!r}: {error}") from error
     if config.chat_template:
@@ -83,7 +86,9 @@ def _source(path: str, trust_remote_code: bool) -> _Source:
         if not file.is_file():
             raise ModelLoadError(f"there is no GGUF file {path!r}")
         return _Source(str(file.parent), options | {"gguf_file": file.name})
-    return _Source(path, options)
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        raise ModelLoadError(f"there is no folder {path!r}")
+    return _Source(str(Path(path).expanduser()) if path.startswith("~") else path, options)
 
 
 def _device(config: ServerConfig) -> torch.device:

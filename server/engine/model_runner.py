@@ -71,7 +71,6 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
-
     def _try_out(self) -> None:
         """Compute one token, so that a model that cannot be served is refused now and not at the first request."""
         name = type(self.model).__name__

@@ -10,7 +10,6 @@ from typing import Any
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.registry import Registry
 from logitship.builtin_processors.sglang_names import installed_by_reference
-from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import (
     InstalledProcessor,
     PickledProcessor,
@@ -21,29 +20,57 @@ from logitship.client.processor_string import (
 from logitship.sampler.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processor_host import LoadedProcessor, ProcessorHost
 
+from .registered_processors import RegisteredProcessors
+
 
 class ProcessorLibrary:
-    """Installed processors by name, shipped ones through the cache.
+    """Installed processors by name, shipped ones through the cache, registered ones by their digest.
 
     Args:
         registry: the installed processors.
         cache: loads and keeps shipped ones.
         installed_host: runs the installed ones: they are the operator's own and need no isolation.
         vocab_size: checks the token ids in the parameters of installed processors.
+        registered: keeps the strings of registered ones.
     """
 
     def __init__(
-        self, registry: Registry, cache: ProcessorCache, installed_host: ProcessorHost, vocab_size: int
+        self,
+        registry: Registry,
+        cache: ProcessorCache,
+        installed_host: ProcessorHost,
+        vocab_size: int,
+        registered: RegisteredProcessors,
     ) -> None:
         self._registry = registry
         self._cache = cache
         self._installed_host = installed_host
         self._vocab_size = vocab_size
+        self._registered = registered
         self._installed: dict[str, LoadedProcessor] = {}
 
     def ships_code(self, string: ProcessorString) -> bool:
-        """False if the processor is installed, by name or by SGLang's reference to one of its own."""
+        """False if the processor is installed, asked for by name, by SGLang's reference to its own, or by digest."""
+        if isinstance(string, RegisteredProcessor):
+            string = self._registered.find(string.digest) or string
         return self._installed_name(string) is None
+
+    def register(self, string: ProcessorString) -> LoadedProcessor:
+        """Keep a string under the digest of what it runs, which is loaded once for that.
+
+        Returns:
+            What was loaded, for its digest and its name; not to be released.
+
+        Raises:
+            ProcessorLoadError: it cannot be loaded, nothing has that name or digest, or it is too large to be kept.
+            ProcessorCacheFull: there is no room for another shipped one.
+        """
+        processor, string = self._load(string)
+        try:
+            self._registered.add(processor.digest, string)
+        finally:
+            self.release(processor)
+        return processor
 
     def acquire(self, string: ProcessorString, params: Mapping[str, Any] | None) -> LoadedProcessor:
         """A processor ready to run; give it back with `release`.
@@ -53,14 +80,10 @@ class ProcessorLibrary:
             ValueError: an installed processor does not take these parameters.
             ProcessorCacheFull: there is no room for another shipped one.
         """
-        name = self._installed_name(string)
-        if name is not None:
-            self._registry.get(name).validate_params(params, vocab_size=self._vocab_size)
-            return self._installed_processor(name)
-        if isinstance(string, RegisteredProcessor):
-            raise ProcessorLoadError(f"no processor {string.digest} is registered: send the whole processor string")
-        assert isinstance(string, PickledProcessor | SourceProcessor)
-        return self._cache.acquire(string)
+        processor, string = self._load(string)
+        if isinstance(string, InstalledProcessor):
+            self._registry.get(string.name).validate_params(params, vocab_size=self._vocab_size)
+        return processor
 
     def release(self, processor: LoadedProcessor) -> None:
         """Say that one user of `processor` is done."""
@@ -74,6 +97,17 @@ class ProcessorLibrary:
     def clear(self) -> None:
         """Forget every shipped processor that is not in use."""
         self._cache.clear()
+
+    def _load(self, string: ProcessorString) -> tuple[LoadedProcessor, ProcessorString]:
+        """A processor, and the string of exactly what runs: its digest is the processor's."""
+        if isinstance(string, RegisteredProcessor):
+            string = self._registered.get(string.digest)
+        name = self._installed_name(string)
+        if name is not None:
+            return self._installed_processor(name), InstalledProcessor(name)
+        assert isinstance(string, PickledProcessor | SourceProcessor)
+        runnable = string.runnable if isinstance(string, PickledProcessor) else string
+        return self._cache.acquire(runnable), runnable
 
     def _installed_processor(self, name: str) -> LoadedProcessor:
         if name not in self._installed:

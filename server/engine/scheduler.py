@@ -20,7 +20,7 @@ class ScheduledChunk:
     @property
     def draws(self) -> bool:
         """True if the step ends with a new token for this sequence."""
-        return self.sequence.num_computed + len(self.token_ids) >= self.sequence.num_prompt
+        return self.sequence.draws and self.sequence.num_computed + len(self.token_ids) >= self.sequence.num_prompt
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Sequence:
 
     Attributes:
         rid: the request that it belongs to; `index` is which of its `n` continuations it is.
+        names: the ids by which a client may cancel it.
         slot: its slot of the cache, while it has one.
         num_computed: its tokens whose keys and values are in the cache.
         output_token_ids: grows by one a step. Others hold references to it: it is never replaced.
@@ -32,6 +33,7 @@ class Sequence:
         self,
         rid: str,
         index: int,
+        names: frozenset[str],
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         max_new_tokens: int,
@@ -40,6 +42,7 @@ class Sequence:
     ) -> None:
         self.rid = rid
         self.index = index
+        self.names = names
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params
         self.output_token_ids: list[int] = []
@@ -61,6 +64,11 @@ class Sequence:
     def num_prompt(self) -> int:
         """Length of the prompt, in tokens."""
         return len(self.prompt_token_ids)
+
+    @property
+    def draws(self) -> bool:
+        """False if only the prompt is to be computed, for its log-probabilities."""
+        return self._max_new_tokens > 0
 
     @property
     def prefilling(self) -> bool:

@@ -209,9 +209,21 @@ def read_processors(
 
 def _read_processor(engine: AsyncEngine, value: Any, params: Mapping[str, Any] | None, at: str) -> ProcessorRequest:
     string = _parse(value, engine.config.max_processor_size, at)
+    check_may_ship(engine, string, at)
+    return ProcessorRequest(string, None if params is None else dict(params))
+
+
+def check_may_ship(engine: AsyncEngine, string: ProcessorString, at: str | None = None) -> None:
+    """Refuse code, if the server does not take it.
+
+    Args:
+        at: path of the processor in the request body; None: it is the body.
+
+    Raises:
+        BadRequest: with SGLang's sentence.
+    """
     if engine.ships_code(string) and not engine.config.enable_custom_logit_processor:
         raise BadRequest(SHIPPING_IS_OFF, param=at)
-    return ProcessorRequest(string, None if params is None else dict(params))
 
 
 def _parse(value: Any, limit: int, at: str) -> ProcessorString:

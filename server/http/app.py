@@ -14,6 +14,7 @@ from .documentation import add_schemas
 from .errors import install_error_handlers
 from .openai_routes import openai_router
 from .openai_schemas import ChatCompletionRequest, CompletionRequest
+from .processor_routes import processor_router
 from .schema import RequestModel
 from .sglang_routes import sglang_router
 from .sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
@@ -48,6 +49,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     install_error_handlers(app)
     app.include_router(sglang_router(engine))
     app.include_router(openai_router(engine))
+    app.include_router(processor_router(engine))
     if engine.config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=engine.config.api_key)
     return app

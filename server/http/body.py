@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import orjson
 from fastapi import Request, Response
@@ -25,10 +25,16 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         RequestTooLarge: it has more than `limit` bytes.
         ClientDisconnect: the client went away before it had sent all of it.
     """
-    return parse_model(model, _decode(await _read(request, limit)))
+    return parse_model(model, _decode(await read_bytes(request, limit)))
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The body of a request as it came.
+
+    Raises:
+        RequestTooLarge: it has more than `limit` bytes.
+        ClientDisconnect: the client went away before it had sent all of it.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -51,8 +57,21 @@ def _decode(body: bytes) -> Any:
         raise BadRequest(f"the request body is not JSON: {error}") from None
 
 
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not know. OpenAI's value, and vLLM's."""
+
+
+@overload
+def finite(logprob: float) -> float: ...
+@overload
+def finite(logprob: float | None) -> float | None: ...
+def finite(logprob: float | None) -> float | None:
+    """A log-probability as JSON can hold it; None stays None."""
+    return None if logprob is None else max(logprob, LOWEST_LOGPROB)
+
+
 class JSONResponse(Response):
-    """JSON through orjson. Infinite numbers, which JSON does not know, become null."""
+    """JSON through orjson."""
 
     media_type = "application/json"
 

@@ -13,8 +13,12 @@ _REFERENCE = "#/components/schemas/{model}"
 
 def body_of(model: type[RequestModel]) -> dict[str, Any]:
     """A route's `openapi_extra`: its JSON body."""
-    reference = {"$ref": _REFERENCE.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+    return json_body({"$ref": _REFERENCE.format(model=model.__name__)})
+
+
+def json_body(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same for a body that has no model but this JSON schema."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def add_schemas(document: dict[str, Any], models: list[type[RequestModel]]) -> None:

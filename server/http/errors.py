@@ -10,11 +10,13 @@ of client find what they look for. A processor's fault adds `traceback`, `digest
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitship.server.engine.messages import RequestError
 from logitship.server.errors import RequestRefused
@@ -23,6 +25,8 @@ from .body import JSONResponse
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left before the answer. Nobody receives it; access logs show it."""
+
+logger = logging.getLogger(__name__)
 
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
@@ -99,15 +103,40 @@ async def _disconnected(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _unexpected(_: Request, __: Exception) -> Response:
-    # Starlette raises the exception again after this answer, and the server logs it with its traceback.
-    return JSONResponse(internal_error_body(), 500)
+class UnexpectedErrorMiddleware:
+    """Logs what is in no table, and answers 500.
+
+    Starlette's own handler raises the exception again after its answer, and the server then logs it in its own way.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if started:
+                raise  # the server cuts the connection, and logs why
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await JSONResponse(internal_error_body(), 500)(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Give `app` the table."""
+    """Give `app` the table, and an answer to what is not in it."""
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(GenerationFailed, _failed)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _disconnected)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(UnexpectedErrorMiddleware)

@@ -76,10 +76,6 @@ class OpenAIAnswer(ABC, Generic[Body]):
             fields["receipts"] = [asdict(receipt) for receipt in continuation.receipts]
         return fields
 
-    def completion_tokens(self, continuation: Continuation) -> int:
-        """Tokens of the output that count."""
-        return continuation.completion_tokens
-
     def _head(self, kind: str) -> dict[str, Any]:
         request = self.request
         return {
@@ -94,7 +90,7 @@ class OpenAIAnswer(ABC, Generic[Body]):
         """Token counts. A prompt counts once, however many continuations it has."""
         of_prompt = {continuation.prompt: continuation for continuation in continuations}.values()
         prompt = sum(continuation.prompt_tokens for continuation in of_prompt)
-        completion = sum(self.completion_tokens(continuation) for continuation in continuations)
+        completion = sum(continuation.completion_tokens for continuation in continuations)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

@@ -39,18 +39,12 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         """What a chunk brings."""
         return [self._part(continuation, chunk.text, chunk.token_ids, chunk.logprobs)]
 
-    def completion_tokens(self, continuation: Continuation) -> int:
-        """Tokens of the output that count."""
-        return 0 if self.body.only_prompt else continuation.completion_tokens
-
     def _part(
         self, continuation: Continuation, text: str, token_ids: list[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         """A choice with this much of the output; the first part also holds what belongs to the prompt."""
         first = continuation.index not in self._text_offsets
         offset = self._text_offsets.setdefault(continuation.index, 0)
-        if self.body.only_prompt:
-            text, token_ids, logprobs = "", [], []
         if first and self.body.echo:
             text = self._prompt_text(continuation) + text
             logprobs = [*continuation.prompt_logprobs, *logprobs]

@@ -8,8 +8,7 @@ from typing import Any
 from logitship.server.engine.messages import TokenLogprobs
 from logitship.server.tokenizer import Tokenizer
 
-LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not know. OpenAI's value, and vLLM's."""
+from .body import finite
 
 
 def completion_logprobs(
@@ -30,7 +29,7 @@ def completion_logprobs(
         text_offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(position.logprob) for position in positions],
+        "token_logprobs": [finite(position.logprob) for position in positions],
         "top_logprobs": [_most_likely(tokenizer, position, top) for position in positions],
         "text_offset": offsets,
     }
@@ -42,7 +41,7 @@ def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dic
         return None
     found: dict[str, float] = {}
     for token_id, logprob in (*position.top[:top], (position.token_id, position.logprob)):
-        found.setdefault(tokenizer.token_text(token_id), max(logprob, LOWEST))
+        found.setdefault(tokenizer.token_text(token_id), finite(logprob))
     return found
 
 
@@ -61,7 +60,7 @@ def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> d
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
     return {
         "token": tokenizer.token_text(token_id),
-        "logprob": _finite(logprob),
+        "logprob": finite(logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
 
@@ -76,13 +75,9 @@ def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dic
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top[:top], start=1)]
     return {
         str(token_id): {
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "rank": rank,
             "decoded_token": tokenizer.token_text(token_id),
         }
         for token_id, logprob, rank in (own, *ranked)
     }
-
-
-def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LOWEST)

@@ -89,9 +89,9 @@ async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenA
                 prompt,
                 names,
                 f"{request_id}_{i}" if is_batch else request_id,
+                request_id if is_batch else None,
                 processor,
-                # The engine draws at least one token: the answer drops it.
-                max_new_tokens=1 if body.only_prompt else default_that_fits(engine, prompt, body, "max_tokens"),
+                max_new_tokens=default_that_fits(engine, prompt, body, "max_tokens"),
                 logprobs=body.logprobs,
                 prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
             )
@@ -119,6 +119,7 @@ async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIR
         prompt,
         names,
         request_id,
+        None,
         body.custom_logit_processor,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -183,6 +184,7 @@ async def _submission(
     prompt: Prompt,
     names: Mapping[str, str],
     rid: str,
+    batch_rid: str | None,
     processor: Any,
     **values: Any,
 ) -> Submission:
@@ -198,6 +200,7 @@ async def _submission(
     )
     request = GenerationRequest(
         rid=rid,
+        batch_rid=batch_rid,
         prompt_token_ids=prompt.token_ids,
         sampling_params=params,
         processors=read_processors(engine, processor, body.custom_params, names.get(_PROCESSOR, _PROCESSOR)),

@@ -152,11 +152,6 @@ class CompletionRequest(OpenAIFields):
     add_special_tokens: bool = True
     """Begin the prompt with the special tokens that the tokenizer puts there."""
 
-    @property
-    def only_prompt(self) -> bool:
-        """The prompt comes back, without an output."""
-        return self.echo and self.max_tokens == 0
-
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
         if self.best_of not in (None, self.n):

@@ -13,7 +13,8 @@ from logitship.server.errors import BadRequest
 
 Model = TypeVar("Model", bound="RequestModel")
 
-_INT64 = 1 << 63
+_SEEDS = range(-(1 << 63), 1 << 64)
+"""What fits into 64 bits, with a sign or without one."""
 
 
 class FieldError(ValueError):
@@ -62,7 +63,7 @@ class RequestModel(BaseModel):
 def _refuse_unless_harmless(name: str, value: object, harmless: tuple[object, ...]) -> None:
     if value is None or any(value == one and type(value) is type(one) for one in harmless):
         return
-    raise FieldError(name, f"{name} is not supported by this server: leave it out")
+    raise FieldError(name, "is not supported by this server: leave it out")
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -147,12 +148,25 @@ def _texts(value: Any) -> Any:
     raise ValueError("must be a list of strings")
 
 
+def _count(value: Any) -> Any:
+    if type(value) is int and value >= 1:
+        return value
+    raise ValueError("must be an integer, 1 or greater")
+
+
+def _seed(value: Any) -> Any:
+    # A larger number arrives as a float.
+    if type(value) is int and value in _SEEDS:
+        return value
+    raise ValueError("must be an integer from -2^63 to 2^64 - 1")
+
+
 StopStrings = Annotated[tuple[str, ...], PlainValidator(_stop_strings, json_schema_input_type=str | list[str])]
 TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
 Texts = Annotated[list[str], PlainValidator(_texts, json_schema_input_type=list[str])]
 TokenBiases = Annotated[dict[int, float], PlainValidator(_token_biases, json_schema_input_type=dict[str, float])]
-Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
+Count = Annotated[int, PlainValidator(_count, json_schema_input_type=Annotated[int, Field(ge=1)])]
+Seed = Annotated[int, PlainValidator(_seed, json_schema_input_type=int)]
 
 
 class SamplingFields(RequestModel):

@@ -10,6 +10,7 @@ from typing import Any
 from logitship.server.engine.messages import FinishReason, TokenLogprobs
 from logitship.server.tokenizer import Tokenizer
 
+from .body import finite
 from .errors import fault_details
 from .running import Continuation, RunningRequests
 from .sglang_generate import Generate
@@ -52,6 +53,8 @@ class GenerateAnswer:
             "finish_reason": None if reason is None else _finish_reason(reason, continuation.completion_tokens),
             "prompt_tokens": continuation.prompt_tokens,
             "weight_version": WEIGHT_VERSION,
+            "num_retractions": 0,  # nothing is preempted
+            "reasoning_tokens": 0,  # nothing is parsed out of the text
             "completion_tokens": continuation.completion_tokens,
             "cached_tokens": continuation.cached_tokens,
         }
@@ -110,8 +113,11 @@ class _LogprobTables:
 
     def _extend(self, side: str, positions: Sequence[TokenLogprobs]) -> None:
         for position in positions[len(self._tokens[side]) :]:
+            if side == "input" and not self._tokens["input"]:
+                # SGLang gives none for the first position, wherever it is: clients add up what is not null.
+                position = TokenLogprobs(position.token_id, None, None)
             self._tokens[side].append(self._entry(position.logprob, position.token_id))
             self._top[side].append([self._entry(logprob, token_id) for token_id, logprob in position.top] or None)
 
     def _entry(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
-        return logprob, token_id, None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+        return finite(logprob), token_id, None if self._tokenizer is None else self._tokenizer.token_text(token_id)

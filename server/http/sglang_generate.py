@@ -147,6 +147,7 @@ class _Reader:
         )
         request = GenerationRequest(
             rid=rid,
+            batch_rid=body.rid if self.is_batch and isinstance(body.rid, str) else None,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             processors=read_processors(self._engine, processor, sampling.custom_params, processor_at),
@@ -172,4 +173,6 @@ def _logprob_start(given: int, prompt_tokens: int) -> int | None:
             f"logprob_start_len: must be from -1 to the length of the prompt, {prompt_tokens}",
             param="logprob_start_len",
         )
+    # SGLang answers -1 with the last prompt token and no log-probability, which says nothing; its own documentation and
+    # its scoring requests have an empty list, as here.
     return None if given in (-1, prompt_tokens) else given

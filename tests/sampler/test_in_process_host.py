@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -129,14 +130,14 @@ def test_text_that_is_not_unicode_is_escaped() -> None:
 
 
 def test_a_global_that_did_not_travel_is_explained(load: Load) -> None:
-    exec_globals: dict[str, Any] = {}
-    exec("class Shipped:\n    def __call__(self, logits, params):\n        return helper(logits)", exec_globals)
-    processor = load(exec_globals["Shipped"](), "Shipped")
+    module: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Shipped:\n    def __call__(self, logits, params):\n        return helper(logits)", module)
+    processor = load(module["Shipped"](), "Shipped")
     with pytest.raises(ProcessorFault, match="'helper' was a global of the author's module and did not travel"):
         InProcessHost({}).run(processor, torch.zeros(1, 2), [{}])
 
 
-def test_a_name_that_is_misspelt_inside_is_not(load: Load) -> None:
+def test_a_local_name_without_a_value_is_not() -> None:
     fault = fault_of("x = y\ny = x\nreturn logits")
     assert fault.message.startswith("processor Shipped raised UnboundLocalError")
     assert "did not travel" not in fault.message
@@ -219,17 +220,23 @@ def test_gradients_stay_behind(load: Load) -> None:
 
 def test_a_fault_keeps_nothing_of_the_processor_alive(load: Load) -> None:
     """Faults are kept by their requests: they must not hold tensors through a traceback."""
-    logits = torch.zeros(2, 4)
+    made: list[weakref.ref[torch.Tensor]] = []
 
     def fail(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         copy = logits.clone()
+        made.append(weakref.ref(copy))
         raise ValueError(copy.shape)
 
-    processor = load(fail, "Fail")
-    faults: list[ProcessorFault] = []
-    try:
-        InProcessHost({}).run(processor, logits, [{}, {}])
-    except ProcessorFault as fault:
-        faults.append(fault)
+    with pytest.raises(ProcessorFault) as raised:
+        InProcessHost({}).run(load(fail, "Fail"), torch.zeros(2, 4), [{}, {}])
     gc.collect()
-    assert faults[0].__cause__ is None
+    assert raised.value.kind == "exception"
+    assert made[0]() is None
+
+
+def test_a_fault_of_its_own_making_is_an_exception() -> None:
+    """What it says of itself is not believed: the digest and the kind are the server's."""
+    body = "from logitship.client.errors import ProcessorFault\n"
+    fault = fault_of(body + "raise ProcessorFault('mine', digest='', name='Other', kind='odd')")
+    assert fault.kind == "exception"
+    assert fault.message == "processor Shipped raised ProcessorFault: mine"

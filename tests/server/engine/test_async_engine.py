@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +240,52 @@ def test_abort_by_id_reaches_a_request_that_waits(make_engine: BuildEngine) -> N
     waited, ran = run(abort())
     assert waited.finish_reason == ran.finish_reason == FinishReason("abort")
     assert waited.token_ids == []
+
+
+def test_abort_reaches_a_request_whose_processor_is_being_loaded(make_engine: BuildEngine, tmp_path: Path) -> None:
+    engine = make_engine()
+    go = tmp_path / "go"
+    slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
+
+    async def abort() -> Result:
+        wanted = request("r", max_new_tokens=400, processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),))
+        loading = asyncio.create_task(generate(engine, wanted))
+        await asyncio.sleep(0)  # it is admitted now, and its processor waits for the file
+        engine.abort("r")
+        go.touch()
+        return await loading
+
+    result = run(abort())
+    assert result.finish_reason == FinishReason("abort")
+    assert len(result.token_ids) < 400
+
+
+@pytest.mark.parametrize("chunk_size", [4, 256])
+def test_no_output_but_the_prompts_logprobs(make_engine: BuildEngine, chunk_size: int) -> None:
+    engine = make_engine(chunked_prefill_size=chunk_size)
+    prompt = list(range(10, 33))
+    beside = [request(f"b{i}", [40 + i], temperature=0, max_new_tokens=40) for i in range(2)]
+    scoring = request("s", prompt, n=2, max_new_tokens=0, prompt_logprobs=1)
+    one_token = request("t", prompt, max_new_tokens=1, prompt_logprobs=1)
+
+    async def together() -> tuple[list[Result], list[list[Result]], Result]:
+        scored, *others = await asyncio.gather(*(generate_all(engine, each) for each in (scoring, *beside)))
+        return scored, others, await generate(engine, one_token)
+
+    async def alone() -> list[list[Result]]:
+        return [await generate_all(engine, each) for each in beside]
+
+    scored, others, expected = run(together())
+    for result in scored:
+        assert (result.token_ids, result.text) == ([], "")
+        assert result.finish_reason == FinishReason("length")
+        (chunk,) = result.chunks
+        assert (chunk.prompt_tokens, chunk.completion_tokens, chunk.logprobs) == (23, 0, [])
+        known = [position.logprob for position in expected.chunks[0].prompt_logprobs]
+        assert [position.token_id for position in chunk.prompt_logprobs] == prompt
+        assert [position.logprob for position in chunk.prompt_logprobs][1:] == pytest.approx(known[1:], abs=1e-4)
+    assert [[each.token_ids for each in own] for own in others] == [[r.token_ids for r in own] for own in run(alone())]
+    assert engine.stats().running == engine.stats().waiting == 0
 
 
 def test_the_queue_has_a_bound(make_engine: BuildEngine) -> None:

@@ -95,7 +95,21 @@ def spell(text: str) -> Script:
                 known = TokenLogprobs(token_id, None, None) if position == 0 else _logprobs(token_id, 1)[0]
                 prompt.append(known)
         receipts = tuple(Receipt("sha256:" + "1" * 64, "Mine", len(tokens), 0.25) for _ in request.processors)
-        ended = FinishReason("stop", EOS) if tokens[-1] == EOS else FinishReason("length")
+        ended = FinishReason("stop", EOS) if EOS in tokens else FinishReason("length")
+        if not tokens:
+            return [
+                GenerationChunk(
+                    index=index,
+                    text="",
+                    token_ids=[],
+                    prompt_logprobs=prompt,
+                    finish_reason=ended,
+                    prompt_tokens=len(request.prompt_token_ids),
+                    completion_tokens=0,
+                    receipts=receipts,
+                )
+                for index in range(request.n)
+            ]
         return [
             GenerationChunk(
                 index=index,
@@ -159,6 +173,7 @@ class FakeEngine(AsyncEngine):
         self.requests: list[GenerationRequest] = []
         self.closed: list[str] = []
         self.aborted: list[str | None] = []
+        self.registered: list[ProcessorString] = []
         self.refusals: dict[str, Exception] = {}
         """What `submit` raises for a request id."""
         self.refuse_all: Exception | None = None
@@ -180,6 +195,12 @@ class FakeEngine(AsyncEngine):
 
     def ships_code(self, string: ProcessorString) -> bool:
         return not isinstance(string, InstalledProcessor)
+
+    async def register(self, string: ProcessorString) -> tuple[str, str]:
+        if isinstance(string, PickledProcessor) and string.payload == b"no pickle":
+            raise BadRequest("cannot be unpickled")
+        self.registered.append(string)
+        return "sha256:" + "2" * 64, "Mine"
 
     def abort(self, rid: str | None) -> None:
         self.aborted.append(rid)
@@ -261,7 +282,7 @@ def speak() -> Callable[[FakeEngine], Spoken]:
 
 
 @pytest.fixture
-def make_engine() -> Callable[..., FakeEngine]:
+def make_fake_engine() -> Callable[..., FakeEngine]:
     """Makes an engine with these settings."""
     return lambda **settings: FakeEngine(ServerConfig(model_path="tiny", **settings))
 

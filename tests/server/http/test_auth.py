@@ -8,8 +8,8 @@ KEY = "kéy"
 
 
 @pytest.fixture
-def locked(make_engine: Any, speak: Any) -> Any:
-    return speak(make_engine(api_key=KEY))
+def locked(make_fake_engine: Any, speak: Any) -> Any:
+    return speak(make_fake_engine(api_key=KEY))
 
 
 @pytest.mark.parametrize(

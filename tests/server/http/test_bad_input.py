@@ -50,13 +50,13 @@ def _cases() -> Iterator[Case]:
     # unknown fields, and known ones that this server does not support
     yield from _everywhere("temprature", 1, says="unknown field")
     yield from _sampling("temperatur", 1, says="did you mean temperature?")
-    yield from _everywhere("lora_path", "x", says="lora_path is not supported")
+    yield from _everywhere("lora_path", "x", says="lora_path: is not supported")
     for param in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width"):
         yield Case(
-            GENERATE, {"sampling_params": {param: "x"}}, f"sampling_params.{param}", says=f"{param} is not supported"
+            GENERATE, {"sampling_params": {param: "x"}}, f"sampling_params.{param}", says=f"{param}: is not supported"
         )
     for param in ("image_data", "session_params", "return_hidden_states", "token_ids_logprob", "input_embeds"):
-        yield Case(GENERATE, {param: "x"}, param, says=f"{param} is not supported")
+        yield Case(GENERATE, {param: "x"}, param, says=f"{param}: is not supported")
     yield Case(COMPLETIONS, {"suffix": "x"}, "suffix", says="not supported")
     yield Case(COMPLETIONS, {"best_of": 2}, "best_of", says="not supported")
     for param, value in {
@@ -70,7 +70,7 @@ def _cases() -> Iterator[Case]:
         "chat_template": "x",
         "store": True,
     }.items():
-        yield Case(CHAT, {param: value}, param, says=f"{param} is not supported")
+        yield Case(CHAT, {param: value}, param, says=f"{param}: is not supported")
     # wrong types; nothing is converted
     for value in ("5", True, [1], {}):
         yield from _sampling("temperature", value, says="valid number")
@@ -119,12 +119,13 @@ def _cases() -> Iterator[Case]:
     for value in (0, -1):
         yield from _sampling("n", value)
     yield from _sampling("n", 10**6, says="at most")
-    yield Case(GENERATE, {"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens")
-    yield from (Case(path, {"max_tokens": 0}, "max_tokens") for path in (COMPLETIONS, CHAT))
+    yield Case(GENERATE, {"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens")
+    yield from (Case(path, {"max_tokens": -1}, "max_tokens") for path in (COMPLETIONS, CHAT))
     yield Case(CHAT, {"max_completion_tokens": -1}, "max_completion_tokens")
     yield Case(COMPLETIONS, {"min_tokens": 20, "max_tokens": 10}, "min_tokens", says="max_tokens")
-    yield Case(COMPLETIONS, {"seed": 1 << 63}, "seed")
-    yield Case(GENERATE, {"sampling_params": {"sampling_seed": 1.5}}, "sampling_params.sampling_seed")
+    for seed in (1 << 64, -(1 << 63) - 1, 1.5, True, "1"):
+        yield from (Case(path, {"seed": seed}, "seed", says="-2^63 to 2^64 - 1") for path in (COMPLETIONS, CHAT))
+        yield Case(GENERATE, {"sampling_params": {"sampling_seed": seed}}, "sampling_params.sampling_seed")
     yield Case(COMPLETIONS, {"logprobs": -1}, "logprobs")
     yield Case(COMPLETIONS, {"logprobs": 99}, "logprobs", says="at most 20")
     yield Case(CHAT, {"logprobs": True, "top_logprobs": 99}, "top_logprobs", says="at most 20")

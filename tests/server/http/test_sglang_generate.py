@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from logitship.server.engine.messages import FinishReason
+from logitship.server.engine.messages import FinishReason, TokenLogprobs
 
 
 def test_one_prompt(client: Any, engine: Any) -> None:
@@ -18,6 +19,8 @@ def test_one_prompt(client: Any, engine: Any) -> None:
         "completion_tokens": 4,
         "cached_tokens": 0,
         "weight_version": "default",
+        "num_retractions": 0,
+        "reasoning_tokens": 0,
     }
 
 
@@ -161,6 +164,23 @@ def test_logprobs(client: Any) -> None:
     assert meta["output_token_logprobs"] == [[-0.5, 72, "H"]]
     assert meta["output_top_logprobs"] == [[[-0.5, 72, "H"], [-1.0, 73, "I"]]]
     assert meta["output_token_logprobs_length"] == 1
+
+
+def test_first_position_has_no_logprob_wherever_it_is(client: Any) -> None:
+    body = {"text": "abc", "return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 1}
+    events = client.events("/generate", body)
+    for event in events:
+        assert event["meta_info"]["input_token_logprobs"] == [[None, 98, None], [-0.5, 99, None]]
+        assert event["meta_info"]["input_top_logprobs"] == [None, [[-0.5, 99, None]]]
+
+
+def test_minus_infinity(client: Any, engine: Any) -> None:
+    entry = TokenLogprobs(72, -math.inf, 3, ((5, -0.1), (6, -math.inf)))
+    script = engine.script
+    engine.script = lambda request: [replace(chunk, logprobs=[entry]) for chunk in script(request)]
+    meta = client.ok("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 2})["meta_info"]
+    assert meta["output_token_logprobs"][0] == [-9999.0, 72, None]
+    assert meta["output_top_logprobs"][0] == [[-0.1, 5, None], [-9999.0, 6, None]]
 
 
 def test_logprobs_without_the_prompts(client: Any, engine: Any) -> None:

@@ -18,8 +18,8 @@ def test_model_info(path: str, client: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-def test_server_info_keeps_the_key_to_itself(path: str, make_engine: Any, speak: Any) -> None:
-    client = speak(make_engine(api_key="secret"))
+def test_server_info_keeps_the_key_to_itself(path: str, make_fake_engine: Any, speak: Any) -> None:
+    client = speak(make_fake_engine(api_key="secret"))
     answer = client.http.get(path, headers={"Authorization": "Bearer secret"})
     info = answer.json()
     assert info["max_num_seqs"] == 32

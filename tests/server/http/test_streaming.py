@@ -106,7 +106,7 @@ def test_client_that_cannot_be_written_to(engine: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_unexpected_error_before_the_answer(client: Any, engine: Any) -> None:
+def test_unexpected_error_before_the_answer(client: Any, engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     def broken(request: Any) -> list[Any]:
         raise ZeroDivisionError("a secret")
 
@@ -120,6 +120,8 @@ def test_unexpected_error_before_the_answer(client: Any, engine: Any) -> None:
         assert answer.status_code == 500
         assert answer.json()["error"]["message"] == "internal server error"
         assert "secret" not in answer.text
+    records = [record for record in caplog.records if record.exc_info]
+    assert [record.message for record in records] == ["POST /generate failed"] * 2 + ["POST /v1/completions failed"]
     engine.script = script
     client.ok("/generate", {"text": "a"})
 

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitship.server.config import ServerConfig
+from logitship.server.engine import capacity
+from logitship.server.engine.capacity import CacheTooLarge, max_model_len
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.engine.model_runner import cache_shape
+
+MODEL_LEN = 512
+
+
+@pytest.fixture
+def token_bytes(loaded_model: LoadedModel) -> int:
+    """Of one position of four sequences: 2 layers, keys and values, 2 heads of 8 float32 numbers."""
+    nbytes = cache_shape(loaded_model.model, 4, 1).nbytes(torch.float32)
+    assert nbytes == 4 * 2 * 2 * 2 * 8 * 4
+    return nbytes
+
+
+def length(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, free: int, **settings: float) -> int:
+    monkeypatch.setattr(capacity, "_free_bytes", lambda device: free)
+    config = ServerConfig(max_num_seqs=4, **settings)  # type: ignore[arg-type]
+    return max_model_len(config, loaded.model, MODEL_LEN)
+
+
+def test_the_models_own_length_if_it_fits(
+    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+) -> None:
+    assert length(loaded_model, monkeypatch, 2 * MODEL_LEN * token_bytes) == MODEL_LEN
+    assert length(loaded_model, monkeypatch, 2 * MODEL_LEN * token_bytes, max_model_len=100) == 100
+
+
+def test_what_fits_if_it_does_not(
+    loaded_model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    token_bytes: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert length(loaded_model, monkeypatch, 200 * token_bytes) == 100
+    assert "serving sequences of up to 100 tokens, not the model's 512" in caplog.text
+    assert length(loaded_model, monkeypatch, 200 * token_bytes, mem_fraction_static=1.0) == 200
+
+
+def test_an_operators_length_that_does_not_fit_is_refused(
+    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+) -> None:
+    with pytest.raises(CacheTooLarge, match=r"--max-model-len \(at most 100\) or --max-num-seqs"):
+        length(loaded_model, monkeypatch, 200 * token_bytes, max_model_len=101)
+
+
+def test_not_even_one_token_fits(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
+    with pytest.raises(CacheTooLarge, match="lower --max-num-seqs, or raise --mem-fraction-static"):
+        length(loaded_model, monkeypatch, token_bytes)
+
+
+def test_longer_than_the_model_is_refused(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CacheTooLarge, match="--max-model-len 513 is longer than the model's own length, 512"):
+        length(loaded_model, monkeypatch, 1 << 40, max_model_len=513)
+
+
+def test_a_cache_of_files_counts_as_free(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  700 kB\n")
+    assert capacity._available_memory(meminfo) == 700 * 1024
+    meminfo.write_text("MemTotal:  1000 kB\n")
+    assert capacity._available_memory(meminfo) > 0
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert capacity._room_in_cgroup(tmp_path) == float("inf")
+    (tmp_path / "memory.current").write_text("600\n")
+    (tmp_path / "memory.stat").write_text("anon 450\nfile 150\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity._room_in_cgroup(tmp_path) == float("inf")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert capacity._room_in_cgroup(tmp_path) == 550
+    (tmp_path / "memory.max").write_text("300\n")
+    assert capacity._room_in_cgroup(tmp_path) == 0
+
+
+def test_this_machine_has_memory() -> None:
+    assert capacity._free_bytes(torch.device("cpu")) > 0

@@ -1,0 +1,507 @@
+"""Through a real socket, with the real engine on the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+
+from logitship import BadRequestError, Client, CustomLogitProcessor, RegisteredProcessor
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http_server import running_server
+
+PROMPT = "hello"
+MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
+DEADLINE = 60.0
+LENGTH = 200
+"""Output tokens of a request under the gate."""
+SHIPPING = {"enable_custom_logit_processor": True}
+
+PERMITS = {
+    "class_name": "Permits",
+    "source": """
+import time
+from pathlib import Path
+from logitship import CustomLogitProcessor
+
+class Permits(CustomLogitProcessor):
+    '''Holds a step back until the test permits that many tokens.'''
+    def __call__(self, logits, custom_param_list=None):
+        for params in custom_param_list:
+            while len(params["__req__"].output_ids) >= int(Path(params["permits"]).read_text() or 0):
+                time.sleep(0.002)
+        return logits
+""",
+}
+
+
+class Force(CustomLogitProcessor):
+    """Makes one token certain."""
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        for row, params in zip(logits, custom_param_list, strict=True):
+            row[params["token_id"]] += 1000.0
+        return logits
+
+
+class Served:
+    """A running server and what a test needs to talk to it."""
+
+    def __init__(self, url: str, engine: AsyncEngine) -> None:
+        self.url = url
+        self.engine = engine
+        self.http = httpx.Client(base_url=url, timeout=DEADLINE)
+
+    def ok(self, path: str, body: Any) -> Any:
+        """The answer to a request that must succeed."""
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refused(self, path: str, body: Any) -> Any:
+        """The error of a request that must be refused."""
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The data of a stream's events; it must end with [DONE]."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as answer:
+            *events, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert done == "[DONE]"
+        return [orjson.loads(event) for event in events]
+
+    def abort(self, body: Any) -> None:
+        """Ask for an abort, which answers with nothing."""
+        answer = self.http.post("/abort_request", json=body)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+    def tokens(self, text: str) -> list[int]:
+        """The text's token ids: one a byte."""
+        return self.engine.tokenizer.encode(text)
+
+    def state(self) -> Any:
+        """What the engine says it does now."""
+        return self.http.get("/server_info").json()["internal_states"][0]
+
+    def wait_for(self, **values: int) -> None:
+        """Return when the engine's state has these values."""
+        deadline = time.monotonic() + DEADLINE
+        while {name: self.state()[name] for name in values} != values:
+            assert time.monotonic() < deadline, f"not {values} but {self.state()}"
+
+
+@pytest.fixture
+def serve(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., Served]]:
+    """Starts servers with these settings, which end after the test."""
+    with ExitStack() as stack:
+
+        def start(**settings: Any) -> Served:
+            engine = make_engine(port=0, log_level="error", shutdown_timeout=1.0, **settings)
+            served = Served(stack.enter_context(running_server(engine.config, engine)), engine)
+            stack.callback(served.http.close)
+            return served
+
+        yield start
+
+
+@pytest.fixture
+def served(serve: Callable[..., Served]) -> Served:
+    return serve()
+
+
+@pytest.fixture
+def shipping(serve: Callable[..., Served]) -> Served:
+    """A server that takes code from requests."""
+    return serve(**SHIPPING, max_num_seqs=8)
+
+
+class Gate:
+    """Says how many tokens each request may have that carries `PERMITS`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.permit(0)
+
+    def permit(self, tokens: int) -> None:
+        """Let each request have as many tokens, and no more yet."""
+        self._tokens = tokens
+        self._file.write_text(str(tokens))
+
+    def open(self) -> None:
+        """Hold nothing back any more."""
+        self.permit(1 << 30)
+
+    def permit_until_running(self, served: Served, sequences: int) -> None:
+        """Let steps happen until as many sequences run: new ones join only between steps."""
+        deadline = time.monotonic() + DEADLINE
+        while served.state()["running"] != sequences:
+            assert time.monotonic() < deadline, f"not {sequences} but {served.state()}"
+            self.permit(self._tokens + 1)
+
+    def body(self, prompt: str | list[str] = PROMPT, **fields: Any) -> dict[str, Any]:
+        """A `/generate` body under the gate."""
+        sampling = {
+            "temperature": 0,
+            "ignore_eos": True,
+            "max_new_tokens": LENGTH,
+            "custom_params": {"permits": str(self._file)},
+            **fields.pop("sampling_params", {}),
+        }
+        processor = [PERMITS] * len(prompt) if isinstance(prompt, list) else PERMITS
+        return {"text": prompt, "sampling_params": sampling, "custom_logit_processor": processor, **fields}
+
+
+@pytest.fixture
+def gate(tmp_path: Path, shipping: Served) -> Iterator[Gate]:
+    """Opens before the server ends, whatever happens to the test."""
+    gate = Gate(tmp_path / "permits")
+    yield gate
+    gate.open()
+
+
+def test_every_route_that_tells(served: Served) -> None:
+    assert served.http.get("/health").status_code == 200
+    assert served.http.get("/health").content == b""
+    assert served.http.get("/health_generate").status_code == 200
+    for path in ("/model_info", "/get_model_info"):
+        info = served.http.get(path).json()
+        assert {
+            "model_path": "tiny",
+            "tokenizer_path": "tiny",
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+        }.items() <= info.items()
+        assert (info["vocab_size"], info["max_model_len"]) == (260, 512)
+    for path in ("/server_info", "/get_server_info"):
+        info = served.http.get(path).json()
+        assert info["max_num_seqs"] == 4
+        assert info["internal_states"][0]["accepting"] is True
+    assert [model["id"] for model in served.http.get("/v1/models").json()["data"]] == ["tiny"]
+    assert served.http.get("/v1/models/tiny").json()["max_model_len"] == 512
+    assert served.http.get("/openapi.json").json()["info"]["title"] == "logitship"
+    assert served.http.get("/docs").status_code == 200
+    assert served.http.post("/flush_cache").status_code == 200
+    assert served.http.post("/abort_request", json={"rid": "nobody's"}).status_code == 200
+    assert served.http.get("/nothing").status_code == 404
+
+
+def test_a_sglang_stream_repeats_the_text_so_far(served: Served) -> None:
+    body = {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
+    whole = served.ok("/generate", body)
+    events = served.events("/generate", body)
+    assert [len(event["output_ids"]) for event in events] == list(range(1, 25))
+    for earlier, later in pairwise(events):
+        assert later["text"].startswith(earlier["text"])
+        assert later["output_ids"][:-1] == earlier["output_ids"]
+    assert (events[-1]["text"], events[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 24}
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * 23
+
+
+def test_finish_reasons(served: Served) -> None:
+    free = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    tokens = served.ok("/generate", {"text": PROMPT, "sampling_params": free})["output_ids"]
+    last = next(token for i, token in enumerate(tokens) if i > 0 and token not in tokens[:i] and token >= 4)
+    at = tokens.index(last)
+    ended = served.ok("/generate", {"text": PROMPT, "sampling_params": {**free, "stop_token_ids": [last]}})
+    assert ended["output_ids"] == tokens[: at + 1]
+    assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": last}
+    allowed = {**free, "allowed_token_ids": served.tokens("a")}
+    ended = served.ok("/generate", {"text": PROMPT, "sampling_params": {**allowed, "stop": ["aaa"]}})
+    assert ended["text"] == ""
+    assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": "aaa"}
+
+
+def test_n_of_a_batch_stands_prompt_by_prompt(served: Served) -> None:
+    sampling = {"temperature": 1.5, "n": 2, "max_new_tokens": 6, "sampling_seed": 5, "ignore_eos": True}
+    answers = served.ok("/generate", {"text": ["a", "bc"], "rid": "r", "sampling_params": sampling})
+    assert [answer["meta_info"]["id"] for answer in answers] == ["r_0_0", "r_0_1", "r_1_0", "r_1_1"]
+    assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 1, 2, 2]
+    alone = [served.ok("/generate", {"text": text, "sampling_params": sampling}) for text in ("a", "bc")]
+    assert [answer["output_ids"] for answer in answers] == [each["output_ids"] for pair in alone for each in pair]
+    assert answers[0]["output_ids"] != answers[1]["output_ids"]
+
+
+def test_openai_sdk(served: Served) -> None:
+    sampling: dict[str, Any] = {"model": "tiny", "max_tokens": 16, "temperature": 1.0, "seed": 3}
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        completion = client.completions.create(prompt=PROMPT, logprobs=2, **sampling)
+        stream = client.completions.create(prompt=PROMPT, stream=True, **sampling)
+        assert "".join(event.choices[0].text for event in stream) == completion.choices[0].text
+        assert completion.choices[0].logprobs is not None
+        assert completion.usage is not None
+        assert len(completion.choices[0].logprobs.tokens or []) == completion.usage.completion_tokens
+        chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **sampling)
+        pieces = client.chat.completions.create(messages=MESSAGES, stream=True, **sampling)
+        assert "".join(e.choices[0].delta.content or "" for e in pieces) == chat.choices[0].message.content
+        with pytest.raises(openai.BadRequestError, match="top_p") as refused:
+            client.completions.create(prompt=PROMPT, top_p=2, model="tiny")
+        assert refused.value.param == "top_p"
+
+
+def test_async_openai_sdk(served: Served) -> None:
+    sampling: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+
+    async def talk() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+            completion = await client.completions.create(prompt=PROMPT, **sampling)
+            stream = await client.completions.create(prompt=PROMPT, stream=True, **sampling)
+            assert "".join([e.choices[0].text async for e in stream]) == completion.choices[0].text
+            chat = await client.chat.completions.create(messages=MESSAGES, **sampling)
+            pieces = await client.chat.completions.create(messages=MESSAGES, stream=True, **sampling)
+            text = "".join([e.choices[0].delta.content or "" async for e in pieces])
+            assert text == chat.choices[0].message.content
+
+    asyncio.run(talk())
+
+
+def test_registered_once_and_named_by_its_digest(shipping: Served) -> None:
+    (letter,) = shipping.tokens("z")
+    with Client(shipping.url) as client:
+        registered = client.register(Force)
+        assert client.register(Force) == registered
+        options: dict[str, Any] = {"processor": registered, "params": {"token_id": letter}, "temperature": 0}
+        generation = client.generate(PROMPT, max_new_tokens=3, **options)
+        assert generation.text == "zzz"
+        assert [receipt.digest for receipt in generation.receipts] == [registered.digest]
+        client.flush_cache()
+        assert client.completions(PROMPT, max_tokens=3, **options).text == "zzz"
+        assert client.chat(MESSAGES, max_tokens=3, **options).text == "zzz"
+        assert [g.text for g in client.generate(["a", "b"], max_new_tokens=2, **options)] == ["zz", "zz"]
+        unknown = RegisteredProcessor("sha256:" + "0" * 64)
+        with pytest.raises(BadRequestError, match="is registered: it never was") as refused:
+            client.generate(PROMPT, processor=unknown)
+        assert refused.value.param == "custom_logit_processor"
+
+
+def flat(table: list[Any]) -> list[float]:
+    """The numbers of nested lists, in their order."""
+    return [
+        number
+        for each in table
+        for number in (flat(each) if isinstance(each, list) else [] if each is None else [each])
+    ]
+
+
+def test_the_prompts_logprobs_alone(served: Served) -> None:
+    body = {
+        "text": PROMPT,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "sampling_params": {"max_new_tokens": 0},
+    }
+    one_token = {**body, "sampling_params": {"max_new_tokens": 1}}
+    steps = served.state()["steps"]
+    answer = served.ok("/generate", body)
+    assert served.state()["steps"] == steps + 1
+    assert (answer["text"], answer["output_ids"]) == ("", [])
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (5, 0)
+    assert (meta["output_token_logprobs"], meta["output_top_logprobs"]) == ([], [])
+    assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == served.tokens(PROMPT)
+    expected = served.ok("/generate", one_token)["meta_info"]
+    # A row more in the same multiplication rounds differently.
+    assert flat(meta["input_token_logprobs"]) == pytest.approx(flat(expected["input_token_logprobs"]), abs=1e-4)
+    assert flat(meta["input_top_logprobs"]) == pytest.approx(flat(expected["input_top_logprobs"]), abs=1e-4)
+    (event,) = served.events("/generate", body)
+    assert event["meta_info"]["input_token_logprobs"] == meta["input_token_logprobs"]
+    echo = served.ok("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 0})
+    assert echo["choices"][0]["text"] == PROMPT
+    assert echo["choices"][0]["logprobs"]["token_logprobs"] == [lp for lp, _, _ in meta["input_token_logprobs"]]
+    assert echo["usage"]["completion_tokens"] == 0
+    chat = served.ok("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 0, "n": 2})
+    assert [choice["finish_reason"] for choice in chat["choices"]] == ["length", "length"]
+    assert chat["choices"][0]["message"]["content"] == ""
+    assert served.events("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 0})
+
+
+def test_the_first_position_has_no_logprob(served: Served) -> None:
+    body: dict[str, Any] = {"text": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
+    whole = served.ok("/generate", {**body, "logprob_start_len": 0})["meta_info"]["input_token_logprobs"]
+    part = served.ok("/generate", {**body, "logprob_start_len": 2})["meta_info"]["input_token_logprobs"]
+    assert [token_id for _, token_id, _ in part] == [token_id for _, token_id, _ in whole[2:]]
+    assert part[0][0] is None
+    assert whole[2][0] is not None
+    assert [lp for lp, _, _ in part[1:]] == pytest.approx([lp for lp, _, _ in whole[3:]], abs=1e-4)
+
+
+def test_a_forbidden_tokens_logprob_is_a_number(served: Served) -> None:
+    allowed = {"allowed_token_ids": [70, 71], "logprobs_mode": "processed_logprobs", "temperature": 0}
+    body = {"text": PROMPT, "return_logprob": True, "top_logprobs_num": 3}
+    meta = served.ok("/generate", {**body, "sampling_params": {**allowed, "max_new_tokens": 1}})["meta_info"]
+    assert meta["output_top_logprobs"][0][2][0] == -9999.0
+    answer = served.ok("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "logprobs": 3, **allowed})
+    assert sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())[0] == -9999.0
+
+
+def test_top_k_beyond_the_vocabulary_is_no_limit(served: Served) -> None:
+    sampling = {"temperature": 1.5, "max_new_tokens": 12, "seed": 9, "ignore_eos": True}
+    answers = [
+        served.ok("/generate", {"text": PROMPT, "sampling_params": {**sampling, "top_k": top_k}})["output_ids"]
+        for top_k in (-1, 0, 260, 1 << 30, (1 << 64) - 1)
+    ]
+    assert answers == [answers[0]] * 5
+    one = served.ok("/generate", {"text": PROMPT, "sampling_params": {**sampling, "top_k": 1}})["output_ids"]
+    greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    assert one == served.ok("/generate", {"text": PROMPT, "sampling_params": greedy})["output_ids"]
+
+
+def test_seeds_of_64_bits(served: Served) -> None:
+    def tokens(seed: int) -> Any:
+        sampling = {"temperature": 1.5, "max_new_tokens": 12, "sampling_seed": seed, "ignore_eos": True}
+        return served.ok("/generate", {"text": PROMPT, "sampling_params": sampling})["output_ids"]
+
+    seeds = [-(1 << 63), -1, 0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+    answers = {seed: tokens(seed) for seed in seeds}
+    assert answers == {seed: tokens(seed) for seed in seeds}
+    # The two readings of the same 64 bits.
+    assert answers[-1] == answers[(1 << 64) - 1]
+    assert answers[-(1 << 63)] == answers[1 << 63]
+    assert len({tuple(answer) for answer in answers.values()}) == 4
+    for seed in (-(1 << 63) - 1, 1 << 64):
+        error = served.refused("/v1/completions", {"prompt": PROMPT, "seed": seed})
+        assert (error["param"], error["message"]) == ("seed", "seed: must be an integer from -2^63 to 2^64 - 1")
+
+
+def test_a_client_that_leaves_frees_its_row_within_a_step(
+    shipping: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed = Event()
+    cancel = shipping.engine.cancel
+
+    def cancel_and_tell(rid: str) -> None:
+        cancel(rid)
+        noticed.set()
+
+    monkeypatch.setattr(shipping.engine, "cancel", cancel_and_tell)
+    gate.permit(3)
+    with shipping.http.stream("POST", "/generate", json=gate.body(stream=True)) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        for count in (1, 2, 3):
+            assert len(orjson.loads(next(lines).removeprefix("data: "))["output_ids"]) == count
+    # The fourth step is under way, and held back.
+    assert noticed.wait(DEADLINE)
+    assert (shipping.state()["running"], shipping.state()["steps"]) == (1, 3)
+    gate.open()
+    shipping.wait_for(running=0)
+    assert shipping.state()["steps"] == 4
+
+
+def test_abort_reaches_a_batch_and_nobody_else(shipping: Served, gate: Gate) -> None:
+    with ThreadPoolExecutor() as pool:
+        batch = pool.submit(shipping.ok, "/generate", gate.body(["a", "b"], rid="x"))
+        others = {rid: pool.submit(shipping.ok, "/generate", gate.body(rid=rid)) for rid in ("x_9", "x_1_0", "xy", "y")}
+        gate.permit_until_running(shipping, 6)
+        shipping.abort({"rid": "x"})
+        gate.open()
+        reasons = [answer["meta_info"]["finish_reason"] for answer in batch.result(DEADLINE)]
+        assert reasons == [{"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}] * 2
+        for other in others.values():
+            assert other.result(DEADLINE)["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}
+
+
+def test_abort_of_several_continuations_and_of_one(shipping: Served, gate: Gate) -> None:
+    with ThreadPoolExecutor() as pool:
+        two = {"sampling_params": {"n": 2}}
+        all_of_it = pool.submit(shipping.ok, "/generate", gate.body(rid="x", **two))
+        one_of_it = pool.submit(shipping.ok, "/generate", gate.body(rid="y", **two))
+        single = pool.submit(shipping.ok, "/generate", gate.body(rid="z"))
+        gate.permit_until_running(shipping, 5)
+        for rid in ("x", "y_1", "z_0"):
+            shipping.abort({"rid": rid})
+        gate.open()
+        kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in all_of_it.result(DEADLINE)]
+        assert kinds == ["abort", "abort"]
+        kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in one_of_it.result(DEADLINE)]
+        assert kinds == ["length", "abort"]
+        assert single.result(DEADLINE)["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_abort_of_a_batch_of_completions(shipping: Served, gate: Gate) -> None:
+    body = {
+        "prompt": ["a", "b"],
+        "request_id": "x",
+        "max_tokens": LENGTH,
+        "ignore_eos": True,
+        "custom_logit_processor": [PERMITS, PERMITS],
+        "custom_params": gate.body()["sampling_params"]["custom_params"],
+    }
+    with ThreadPoolExecutor() as pool:
+        batch = pool.submit(shipping.ok, "/v1/completions", body)
+        gate.permit_until_running(shipping, 2)
+        shipping.abort({"rid": "x"})
+        gate.open()
+        answer = batch.result(DEADLINE)
+    assert answer["id"] == "x"
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort", "abort"]
+
+
+def test_abort_all(shipping: Served, gate: Gate) -> None:
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(shipping.ok, "/generate", gate.body()) for _ in range(3)]
+        gate.permit_until_running(shipping, 3)
+        shipping.abort({"abort_all": True})
+        gate.open()
+        for each in running:
+            assert each.result(DEADLINE)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_body_that_is_too_large(serve: Callable[..., Served]) -> None:
+    served = serve(**SHIPPING, max_request_bytes=4096, max_processor_size=256)
+    answer = served.http.post("/generate", json={"text": "x" * 4096})
+    assert answer.status_code == 413
+    source = {"source": "#" * 256, "class_name": "X"}
+    answer = served.http.post("/generate", json={"text": "x", "custom_logit_processor": source})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "custom_logit_processor")
+    assert served.http.post("/v1/processors", json=source).status_code == 413
+    served.ok("/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}})
+
+
+def test_api_key(serve: Callable[..., Served]) -> None:
+    served = serve(api_key="secret")
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/processors", "/abort_request"):
+        assert served.http.post(path, json={}).status_code == 401
+    for path in ("/v1/models", "/server_info", "/get_model_info", "/openapi.json", "/docs"):
+        assert served.http.get(path).status_code == 401
+    for path in ("/health", "/health_generate"):
+        assert served.http.get(path).status_code == 200
+    with Client(served.url, api_key="secret") as client:
+        assert client.generate(PROMPT, max_new_tokens=2, ignore_eos=True).usage.completion_tokens == 2
+    sdk = openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0)
+    with sdk, pytest.raises(openai.AuthenticationError):
+        sdk.models.list()
+
+
+def test_an_unexpected_error_is_logged_once(
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("a secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.engine, "stats", broken)
+        answer = served.http.get("/server_info")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "internal server error"
+    assert caplog.text.count("ZeroDivisionError: a secret") == 1
+    assert "ASGI" not in capfd.readouterr().err
+    served.ok("/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}})

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+
+from logitship.server import cli
+from logitship.server.config import ServerConfig
+
+
+@pytest.fixture
+def configs(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """What the commands were run with; they do nothing else."""
+    found: list[ServerConfig] = []
+
+    def command(config: ServerConfig) -> int:
+        found.append(config)
+        return 0
+
+    monkeypatch.setattr(cli, "_COMMANDS", {"serve": command, "demo": command})
+    return found
+
+
+OTHER_VALUES: dict[type, str] = {int: "7", float: "0.25", str: "other"}
+
+
+def every_flag() -> list[Any]:
+    return [
+        pytest.param(name, names[0].removeprefix("--").replace("-", "_"), id=name)
+        for flags in cli._FLAGS.values()
+        for names, _ in flags
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("flag", "field"), every_flag())
+def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[ServerConfig]) -> None:
+    default = getattr(ServerConfig(), field)
+    written: list[str] = {
+        "dtype": ["bfloat16"],
+        "logprobs_mode": ["processed_logprobs"],
+        "processor_isolation": ["none"],
+        "log_level": ["error"],
+        "max_model_len": ["7"],
+        "random_seed": ["7"],
+    }.get(field) or ([] if default is False else [OTHER_VALUES.get(type(default), "other")])
+    assert cli.main(["serve", flag, *written]) == 0
+    value = getattr(configs[0], field)
+    assert value == (type(value)(written[0]) if written else True)
+    assert value != default or field == "processor_isolation"
+    assert dataclasses.replace(configs[0], **{field: default}) == ServerConfig()
+
+
+def test_every_field_has_a_flag() -> None:
+    fields = {names[0].removeprefix("--").replace("-", "_") for flags in cli._FLAGS.values() for names, _ in flags}
+    assert fields == {field.name for field in dataclasses.fields(ServerConfig)}
+
+
+def test_the_peers_spellings(configs: list[ServerConfig]) -> None:
+    flags = {"--model": "m", "--max-running-requests": "3", "--context-length": "9", "--gpu-memory-utilization": "0.2"}
+    cli.main(["serve", *(word for flag in flags.items() for word in flag)])
+    assert configs == [ServerConfig(model_path="m", max_num_seqs=3, max_model_len=9, mem_fraction_static=0.2)]
+
+
+def test_nothing_said_is_the_default(configs: list[ServerConfig]) -> None:
+    assert cli.main(["serve"]) == 0
+    assert cli.main(["demo"]) == 0
+    assert configs == [ServerConfig(), ServerConfig()]
+    assert configs[0].port == 30000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs must be 1 or greater, not 0"),
+        (["serve", "--max-num-seqs", "many"], "invalid int value: 'many'"),
+        (["serve", "--mem-fraction-static", "nan"], "mem_fraction_static must be above 0"),
+        (["serve", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["serve", "--processor-isolation", "magic"], "invalid choice: 'magic'"),
+        (["serve", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["serve", "--port"], "expected one argument"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for flags in cli._FLAGS.values():
+        for names, _ in flags:
+            assert all(name in shown for name in names)
+    assert "(default: 30000)" in shown
+    assert "(default: SmolLM2-135M-Instruct)" in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("logitship 0.")
+
+
+def test_the_light_client_says_what_to_install(
+    configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
+    assert cli.main(["serve"]) == 1
+    assert capsys.readouterr().err == 'This needs the server: pip install "logitship[serve]"\n'
+    assert configs == []
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--model-path", "./nowhere.gguf", "--port", "0"]) == 1
+    assert capsys.readouterr().err.endswith("logitship: there is no GGUF file './nowhere.gguf'\n")

@@ -1,0 +1,176 @@
+"""`logitship serve` as its operator sees it: a process that is told to end while requests run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from logitship.server.engine.model_loader import LoadedModel
+
+DEADLINE = 120.0
+LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))
+HOLD = {
+    "class_name": "Hold",
+    "source": """
+import time
+from pathlib import Path
+from logitship import CustomLogitProcessor
+
+class Hold(CustomLogitProcessor):
+    '''Holds a step back, after the first token, until a file exists.'''
+    def __call__(self, logits, custom_param_list=None):
+        for params in custom_param_list:
+            while params["__req__"].output_ids and not Path(params["file"]).exists():
+                time.sleep(0.002)
+        return logits
+""",
+}
+
+
+class Serving:
+    """A `logitship serve` process."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        command = [LOGITSHIP, "serve", "--model-path", str(model), "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, "--device", "cpu", "--enable-custom-logit-processor", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read_log)
+        self._reader.start()
+        assert self._ready.wait(DEADLINE), "".join(self.log)
+        found = re.search(r"http://[\d.]+:\d+", self.log[-1])
+        assert found, "".join(self.log)
+        self.http = httpx.Client(base_url=found[0], timeout=DEADLINE)
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if not self._ready.is_set():
+                self.log.append(line)
+            if "running on http" in line:
+                self._ready.set()
+        self._ready.set()
+
+    def terminate(self) -> None:
+        """Send SIGTERM and wait until the server acts on it."""
+        self.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + DEADLINE
+        while self.http.get("/health").status_code != 503:
+            assert time.monotonic() < deadline
+
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        self.http.close()
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def model_folder(loaded_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    loaded_model.model.save_pretrained(folder)
+    loaded_model.tokenizer.hf_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def serve(model_folder: Path) -> Iterator[Callable[..., Serving]]:
+    """Starts servers, which are killed after the test if they still run."""
+    started: list[Serving] = []
+
+    def start(*flags: str) -> Serving:
+        started.append(Serving(model_folder, *flags))
+        return started[-1]
+
+    yield start
+    for serving in started:
+        serving.close()
+
+
+def held_body(file: Path) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "custom_params": {"file": str(file)}}
+    return {"text": "hello", "sampling_params": sampling, "custom_logit_processor": HOLD, "stream": True}
+
+
+def data_of(answer: httpx.Response) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+
+
+def test_the_first_signal_finishes_what_runs_and_refuses_what_comes(
+    serve: Callable[..., Serving], tmp_path: Path
+) -> None:
+    serving = serve()
+    with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "go")) as answer:
+        events = data_of(answer)
+        next(events)
+        serving.terminate()
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+            refused = serving.http.post(path, json=body)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["message"] == "the server is shutting down"
+            assert refused.headers["retry-after"]
+        assert serving.process.poll() is None
+        (tmp_path / "go").touch()
+        *_, last, done = events
+    assert done == "[DONE]"
+    assert orjson.loads(last)["meta_info"]["finish_reason"] == {"type": "length", "length": 16}
+    assert serving.process.wait(DEADLINE) == 0
+
+
+def test_the_second_signal_ends_at_once(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    serving = serve("--shutdown-timeout", str(10 * DEADLINE))
+    with ThreadPoolExecutor() as pool:
+
+        def read() -> None:
+            with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "never")) as answer:
+                for _ in data_of(answer):
+                    begun.set()
+
+        begun = threading.Event()
+        reading = pool.submit(read)
+        assert begun.wait(DEADLINE)
+        serving.terminate()
+        serving.process.send_signal(signal.SIGTERM)
+        # Far below the time that it would wait for the request, and for a step that does not end.
+        assert serving.process.wait(5) == 0
+        with pytest.raises(httpx.RemoteProtocolError):
+            reading.result(DEADLINE)
+
+
+def test_a_processor_that_hangs_does_not_keep_the_server_alive(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    serving = serve("--shutdown-timeout", "0.1")
+    with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "never")) as answer:
+        next(data_of(answer))
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.wait(DEADLINE) == 0
+
+
+def test_a_port_that_is_taken(serve: Callable[..., Serving], model_folder: Path) -> None:
+    serving = serve()
+    port = str(serving.http.base_url.port)
+    command = [LOGITSHIP, "serve", "--model-path", str(model_folder), "--port", port]
+    second = subprocess.run(
+        [*command, "--device", "cpu"], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert second.returncode != 0
+    assert "address already in use" in second.stderr
