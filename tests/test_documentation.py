@@ -1,0 +1,254 @@
+"""The pages for people: their examples run, and what they say of flags, routes, errors and files is so."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import httpx
+import pytest
+
+from logitship.server.cli import main
+from logitship.server.config import ServerConfig
+from logitship.server.engine.build import build_engine
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.errors import RequestRefused
+from logitship.server.http_server import running_server
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+IN_THE_EXAMPLES = "http://127.0.0.1:30000"
+"""Where the examples' server is."""
+
+# Only these: they install, start something that stays, or need what the tests have not.
+NOT_RUN = {
+    "README.md": [
+        "python3 -m venv .venv && source .venv/bin/activate",
+        'pip install -c constraints.txt -e ".[serve]" && logitship demo',
+        'pip install -c constraints.txt -e ".[serve,dev]" && scripts/test',
+        "logitship serve --enable-custom-logit-processor",
+        "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor",
+    ],
+    "CONTRIBUTING.md": [
+        'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',
+        'pip install -e ".[serve,dev]"\nscripts/test\npip freeze --exclude-editable',
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: ```` ```<language> <word> ````."""
+
+    page: Path
+    line: int
+    language: str
+    word: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    content = page.read_text()
+    for found in re.finditer(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", content, re.MULTILINE | re.DOTALL):
+        line = content.count("\n", 0, found.start()) + 1
+        yield Block(page, line, found[1], found[2], found[3])
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+CURL_BLOCKS = [block for block in BLOCKS if block.language == "bash" and not block.word]
+PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+
+
+@pytest.fixture(scope="module")
+def base_url(loaded_model: LoadedModel) -> Iterator[str]:
+    """A server on the tiny model that takes shipped code."""
+    config = ServerConfig(
+        model_path="tiny", port=0, max_num_seqs=4, random_seed=0, enable_custom_logit_processor=True, log_level="error"
+    )
+    with running_server(config, build_engine(config, loaded_model)) as url:
+        yield url
+
+
+# --- the examples ---
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    assert {(block.language, block.word) for block in BLOCKS} == {
+        ("bash", ""),
+        ("bash", "no-run"),
+        ("json", ""),
+        ("python", ""),
+        ("text", ""),
+    }
+
+
+def test_only_what_cannot_run_is_not_run() -> None:
+    not_run: dict[str, list[str]] = {}
+    for block in BLOCKS:
+        if block.word == "no-run":
+            not_run.setdefault(block.page.name, []).append(block.text.strip())
+    assert not_run == NOT_RUN
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_as_one_script(
+    page: Path, base_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A `text` block right after a Python block is what that prints."""
+    script = tmp_path / f"{page.stem.replace('-', '_')}.py"
+    parts = [block.text for block in blocks_of(page) if block.language == "python"]
+    script.write_text("\n\n".join(parts).replace(IN_THE_EXAMPLES, base_url))
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    kinds = re.findall(r"^```python\n.*?^```\n\n```text\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for expected in kinds:
+        assert expected in printed
+
+
+@pytest.mark.parametrize("block", CURL_BLOCKS, ids=str)
+def test_curl_runs(block: Block, base_url: str) -> None:
+    command = shlex.split(block.text)
+    assert command.count("curl") == 1
+    assert command[0] == "curl"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("-H", dest="header")
+    parser.add_argument("-d", dest="body")
+    curl = parser.parse_args(command[1:])
+    assert curl.url.startswith(IN_THE_EXAMPLES)
+    name, _, value = curl.header.partition(": ")
+    url = curl.url.replace(IN_THE_EXAMPLES, base_url)
+    answer = httpx.post(url, content=curl.body, headers={name: value}, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
+def test_json_is_json(block: Block) -> None:
+    assert isinstance(json.loads(block.text), dict)
+
+
+def test_the_answer_of_generate_has_the_fields_that_are_shown(base_url: str) -> None:
+    request = next(block for block in CURL_BLOCKS if block.page.name == "server.md" and "/generate" in block.text)
+    shown = next(block for block in BLOCKS if block.language == "json" and '"meta_info"' in block.text)
+    body = json.loads(shlex.split(request.text)[-1])
+    answer = httpx.post(f"{base_url}/generate", json=body, timeout=60).json()
+    expected = json.loads(shown.text)
+    assert list(answer) == list(expected)
+    assert list(answer["meta_info"]) == list(expected["meta_info"])
+
+
+# --- what the pages say of the program ---
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The cells of the tables of a section, without those of their heads."""
+    content = (ROOT / page).read_text()
+    match = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", content, re.MULTILINE | re.DOTALL)
+    assert match is not None, f"{page} has no section {heading!r}"
+    lines = [line for line in match[2].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rules = [number for number, row in enumerate(rows) if set("".join(row)) == {"-"}]
+    return [row for number, row in enumerate(rows) if number not in rules and number + 1 not in rules]
+
+
+def test_the_flags_are_those_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    in_parser = [re.findall(r"--[a-z-]+", line.split("  ")[1]) for line in lines]
+    in_page = [re.findall(r"--[a-z-]+", row[0]) for row in rows_of("docs/server.md", "Flags")]
+    assert in_page == in_parser
+
+
+def test_the_flags_defaults_are_those_of_the_configuration() -> None:
+    def shown(default: object) -> str:
+        return "" if default is None else "off" if default is False else f"`{default}`"
+
+    in_config = {f"--{field.name.replace('_', '-')}": shown(field.default) for field in fields(ServerConfig)}
+    in_page = {re.findall(r"--[a-z-]+", row[0])[0]: row[1] for row in rows_of("docs/server.md", "Flags")}
+    assert in_page == in_config
+
+
+def test_the_routes_are_those_of_the_server(base_url: str) -> None:
+    paths = httpx.get(f"{base_url}/openapi.json").json()["paths"]
+    in_page = {tuple(route.split(" ")) for row in rows_of("docs/server.md", "Routes") for route in codes_in(row[0])}
+    assert {path for _, path in in_page} == set(paths)
+    assert [(method, path) for method, path in in_page if method.lower() not in paths[path]] == []
+
+
+def codes_in(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def refusals(base: type[RequestRefused] = RequestRefused) -> Iterator[type[RequestRefused]]:
+    for cls in base.__subclasses__():
+        yield cls
+        yield from refusals(cls)
+
+
+def test_every_refusal_is_listed() -> None:
+    listed = {(row[0], *codes_in(row[1])) for row in rows_of("docs/server.md", "Errors")}
+    assert {(str(cls.status_code), cls.type) for cls in refusals()} <= listed
+
+
+def test_every_sampling_parameter_is_listed() -> None:
+    module = importlib.import_module("logitship.server.http.sglang_schemas")
+    in_page = {name for row in rows_of("docs/sampling.md", "Parameters") for name in codes_in(row[0])}
+    elsewhere = {"custom_params", "logprobs_mode", "no_stop_trim"}
+    about_text = {"skip_special_tokens", "spaces_between_special_tokens"}
+    missing = set(module.SGLangSamplingParams.model_fields) - in_page - elsewhere - about_text
+    assert missing == set()
+
+
+def test_what_the_readme_says_is_what_ci_runs() -> None:
+    second = NOT_RUN["README.md"][2]
+    assert second in (ROOT / "README.md").read_text().splitlines()
+    assert second in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_changelog_has_an_unreleased_section() -> None:
+    assert re.search(r"^## \[Unreleased\]$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+# --- links and paths ---
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """GitHub's: lower case, without punctuation, with hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    broken = []
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_exist(page: Path) -> None:
+    tops = "client|sampler|builtin_processors|server|tests|scripts|docs|src"
+    paths = re.findall(rf"`((?:{tops})/[\w/.-]*)(?: [^`]*)?`", prose_of(page))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
