@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from logitship.client.errors import ProcessorLoadError
@@ -21,8 +21,11 @@ from logitship.server.errors import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.tokenizer import Tokenizer
 
 from .admission import Limits, check
+from .daemon_thread import in_daemon_thread
 from .engine import INTERNAL_ERROR, Engine
 from .engine_thread import EngineThread
+from .generation_stream import GenerationStream
+from .info import EngineStats, ModelInfo
 from .messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
 from .processor_library import ProcessorLibrary
 from .sequence import Sequence
@@ -34,70 +37,6 @@ _STOP_TIMEOUT = 5.0
 _SEEDS = 1 << 64
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Sets the seeds of a request's continuations apart: 2^64 divided by the golden ratio, as in SplitMix64."""
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """What clients may know of the model."""
-
-    name: str
-    path: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    dtype: str
-    device: str
-    architecture: str
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A glance at the engine."""
-
-    running: int
-    waiting: int
-    steps: int
-    accepting: bool
-    processor_cache_hits: int
-    processor_cache_misses: int
-    processor_cache_evictions: int
-    processor_cache_entries: int
-    processor_cache_bytes: int
-
-
-class GenerationStream:
-    """The chunks of one request, of all its `n` continuations interleaved, until each has its finish reason.
-
-    Leave it early with `aclose()`: that cancels the request and frees its rows within a step.
-    """
-
-    def __init__(self, engine: AsyncEngine, request: GenerationRequest) -> None:
-        self._engine = engine
-        self._rid = request.rid
-        self._unfinished = request.n
-        self._chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-
-    async def __aiter__(self) -> AsyncIterator[GenerationChunk]:
-        while self._unfinished:
-            chunk = await self._chunks.get()
-            if chunk.finish_reason is not None:
-                self._unfinished -= 1
-            yield chunk
-
-    async def aclose(self) -> None:
-        """Cancel what still runs. Harmless at the end."""
-        if self._unfinished:
-            self._engine.cancel(self._rid)
-
-    def deliver(self, chunks: list[GenerationChunk]) -> None:
-        """Take chunks, on any thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._put, chunks)
-
-    def _put(self, chunks: list[GenerationChunk]) -> None:
-        for chunk in chunks:
-            self._chunks.put_nowait(chunk)
 
 
 @dataclass
@@ -149,10 +88,9 @@ class AsyncEngine:
                 `custom_logit_processor`.
         """
         check(request, self._limits)
-        active = _ActiveRequest(request, GenerationStream(self, request), [], request.n)
+        active = _ActiveRequest(request, GenerationStream(request.n, lambda: self.cancel(request.rid)), [], request.n)
         self._reserve(active)
-        # Unpickling runs the author's code and may take long: not on the event loop.
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load_processors, active))
+        loading = in_daemon_thread(self._load_processors, active)
         try:
             uses = await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -182,8 +120,7 @@ class AsyncEngine:
         """
         with self._lock:
             self._check_accepting()
-        # Unpickling runs the author's code and may take long: not on the event loop.
-        return await asyncio.to_thread(self._register, string)
+        return await in_daemon_thread(self._register, string)
 
     def abort(self, rid: str | None) -> None:
         """Cancel a request, the requests of a batch, or a continuation, by the id that its client knows; all: `None`.

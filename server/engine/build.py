@@ -18,9 +18,10 @@ from logitship.sampler.shipped_processors import ModelView, ShippedProcessors
 from logitship.sampler.vllm_config import SchedulerConfig, VllmConfig
 from logitship.server.config import ServerConfig
 
-from .async_engine import AsyncEngine, ModelInfo
+from .async_engine import AsyncEngine
 from .capacity import max_model_len
 from .engine import Engine
+from .info import ModelInfo
 from .model_loader import LoadedModel, load_model
 from .model_runner import ModelRunner
 from .processor_library import ProcessorLibrary

@@ -93,8 +93,9 @@ class Sequence:
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence from outside."""
+        text = self._flush()
         self.finish_reason = reason
-        self._emit(self._flush(), [], [])
+        self._emit(text, [], [])
 
     def _text_of(self, token_id: int) -> str:
         params = self.sampling_params

@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from logitship.client.records import Receipt
-from logitship.server.engine.async_engine import AsyncEngine, GenerationStream
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.generation_stream import GenerationStream
 from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, TokenLogprobs
 from logitship.server.errors import RequestRefused
 

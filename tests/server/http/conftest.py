@@ -16,7 +16,9 @@ from logitship.client.processor_string import InstalledProcessor, PickledProcess
 from logitship.client.records import Receipt
 from logitship.server.config import ServerConfig
 from logitship.server.engine.admission import Limits, check
-from logitship.server.engine.async_engine import AsyncEngine, EngineStats, GenerationStream, ModelInfo
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.generation_stream import GenerationStream
+from logitship.server.engine.info import EngineStats, ModelInfo
 from logitship.server.engine.messages import (
     FinishReason,
     GenerationChunk,

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from logitship.server.engine.daemon_thread import in_daemon_thread
+
+
+def test_the_result_and_the_error_arrive() -> None:
+    async def both() -> None:
+        assert await in_daemon_thread(divmod, 7, 2) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            await in_daemon_thread(divmod, 7, 0)
+
+    asyncio.run(both())
+
+
+def test_what_never_ends_keeps_nobody_waiting() -> None:
+    """More of it than a shared pool has threads: others go on, and so does the end of the program."""
+    never = threading.Event()
+
+    async def hang() -> int:
+        hanging = [in_daemon_thread(never.wait) for _ in range(64)]
+        result = await asyncio.to_thread(lambda: 42)
+        assert not any(future.done() for future in hanging)
+        return result
+
+    assert asyncio.run(hang()) == 42
+    threads = [thread for thread in threading.enumerate() if thread.name == "logitship-load"]
+    assert all(thread.daemon for thread in threads)
+    never.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_who_gives_up_is_not_told() -> None:
+    done = threading.Event()
+
+    async def give_up() -> None:
+        future = in_daemon_thread(done.wait)
+        future.cancel()
+        done.set()
+        await asyncio.to_thread(lambda: [t.join() for t in threading.enumerate() if t.name == "logitship-load"])
+        assert future.cancelled()
+
+    asyncio.run(give_up())
