@@ -63,10 +63,11 @@ def load_model(config: ServerConfig) -> LoadedModel:
         hf_config = AutoConfig.from_pretrained(source.name, **source.options)
         model = AutoModelForCausalLM.from_pretrained(source.name, dtype=_dtype(config, hf_config), **source.options)
         torch.nn.Module.to(model, _device(config))  # transformers' own `to` has lost its types
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelLoadError(f"cannot load the model {config.model_path!r}: {error}") from error
+    except (OSError, ValueError, ImportError, LookupError, RuntimeError) as error:  # what transformers raises for these
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelLoadError(f"cannot load the model {config.model_path!r}: {reason}") from error
     if config.chat_template:
-        hf_tokenizer.chat_template = Path(config.chat_template).read_text()
+        hf_tokenizer.chat_template = _read_chat_template(config.chat_template)
     text_config = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -89,6 +90,13 @@ def _source(path: str, trust_remote_code: bool) -> _Source:
     if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
         raise ModelLoadError(f"there is no folder {path!r}")
     return _Source(str(Path(path).expanduser()) if path.startswith("~") else path, options)
+
+
+def _read_chat_template(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"cannot read the chat template {path!r}: {error}") from error
 
 
 def _device(config: ServerConfig) -> torch.device:
