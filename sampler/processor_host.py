@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from logitship.client.errors import ProcessorLoadError
 
 if TYPE_CHECKING:
     import torch
@@ -62,3 +64,26 @@ class ProcessorHost(Protocol):
             ProcessorFault: it raised, or returned something other than a float tensor of that shape on that device.
         """
         ...
+
+
+class NoHost:
+    """Stands where a host would be if shipped code were allowed: nothing is loaded, so nothing can run.
+
+    Args:
+        reason: what clients are told.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def load(self, string: ProcessorString) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            ProcessorLoadError: always.
+        """
+        raise ProcessorLoadError(self._reason)
+
+    def run(self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]) -> NoReturn:
+        """Never called: there is no processor of this host."""
+        raise AssertionError("no processor was loaded")

@@ -14,6 +14,12 @@ RequestRefused
 
 from __future__ import annotations
 
+SHIPPING_IS_OFF = (
+    "The server is not configured to enable custom logit processor. "
+    "Please set `--enable-custom-logit-processor` to enable this feature."
+)
+"""SGLang's sentence: clients and tests of it look for these words."""
+
 
 class StartError(Exception):
     """The server cannot start."""

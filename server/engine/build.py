@@ -13,10 +13,12 @@ from logitship.sampler.in_process_host import InProcessHost
 from logitship.sampler.logits_processors import LogitsProcessors
 from logitship.sampler.persistent_batch import PersistentBatch
 from logitship.sampler.processor_cache import ProcessorCache
+from logitship.sampler.processor_host import NoHost, ProcessorHost
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.shipped_processors import ModelView, ShippedProcessors
 from logitship.sampler.vllm_config import SchedulerConfig, VllmConfig
 from logitship.server.config import ServerConfig
+from logitship.server.errors import SHIPPING_IS_OFF
 
 from .async_engine import AsyncEngine
 from .capacity import max_model_len
@@ -41,22 +43,7 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
         StartError: the model cannot be loaded or served; the message says what to do.
     """
     loaded = loaded or load_model(config)
-    host = InProcessHost(SGLANG_NAMES)
-    if config.enable_custom_logit_processor:
-        logger.warning(
-            "shipped processors run inside this process, with all its rights (--processor-isolation none): "
-            "serve only people whose code you would run yourself"
-        )
-    bounds = {"max_entries": config.processor_cache_entries, "max_bytes": config.processor_cache_bytes}
-    library = ProcessorLibrary(
-        installed_processors(), ProcessorCache(host, **bounds), host, loaded.vocab_size, RegisteredProcessors(**bounds)
-    )
-    async_engine = AsyncEngine(
-        config,
-        _model_info(config, loaded),
-        loaded.tokenizer,
-        library,
-    )
+    async_engine = AsyncEngine(config, _model_info(config, loaded), loaded.tokenizer, _library(config, loaded))
     runner = ModelRunner(loaded.model, config.max_num_seqs, async_engine.model.max_model_len)
     async_engine.start(
         Engine(
@@ -68,6 +55,27 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
         )
     )
     return async_engine
+
+
+def _library(config: ServerConfig, loaded: LoadedModel) -> ProcessorLibrary:
+    bounds = {"max_entries": config.processor_cache_entries, "max_bytes": config.processor_cache_bytes}
+    return ProcessorLibrary(
+        installed_processors(),
+        ProcessorCache(_shipped_host(config), **bounds),
+        InProcessHost(SGLANG_NAMES),
+        loaded.vocab_size,
+        RegisteredProcessors(**bounds),
+    )
+
+
+def _shipped_host(config: ServerConfig) -> ProcessorHost:
+    if not config.enable_custom_logit_processor:
+        return NoHost(SHIPPING_IS_OFF)
+    logger.warning(
+        "shipped processors run inside this process, with all its rights (--processor-isolation none): "
+        "serve only people whose code you would run yourself"
+    )
+    return InProcessHost(SGLANG_NAMES)
 
 
 def _model_info(config: ServerConfig, loaded: LoadedModel) -> ModelInfo:

@@ -17,7 +17,7 @@ from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingPar
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.messages import ProcessorRequest
-from logitship.server.errors import BadRequest, RequestRefused, RequestTooLarge
+from logitship.server.errors import SHIPPING_IS_OFF, BadRequest, RequestRefused, RequestTooLarge
 from logitship.server.tokenizer import Tokenizer
 
 from .schema import SamplingFields
@@ -26,12 +26,6 @@ Refused = TypeVar("Refused", bound=RequestRefused)
 
 _NAME_WITH_UNDERSCORE = re.compile(r"[a-z]+(?:_[a-z]+)+")
 """Any other field's name is also a word, which a message may use as one."""
-
-SHIPPING_IS_OFF = (
-    "The server is not configured to enable custom logit processor. "
-    "Please set `--enable-custom-logit-processor` to enable this feature."
-)
-"""SGLang's sentence: clients and tests of it look for these words."""
 
 
 @dataclass(frozen=True)

@@ -339,6 +339,21 @@ def test_what_cannot_run_is_refused(make_engine: BuildEngine, wanted: Generation
     assert run(refused()).param == param
 
 
+def test_without_the_flag_the_engine_itself_loads_nothing(make_engine: BuildEngine) -> None:
+    engine = make_engine(enable_custom_logit_processor=False)
+    code = SourceProcessor("raise SystemExit", "X")
+
+    async def refused() -> None:
+        for string in (code, BOOST):
+            with pytest.raises(BadRequest, match="Please set `--enable-custom-logit-processor`"):
+                await engine.submit(request(processors=((string, None),)))
+            with pytest.raises(BadRequest, match="Please set `--enable-custom-logit-processor`"):
+                await engine.register(string)
+        await generate(engine, request(processors=((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)))
+
+    run(refused())
+
+
 def test_a_running_id_is_taken(make_engine: BuildEngine) -> None:
     engine = make_engine()
 

@@ -6,8 +6,7 @@ import orjson
 import pytest
 
 from logitship.client.processor_string import InstalledProcessor, PickledProcessor, SourceProcessor
-from logitship.server.errors import ServiceUnavailable
-from logitship.server.http.admission import SHIPPING_IS_OFF
+from logitship.server.errors import SHIPPING_IS_OFF, ServiceUnavailable
 
 URL = "/v1/processors"
 PICKLED = {"callable": "80"}

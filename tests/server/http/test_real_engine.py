@@ -395,12 +395,12 @@ def test_a_client_that_leaves_frees_its_row_within_a_step(
         lines = (line for line in answer.iter_lines() if line)
         for count in (1, 2, 3):
             assert len(orjson.loads(next(lines).removeprefix("data: "))["output_ids"]) == count
-    # The fourth step is under way, and held back.
     assert noticed.wait(DEADLINE)
-    assert (shipping.state()["running"], shipping.state()["steps"]) == (1, 3)
+    # Either the fourth step is under way, and held back, or the news came before it began.
+    assert shipping.state()["steps"] == 3
     gate.open()
     shipping.wait_for(running=0)
-    assert shipping.state()["steps"] == 4
+    assert shipping.state()["steps"] <= 4
 
 
 def test_abort_reaches_a_batch_and_nobody_else(shipping: Served, gate: Gate) -> None:
