@@ -90,16 +90,7 @@ class AsyncEngine:
         check(request, self._limits)
         active = _ActiveRequest(request, GenerationStream(request.n, lambda: self.cancel(request.rid)), [], request.n)
         self._reserve(active)
-        loading = in_daemon_thread(self._load_processors, active)
-        try:
-            uses = await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            # That does not stop the thread: what it still loads is given back when it is done.
-            loading.add_done_callback(lambda _: self._forget(active))
-            raise
-        except BaseException:
-            self._forget(active)
-            raise
+        uses = await self._loaded(active) if request.processors else []
         self._thread.add([self._sequence(active, index, uses) for index in range(request.n)])
         if active.cancelled:
             self.cancel(request.rid)
@@ -201,6 +192,18 @@ class AsyncEngine:
         with _load_errors_refused(param=None):
             processor = self._library.register(string)
         return processor.digest, processor.name
+
+    async def _loaded(self, active: _ActiveRequest) -> list[tuple[LoadedProcessor, ProcessorRequest]]:
+        loading = in_daemon_thread(self._load_processors, active)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            # That does not stop the thread: what it still loads is given back when it is done.
+            loading.add_done_callback(lambda _: self._forget(active))
+            raise
+        except BaseException:
+            self._forget(active)
+            raise
 
     def _load_processors(self, active: _ActiveRequest) -> list[tuple[LoadedProcessor, ProcessorRequest]]:
         uses = []
