@@ -49,7 +49,7 @@ def load_class(
     table = ShippedNames(names)
     if isinstance(runnable, PickledProcessor):
         return _check_class(_unpickle(runnable.payload, table))
-    return _check_class(_run_source(runnable, table))
+    return _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
 
 
 def instantiate(cls: type[CustomLogitProcessor]) -> CustomLogitProcessor:
@@ -76,6 +76,17 @@ def check_payload(payload: bytes) -> None:
         ProcessorLoadError: it does not.
     """
     _check_class(_unpickle(payload, ShippedNames(names_in_use())))
+
+
+def run_source(string: SourceProcessor) -> dict[str, Any]:
+    """Run the source of a class that was just captured here, to see what it defines.
+
+    Raises:
+        ProcessorLoadError: it raises, or does not define the class.
+    """
+    module = _run_source(string, ShippedNames(names_in_use()))
+    _check_class(_pick_class(module, string.class_name))
+    return vars(module)
 
 
 def names_in_use() -> dict[tuple[str, str], Any]:
@@ -139,8 +150,8 @@ def _check_pickle(payload: bytes) -> None:
         raise ProcessorLoadError(f"the processor's data {what}: {error}") from None
 
 
-def _run_source(string: SourceProcessor, names: ShippedNames) -> Any:
-    """Execute the source as a module of its own and take the class out of it."""
+def _run_source(string: SourceProcessor, names: ShippedNames) -> ModuleType:
+    """Execute the source as a module of its own."""
     module = ModuleType(f"logitship_processor_{next(_counter)}")
     vars(module).update(_captured(string, names), __builtins__=names.builtins)
     filename = f"<{module.__name__}>"
@@ -155,11 +166,11 @@ def _run_source(string: SourceProcessor, names: ShippedNames) -> Any:
             exec(code, vars(module))
     finally:
         sys.modules.pop(module.__name__, None)
-    cls = _pick_class(module, string.class_name)
+    cls = vars(module).get(string.class_name)
     if isinstance(cls, type):
         forget.detach()
         weakref.finalize(cls, linecache.cache.pop, filename, None)
-    return cls
+    return module
 
 
 def _compile(source: str, filename: str) -> CodeType:

@@ -167,8 +167,10 @@ def _pickled(data: dict[str, Any]) -> PickledProcessor:
         return PickledProcessor(payload)
     if not isinstance(about, dict):
         raise ProcessorLoadError("'logitship' is not a JSON object")
-    if about.get("v") != FORMAT_VERSION:
-        raise ProcessorLoadError(f"'logitship.v' is {about.get('v')!r}: this version reads {FORMAT_VERSION}")
+    version = about.get("v")
+    if version != FORMAT_VERSION:
+        shown = repr(version)[:80] if isinstance(version, str | int | float | None) else type(version).__name__
+        raise ProcessorLoadError(f"'logitship.v' is {shown}: this version reads {FORMAT_VERSION}")
     python = _text(about, "python") if about.get("python") is not None else None
     name = _text(about, "name") if about.get("name") is not None else None
     source = None

@@ -67,6 +67,9 @@ def reduce_value(obj: Any) -> Any:
     """A reduction that reads the same everywhere, or NotImplemented to leave it to pickle."""
     if type(obj) is functools.cached_property:  # holds a lock, up to Python 3.11
         return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
+    if type(obj) is functools.partial:
+        # Merely asking a partial for its __dict__ creates one, which would show in the bytes.
+        return functools.partial, (obj.func,), (obj.func, obj.args, obj.keywords, obj.__dict__ or None)
     if isinstance(obj, types.WrapperDescriptorType | types.MethodDescriptorType):
         return getattr, (obj.__objclass__, obj.__name__)
     torch = sys.modules.get("torch")
@@ -78,8 +81,12 @@ def reduce_value(obj: Any) -> Any:
 def _reduce_tensor(torch: types.ModuleType, tensor: Any) -> Any:
     """Rebuild a tensor from its bytes: torch's own pickle of a storage holds its address."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
+    if not plain or tensor.is_conj() or tensor.is_neg():
         return NotImplemented
+    if tensor.requires_grad:
+        return torch.Tensor.requires_grad_, (tensor.detach(),)
+    if tensor.numel() == 0:
+        return functools.partial(torch.empty, dtype=tensor.dtype), (tuple(tensor.shape),)
     data = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     flat = dill._dill.Reduce(functools.partial(torch.frombuffer, dtype=tensor.dtype), (data,))
     return torch.reshape, (flat, tuple(tensor.shape))

@@ -5,7 +5,7 @@ of the class and of every helper, base class, constant and import of the author'
 they come, into one text. Values without a literal form (tensors, compiled patterns, sets) are pickled beside it.
 
 The result is best effort: where it would not mean the same (two modules use one name for different things, there is no
-source file), there is none.
+source file, a statement gives something else when it runs again), there is none.
 """
 
 from __future__ import annotations
@@ -16,52 +16,18 @@ import inspect
 import io
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from .class_names import captured_values, functions_of
+from .class_names import functions_of
 from .code_names import attribute_chains, code_names, eager_names
 from .errors import ProcessorSerializationError
 from .processor_string import PYTHON, SourceProcessor
 from .provenance import is_installed, top_level
+from .source_layout import HEADER, NoSource, Part, compile_source, module_text
+from .source_scope import Scope, scope_of
 from .source_text import Definition, SourceFile, files_of_module, find_class, find_function, source_file
-
-_HEADER = "from __future__ import annotations\n"
-
-
-class _NoSource(Exception):
-    """The class has no source form. Why does not matter to anybody: the pickle is what travels."""
-
-
-@dataclass
-class _Scope:
-    """Where the names in a piece of text are looked up.
-
-    Attributes:
-        variables: the module's globals.
-        local: names of an enclosing function that the text uses.
-    """
-
-    variables: dict[str, Any]
-    local: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class _Part:
-    """One statement of the module.
-
-    Attributes:
-        text: the statement.
-        eager: names that it uses when it is executed.
-        lazy: names that it uses later.
-    """
-
-    text: str
-    eager: set[str] = field(default_factory=set)
-    lazy: set[str] = field(default_factory=set)
 
 
 def capture_source(cls: type, own_packages: frozenset[str] = frozenset()) -> SourceProcessor | None:
@@ -71,73 +37,49 @@ def capture_source(cls: type, own_packages: frozenset[str] = frozenset()) -> Sou
     builder = _ModuleBuilder(own_packages)
     try:
         builder.add_object(cls.__name__, cls)
-        return SourceProcessor(builder.text(), cls.__name__, builder.captured(), PYTHON)
-    except (_NoSource, RecursionError):
+        source = SourceProcessor(module_text(builder.parts, builder.imports), cls.__name__, builder.captured(), PYTHON)
+    except (NoSource, RecursionError):
         return None
+    from .source_check import makes_the_same
+
+    return source if makes_the_same(source, builder.values, own_packages) else None
 
 
 class _ModuleBuilder:
+    """Collects the parts of the module.
+
+    Attributes:
+        values: what each name in it means.
+        parts: its statements, by the name that they bind.
+        imports: its import statements.
+    """
+
     def __init__(self, own_packages: frozenset[str]) -> None:
         self._own_packages = own_packages
-        self._values: dict[str, Any] = {}
-        self._imports: set[str] = set()
-        self._parts: dict[str, _Part] = {}
+        self.values: dict[str, Any] = {}
+        self.imports: set[str] = set()
+        self.parts: dict[str, Part] = {}
         self._captured: dict[str, Any] = {}
         self._files: dict[str, SourceFile | None] = {}
 
     # --- the result ---
 
-    def text(self) -> str:
-        constants = {name: part for name, part in self._parts.items() if not part.eager and not part.lazy}
-        definitions = [part.text for part in self._in_order() if part not in constants.values()]
-        blocks = [_HEADER.strip(), "\n".join(sorted(self._imports)), "\n".join(p.text for p in constants.values())]
-        text = "\n\n".join(block for block in blocks if block) + "".join(f"\n\n\n{text}" for text in definitions) + "\n"
-        _compile(text)
-        return text
-
     def captured(self) -> bytes:
         return self._pickle_data(self._captured) if self._captured else b""
-
-    def _in_order(self) -> Iterator[_Part]:
-        """Each part after those that it uses when it is executed, and after all that these may then call."""
-        begun: set[str] = set()
-
-        def visit(name: str) -> Iterator[_Part]:
-            if name in begun or name not in self._parts:
-                return
-            begun.add(name)
-            for used in sorted(self._parts[name].eager):
-                yield from visit(used)
-                for reachable in self._reachable(used):
-                    yield from visit(reachable)
-            yield self._parts[name]
-
-        for name in list(self._parts):
-            yield from visit(name)
-
-    def _reachable(self, name: str) -> list[str]:
-        found: dict[str, None] = {}
-        waiting = [name]
-        while waiting:
-            part = self._parts.get(waiting.pop())
-            new = sorted((part.eager | part.lazy) - found.keys()) if part else []
-            found.update(dict.fromkeys(new))
-            waiting.extend(new)
-        return list(found)
 
     # --- adding ---
 
     def _claim(self, name: str, value: Any) -> bool:
         """Reserve a name; False if it is there already with the same meaning."""
-        if name not in self._values:
-            self._values[name] = value
+        if name not in self.values:
+            self.values[name] = value
             return True
-        known = self._values[name]
+        known = self.values[name]
         if known is value or (_is_literal(known) and _is_literal(value) and repr(known) == repr(value)):
             return False
-        raise _NoSource
+        raise NoSource
 
-    def _add_global(self, name: str, scope: _Scope) -> None:
+    def _add_global(self, name: str, scope: Scope) -> None:
         """Add a module-level name of the author's module."""
         value = scope.variables[name]
         if not self._claim(name, value):
@@ -169,23 +111,23 @@ class _ModuleBuilder:
             file, node = self._definition(value)
             self._add_definition(name, value, file, node)
         else:
-            self._add_value(name, value, None, None, _Scope({}))
+            self._add_value(name, value, None, None, Scope({}))
 
     def _add_definition(self, name: str, value: Any, file: SourceFile, node: Definition) -> None:
-        self._add_text(name, file.text_of(node), _scope_of(value, node, file.filename))
+        self._add_text(name, file.text_of(node), scope_of(value, node, file.filename))
         if isinstance(node, ast.ClassDef):
-            self._add_annotations(node, _scope_of(value, node, file.filename))
+            self._add_annotations(node, scope_of(value, node, file.filename))
         if node.name != name:
             self._claim(node.name, value)
-            self._parts[node.name] = self._parts.pop(name)
-            self._parts[name] = _Part(f"{name} = {node.name}", eager={node.name})
+            self.parts[node.name] = self.parts.pop(name)
+            self.parts[name] = Part(f"{name} = {node.name}", eager={node.name})
 
     def _add_value(
-        self, name: str, value: Any, file: SourceFile | None, statement: ast.stmt | None, scope: _Scope
+        self, name: str, value: Any, file: SourceFile | None, statement: ast.stmt | None, scope: Scope
     ) -> None:
         """A constant: as a literal, else pickled, else by the statement that made it."""
         if _is_literal(value):
-            self._parts[name] = _Part(f"{name} = {value!r}")
+            self.parts[name] = Part(f"{name} = {value!r}")
         elif self._is_data(name, value):
             self._captured[name] = value
         elif file is not None and isinstance(statement, ast.Assign | ast.AnnAssign):
@@ -194,29 +136,29 @@ class _ModuleBuilder:
             own_file, node = self._definition(value)
             self._add_definition(name, value, own_file, node)
         else:
-            raise _NoSource
+            raise NoSource
 
-    def _add_text(self, name: str, text: str, scope: _Scope) -> None:
+    def _add_text(self, name: str, text: str, scope: Scope) -> None:
         """Add a statement and all that it uses."""
-        code = _compile(_HEADER + text)
+        code = compile_source(HEADER + text)
         eager, every = eager_names(code) - {name}, code_names(code) - {name}
-        self._parts[name] = _Part(text, eager, every - eager)
+        self.parts[name] = Part(text, eager, every - eager)
         for used in sorted(every):
             if used in scope.local:
                 self.add_object(used, scope.local[used])
             elif used in scope.variables:
                 self._add_global(used, scope)
             elif used in eager and not hasattr(builtins, used):
-                raise _NoSource
+                raise NoSource
         for used in sorted(every):
-            if isinstance(self._values.get(used), ModuleType):
+            if isinstance(self.values.get(used), ModuleType):
                 self._import_submodules(used, code)
 
-    def _add_annotations(self, node: ast.ClassDef, scope: _Scope) -> None:
+    def _add_annotations(self, node: ast.ClassDef, scope: Scope) -> None:
         """Import what a dataclass looks for in annotations (`ClassVar`, `InitVar`), which are text here."""
         annotations = [inner.annotation for inner in node.body if isinstance(inner, ast.AnnAssign)]
         names = {n.id for a in annotations for n in ast.walk(a) if isinstance(n, ast.Name)}
-        for name in sorted(names - self._values.keys()):
+        for name in sorted(names - self.values.keys()):
             value = scope.variables.get(name)
             if isinstance(value, ModuleType) and not self._is_own(value.__name__):
                 self._claim(name, value)
@@ -228,11 +170,11 @@ class _ModuleBuilder:
 
     def _import_module(self, name: str, module: ModuleType) -> None:
         if self._is_own(module.__name__):
-            raise _NoSource
-        self._imports.add(f"import {module.__name__}" + ("" if module.__name__ == name else f" as {name}"))
+            raise NoSource
+        self.imports.add(f"import {module.__name__}" + ("" if module.__name__ == name else f" as {name}"))
 
     def _import_submodules(self, name: str, code: CodeType) -> None:
-        module = self._values[name]
+        module = self.values[name]
         for chain in attribute_chains(code, name):
             path = module.__name__
             for part in chain:
@@ -240,7 +182,7 @@ class _ModuleBuilder:
                     break
                 path = f"{path}.{part}"
             if module.__name__ == name != path:
-                self._imports.add(f"import {path}")
+                self.imports.add(f"import {path}")
 
     def _import_by_name(self, name: str, value: Any) -> bool:
         """Import a class or function by its own name, if it has one that everybody knows."""
@@ -253,10 +195,10 @@ class _ModuleBuilder:
             if getattr(sys.modules.get(module), qualname, None) is not value:
                 return False
         if module != "builtins" or name != qualname:
-            self._imports.add(f"from {module} import {qualname}" + ("" if qualname == name else f" as {name}"))
+            self.imports.add(f"from {module} import {qualname}" + ("" if qualname == name else f" as {name}"))
         return True
 
-    def _follow_import(self, name: str, value: Any, statement: ast.ImportFrom, scope: _Scope) -> None:
+    def _follow_import(self, name: str, value: Any, statement: ast.ImportFrom, scope: Scope) -> None:
         """Keep `from library import name`; for the author's own module, go there."""
         original = next(a.name for a in statement.names if (a.asname or a.name) == name)
         relative = "." * statement.level + (statement.module or "")
@@ -264,15 +206,15 @@ class _ModuleBuilder:
         module_name = resolve_name(relative, package) if statement.level else relative
         module = sys.modules.get(module_name)
         if getattr(module, original, None) is not value or module is None:
-            raise _NoSource
+            raise NoSource
         if not self._is_own(module_name):
-            self._imports.add(f"from {module_name} import {original}" + ("" if original == name else f" as {name}"))
+            self.imports.add(f"from {module_name} import {original}" + ("" if original == name else f" as {name}"))
         elif original == name:
-            del self._values[name]
-            self._add_global(name, _Scope(vars(module)))
+            del self.values[name]
+            self._add_global(name, Scope(vars(module)))
         else:
-            self._add_global(original, _Scope(vars(module)))
-            self._parts[name] = _Part(f"{name} = {original}", eager={original})
+            self._add_global(original, Scope(vars(module)))
+            self.parts[name] = Part(f"{name} = {original}", eager={original})
 
     def _is_own(self, module: str) -> bool:
         return not is_installed(module) or top_level(module) in self._own_packages
@@ -309,7 +251,7 @@ class _ModuleBuilder:
                 node = find_class(file, value) if file else None
                 if file is not None and node is not None:
                     return file, node
-        raise _NoSource
+        raise NoSource
 
     # --- values ---
 
@@ -326,34 +268,6 @@ class _ModuleBuilder:
         file = io.BytesIO()
         ClassPickler(file, self._own_packages).dump_data(values)
         return file.getvalue()
-
-
-def _scope_of(value: Any, node: Definition, filename: str) -> _Scope:
-    """Where the names in the text of a function or class are looked up."""
-    if not isinstance(value, type):
-        function: Any = inspect.unwrap(value)
-        return _Scope(
-            getattr(function, "__globals__", {}),
-            captured_values(function) if isinstance(function, FunctionType) else {},
-        )
-    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    functions = [inspect.unwrap(function) for function in functions_of(value)]
-    written = [f for f in functions if f.__code__.co_filename == filename and f.__code__.co_firstlineno in lines]
-    local = {base.__name__: base for base in value.__bases__}
-    for function in written:
-        for name, captured in captured_values(function).items():
-            if local.setdefault(name, captured) is not captured:
-                raise _NoSource
-    local.pop("__class__", None)
-    variables = written[0].__globals__ if written else vars(sys.modules.get(value.__module__, ModuleType("")))
-    return _Scope(variables, {name: v for name, v in local.items() if variables.get(name) is not v})
-
-
-def _compile(text: str) -> CodeType:
-    try:
-        return compile(text, "<source>", "exec", dont_inherit=True)
-    except SyntaxError:
-        raise _NoSource from None
 
 
 def _is_literal(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import shutil
@@ -20,7 +21,8 @@ import pytest
 import torch
 
 from logitship import CustomLogitProcessor, ProcessorSerializationError
-from logitship.client.loading import instantiate, load_class
+from logitship.builtin_processors import DisallowedTokensLogitsProcessor
+from logitship.client.loading import instantiate, load_class, names_in_use
 from logitship.client.processor_string import PickledProcessor, parse
 from logitship.client.serialization import dump_class, serialize
 
@@ -89,6 +91,62 @@ def test_a_string_describes_itself() -> None:
     assert string.source is not None
     assert string.source.class_name == "Plain"
     assert parse(Plain.to_str()) == string
+
+
+def test_asking_for_an_attribute_does_not_change_the_bytes() -> None:
+    rounded = functools.partial(round, ndigits=1)
+
+    class Rounding(Plain):
+        digits = torch.ones(2, requires_grad=True)
+        none = torch.empty(0)
+
+        def helper(self) -> float:
+            return rounded(1.25)
+
+    first = dump_class(Rounding)
+    assert rounded.__dict__ == {}
+    assert dump_class(Rounding) == first
+
+
+def test_a_loaded_class_travels_on(travelled: Any) -> None:
+    for name, text in travelled.strings.items():
+        loaded = load_class(parse(text))  # type: ignore[arg-type]
+        again = instantiate(load_class(PickledProcessor(dump_class(loaded))))
+        assert again(torch.zeros(2, 4)).tolist() == travelled.expected[name], name
+
+
+def test_a_subclass_of_a_builtin_processor_calls_it() -> None:
+    class Also(DisallowedTokensLogitsProcessor):
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            logits = super().__call__(logits, custom_param_list)
+            logits[:, 3] = -1
+            return logits
+
+    string = parse(Also.to_str())
+    assert isinstance(string, PickledProcessor)
+    assert string.source is not None
+    for form in (string, string.source):
+        processor = instantiate(load_class(form, names_in_use()))
+        assert isinstance(processor, DisallowedTokensLogitsProcessor)
+        params = [{"token_ids": [row], "__req__": types.SimpleNamespace(state={})} for row in range(2)]
+        ninf = float("-inf")
+        assert processor(torch.zeros(2, 4), params).tolist() == [[ninf, 0, 0, -1], [0, ninf, 0, -1]]
+
+
+def test_a_class_typed_at_the_prompt_travels_without_source(python: Callable[..., str], tmp_path: Path) -> None:
+    typed = (
+        "from logitship import CustomLogitProcessor\n"
+        "shift = 2.0\n"
+        "class Typed(CustomLogitProcessor):\n"
+        "    def __call__(self, logits, custom_param_list=None):\n"
+        "        return logits + shift\n"
+        "\n"
+        "print(Typed.to_str())\n"
+    )
+    string = parse(python("-q", "-i", cwd=tmp_path, stdin=typed))
+    assert isinstance(string, PickledProcessor)
+    assert string.source is None
+    assert instantiate(load_class(string))(torch.zeros(1, 2)).tolist() == [[2.0, 2.0]]
 
 
 def test_the_base_class_of_a_loaded_class_is_ours() -> None:

@@ -16,6 +16,8 @@ from logitship.client.processor_string import PickledProcessor, parse
 
 PEERS = Path(__file__).parents[1] / "peers"
 NAMES = [
+    "Annotated",
+    "ClassTensors",
     "Classes",
     "Constants",
     "Dataclasses",
@@ -29,10 +31,15 @@ NAMES = [
     "Metaclasses",
     "Mixins",
     "ModuleAttributes",
+    "Network",
     "NoSource",
     "Notebook",
+    "SetLater",
+    "SharingHelpers",
     "Submodules",
+    "Trained",
     "TypeCheckingNames",
+    "UsesTokenizer",
 ]
 
 

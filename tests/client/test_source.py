@@ -13,8 +13,9 @@ from logitship.client.loading import instantiate, load_class
 from logitship.client.processor_string import PickledProcessor, parse
 from logitship.client.source import capture_source
 
-WITHOUT = {"ModuleAttributes", "NoSource"}
-"""A module used as an object has no flat form; code that was only exec'd has no text."""
+WITHOUT = {"ModuleAttributes", "NoSource", "SetLater", "Trained"}
+"""A module used as an object has no flat form; code that was only exec'd has no text; what changed after it was made is
+not what its text makes."""
 
 
 def test_the_source_does_what_the_pickle_does(travelled: Any) -> None:
@@ -106,3 +107,38 @@ def make_processor() -> Callable[[Any], type[CustomLogitProcessor]]:
         return Holder
 
     return make
+
+
+def test_random_weights_have_no_source_and_the_authors_random_numbers_stay() -> None:
+    class Random(CustomLogitProcessor):
+        head = torch.nn.Linear(2, 2)
+
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            return self.head(logits).detach()  # type: ignore[no-any-return]
+
+    before = torch.random.get_rng_state()
+    assert capture_source(Random) is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+    logits = torch.ones(1, 2)
+    loaded = instantiate(load_class(parse_pickled(Random.to_str())))
+    assert torch.equal(loaded(logits), Random()(logits))
+
+
+def test_source_that_does_not_run_is_no_source() -> None:
+    class Once(CustomLogitProcessor):
+        handle = open_once()
+
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            return logits + self.handle
+
+    assert capture_source(Once) is None
+
+
+opened: list[int] = []
+
+
+def open_once(seen: list[int] = opened) -> int:
+    if seen:
+        raise FileExistsError("it is there already")
+    seen.append(1)
+    return 1

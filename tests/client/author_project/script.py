@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from acme.processors import Imported, ModuleAttributes, Submodules, TypeCheckingNames
+from acme.situations import Annotated, ClassTensors, Network, SetLater, SharingHelpers, Trained, UsesTokenizer
 from torch import softmax
 
 from logitship import CustomLogitProcessor
@@ -392,6 +393,13 @@ PROCESSORS = [
     ModuleAttributes,
     Submodules,
     TypeCheckingNames,
+    Annotated,
+    SharingHelpers,
+    ClassTensors,
+    Network,
+    Trained,
+    SetLater,
+    UsesTokenizer,
 ]
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""How the author's functions travel: created bare, then filled, so that they may refer to themselves anywhere.
+
+These are handlers of `class_pickler.ClassPickler`.
+"""
+
+from __future__ import annotations
+
+import types
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import dill._dill
+
+from .reductions import annotations_as_text
+
+if TYPE_CHECKING:
+    from .class_pickler import ClassPickler
+
+
+def save_function(pickler: ClassPickler, function: types.FunctionType) -> None:
+    """Write a function: by name if it is installed, else by value."""
+    if pickler.is_by_name(function):
+        pickler.save_global(function)
+        return
+    pickler.check_code_allowed(function)
+    globals_proxy = pickler.modules.namespace(function.__globals__).proxy
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    new_cells = [(name, cell) for name, cell in cells if id(cell) not in pickler.memo]
+    bare = (function.__code__, globals_proxy, function.__name__, None, function.__closure__)
+    pickler.save_reduce(dill._dill._create_function, bare, obj=function)
+    for name, cell in new_cells:
+        _fill_cell(pickler, function, name, cell)
+    pickler.modules.carry_globals(function)
+    _set_attributes(pickler, function)
+
+
+def save_cell(pickler: ClassPickler, cell: types.CellType) -> None:
+    """Write an empty cell: `_fill_cell` fills it when its function exists, which may be what it holds."""
+    pickler.save_reduce(types.CellType, (), obj=cell)
+
+
+def save_code(pickler: ClassPickler, code: types.CodeType) -> None:
+    """Write a code object without the folder of its file."""
+    args = (
+        code.co_argcount,
+        code.co_posonlyargcount,
+        code.co_kwonlyargcount,
+        code.co_nlocals,
+        code.co_stacksize,
+        code.co_flags,
+        code.co_code,
+        code.co_consts,
+        code.co_names,
+        code.co_varnames,
+        PurePath(code.co_filename).name,
+        code.co_name,
+        code.co_qualname,
+        code.co_firstlineno,
+        code.co_linetable,
+        code.co_exceptiontable,
+        code.co_freevars,
+        code.co_cellvars,
+    )
+    pickler.save_reduce(dill._dill._create_code, args, obj=code)
+
+
+def _fill_cell(pickler: ClassPickler, function: types.FunctionType, name: str, cell: types.CellType) -> None:
+    try:
+        value = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return
+    with pickler.at(f"variable {name!r} captured by {function.__qualname__}", value):
+        pickler.call(setattr, cell, "cell_contents", value)
+
+
+def _set_attributes(pickler: ClassPickler, function: types.FunctionType) -> None:
+    descriptive: dict[str, Any] = {
+        "__qualname__": function.__qualname__,
+        "__module__": function.__module__,
+        "__doc__": function.__doc__,
+        "__annotations__": annotations_as_text(function),
+    }
+    pickler.build({name: value for name, value in descriptive.items() if value})
+    for name in ("__defaults__", "__kwdefaults__"):
+        value = getattr(function, name)
+        if value:
+            with pickler.at(f"a default argument of {function.__qualname__}", value):
+                pickler.call(setattr, function, name, value)
+    for name, value in function.__dict__.items():
+        with pickler.at(f"attribute {name!r} of function {function.__qualname__}", value):
+            pickler.call(setattr, function, name, value)

@@ -1,0 +1,96 @@
+"""Lay out the statements of a captured module, so that each finds what it uses.
+
+Python runs a module from top to bottom: what a statement uses when it is executed must stand above it, and so must all
+that this may then call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+
+HEADER = "from __future__ import annotations\n"
+
+
+class NoSource(Exception):
+    """The class has no source form. Why does not matter to anybody: the pickle is what travels."""
+
+
+@dataclass
+class Part:
+    """One statement of the module.
+
+    Attributes:
+        text: the statement.
+        eager: names that it uses when it is executed.
+        lazy: names that it uses later.
+    """
+
+    text: str
+    eager: set[str] = field(default_factory=set)
+    lazy: set[str] = field(default_factory=set)
+
+
+def module_text(parts: Mapping[str, Part], imports: Iterable[str]) -> str:
+    """The module: imports, constants, then definitions.
+
+    Args:
+        parts: the statements, by the name that they bind.
+        imports: the import statements.
+
+    Raises:
+        NoSource: it is not valid Python.
+    """
+    constants = [part for part in parts.values() if _is_constant(part)]
+    definitions = [part for part in _in_order(parts) if not _is_constant(part)]
+    blocks = [HEADER.strip(), "\n".join(sorted(imports)), "\n".join(part.text for part in constants)]
+    text = "\n\n".join(block for block in blocks if block)
+    text += "".join(f"\n\n\n{part.text}" for part in definitions) + "\n"
+    compile_source(text)
+    return text
+
+
+def compile_source(text: str) -> CodeType:
+    """Compile a module's text.
+
+    Raises:
+        NoSource: it is not valid Python.
+    """
+    try:
+        return compile(text, "<source>", "exec", dont_inherit=True)
+    except SyntaxError:
+        raise NoSource from None
+
+
+def _is_constant(part: Part) -> bool:
+    return not part.eager and not part.lazy
+
+
+def _in_order(parts: Mapping[str, Part]) -> Iterator[Part]:
+    """Each part after those that it uses when it is executed, and after all that these may then call."""
+    begun: set[str] = set()
+
+    def visit(name: str) -> Iterator[Part]:
+        if name in begun or name not in parts:
+            return
+        begun.add(name)
+        for used in sorted(parts[name].eager):
+            yield from visit(used)
+            for reachable in _reachable(parts, used):
+                yield from visit(reachable)
+        yield parts[name]
+
+    for name in list(parts):
+        yield from visit(name)
+
+
+def _reachable(parts: Mapping[str, Part], name: str) -> list[str]:
+    found: dict[str, None] = {}
+    waiting = [name]
+    while waiting:
+        part = parts.get(waiting.pop())
+        new = sorted((part.eager | part.lazy) - found.keys()) if part else []
+        found.update(dict.fromkeys(new))
+        waiting.extend(new)
+    return list(found)
