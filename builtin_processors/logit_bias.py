@@ -42,4 +42,5 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
 def _biases(
     params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
 ) -> Mapping[int, float] | None:
-    return params.logit_bias or None
+    # A copy: a shipped processor sees its request's parameters, and may edit what it sees.
+    return dict(params.logit_bias) or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ class RequestView:
     """
 
     __slots__ = (
-        "_live",
-        "_num_known",
         "eos_token_ids",
         "origin_input_ids",
         "output_ids",
@@ -51,16 +50,30 @@ class RequestView:
         """Make the view of a sequence.
 
         Args:
-            output_token_ids: the engine's own list of output tokens, which grows; `sync` follows it.
+            output_token_ids: the output tokens so far; `OutputFollower` adds those that come.
         """
         self.rid = rid
         self.origin_input_ids = list(prompt_token_ids)
         self.output_ids = list(output_token_ids)
-        self.sampling_params = sampling_params
+        self.sampling_params = copy.copy(sampling_params)
         self.eos_token_ids = set(eos_token_ids)
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.state: dict[Any, Any] = {}
+
+
+class OutputFollower:
+    """Keeps the `output_ids` of a view in step with the engine's list.
+
+    Apart from the view: whatever a processor does to its view, nothing here fails.
+
+    Args:
+        output_token_ids: the engine's own list of output tokens, which grows.
+    """
+
+    def __init__(self, view: RequestView, output_token_ids: list[int]) -> None:
+        self._view = view
+        self._output_ids = view.output_ids
         self._live = output_token_ids
         self._num_known = len(output_token_ids)
 
@@ -68,5 +81,6 @@ class RequestView:
         """Take over the tokens that came since the last step."""
         # Not the length of `output_ids`: the processor may have edited that.
         if self._num_known < len(self._live):
-            self.output_ids.extend(self._live[self._num_known :])
+            self._output_ids.extend(self._live[self._num_known :])
             self._num_known = len(self._live)
+            self._view.output_ids = self._output_ids  # it may have been replaced or deleted

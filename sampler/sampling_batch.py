@@ -11,7 +11,7 @@ import torch
 
 from .batch_rows import BatchRows
 from .interface import BatchUpdate
-from .ops.masks import bad_word_endings, forbidden_tokens
+from .ops.masks import BadWords, forbidden_tokens
 from .ops.random_numbers import uniform_numbers
 from .sampling_params import LogprobsMode, SamplingParams
 from .token_counts import TokenCounts
@@ -28,12 +28,14 @@ class SamplingRow:
         output_token_ids: the live output.
         counts: of prompt and output; None if the request asks for no penalty.
         forbidden: bool [vocab], the tokens outside `allowed_token_ids`; None if all are allowed.
+        bad_words: None if there are none.
     """
 
     params: SamplingParams
     output_token_ids: list[int]
     counts: TokenCounts | None
     forbidden: torch.Tensor | None
+    bad_words: BadWords | None
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class SamplingBatch:
             output_token_ids,
             TokenCounts(_penalised_prompt(params, prompt_token_ids), output_token_ids) if _penalised(params) else None,
             None if allowed is None else forbidden_tokens(allowed, self._vocab_size, self._device),
+            BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
         )
 
     def _index(self, rows: list[SamplingRow]) -> None:
@@ -149,9 +152,9 @@ class SamplingBatch:
         self.prepared = _prepare(rows, self._device)
         self.forbidden = {number: row.forbidden for number, row in enumerate(rows) if row.forbidden is not None}
         self._bad_words = {
-            number: (row.params.bad_words_token_ids, row.output_token_ids)
+            number: (row.bad_words, row.output_token_ids)
             for number, row in enumerate(rows)
-            if row.params.bad_words_token_ids
+            if row.bad_words is not None
         }
         self._counts = {number: row.counts for number, row in enumerate(rows) if row.counts is not None}
         penalties = [_penalty_params(rows[number].params) for number in self._counts]
@@ -162,7 +165,7 @@ class SamplingBatch:
         rows: list[int] = []
         tokens: list[int] = []
         for row, (bad_words, output) in self._bad_words.items():
-            endings = bad_word_endings(bad_words, output)
+            endings = bad_words.endings(output)
             rows += [row] * len(endings)
             tokens += endings
         return rows, tokens

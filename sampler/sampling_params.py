@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from .shipped_processors import ProcessorUse
 
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
@@ -100,7 +102,7 @@ class SamplingParams:
         )
         _require(self.top_k >= -1, "top_k", "must be -1 (all tokens) or greater")
         _require(0 <= self.min_p <= 1, "min_p", "must be from 0 to 1")
-        _require(0 < self.repetition_penalty <= 100, "repetition_penalty", "must be greater than 0 and at most 100")
+        _require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "must be from 0.01 to 100")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be from -2 to 2")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be from -2 to 2")
         _require(self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", "must be 0 or greater")
@@ -112,7 +114,9 @@ class SamplingParams:
         )
         _require(all(self.stop), "stop", "must not contain an empty string")
         _require(
-            all(math.isfinite(bias) for bias in self.logit_bias.values()), "logit_bias", "must hold finite numbers"
+            all(abs(bias) <= _FLOAT32_MAX for bias in self.logit_bias.values()),
+            "logit_bias",
+            "must hold finite numbers within float32's range",
         )
         _require(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", "is empty")
         _require(all(self.bad_words_token_ids), "bad_words", "must not contain an empty sequence")

@@ -21,7 +21,7 @@ from logitship.client.records import Receipt
 from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
 from .processor_host import LoadedProcessor
-from .request_view import RequestView
+from .request_view import OutputFollower, RequestView
 from .sampling_params import SamplingParams
 
 
@@ -62,7 +62,7 @@ class _Row:
     """A use in its place: `params` is what the processor receives for this row, `__req__` included."""
 
     use: ProcessorUse
-    view: RequestView
+    output: OutputFollower
     params: dict[str, Any]
 
 
@@ -119,7 +119,7 @@ class ShippedProcessors(LogitsProcessor):
             self._groups = self._grouped()
         for group in self._groups:
             for member in group.members:
-                member.view.sync()
+                member.output.sync()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
@@ -157,7 +157,8 @@ class ShippedProcessors(LogitsProcessor):
                 tokenizer=self._model.tokenizer,
             )
             # Deep: processors keep state in their parameters, and a request's `n` continuations share what it sent.
-            rows.append(_Row(use, view, copy.deepcopy(use.params) | {"__req__": view}))
+            params_copy = copy.deepcopy(use.params) | {"__req__": view}
+            rows.append(_Row(use, OutputFollower(view, output_token_ids), params_copy))
         return rows or None
 
     def _grouped(self) -> list[_Group]:

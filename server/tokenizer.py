@@ -85,6 +85,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token stands for, or somewhat more."""
+        # How a vocabulary writes a token (a character a byte, `<0xNN>`, `##ing`) is never shorter than its text.
+        return max(len(token) for token in self.hf_tokenizer.get_vocab())
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.hf_tokenizer.all_special_ids)
 

@@ -25,18 +25,35 @@ def mask_forbidden(logits: torch.Tensor, forbidden: Mapping[int, torch.Tensor]) 
         logits[row].masked_fill_(mask, float("-inf"))
 
 
-def bad_word_endings(bad_words: Iterable[Sequence[int]], output_token_ids: Sequence[int]) -> list[int]:
-    """The tokens that would complete a bad word now.
+class BadWords:
+    """Words that must not appear, arranged so that a step looks only at those that the last token may begin.
 
-    A word of several tokens is about to be completed if the output ends with all of them but the last. The prompt
-    does not count: a word that it begins may be completed.
+    Args:
+        words: each of at least one token.
     """
-    endings = []
-    for *beginning, ending in bad_words:
-        length = len(beginning)
-        if length == 0 or (length <= len(output_token_ids) and list(output_token_ids[-length:]) == beginning):
-            endings.append(ending)
-    return endings
+
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        self._alone: list[int] = []
+        self._after: dict[int, list[tuple[list[int], int]]] = {}
+        for *beginning, ending in words:
+            if beginning:
+                self._after.setdefault(beginning[-1], []).append((beginning, ending))
+            else:
+                self._alone.append(ending)
+
+    def endings(self, output_token_ids: Sequence[int]) -> list[int]:
+        """The tokens that would complete a word now.
+
+        A word of several tokens is about to be completed if the output ends with all of them but the last. The prompt
+        does not count: a word that it begins may be completed.
+        """
+        if not output_token_ids:
+            return self._alone
+        return self._alone + [
+            ending
+            for beginning, ending in self._after.get(output_token_ids[-1], ())
+            if list(output_token_ids[-len(beginning) :]) == beginning
+        ]
 
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int]) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from logitship.server.errors import BadRequest
 
 from .messages import GenerationRequest
+
+_MAX_PROCESSORS = 64
+"""Of one request. Each costs a call a step, while which all other requests wait."""
+_MAX_STOP_STRINGS = 1024
+"""Of one request. Each is searched for in every step."""
+_MAX_DEPTH = 100
+"""Of parameters: every sequence has its own copy of them, and Python's recursion is limited."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     """Refuse what cannot run.
 
     Raises:
-        BadRequest: `param` is a field of `SamplingParams`, or `prompt` or `n`.
+        BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n` or `custom_logit_processor`.
     """
     _check_prompt(request.prompt_token_ids, limits)
     params = request.sampling_params
@@ -48,6 +56,15 @@ def check(request: GenerationRequest, limits: Limits) -> None:
             raise BadRequest(f"this server gives at most {limits.max_logprobs}", param=name)
     if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(request.prompt_token_ids):
         raise BadRequest("is beyond the prompt", param="prompt_logprobs_start")
+    if len(request.processors) > _MAX_PROCESSORS:
+        raise BadRequest(
+            f"holds {len(request.processors)} processors, a request may have {_MAX_PROCESSORS}",
+            param="custom_logit_processor",
+        )
+    if len(params.stop) > _MAX_STOP_STRINGS:
+        raise BadRequest(f"holds {len(params.stop)} strings, a request may have {_MAX_STOP_STRINGS}", param="stop")
+    _check_depth(params.custom_params, "custom_params")
+    _check_depth(params.extra_args, "extra_args")
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
@@ -63,6 +80,20 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
             param="prompt",
         )
     _check_tokens(prompt, "prompt", limits)
+
+
+def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:
+    level: list[Any] = [params]
+    for _ in range(_MAX_DEPTH + 1):
+        level = [
+            value
+            for each in level
+            if isinstance(each, Mapping | list)
+            for value in (each.values() if isinstance(each, Mapping) else each)
+        ]
+        if not level:
+            return
+    raise BadRequest(f"is nested deeper than {_MAX_DEPTH} levels", param=param)
 
 
 def _check_tokens(token_ids: Iterable[int], param: str, limits: Limits) -> None:

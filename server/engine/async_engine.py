@@ -45,8 +45,9 @@ class _ActiveRequest:
 
     request: GenerationRequest
     stream: GenerationStream
-    processors: list[LoadedProcessor]
     unfinished: int
+    processors: list[LoadedProcessor] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     cancelled: bool = False
     """Perhaps before its sequences were made."""
     undelivered: list[GenerationChunk] = field(default_factory=list)
@@ -88,12 +89,14 @@ class AsyncEngine:
                 `custom_logit_processor`.
         """
         check(request, self._limits)
-        active = _ActiveRequest(request, GenerationStream(request.n, lambda: self.cancel(request.rid)), [], request.n)
+        stream = GenerationStream(request.n, lambda: self._cancel(active))
+        active = _ActiveRequest(request, stream, request.n)
         self._reserve(active)
         uses = await self._loaded(active) if request.processors else []
-        self._thread.add([self._sequence(active, index, uses) for index in range(request.n)])
+        active.sequences += [self._sequence(active, index, uses) for index in range(request.n)]
+        self._thread.add(active.sequences)
         if active.cancelled:
-            self.cancel(request.rid)
+            self._cancel(active)
         return active.stream
 
     def ships_code(self, string: ProcessorString) -> bool:
@@ -124,9 +127,9 @@ class AsyncEngine:
                 active.cancelled |= rid is None or rid in (active.request.rid, active.request.batch_rid)
         self._thread.abort(lambda sequence: rid is None or rid in sequence.names)
 
-    def cancel(self, rid: str) -> None:
-        """Cancel the one request that has this id."""
-        self._thread.abort(lambda sequence: sequence.rid == rid)
+    def _cancel(self, active: _ActiveRequest) -> None:
+        """Cancel this very request: by now, another may run under its id."""
+        self._thread.abort(lambda sequence: sequence in active.sequences)
 
     async def flush_cache(self) -> bool:
         """Drop what is cached between requests. False, and nothing happens, while requests run or wait."""

@@ -71,8 +71,8 @@ class EngineThread:
         try:
             self._loop()
         except BaseException:
+            self._on_death()  # first: nobody may wait for a thread that then fails to write its log
             logger.critical("the engine's thread died", exc_info=True)
-            self._on_death()
 
     def _loop(self) -> None:
         while True:

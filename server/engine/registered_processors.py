@@ -77,9 +77,16 @@ def _size(string: ProcessorString) -> int:
         case SourceProcessor():
             return len(string.source.encode()) + len(string.captured)
         case PickledProcessor():
-            described = (0 if string.source is None else _size(string.source)) + len(orjson.dumps(string.params_schema))
-            return len(string.payload) + described
+            described = 0 if string.source is None else _size(string.source)
+            return len(string.payload) + described + _schema_size(string)
         case InstalledProcessor():
             return len(string.name)
         case _:
             raise TypeError(f"a digest cannot stand for a {type(string).__name__}")
+
+
+def _schema_size(string: PickledProcessor) -> int:
+    try:
+        return len(orjson.dumps(string.params_schema))
+    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+        raise ProcessorLoadError(f"'logitship.params_schema': {error}") from None

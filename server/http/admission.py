@@ -24,8 +24,8 @@ from .schema import SamplingFields
 
 Refused = TypeVar("Refused", bound=RequestRefused)
 
-_NAME_WITH_UNDERSCORE = re.compile(r"[a-z]+(?:_[a-z]+)+")
-"""Any other field's name is also a word, which a message may use as one."""
+_NAME_WITH_UNDERSCORE = re.compile(r"(?<![\w'])[a-z]+(?:_[a-z]+)+(?![\w'])")
+"""Any other field's name is also a word, which a message may use as one. In quotes stand the client's own words."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,36 @@ class Prompt:
     text: str | None = None
 
 
-async def read_prompt(tokenizer: Tokenizer, value: str | list[int], at: str, *, add_special_tokens: bool) -> Prompt:
+async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool) -> Prompt:
     """A prompt as token ids.
 
     Raises:
-        BadRequest: it has no token.
+        BadRequest: it has no token, or is far too long.
     """
     if isinstance(value, str):
-        token_ids = await asyncio.to_thread(tokenizer.encode, value, add_special_tokens=add_special_tokens)
+        check_text_length(engine, len(value), at)
+        token_ids = await asyncio.to_thread(engine.tokenizer.encode, value, add_special_tokens=add_special_tokens)
         prompt = Prompt(token_ids, value)
     else:
         prompt = Prompt(value)
     if not prompt.token_ids:
         raise BadRequest(f"{at}: is empty: there is nothing to continue", param=at)
     return prompt
+
+
+def check_text_length(engine: AsyncEngine, characters: int, at: str) -> None:
+    """Refuse a text that would not fit if it were all of the longest tokens. To tokenize it could take minutes.
+
+    Raises:
+        BadRequest: names the field.
+    """
+    limit = engine.model.max_model_len * engine.tokenizer.longest_token
+    if characters > limit:
+        raise BadRequest(
+            f"{at}: has {characters} characters, but the model's length is {engine.model.max_model_len} tokens, prompt "
+            f"and output together, and no token stands for more than {engine.tokenizer.longest_token} characters",
+            param=at,
+        )
 
 
 def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: str = "n") -> None:
@@ -223,7 +239,7 @@ def check_may_ship(engine: AsyncEngine, string: ProcessorString, at: str | None 
 def _parse(value: Any, limit: int, at: str) -> ProcessorString:
     if not isinstance(value, str | dict):
         raise BadRequest(f"{at}: must be a processor string or its JSON object", param=at)
-    text = value.encode() if isinstance(value, str) else orjson.dumps(value)
+    text = value.encode() if isinstance(value, str) else _dumps(value, at)
     if len(text) > limit:
         raise RequestTooLarge(
             f"{at}: the processor string has {len(text)} bytes, this server takes at most {limit}", param=at
@@ -231,4 +247,11 @@ def _parse(value: Any, limit: int, at: str) -> ProcessorString:
     try:
         return processor_string.parse(text)
     except ProcessorLoadError as error:
+        raise BadRequest(f"{at}: {error}", param=at) from None
+
+
+def _dumps(value: dict[str, Any], at: str) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
         raise BadRequest(f"{at}: {error}", param=at) from None

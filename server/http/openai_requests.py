@@ -17,6 +17,7 @@ from .admission import (
     Prompt,
     check_batch,
     check_one_a_prompt,
+    check_text_length,
     default_that_fits,
     entry,
     entry_path,
@@ -80,7 +81,7 @@ async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenA
         processor, processor_at = _processor(body, i if is_batch else None)
         names = {**_names(body), "prompt": f"prompt[{i}]" if is_batch else "prompt"}
         names[_PROCESSOR] = processor_at
-        prompt = await read_prompt(engine.tokenizer, value, names["prompt"], add_special_tokens=body.add_special_tokens)
+        prompt = await read_prompt(engine, value, names["prompt"], add_special_tokens=body.add_special_tokens)
         request.prompts.append(prompt)
         request.submissions.append(
             await _submission(
@@ -165,6 +166,7 @@ def _most(one: int | None, other: int | None) -> int | None:
 
 
 async def _render(engine: AsyncEngine, body: ChatCompletionRequest) -> list[int]:
+    check_text_length(engine, sum(len(message.content or "") for message in body.messages), "messages")
     generation_prompt = body.add_generation_prompt
     try:
         return await asyncio.to_thread(

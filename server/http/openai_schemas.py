@@ -166,8 +166,9 @@ def _content(value: Any) -> str:
         raise ValueError("must be a string or a list of text parts")
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"part {index} ({str(kind)[:40]!r}) is not a text part: this server takes only text")
+            kind = part.get("type") if isinstance(part, dict) else None
+            shown = f" ({kind[:40]!r})" if isinstance(kind, str) else ""
+            raise ValueError(f"part {index}{shown} is not a text part: this server takes only text")
         if unknown := sorted(part.keys() - {"type", "text"}):
             raise ValueError(f"part {index} has an unknown field {unknown[0][:40]!r}")
     return "\n".join(part["text"] for part in value)

@@ -118,6 +118,8 @@ class _Reader:
         given = self._body.rid
         if given is None:
             return [uuid4().hex for _ in self._prompts]
+        if "" in ([given] if isinstance(given, str) else given):
+            raise BadRequest("rid: is empty", param="rid")
         if isinstance(given, str):
             return [f"{given}_{i}" for i in range(len(self._prompts))] if self.is_batch else [given]
         if len(set(given)) != len(given):
@@ -130,7 +132,7 @@ class _Reader:
         at = f"{self._at}[{i}]" if self.is_batch else self._at
         processor, processor_at = self._processor(i)
         names = _names(at, entry_path(body.sampling_params, i, "sampling_params"), processor_at)
-        prompt = await read_prompt(self._engine.tokenizer, self._prompts[i], at, add_special_tokens=True)
+        prompt = await read_prompt(self._engine, self._prompts[i], at, add_special_tokens=True)
         start = _logprob_start(entry(body.logprob_start_len, i), len(prompt.token_ids))
         top = entry(body.top_logprobs_num, i) if entry(body.return_logprob, i) else None
         params = await sampling_params(

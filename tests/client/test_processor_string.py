@@ -74,6 +74,10 @@ def pickled(**about: Any) -> str:
         ('{"callable": "80", "more": 1}', r"unknown keys beside 'callable': \['more'\]"),
         ('{"callable": "80", "logitship": 1}', "'logitship' is not a JSON object"),
         ('{"callable": "80", "logitship": {"v": 9}}', r"'logitship.v' is 9: this version reads 1"),
+        (
+            f'{{"callable": "80", "logitship": {{"v": {"[" * 1000}{"]" * 1000}}}}}',
+            r"'logitship.v' is list: this version",
+        ),
         (pickled(python=3), "'python' is missing, empty or not a string"),
         (pickled(name=3), "'name' is missing, empty or not a string"),
         (pickled(source="x"), "'name' is missing, empty or not a string"),

@@ -73,6 +73,32 @@ def test_an_error_that_cannot_be_printed_is_a_load_error() -> None:
         InProcessHost({}).load(SourceProcessor(text, "Shipped"))
 
 
+@pytest.mark.parametrize(
+    "raises",
+    [
+        r"raise ValueError('\ud800')",
+        r"raise ModuleNotFoundError(name='\ud800')",
+        "from logitship.client.errors import ProcessorLoadError\nraise ProcessorLoadError('x' * 1_000_000)",
+    ],
+)
+def test_what_a_load_error_says_can_be_sent(raises: str) -> None:
+    with pytest.raises(ProcessorLoadError) as raised:
+        InProcessHost({}).load(SourceProcessor(raises, "Shipped"))
+    assert len(orjson.dumps(str(raised.value))) < 4200
+
+
+def test_a_metaclass_does_not_name_the_processor() -> None:
+    text = """
+from logitship import CustomLogitProcessor
+class Meta(type(CustomLogitProcessor)):
+    @property
+    def __name__(cls): return 5
+class Shipped(CustomLogitProcessor, metaclass=Meta):
+    def __call__(self, logits, custom_param_list=None): return logits
+"""
+    assert InProcessHost({}).load(SourceProcessor(text, "Shipped")).name == "Shipped"
+
+
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "StopIteration"])
 def test_whatever_it_raises_is_a_fault(error: str) -> None:
     fault = fault_of(f"raise {error}('because')")
@@ -97,7 +123,7 @@ def test_what_it_called_is_in_the_traceback() -> None:
 @pytest.mark.parametrize("reason", ["raise KeyboardInterrupt", "return 1 / 0", "return None", "return ''.join(self)"])
 def test_an_error_that_cannot_be_printed(reason: str) -> None:
     fault = fault_of(f"class Mute(Exception):\n    def __str__(self): {reason}\nraise Mute")
-    assert fault.message.startswith("processor Shipped raised Mute (its message cannot be shown: str() raised ")
+    assert fault.message.startswith("processor Shipped raised Mute: (its message cannot be shown: str() raised ")
     assert "raise Mute" in fault.traceback
 
 
@@ -106,6 +132,25 @@ def test_an_error_whose_attributes_raise() -> None:
     fault = fault_of(body)
     assert fault.message == "processor Shipped raised Odd: odd"
     assert fault.traceback == "(the traceback cannot be shown: KeyboardInterrupt)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "class Meta(type):\n    @property\n    def __name__(cls): 1 / 0\nclass Odd(Exception, metaclass=Meta): pass",
+        "class Odd(Exception):\n    @property\n    def __traceback__(self): 1 / 0",
+        "class Odd(Exception):\n    def __getattribute__(self, name): 1 / 0",
+        "class Text(str):\n    def __len__(self): 1 / 0\n    encode = __len__\n"
+        "class Odd(Exception):\n    def __str__(self): return Text()",
+    ],
+)
+def test_an_error_that_fails_wherever_it_is_looked_at(error: str) -> None:
+    assert fault_of(f"{error}\nraise Odd").message == "processor Shipped raised Odd"
+
+
+@pytest.mark.parametrize("name", ["5", "[]"])
+def test_a_name_error_with_an_odd_name(name: str) -> None:
+    assert fault_of(f"raise NameError('odd', name={name})").message == "processor Shipped raised NameError: odd"
 
 
 def test_long_errors_are_cut() -> None:
@@ -157,6 +202,10 @@ def test_a_local_name_without_a_value_is_not() -> None:
         ("logits.to('meta')", "returned a tensor on meta, expected cpu"),
         ("logits.to_sparse()", "returned a tensor of layout torch.sparse_coo, expected a dense one"),
         ("logits + 0j", "returned dtype torch.complex64, expected a floating-point type"),
+        ("logits.resize_(1, 3)", "returned shape [1, 3], expected [2, 4]"),
+        ("logits.t_()", "returned shape [4, 2], expected [2, 4]"),
+        ("logits, logits", "returned tuple, not a tensor"),
+        ("(row for row in logits)", "returned generator, not a tensor"),
     ],
 )
 def test_a_wrong_result_is_named(returned: str, found: str) -> None:
@@ -166,13 +215,55 @@ def test_a_wrong_result_is_named(returned: str, found: str) -> None:
     assert fault.traceback == ""
 
 
-def test_a_tensor_subclass_that_fails_is_a_fault() -> None:
+def test_a_tensor_subclass_is_taken_as_its_values() -> None:
     body = (
         "import torch\nclass Trap(torch.Tensor):\n    @classmethod\n"
         "    def __torch_function__(cls, function, types, args=(), kwargs=None): raise RuntimeError('trapped')\n"
-        "return logits.as_subclass(Trap)"
+        "return (logits + 2).as_subclass(Trap)"
     )
-    assert fault_of(body).message == "processor Shipped raised RuntimeError: trapped"
+    result = run(body)
+    assert type(result) is torch.Tensor
+    assert result.tolist() == [[2.0] * 4] * 2
+
+
+def test_what_only_says_that_it_is_a_tensor_is_none() -> None:
+    fault = fault_of("import torch\nclass Sham:\n    __class__ = torch.Tensor\nreturn Sham()")
+    assert fault.message == "processor Shipped returned Sham, not a tensor"
+
+
+def test_an_async_call() -> None:
+    text = source("return logits").source.replace("def __call__", "async def __call__")
+    host = InProcessHost({})
+    with pytest.raises(ProcessorFault, match="returned a coroutine, not a tensor: __call__ must not be async"):
+        host.run(host.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
+    gc.collect()  # a coroutine that nobody awaited would warn now
+
+
+def test_other_data_under_the_logits_is_written_to_them() -> None:
+    assert run("import torch\nlogits.data = torch.full_like(logits, 3.0)\nreturn logits").tolist() == [[3.0] * 4] * 2
+
+
+def test_the_callers_logits_stay_usable_whatever_becomes_of_the_processors(load: Load) -> None:
+    def spoil(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        result = logits + 1
+        logits.resize_(1)
+        logits.requires_grad_()
+        return result
+
+    logits = torch.zeros(2, 4)
+    InProcessHost({}).run(load(spoil, "Spoil"), logits, [{}, {}])
+    assert logits.add_(1).tolist() == [[2.0] * 4] * 2
+
+
+def test_settings_of_torch_are_restored() -> None:
+    setting = "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
+    setting += "torch.set_default_device('meta')\n"
+    host = InProcessHost({})
+    for text in (f"{setting}{source('return logits').source}", source(f"{setting}return logits").source):
+        host.run(host.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
+        assert torch.is_grad_enabled()
+        assert torch.zeros(1).dtype is torch.float32
+        assert torch.zeros(1).device.type == "cpu"
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from logitship.sampler.request_view import RequestView
+from logitship.sampler.request_view import OutputFollower, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
 
@@ -24,7 +24,7 @@ def test_it_says_what_sglang_says_of_a_request() -> None:
     view = view_of([3, 4], [5], rid="r7", sampling_params=params, tokenizer=tokenizer)
     assert (view.rid, view.origin_input_ids, view.output_ids) == ("r7", [3, 4], [5])
     assert (view.eos_token_ids, view.vocab_size, view.state) == ({1}, 8, {})
-    assert view.sampling_params is params
+    assert view.sampling_params == params
     assert view.tokenizer is tokenizer
 
 
@@ -39,10 +39,11 @@ def test_sync_follows_the_output_by_the_new_tokens_alone() -> None:
 
     output = Counting(range(1000))
     view = view_of([], output)
+    follower = OutputFollower(view, output)
     for token in range(1000, 1010):
         output.append(token)
-        view.sync()
-        view.sync()
+        follower.sync()
+        follower.sync()
         assert view.output_ids == list(output)
     assert Counting.read == 10
 
@@ -50,14 +51,34 @@ def test_sync_follows_the_output_by_the_new_tokens_alone() -> None:
 def test_edits_by_the_processor_stay_its_own() -> None:
     prompt, output, eos = [3, 4], [5], frozenset({1})
     view = view_of(prompt, output, eos_token_ids=eos)
+    follower = OutputFollower(view, output)
     view.origin_input_ids.clear()
     view.eos_token_ids.clear()
     view.output_ids += [90, 91]
     output.append(6)
-    view.sync()
+    follower.sync()
     assert (prompt, output, eos) == ([3, 4], [5, 6], frozenset({1}))
     # The processor keeps what it wrote, and still gets every new token once.
     assert view.output_ids == [5, 90, 91, 6]
+
+
+@pytest.mark.parametrize("edit", ["view.output_ids = None", "view.output_ids = (5,)", "del view.output_ids"])
+def test_the_output_comes_back_with_the_next_token(edit: str) -> None:
+    output = [5]
+    view = view_of([], output)
+    follower = OutputFollower(view, output)
+    exec(edit)
+    follower.sync()
+    output.append(6)
+    follower.sync()
+    assert view.output_ids == [5, 6]
+
+
+def test_the_sampling_params_are_a_copy() -> None:
+    params = SamplingParams(min_new_tokens=3)
+    view = view_of([], [], sampling_params=params)
+    object.__setattr__(view.sampling_params, "min_new_tokens", "many")
+    assert params.min_new_tokens == 3
 
 
 def test_each_view_has_a_state_of_its_own() -> None:

@@ -360,7 +360,7 @@ def test_a_fault_ends_its_own_row_only() -> None:
     logits = torch.randn(5, 40)
     params = [SamplingParams(seed=row, top_p=0.9, logprobs=1) for row in range(5)]
     healthy = make_sampler(40, rows=params).sample(logits.clone())
-    broken = dataclasses.replace(params[1], logit_bias=dict.fromkeys(range(40), -1e39))
+    broken = dataclasses.replace(params[1], allowed_token_ids=frozenset({5}), bad_words_token_ids=((5,),))
     faulty = logits.clone()
     faulty[3, 7] = math.nan
     faulty[4, 7] = INF

@@ -173,7 +173,23 @@ def test_what_a_processor_learns_of_its_request(new_shipped: NewShipped, shippin
     assert params == {"by": 2}
     assert (view.rid, view.origin_input_ids, view.output_ids) == ("r1", [4, 5], [])
     assert (view.vocab_size, view.eos_token_ids, view.tokenizer) == (VOCAB, {1}, "tokenizer")
-    assert view.sampling_params is request.sampling_params
+    assert view.sampling_params == request.sampling_params
+
+
+@pytest.mark.parametrize("edit", ["view.output_ids = None", "del view.output_ids", "del view.state", "params.clear()"])
+def test_a_view_that_is_spoilt_harms_nobody_else(
+    edit: str, new_shipped: NewShipped, shipping: Shipping, load: Load
+) -> None:
+    def spoil(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
+        if "__req__" in params[0] and params[0]["__req__"].rid == "spoilt":
+            exec(edit, {"view": params[0]["__req__"], "params": params[0]})
+        return logits + 1
+
+    spoilt = shipping("spoilt", (load(spoil, "Spoil"), {}))
+    batch = Batch(new_shipped(), spoilt, shipping("healthy", (load(spoil, "Healthy"), {})))
+    for _ in range(3):
+        logits, _faults = batch.step(torch.zeros(2, VOCAB))
+        assert logits[1].tolist() == [1.0] * VOCAB
 
 
 def test_parameters_that_are_edited_stay_the_sequences_own(

@@ -21,6 +21,10 @@ def test_every_byte_has_its_token(tokenizer: Tokenizer) -> None:
     assert {tokenizer.token_bytes(token) for token in range(4, 260)} == {bytes([byte]) for byte in range(256)}
 
 
+def test_the_longest_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest_token == len("</think>")
+
+
 def test_special_tokens(tokenizer: Tokenizer) -> None:
     a = tokenizer.encode("a", add_special_tokens=False)[0]
     assert tokenizer.decode([0, a, 2, 1]) == "<s>a<think></s>"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from logitship.sampler.ops.masks import bad_word_endings, forbidden_tokens, mask_forbidden, mask_tokens
+from logitship.sampler.ops.masks import BadWords, forbidden_tokens, mask_forbidden, mask_tokens
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_allowed_tokens() -> None:
     ],
 )
 def test_bad_words(bad_words: list[tuple[int, ...]], output: list[int], endings: list[int]) -> None:
-    assert bad_word_endings(bad_words, output) == endings
+    assert sorted(BadWords(bad_words).endings(output)) == sorted(endings)
 
 
 def test_mask_tokens() -> None:

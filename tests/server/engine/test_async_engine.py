@@ -366,6 +366,22 @@ def test_a_running_id_is_taken(make_engine: BuildEngine) -> None:
     run(twice())
 
 
+def test_leaving_late_does_not_cancel_who_has_the_id_now(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def leave_late() -> Result:
+        first = await engine.submit(request("same", max_new_tokens=1))
+        while engine.stats().steps < 1 or engine.stats().running:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(generate(engine, request("same", max_new_tokens=400)))
+        while not engine.stats().running:
+            await asyncio.sleep(0.001)
+        await first.aclose()
+        return await second
+
+    assert run(leave_late()).finish_reason == FinishReason("length")
+
+
 def test_output_ends_where_the_model_ends(make_engine: BuildEngine) -> None:
     result = run(generate(make_engine(), request(prompt=[5] * 500, max_new_tokens=None)))
     assert result.finish_reason == FinishReason("length")

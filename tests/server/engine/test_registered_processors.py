@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,14 @@ def test_what_a_pickled_string_counts_for() -> None:
     RegisteredProcessors(max_entries=1, max_bytes=26).add("a", pickled)
     with pytest.raises(ProcessorLoadError, match="counts for 26 bytes"):
         RegisteredProcessors(max_entries=1, max_bytes=25).add("a", pickled)
+
+
+def test_a_schema_too_deep_to_be_measured_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(300):
+        schema = {"properties": schema}
+    with pytest.raises(ProcessorLoadError, match="params_schema"):
+        RegisteredProcessors(max_entries=2, max_bytes=100).add("a", PickledProcessor(b"x", params_schema=schema))
 
 
 def test_a_digest_stands_for_no_other_digest() -> None:

@@ -44,6 +44,10 @@ class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         pass
 
+    @property
+    def longest_token(self) -> int:  # type: ignore[override]
+        return 8
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 

@@ -46,6 +46,13 @@ def _everywhere(param: str, value: Any, status: int = 400, says: str = "") -> It
         yield Case(path, {param: value}, param, status, says)
 
 
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def _cases() -> Iterator[Case]:
     # unknown fields, and known ones that this server does not support
     yield from _everywhere("temprature", 1, says="unknown field")
@@ -114,6 +121,8 @@ def _cases() -> Iterator[Case]:
         yield from _sampling("temperature", value, says="0 (greedy) or greater")
     for param, value in (("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("repetition_penalty", 0)):
         yield from _sampling(param, value)
+    yield from _sampling("repetition_penalty", 1e-300, says="0.01")
+    yield from _sampling("logit_bias", {"1": 1e308}, says="float32")
     yield from _sampling("frequency_penalty", 3)
     yield from _sampling("top_p", 0.9, says="greedy", temperature=0)
     for value in (0, -1):
@@ -133,8 +142,23 @@ def _cases() -> Iterator[Case]:
     yield Case(GENERATE, {"return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", says="at most 20")
     yield Case(GENERATE, {"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len")
     yield Case(GENERATE, {"return_logprob": True, "logprob_start_len": 9}, "logprob_start_len")
+    # too much of it
+    yield from _sampling("stop", ["x"] * 1025, says="1024")
+    yield from _everywhere("custom_logit_processor", [{"name": "a"}] * 65, says="64")
+    for depth in (101, 300):
+        yield from _sampling("custom_params", {"a": _nested(depth)}, says="deeper than 100")
+        yield from (
+            Case(path, {"vllm_xargs": {"a": _nested(depth)}}, "vllm_xargs", says="deeper")
+            for path in (COMPLETIONS, CHAT)
+        )
+    yield from _everywhere("custom_logit_processor", {"name": _nested(300)}, says="ecursion")
+    part = {"type": _nested(900)}
+    yield Case(CHAT, {"messages": [{"role": "user", "content": [part]}]}, "messages[0].content", says="part 0 is not")
     # the prompt and the model
     long = "x" * 100
+    yield Case(GENERATE, {"text": "x" * 513}, "text", says="513 characters")
+    yield Case(COMPLETIONS, {"prompt": ["a", "x" * 513]}, "prompt[1]", says="513 characters")
+    yield Case(CHAT, {"messages": [{"role": "user", "content": "x" * 513}]}, "messages", says="513 characters")
     yield Case(GENERATE, {"text": long}, "text", says="100 tokens")
     yield Case(COMPLETIONS, {"prompt": long}, "prompt", says="100 tokens")
     yield Case(COMPLETIONS, {"prompt": ["a", long]}, "prompt[1]", says="100 tokens")
@@ -161,6 +185,8 @@ def _cases() -> Iterator[Case]:
     yield Case(COMPLETIONS, {"prompt": ["", "a"]}, "prompt[0]", says="empty")
     yield Case(CHAT, {"messages": []}, "messages", says="empty")
     yield Case(COMPLETIONS, {"request_id": ""}, "request_id", says="empty")
+    yield Case(GENERATE, {"rid": ""}, "rid", says="empty")
+    yield Case(GENERATE, {"text": ["a", "b"], "rid": ["a", ""]}, "rid", says="empty")
     # lists of unequal length
     two = {"text": ["a", "b"]}
     for param, value in {

@@ -383,13 +383,13 @@ def test_a_client_that_leaves_frees_its_row_within_a_step(
     shipping: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noticed = Event()
-    cancel = shipping.engine.cancel
+    cancel = shipping.engine._cancel
 
-    def cancel_and_tell(rid: str) -> None:
-        cancel(rid)
+    def cancel_and_tell(active: Any) -> None:
+        cancel(active)
         noticed.set()
 
-    monkeypatch.setattr(shipping.engine, "cancel", cancel_and_tell)
+    monkeypatch.setattr(shipping.engine, "_cancel", cancel_and_tell)
     gate.permit(3)
     with shipping.http.stream("POST", "/generate", json=gate.body(stream=True)) as answer:
         lines = (line for line in answer.iter_lines() if line)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from threading import Event
+from typing import Any
+
+import pytest
+
+from logitship.server.engine import engine_thread
+from logitship.server.engine.engine_thread import EngineThread
+
+
+class Dying:
+    """An engine whose step raises."""
+
+    def step(self) -> bool:
+        raise KeyboardInterrupt
+
+
+def test_its_death_is_told_before_it_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing the log may fail: nobody must wait for the engine then."""
+    order: list[str] = []
+    logged = Event()
+
+    def critical(message: str, **options: Any) -> None:
+        order.append(message)
+        logged.set()
+
+    monkeypatch.setattr(engine_thread.logger, "critical", critical)
+    thread = EngineThread(Dying(), after_step=lambda: None, on_death=lambda: order.append("told"))  # type: ignore[arg-type]
+    thread.start()
+    assert logged.wait(60)
+    assert order == ["told", "the engine's thread died"]
