@@ -13,11 +13,12 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 
@@ -73,7 +74,10 @@ class SlotCache:
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # `torch.zeros` writes the zeros, and so takes the memory at once. NumPy asks for zeroed pages, which the kernel
-    # hands out when they are first written: a position that was never used costs nothing.
-    nbytes = math.prod(size) * dtype.itemsize
-    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(size)
+    # `torch.zeros` writes the zeros, and so takes the memory at once. A new mapping is zero without that: the kernel
+    # hands out its pages when they are first written. Small pages: with huge ones, the first token of each head in each
+    # slot would take, and clear, two megabytes.
+    memory = mmap.mmap(-1, max(1, math.prod(size) * dtype.itemsize))
+    with contextlib.suppress(OSError):  # a kernel without huge pages has nothing to switch off
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(size)).view(size)
