@@ -1,4 +1,4 @@
-"""`min_new_tokens`: no end before so many tokens."""
+"""`min_tokens`: no end before so many tokens."""
 
 from __future__ import annotations
 

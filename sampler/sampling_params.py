@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,37 @@ class InvalidSamplingParams(ValueError):
         self.reason = reason
 
 
+def _strings(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _token_ids(value: Any) -> frozenset[int]:
+    return frozenset(value or ())
+
+
+def _optional_token_ids(value: Any) -> frozenset[int] | None:
+    return None if value is None else frozenset(value)
+
+
+def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sequence) for sequence in value or ())
+
+
+def _biases(value: Any) -> dict[int, float]:
+    return dict(value or {})
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "stop": _strings,
+    "stop_token_ids": _token_ids,
+    "eos_token_ids": _token_ids,
+    "allowed_token_ids": _optional_token_ids,
+    "bad_words_token_ids": _sequences,
+    "logit_bias": _biases,
+}
+"""Callers write lists and single strings, as vLLM takes them; what is kept can neither change nor be shared."""
+
+
 def _require(condition: bool, field: str, reason: str) -> None:
     if not condition:
         raise InvalidSamplingParams(field, reason)
@@ -38,7 +69,7 @@ def _require(condition: bool, field: str, reason: str) -> None:
 class SamplingParams:
     """How the tokens of one sequence are drawn and when it ends.
 
-    Names are SGLang's where it has one, else vLLM's. Token ids are checked against the vocabulary at admission, not
+    Names are vLLM's where it has one, because its batch processors read them; else SGLang's. Token ids are checked against the vocabulary at admission, not
     here.
 
     Raises:
@@ -57,20 +88,20 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, prompt and parameters: same tokens, whatever else is in the batch. None: the engine draws one."""
 
-    max_new_tokens: int | None = None
+    max_tokens: int | None = None
     """None: up to the model's length. 0: draw nothing, which is how a prompt's log-probabilities are asked for."""
-    min_new_tokens: int = 0
+    min_tokens: int = 0
     """No end token and no stop token before this many output tokens."""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    eos_token_ids: frozenset[int] = frozenset()
+    stop: Sequence[str] = ()
+    stop_token_ids: Collection[int] = frozenset()
+    eos_token_ids: Collection[int] = frozenset()
     """The model's end tokens, filled in at admission."""
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
 
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: frozenset[int] | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: Collection[int] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
     """Token sequences that must not be completed."""
 
     logprobs: int | None = None
@@ -91,6 +122,8 @@ class SamplingParams:
     """The processors that the request carries, in the order in which they run."""
 
     def __post_init__(self) -> None:
+        for name, convert in _CONVERSIONS.items():
+            object.__setattr__(self, name, convert(getattr(self, name)))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             _require(math.isfinite(getattr(self, name)), name, "must be a finite number")
         _require(self.temperature >= 0, "temperature", "must be 0 (greedy) or greater")
@@ -105,12 +138,12 @@ class SamplingParams:
         _require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "must be from 0.01 to 100")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be from -2 to 2")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be from -2 to 2")
-        _require(self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", "must be 0 or greater")
-        _require(self.min_new_tokens >= 0, "min_new_tokens", "must be 0 or greater")
+        _require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "must be 0 or greater")
+        _require(self.min_tokens >= 0, "min_tokens", "must be 0 or greater")
         _require(
-            self.max_new_tokens is None or self.min_new_tokens <= self.max_new_tokens,
-            "min_new_tokens",
-            "must not be greater than max_new_tokens",
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            "must not be greater than max_tokens",
         )
         _require(all(self.stop), "stop", "must not contain an empty string")
         _require(
@@ -132,15 +165,15 @@ class SamplingParams:
     @property
     def all_stop_token_ids(self) -> frozenset[int]:
         """Every token that may end the sequence: the model's end tokens and the request's own."""
-        return self.stop_token_ids | self.eos_token_ids
+        return frozenset((*self.stop_token_ids, *self.eos_token_ids))
 
-    # vLLM's names for the same things: batch processors written for vLLM read these.
+    # SGLang's names for the same things: row-level processors read these.
     @property
-    def max_tokens(self) -> int | None:
-        """vLLM's name for `max_new_tokens`."""
-        return self.max_new_tokens
+    def max_new_tokens(self) -> int | None:
+        """SGLang's name for `max_tokens`."""
+        return self.max_tokens
 
     @property
-    def min_tokens(self) -> int:
-        """vLLM's name for `min_new_tokens`."""
-        return self.min_new_tokens
+    def min_new_tokens(self) -> int:
+        """SGLang's name for `min_tokens`."""
+        return self.min_tokens

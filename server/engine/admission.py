@@ -43,14 +43,14 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     if request.n < 1:
         raise BadRequest("must be 1 or greater", param="n")
     room = limits.max_model_len - len(request.prompt_token_ids)
-    if params.max_new_tokens is not None and params.max_new_tokens > room:
+    if params.max_tokens is not None and params.max_tokens > room:
         raise BadRequest(
-            f"asks for {params.max_new_tokens} tokens, but the prompt has {len(request.prompt_token_ids)} and the "
+            f"asks for {params.max_tokens} tokens, but the prompt has {len(request.prompt_token_ids)} and the "
             f"model's length is {limits.max_model_len}: there is room for {room}",
-            param="max_new_tokens",
+            param="max_tokens",
         )
-    if params.min_new_tokens > room:
-        raise BadRequest(f"there is room for {room} tokens", param="min_new_tokens")
+    if params.min_tokens > room:
+        raise BadRequest(f"there is room for {room} tokens", param="min_tokens")
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:
             raise BadRequest(f"this server gives at most {limits.max_logprobs}", param=name)

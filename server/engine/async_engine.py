@@ -248,7 +248,7 @@ class AsyncEngine:
                     ProcessorUse(loaded, dict(wanted.params or {}), request.rid) for loaded, wanted in uses
                 ),
             ),
-            max_new_tokens=room if params.max_new_tokens is None else params.max_new_tokens,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
             tokenizer=self.tokenizer,
             sink=sink,
         )

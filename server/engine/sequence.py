@@ -36,7 +36,7 @@ class Sequence:
         names: frozenset[str],
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
-        max_new_tokens: int,
+        max_tokens: int,
         tokenizer: Tokenizer,
         sink: Sink,
     ) -> None:
@@ -50,7 +50,7 @@ class Sequence:
         self.num_computed = 0
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self._max_new_tokens = max_new_tokens
+        self._max_tokens = max_tokens
         self._sink = sink
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -58,7 +58,7 @@ class Sequence:
             skip_special_tokens=sampling_params.skip_special_tokens,
             spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
-        self._stop_strings = StopStrings(sampling_params.stop, include=sampling_params.include_stop_str_in_output)
+        self._stop_strings = StopStrings(tuple(sampling_params.stop), include=sampling_params.include_stop_str_in_output)
 
     @property
     def num_prompt(self) -> int:
@@ -68,7 +68,7 @@ class Sequence:
     @property
     def draws(self) -> bool:
         """False if only the prompt is to be computed, for its log-probabilities."""
-        return self._max_new_tokens > 0
+        return self._max_tokens > 0
 
     @property
     def prefilling(self) -> bool:
@@ -85,7 +85,7 @@ class Sequence:
         """Take the token that was drawn, see whether it ends the sequence, and give out what is certain."""
         self.output_token_ids.append(token_id)
         text = self._text_of(token_id)
-        if self.finish_reason is None and len(self.output_token_ids) >= self._max_new_tokens:
+        if self.finish_reason is None and len(self.output_token_ids) >= self._max_tokens:
             text += self._flush()
             # The last piece may complete a stop string, which then is the better reason.
             self.finish_reason = self.finish_reason or FinishReason("length")
@@ -99,7 +99,7 @@ class Sequence:
 
     def _text_of(self, token_id: int) -> str:
         params = self.sampling_params
-        may_stop = len(self.output_token_ids) >= params.min_new_tokens
+        may_stop = len(self.output_token_ids) >= params.min_tokens
         if may_stop and self._is_stop_token(token_id):
             text = self._flush()
             if self.finish_reason is None:
@@ -108,7 +108,7 @@ class Sequence:
                     text += self._detokenizer.push(token_id) + self._detokenizer.flush()
             return text
         piece = self._detokenizer.push(token_id)
-        if len(self.output_token_ids) <= params.min_new_tokens and params.min_new_tokens > 0:
+        if len(self.output_token_ids) <= params.min_tokens and params.min_tokens > 0:
             # A stop string counts only in what comes after the minimum.
             return piece
         return self._past_stop_strings(piece)

@@ -37,8 +37,6 @@ _PROCESSOR = "custom_logit_processor"
 _NAMES = {
     "bad_words_token_ids": "bad_words",
     "extra_args": "vllm_xargs",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
 }
 
 
@@ -92,7 +90,7 @@ async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenA
                 f"{request_id}_{i}" if is_batch else request_id,
                 request_id if is_batch else None,
                 processor,
-                max_new_tokens=default_that_fits(engine, prompt, body, "max_tokens"),
+                max_tokens=default_that_fits(engine, prompt, body, "max_tokens"),
                 logprobs=body.logprobs,
                 prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
             )
@@ -110,7 +108,7 @@ async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIR
     check_batch(engine.config, 1, "messages", body.n)
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    names = {**_names(body), "max_new_tokens": limit_name, "logprobs": "top_logprobs", "prompt": "messages"}
+    names = {**_names(body), "max_tokens": limit_name, "logprobs": "top_logprobs", "prompt": "messages"}
     prompt = Prompt(await _render(engine, body))
     if not prompt.token_ids:
         raise BadRequest("messages: the chat template makes an empty prompt of them", param="messages")
@@ -122,7 +120,7 @@ async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIR
         request_id,
         None,
         body.custom_logit_processor,
-        max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -194,7 +192,7 @@ async def _submission(
         engine,
         body,
         names,
-        min_new_tokens=body.min_tokens,
+        min_tokens=body.min_tokens,
         seed=body.seed,
         include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
         extra_args=body.vllm_xargs,

@@ -122,7 +122,7 @@ async def _generates(engine: AsyncEngine) -> bool:
     request = GenerationRequest(
         rid=f"HEALTH_CHECK_{uuid4().hex}",
         prompt_token_ids=[0],
-        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+        sampling_params=SamplingParams(temperature=0, max_tokens=1),
     )
     try:
         stream = await engine.submit(request)

@@ -16,7 +16,7 @@ def forbidden(processor: MinTokensLogitsProcessor, rows: int) -> list[list[int]]
 
 def test_stop_tokens_are_forbidden_until_the_minimum() -> None:
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
-    params = SamplingParams(min_new_tokens=2, stop_token_ids=frozenset({1}), eos_token_ids=frozenset({4}))
+    params = SamplingParams(min_tokens=2, stop_token_ids=frozenset({1}), eos_token_ids=frozenset({4}))
     first: list[int] = []
     second = [0]
     processor.update_state(BatchUpdate(3, [], [(0, params, [], first), (2, params, [], second)], []))
@@ -32,7 +32,7 @@ def test_stop_tokens_are_forbidden_until_the_minimum() -> None:
 
 def test_without_end_tokens_there_is_nothing_to_do() -> None:
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
-    processor.update_state(BatchUpdate(1, [], [(0, SamplingParams(min_new_tokens=2), [], [])], []))
+    processor.update_state(BatchUpdate(1, [], [(0, SamplingParams(min_tokens=2), [], [])], []))
     assert forbidden(processor, 1) == [[]]
 
 

@@ -37,7 +37,7 @@ class RecordedRequests:
         sampling_params = SamplingParams(
             min_p=params.get("min_p", 0.0),
             logit_bias={int(token): bias for token, bias in params.get("logit_bias", {}).items()},
-            min_new_tokens=params.get("min_tokens", 0),
+            min_tokens=params.get("min_tokens", 0),
             stop_token_ids=frozenset(params.get("stop_token_ids", ())),
         )
         self._requests[request["id"]] = sampling_params, request["prompt"], []

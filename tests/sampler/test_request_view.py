@@ -75,10 +75,10 @@ def test_the_output_comes_back_with_the_next_token(edit: str) -> None:
 
 
 def test_the_sampling_params_are_a_copy() -> None:
-    params = SamplingParams(min_new_tokens=3)
+    params = SamplingParams(min_tokens=3)
     view = view_of([], [], sampling_params=params)
-    object.__setattr__(view.sampling_params, "min_new_tokens", "many")
-    assert params.min_new_tokens == 3
+    object.__setattr__(view.sampling_params, "min_tokens", "many")
+    assert params.min_tokens == 3
 
 
 def test_each_view_has_a_state_of_its_own() -> None:

@@ -141,7 +141,7 @@ def random_params(rng: random.Random, vocab_size: int, **fixed: object) -> Sampl
         "frequency_penalty": sometimes(rng.uniform(-2, 2), 0.0),
         "presence_penalty": sometimes(rng.uniform(-2, 2), 0.0),
         "seed": rng.randrange(2**64),
-        "min_new_tokens": sometimes(rng.randint(1, 5), 0),
+        "min_tokens": sometimes(rng.randint(1, 5), 0),
         "stop_token_ids": frozenset(tokens(3)),
         "logit_bias": sometimes({token: rng.uniform(-5, 5) for token in tokens(5)}, {}),
         "allowed_token_ids": sometimes(frozenset(tokens(vocab_size // 2)), None),

@@ -79,7 +79,7 @@ def request(
         prompt_token_ids=token_ids,
         n=n,
         processors=tuple(ProcessorRequest(string, values) for string, values in processors),
-        sampling_params=SamplingParams(**({"max_new_tokens": 8, "ignore_eos": True} | params)),
+        sampling_params=SamplingParams(**({"max_tokens": 8, "ignore_eos": True} | params)),
     )
 
 
@@ -141,7 +141,7 @@ def test_greedy_output_is_that_of_a_plain_transformers_loop(
     engine = make_engine(chunked_prefill_size=16)
 
     async def all_at_once() -> list[Result]:
-        wanted = [request(f"r{i}", prompt, temperature=0, max_new_tokens=12) for i, prompt in enumerate(prompts)]
+        wanted = [request(f"r{i}", prompt, temperature=0, max_tokens=12) for i, prompt in enumerate(prompts)]
         return await asyncio.gather(*(generate(engine, one) for one in wanted))
 
     assert [result.token_ids for result in run(all_at_once())] == expected
@@ -163,7 +163,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_company(make_engine: BuildE
             top_k=(-1, 5, 50, 1)[number % 4],
             min_p=(0.0, 0.05)[number % 2],
             frequency_penalty=(0.0, 0.5)[number % 2],
-            max_new_tokens=3 + number % 11,
+            max_tokens=3 + number % 11,
             processors=processors,
         )
 
@@ -208,7 +208,7 @@ def test_leaving_early_frees_the_row_within_a_step(make_engine: BuildEngine) -> 
     engine = make_engine(max_num_seqs=1)
 
     async def leave() -> tuple[int, GenerationChunk, Result]:
-        stream = await engine.submit(request("endless", max_new_tokens=400))
+        stream = await engine.submit(request("endless", max_tokens=400))
         chunks = aiter(stream)
         await anext(chunks)
         await stream.aclose()
@@ -228,7 +228,7 @@ def test_abort_by_id_reaches_a_request_that_waits(make_engine: BuildEngine) -> N
     engine = make_engine(max_num_seqs=1)
 
     async def abort() -> tuple[Result, Result]:
-        running = asyncio.create_task(generate(engine, request("runs", max_new_tokens=400)))
+        running = asyncio.create_task(generate(engine, request("runs", max_tokens=400)))
         waiting = asyncio.create_task(generate(engine, request("waits")))
         while engine.stats().waiting != 1:
             await asyncio.sleep(0.001)
@@ -248,7 +248,7 @@ def test_abort_reaches_a_request_whose_processor_is_being_loaded(make_engine: Bu
     slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
 
     async def abort() -> Result:
-        wanted = request("r", max_new_tokens=400, processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),))
+        wanted = request("r", max_tokens=400, processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),))
         loading = asyncio.create_task(generate(engine, wanted))
         await asyncio.sleep(0)  # it is admitted now, and its processor waits for the file
         engine.abort("r")
@@ -264,9 +264,9 @@ def test_abort_reaches_a_request_whose_processor_is_being_loaded(make_engine: Bu
 def test_no_output_but_the_prompts_logprobs(make_engine: BuildEngine, chunk_size: int) -> None:
     engine = make_engine(chunked_prefill_size=chunk_size)
     prompt = list(range(10, 33))
-    beside = [request(f"b{i}", [40 + i], temperature=0, max_new_tokens=40) for i in range(2)]
-    scoring = request("s", prompt, n=2, max_new_tokens=0, prompt_logprobs=1)
-    one_token = request("t", prompt, max_new_tokens=1, prompt_logprobs=1)
+    beside = [request(f"b{i}", [40 + i], temperature=0, max_tokens=40) for i in range(2)]
+    scoring = request("s", prompt, n=2, max_tokens=0, prompt_logprobs=1)
+    one_token = request("t", prompt, max_tokens=1, prompt_logprobs=1)
 
     async def together() -> tuple[list[Result], list[list[Result]], Result]:
         scored, *others = await asyncio.gather(*(generate_all(engine, each) for each in (scoring, *beside)))
@@ -292,7 +292,7 @@ def test_the_queue_has_a_bound(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1, max_queued_requests=2)
 
     async def fill() -> None:
-        streams = [await engine.submit(request(f"r{i}", max_new_tokens=400)) for i in range(3)]
+        streams = [await engine.submit(request(f"r{i}", max_tokens=400)) for i in range(3)]
         with pytest.raises(QueueFull):
             await engine.submit(request("one too many"))
         for stream in streams:
@@ -312,8 +312,8 @@ def test_the_queue_has_a_bound(make_engine: BuildEngine) -> None:
         (request(prompt=[-1]), "prompt"),
         (request(prompt=[5] * 512), "prompt"),
         (request(n=0), "n"),
-        (request(max_new_tokens=508), "max_new_tokens"),
-        (request(max_new_tokens=None, min_new_tokens=508), "min_new_tokens"),
+        (request(max_tokens=508), "max_tokens"),
+        (request(max_tokens=None, min_tokens=508), "min_tokens"),
         (request(stop_token_ids=frozenset({260})), "stop_token_ids"),
         (request(logit_bias={-1: 1.0}), "logit_bias"),
         (request(allowed_token_ids=frozenset({999})), "allowed_token_ids"),
@@ -358,7 +358,7 @@ def test_a_running_id_is_taken(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def twice() -> None:
-        stream = await engine.submit(request("same", max_new_tokens=400))
+        stream = await engine.submit(request("same", max_tokens=400))
         with pytest.raises(BadRequest, match="running already"):
             await engine.submit(request("same"))
         await stream.aclose()
@@ -370,10 +370,10 @@ def test_leaving_late_does_not_cancel_who_has_the_id_now(make_engine: BuildEngin
     engine = make_engine()
 
     async def leave_late() -> Result:
-        first = await engine.submit(request("same", max_new_tokens=1))
+        first = await engine.submit(request("same", max_tokens=1))
         while engine.stats().steps < 1 or engine.stats().running:
             await asyncio.sleep(0.001)
-        second = asyncio.create_task(generate(engine, request("same", max_new_tokens=400)))
+        second = asyncio.create_task(generate(engine, request("same", max_tokens=400)))
         while not engine.stats().running:
             await asyncio.sleep(0.001)
         await first.aclose()
@@ -383,7 +383,7 @@ def test_leaving_late_does_not_cancel_who_has_the_id_now(make_engine: BuildEngin
 
 
 def test_output_ends_where_the_model_ends(make_engine: BuildEngine) -> None:
-    result = run(generate(make_engine(), request(prompt=[5] * 500, max_new_tokens=None)))
+    result = run(generate(make_engine(), request(prompt=[5] * 500, max_tokens=None)))
     assert result.finish_reason == FinishReason("length")
     assert len(result.token_ids) == 12
 
@@ -395,7 +395,7 @@ def test_the_end_token_ends_and_is_no_text(make_engine: BuildEngine) -> None:
         force = {"logit_bias": {1: 1000.0}}
         stops = await generate(engine, request("a", ignore_eos=False, **force))
         ignores = await generate(engine, request("b", **force))
-        later = await generate(engine, request("c", ignore_eos=False, min_new_tokens=3, **force))
+        later = await generate(engine, request("c", ignore_eos=False, min_tokens=3, **force))
         return stops, ignores, later
 
     stops, ignores, later = run(both())
@@ -431,7 +431,7 @@ def test_stop_strings_across_tokens_are_trimmed_and_held_back(make_engine: Build
     engine = make_engine()
 
     async def three() -> list[Result]:
-        params = {"max_new_tokens": 100}
+        params = {"max_tokens": 100}
         return [
             await generate(engine, writing("a", "one END two", engine, stop=("END",), **params)),
             await generate(engine, writing("b", "one END two", engine, stop=("zzz", "END"), **params)),
@@ -450,14 +450,14 @@ def test_stop_strings_across_tokens_are_trimmed_and_held_back(make_engine: Build
 def test_a_character_of_several_tokens_arrives_whole(make_engine: BuildEngine) -> None:
     engine = make_engine()
     text = "naïve 🎉 日本"
-    result = run(generate(engine, writing("a", text, engine, max_new_tokens=len(text.encode()))))
+    result = run(generate(engine, writing("a", text, engine, max_tokens=len(text.encode()))))
     assert result.text == text
     assert all("\ufffd" not in chunk.text for chunk in result.chunks)
 
 
 def test_an_unfinished_character_is_shown_at_the_end(make_engine: BuildEngine) -> None:
     engine = make_engine()
-    result = run(generate(engine, writing("a", "ab🎉", engine, max_new_tokens=4)))
+    result = run(generate(engine, writing("a", "ab🎉", engine, max_tokens=4)))
     assert result.text == "ab\ufffd"
 
 
@@ -485,7 +485,7 @@ def test_prompt_logprobs_are_the_models(make_engine: BuildEngine, loaded_model: 
 def test_processors_run_in_order_and_are_receipted(make_engine: BuildEngine) -> None:
     engine = make_engine()
     wanted = request(
-        processors=((COUNTDOWN, None), (BOOST, {"token_id": 77, "by": 0.0})), temperature=0, max_new_tokens=5
+        processors=((COUNTDOWN, None), (BOOST, {"token_id": 77, "by": 0.0})), temperature=0, max_tokens=5
     )
     result = run(generate(engine, wanted))
     assert result.token_ids == [5, 6, 7, 8, 9]  # the prompt has five tokens
@@ -523,7 +523,7 @@ def test_processors_are_released_however_the_request_ends(make_engine: BuildEngi
         boosted = ((BOOST, {"token_id": 50}),)
         await generate_all(engine, request("a", processors=boosted, n=3))
         await generate(engine, request("b", processors=((RAISES, None),)))
-        stream = await engine.submit(request("c", processors=((COUNTDOWN, None),), max_new_tokens=400))
+        stream = await engine.submit(request("c", processors=((COUNTDOWN, None),), max_tokens=400))
         assert not await engine.flush_cache()
         await stream.aclose()
         async for _ in stream:
@@ -589,7 +589,7 @@ def test_shutdown_finishes_what_runs_and_refuses_what_comes(make_engine: BuildEn
     engine = make_engine()
 
     async def shut_down() -> Result:
-        running = asyncio.create_task(generate(engine, request("a", max_new_tokens=200)))
+        running = asyncio.create_task(generate(engine, request("a", max_tokens=200)))
         while engine.stats().running == 0:
             await asyncio.sleep(0.001)
         ending = asyncio.create_task(engine.shutdown(60))
@@ -607,7 +607,7 @@ def test_shutdown_has_a_limit(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def shut_down() -> Result:
-        running = asyncio.create_task(generate(engine, request("a", max_new_tokens=500)))
+        running = asyncio.create_task(generate(engine, request("a", max_tokens=500)))
         while engine.stats().running == 0:
             await asyncio.sleep(0.001)
         await engine.shutdown(0)

@@ -58,7 +58,7 @@ async def generate(
     request = GenerationRequest(
         rid=rid,
         prompt_token_ids=[10, 11],
-        sampling_params=SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True),
+        sampling_params=SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
         processors=(ProcessorRequest(string, params),),
     )
     chunks: list[GenerationChunk] = [chunk async for chunk in await engine.submit(request)]

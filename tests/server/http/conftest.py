@@ -93,7 +93,7 @@ def spell(text: str) -> Script:
 
     def script(request: GenerationRequest) -> list[GenerationChunk]:
         params = request.sampling_params
-        tokens = [*text.encode(), EOS][: params.max_new_tokens]
+        tokens = [*text.encode(), EOS][: params.max_tokens]
         prompt: list[TokenLogprobs] = []
         if params.prompt_logprobs is not None:
             for position in range(params.prompt_logprobs_start, len(request.prompt_token_ids)):
