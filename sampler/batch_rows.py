@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from .interface import BatchUpdate, MoveDirectionality
 from .sampling_params import SamplingParams
 
 T = TypeVar("T")
+
+NewState: TypeAlias = Callable[[SamplingParams, list[int] | None, list[int]], T | None]
+
+
+def process_dict_updates(
+    req_entries: dict[int, T],
+    batch_update: BatchUpdate | None,
+    new_state: NewState[T],
+) -> bool:
+    """Follow the batch with a dict from row to state. vLLM's name and arguments: plugins call it.
+
+    Args:
+        req_entries: edited in place.
+        new_state: the state for (sampling params, prompt token ids, live output token ids) of a request that came, or
+            None if it needs none.
+
+    Returns:
+        True if any row's state came, went or moved.
+    """
+    if batch_update is None:
+        return False
+    changed = False
+    for row in batch_update.removed:
+        changed |= req_entries.pop(row, None) is not None
+    for row, params, prompt_token_ids, output_token_ids in batch_update.added:
+        changed |= req_entries.pop(row, None) is not None
+        state = new_state(params, prompt_token_ids, output_token_ids)
+        if state is not None:
+            req_entries[row] = state
+            changed = True
+    for source, target, direction in batch_update.moved:
+        coming, going = req_entries.pop(source, None), req_entries.pop(target, None)
+        changed |= coming is not None or going is not None
+        if coming is not None:
+            req_entries[target] = coming
+        if going is not None and direction is MoveDirectionality.SWAP:
+            req_entries[source] = going
+    return changed
 
 
 class BatchRows(Mapping[int, T], Generic[T]):
@@ -21,31 +59,13 @@ class BatchRows(Mapping[int, T], Generic[T]):
             None if it needs none.
     """
 
-    def __init__(self, new_state: Callable[[SamplingParams, list[int] | None, list[int]], T | None]) -> None:
+    def __init__(self, new_state: NewState[T]) -> None:
         self._new_state = new_state
         self._states: dict[int, T] = {}
 
     def update(self, batch_update: BatchUpdate | None) -> bool:
         """Follow the batch. True if any row's state came, went or moved."""
-        if batch_update is None:
-            return False
-        changed = False
-        for row in batch_update.removed:
-            changed |= self._drop(row) is not None
-        for row, params, prompt_token_ids, output_token_ids in batch_update.added:
-            changed |= self._drop(row) is not None
-            state = self._new_state(params, prompt_token_ids, output_token_ids)
-            if state is not None:
-                self._states[row] = state
-                changed = True
-        for source, target, direction in batch_update.moved:
-            coming, going = self._drop(source), self._drop(target)
-            changed |= coming is not None or going is not None
-            if coming is not None:
-                self._states[target] = coming
-            if going is not None and direction is MoveDirectionality.SWAP:
-                self._states[source] = going
-        return changed
+        return process_dict_updates(self._states, batch_update, self._new_state)
 
     def discard_if(self, finished: Callable[[T], bool]) -> bool:
         """Drop the rows whose state is of no more use. True if there were any."""
@@ -53,9 +73,6 @@ class BatchRows(Mapping[int, T], Generic[T]):
         for row in rows:
             del self._states[row]
         return bool(rows)
-
-    def _drop(self, row: int) -> T | None:
-        return self._states.pop(row, None)
 
     def __getitem__(self, row: int) -> T:
         return self._states[row]

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Protocol, runtime_checkable
+
+from logitship.client.errors import LogitshipError
 
 from .interface import BatchUpdate, LogitsProcessor
+
+
+@runtime_checkable
+class FaultSource(Protocol):
+    """A batch processor that knows which rows it failed on."""
+
+    def take_faults(self) -> Iterable[tuple[int, LogitshipError]]:
+        """(row, fault) of what failed since the last call. Those rows are left finite."""
+        ...
+
+
+def take_faults(processors: Iterable[LogitsProcessor]) -> Iterator[tuple[int, LogitshipError]]:
+    """What all of them failed on; most have nothing to say."""
+    for processor in processors:
+        if isinstance(processor, FaultSource):
+            yield from processor.take_faults()
 
 
 class LogitsProcessors:
@@ -16,10 +35,10 @@ class LogitsProcessors:
         argmax_invariant: never do; run after the temperature, on steps where some row is drawn at random.
     """
 
-    def __init__(self, processors: Iterable[LogitsProcessor] = ()) -> None:
+    def __init__(self, processors: Iterable[LogitsProcessor] | None = None) -> None:
         self.non_argmax_invariant: list[LogitsProcessor] = []
         self.argmax_invariant: list[LogitsProcessor] = []
-        for processor in processors:
+        for processor in processors or ():
             invariant = processor.is_argmax_invariant()
             (self.argmax_invariant if invariant else self.non_argmax_invariant).append(processor)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from .interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest
+from .batch_update_builder import BatchUpdateBuilder
+from .interface import BatchUpdate, MoveDirectionality
 from .sampling_params import SamplingParams
 
 
@@ -52,12 +53,15 @@ class PersistentBatch(Generic[Member]):
         self._rows: list[Member | None] = []
         self._row_of: dict[int, int] = {}
         self._most_rows = 0
-        self._removed: list[int] = []
-        self._added: list[AddedRequest] = []
-        self._moved: list[MovedRequest] = []
+        self._changes = BatchUpdateBuilder()
 
     def __len__(self) -> int:
         return len(self._row_of)
+
+    @property
+    def changed(self) -> bool:
+        """True if a request came, went or moved since the last `commit`."""
+        return bool(self._changes.has_removed() or self._changes.added or self._changes.moved)
 
     @property
     def members(self) -> list[Member]:
@@ -72,13 +76,14 @@ class PersistentBatch(Generic[Member]):
 
         Raises:
             KeyError: it has none.
-            RuntimeError: something was added or moved in this step already.
+            RuntimeError: something was added, condensed or moved in this step already.
         """
-        if self._added or self._moved:
+        if self._changes.added or self._changes.moved:
             raise RuntimeError("all removals of a step come before its first addition and its first move")
-        row = self._row_of.pop(id(member))
+        row = self._row_of[id(member)]
+        self._changes.removed_append(row)
+        del self._row_of[id(member)]
         self._rows[row] = None
-        self._removed.append(row)
 
     def add(self, member: Member) -> int:
         """Give a request the lowest freed row, or a new one at the end.
@@ -86,21 +91,20 @@ class PersistentBatch(Generic[Member]):
         Raises:
             RuntimeError: the batch is full, it has the request already, or something was moved in this step already.
         """
-        if self._moved:
+        if self._changes.moved:
             raise RuntimeError("all additions of a step come before its first move")
         if member in self:
             raise RuntimeError("the request has a row already")
         if len(self) == self.max_num_seqs:
             raise RuntimeError(f"the batch is full: it has {self.max_num_seqs} rows")
-        row = min(self._removed, default=len(self._rows))
-        if row in self._removed:
-            self._removed.remove(row)
+        freed = self._changes.pop_removed()
+        row = len(self._rows) if freed is None else freed
         if row == len(self._rows):
             self._rows.append(None)
             self._most_rows = max(self._most_rows, len(self._rows))
         self._rows[row] = member
         self._row_of[id(member)] = row
-        self._added.append((row, member.sampling_params, member.prompt_token_ids, member.output_token_ids))
+        self._changes.added.append((row, member.sampling_params, member.prompt_token_ids, member.output_token_ids))
         return row
 
     def clear(self) -> None:
@@ -109,8 +113,10 @@ class PersistentBatch(Generic[Member]):
         Nobody knows which batch processor followed the last update then. So the next one removes every row that any
         of them could hold state for, rows that are free already among them.
         """
-        self._rows, self._row_of, self._added, self._moved = [], {}, [], []
-        self._removed = list(range(self._most_rows))
+        self._rows, self._row_of = [], {}
+        self._changes.reset()
+        for row in range(self._most_rows):
+            self._changes.removed_append(row)
 
     def swap(self, row_1: int, row_2: int) -> None:
         """Let two requests change places.
@@ -128,35 +134,28 @@ class PersistentBatch(Generic[Member]):
         self._rows[row_1], self._rows[row_2] = self._rows[row_2], self._rows[row_1]
         for row in (row_1, row_2):
             self._row_of[id(self._rows[row])] = row
-        self._moved.append((row_1, row_2, MoveDirectionality.SWAP))
+        self._changes.moved.append((row_1, row_2, MoveDirectionality.SWAP))
 
     def commit(self) -> BatchUpdate | None:
         """Close the gaps and say what changed since the last call; None if nothing did."""
         self.condense()
-        if not (self._removed or self._added or self._moved):
-            return None
-        update = BatchUpdate(
-            batch_size=len(self),
-            removed=sorted(self._removed, reverse=True),
-            added=self._added,
-            moved=self._moved,
-        )
-        self._removed, self._added, self._moved = [], [], []
-        return update
+        return self._changes.get_and_reset(len(self))
 
     def condense(self) -> None:
         """Fill each free row, lowest first, with the last request. Does nothing where there is no gap."""
-        for gap in sorted(self._removed):
-            while self._rows and self._rows[-1] is None:
-                self._rows.pop()
-            if gap >= len(self._rows):
-                break
-            last = len(self._rows) - 1
-            member = self._rows.pop()
-            assert member is not None
-            self._rows[gap] = member
-            self._row_of[id(member)] = gap
-            self._removed.remove(gap)
-            self._moved.append((last, gap, MoveDirectionality.UNIDIRECTIONAL))
+        self._drop_free_rows_at_the_end()
+        while (gap := self._changes.peek_removed()) is not None and gap < len(self._rows):
+            self._changes.pop_removed()
+            self._move_last_to(gap)
+            self._drop_free_rows_at_the_end()
+
+    def _move_last_to(self, gap: int) -> None:
+        member = self._rows.pop()
+        assert member is not None
+        self._rows[gap] = member
+        self._row_of[id(member)] = gap
+        self._changes.moved.append((len(self._rows), gap, MoveDirectionality.UNIDIRECTIONAL))
+
+    def _drop_free_rows_at_the_end(self) -> None:
         while self._rows and self._rows[-1] is None:
             self._rows.pop()

@@ -28,6 +28,7 @@ class LoadedProcessor:
         size: bytes it counts for in the cache.
         host: who runs it.
         instance: whatever the host needs for that. Nobody else touches it.
+        per_sequence: it was made for one sequence and runs on that one's row alone, whoever has the same digest.
     """
 
     digest: str
@@ -35,6 +36,7 @@ class LoadedProcessor:
     size: int
     host: ProcessorHost
     instance: Any
+    per_sequence: bool = False
 
 
 class ProcessorHost(Protocol):

@@ -10,7 +10,7 @@ import torch
 from logitship.client.errors import LogitshipError, ProcessorFault
 
 from .interface import BatchUpdate
-from .logits_processors import LogitsProcessors
+from .logits_processors import LogitsProcessors, take_faults
 from .ops.draw import draw, draw_top_k_top_p, most_likely, take_rows
 from .ops.logprobs import RowLogprobs, token_logprobs
 from .ops.masks import mask_forbidden, mask_tokens
@@ -74,10 +74,11 @@ class Sampler:
     """Turns logits into next tokens, in this order (`sample` keeps the numbers):
 
     1. Forbid all but `allowed_token_ids`, and what would complete a bad word.
-    2. Batch processors that can change the most likely token: min-tokens, logit bias, installed ones.
+    2. Batch processors that can change the most likely token: min-tokens, logit bias, installed ones. The rows on which
+       an installed one fails end their requests, here and in step 9.
     3. Repetition, frequency and presence penalties.
     4. (Kept for the thinking budget, so that the numbers stay those of the contract.)
-    5. Shipped processors, group by group.
+    5. Shipped processors, group by group, in the order of each request's list.
     6. Forbid all but `allowed_token_ids` again: forcing a token obeys masks. Then each row must have a finite logit and
        neither NaN nor +inf; one that fails ends its own request, and zeros take its place in the steps below.
     7. Greedy rows take the most likely token.
@@ -133,6 +134,8 @@ class Sampler:
             raise ValueError(f"logits: expected shape ({batch.size}, {self._vocab_size}), got {tuple(logits.shape)}")
         raw = logits[batch.raw.rows]
 
+        faults: dict[int, LogitshipError] = {}
+
         # 1
         mask_forbidden(logits, self._batch.forbidden)
         mask_tokens(logits, *self._batch.bad_word_endings())
@@ -142,7 +145,7 @@ class Sampler:
         # 3
         self._penalise(logits)
         # 5
-        logits, faults = self._apply_shipped(logits)
+        logits = self._apply_shipped(logits, faults)
         # 6
         mask_forbidden(logits, self._batch.forbidden)
         peak = self._check_rows(logits, faults)
@@ -161,6 +164,8 @@ class Sampler:
             for random_rows in (batch.unfiltered, batch.filtered):
                 if random_rows.outputs:
                     tokens[random_rows.rows] = self._draw(logits, random_rows, faults)
+        # Also of those that did not run in this step: one may have failed when it was told what changed.
+        faults |= dict(take_faults(self._processors.all))
         token_ids = tokens.tolist()
         # 11
         logprobs = self._logprobs(
@@ -185,11 +190,12 @@ class Sampler:
                 penalties.presence_penalty,
             )
 
-    def _apply_shipped(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, LogitshipError]]:
+    def _apply_shipped(self, logits: torch.Tensor, faults: dict[int, LogitshipError]) -> torch.Tensor:
         if self._shipped is None:
-            return logits, {}
+            return logits
         logits = self._shipped.apply(logits)
-        return logits, dict(self._shipped.take_faults())
+        faults.update(self._shipped.take_faults())
+        return logits
 
     def _check_rows(self, logits: torch.Tensor, faults: dict[int, LogitshipError]) -> torch.Tensor:
         """Replace unusable rows by zeros and add them to `faults`. Returns each row's largest logit, [rows, 1]."""

@@ -69,8 +69,8 @@ def _require(condition: bool, field: str, reason: str) -> None:
 class SamplingParams:
     """How the tokens of one sequence are drawn and when it ends.
 
-    Names are vLLM's where it has one, because its batch processors read them; else SGLang's. Token ids are checked against the vocabulary at admission, not
-    here.
+    Names are vLLM's where it has one, because its batch processors read them; else SGLang's. Token ids are checked
+    against the vocabulary at admission, not here.
 
     Raises:
         InvalidSamplingParams: a value is out of range; names the field.

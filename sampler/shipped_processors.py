@@ -18,6 +18,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.client.records import Receipt
 
+from .author_code import non_finite_fault
 from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
 from .processor_host import LoadedProcessor
@@ -162,11 +163,12 @@ class ShippedProcessors(LogitsProcessor):
         return rows or None
 
     def _grouped(self) -> list[_Group]:
-        groups: dict[tuple[int, str], _Group] = {}
+        groups: dict[tuple[int, str, int | None], _Group] = {}
         for row, members in sorted(self._rows.items()):
             for stage, member in enumerate(members):
                 processor = member.use.processor
-                group = groups.setdefault((stage, processor.digest), _Group(stage, processor))
+                key = (stage, processor.digest, row if processor.per_sequence else None)
+                group = groups.setdefault(key, _Group(stage, processor))
                 group.rows.append(row)
                 group.members.append(member)
         return sorted(groups.values(), key=lambda group: group.stage)
@@ -204,17 +206,7 @@ class ShippedProcessors(LogitsProcessor):
             return
         for row, is_finite in zip(group.rows, finite, strict=True):
             if not is_finite:
-                self._faults[row] = _non_finite_fault(group.processor, logits[row])
+                self._faults[row] = non_finite_fault(
+                    logits[row], name=group.processor.name, digest=group.processor.digest
+                )
                 logits[row] = 0.0
-
-
-def _non_finite_fault(processor: LoadedProcessor, values: torch.Tensor) -> ProcessorFault:
-    if values.isnan().any():
-        found = "returned NaN"
-    elif values.isposinf().any():
-        found = "returned +inf (to force a token, forbid all others)"
-    else:
-        found = "left no token: every logit of the row is -inf"
-    return ProcessorFault(
-        f"processor {processor.name} {found}", digest=processor.digest, name=processor.name, kind="non_finite"
-    )

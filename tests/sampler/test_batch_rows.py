@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.batch_rows import BatchRows, process_dict_updates
 from logitship.sampler.interface import AddedRequest, BatchUpdate, MoveDirectionality
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -53,6 +53,17 @@ def test_a_one_way_move_leaves_nothing_behind() -> None:
     rows.update(BatchUpdate(2, [], [added(0, 2), added(1, 4)], []))
     assert rows.update(BatchUpdate(1, [0], [], [(1, 0, UNIDIRECTIONAL)]))
     assert dict(rows) == {0: 4}
+
+
+def test_a_plugins_own_dict() -> None:
+    """State that is false, such as 0 or an empty list, is state."""
+    entries: dict[int, int] = {}
+    assert not process_dict_updates(entries, None, seed_if_even)
+    assert process_dict_updates(entries, BatchUpdate(2, [], [added(0, 0), added(1, 1)], []), seed_if_even)
+    assert process_dict_updates(entries, BatchUpdate(2, [], [], [(0, 1, SWAP)]), seed_if_even)
+    assert entries == {1: 0}
+    assert process_dict_updates(entries, BatchUpdate(1, [1], [], []), seed_if_even)
+    assert entries == {}
 
 
 def test_discard_if() -> None:

@@ -143,6 +143,40 @@ def test_rows_are_freed_before_they_are_given_out(new_request: NewRequest) -> No
     assert first not in batch
 
 
+def test_no_row_is_freed_after_condensing(new_request: NewRequest) -> None:
+    """Also where nothing had to move: which rows are free was looked at."""
+    batch: PersistentBatch[Any] = PersistentBatch(3)
+    requests = [new_request() for _ in range(3)]
+    for request in requests:
+        batch.add(request)
+    batch.commit()
+    batch.remove(requests[2])
+    batch.condense()
+    with pytest.raises(RuntimeError, match="row 0 cannot be removed any more in this step"):
+        batch.remove(requests[0])
+    assert batch.members == requests[:2]
+    assert requests[0] in batch
+    assert batch.commit() == BatchUpdate(2, [2], [], [])
+
+
+def test_changed_says_whether_a_commit_would_give_an_update(new_request: NewRequest) -> None:
+    batch: PersistentBatch[Any] = PersistentBatch(3)
+    requests = [new_request() for _ in range(2)]
+    changes: list[Callable[[], object]] = [
+        lambda: [batch.add(request) for request in requests],
+        lambda: batch.swap(0, 1),
+        lambda: batch.remove(requests[0]),
+        batch.clear,
+    ]
+    for change in changes:
+        assert not batch.changed
+        change()
+        assert batch.changed
+        assert batch.commit() is not None
+    batch.condense()
+    assert not batch.changed
+
+
 def test_a_full_batch_takes_no_more(new_request: NewRequest) -> None:
     batch: PersistentBatch[Any] = PersistentBatch(2)
     batch.add(new_request())
