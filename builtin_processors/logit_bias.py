@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.device_tensor import copies_to, token_positions
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class _Biases:
+    token_ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
 
 
 class LogitBiasLogitsProcessor(LogitsProcessor):
     """Adds each request's biases to its row."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._device = device
-        self._rows: BatchRows[Mapping[int, float]] = BatchRows(_biases)
+        self._to_device = copies_to(device, is_pin_memory)
+        self._rows: BatchRows[_Biases] = BatchRows(_biases)
 
     def is_argmax_invariant(self) -> bool:
         """False: a bias may make another token the most likely one."""
@@ -25,22 +34,21 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch."""
-        if self._rows.update(batch_update):
-            pairs = [(row, token) for row, biases in self._rows.items() for token in biases]
-            self._positions = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.to(self._device)
-            values = [bias for biases in self._rows.values() for bias in biases.values()]
-            self._biases = torch.tensor(values, dtype=torch.float32).to(self._device)
+        if self._rows.update(batch_update) and self._rows:
+            token_ids = {row: biases.token_ids for row, biases in self._rows.items()}
+            self._positions = token_positions(token_ids, self._to_device)
+            self._values = self._to_device(np.concatenate([biases.values for biases in self._rows.values()]))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Add the biases, in place: float32 [rows, vocab]."""
         if self._rows:
-            rows, token_ids = self._positions
-            logits[rows, token_ids] += self._biases
+            logits[self._positions] += self._values
         return logits
 
 
-def _biases(
-    params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-) -> Mapping[int, float] | None:
-    # A copy: a shipped processor sees its request's parameters, and may edit what it sees.
-    return dict(params.logit_bias) or None
+def _biases(params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Biases | None:
+    if not params.logit_bias:
+        return None
+    return _Biases(
+        np.array(list(params.logit_bias), dtype=np.int64), np.array(list(params.logit_bias.values()), dtype=np.float32)
+    )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.device_tensor import copies_to
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -19,7 +21,7 @@ class MinPLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._device = device
+        self._to_device = copies_to(device, is_pin_memory)
         self._rows: BatchRows[float] = BatchRows(_log_min_p)
 
     def is_argmax_invariant(self) -> bool:
@@ -28,20 +30,24 @@ class MinPLogitsProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch."""
-        if self._rows.update(batch_update):
+        if self._rows.update(batch_update) and self._rows:
             rows = sorted(self._rows)
-            self._index = torch.tensor(rows, dtype=torch.int64).to(self._device)
-            log_min_p = [self._rows[row] for row in rows]
-            self._log_min_p = torch.tensor(log_min_p, dtype=torch.float32).to(self._device)[:, None]
+            self._index = self._to_device(np.array(rows, dtype=np.int64))
+            self._log_min_p = self._to_device(np.array([[self._rows[row]] for row in rows], dtype=np.float32))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Set the tokens that are too unlikely to -inf, in place: float32 [rows, vocab]."""
+        if len(self._rows) == len(logits):
+            return _forbid_unlikely(logits, self._log_min_p)
         if self._rows:
-            rows = logits[self._index]
-            # A ratio of probabilities is a difference of logits: no softmax is needed.
-            too_unlikely = rows - rows.amax(dim=-1, keepdim=True) < self._log_min_p
-            logits[self._index] = rows.masked_fill_(too_unlikely, float("-inf"))
+            logits[self._index] = _forbid_unlikely(logits[self._index], self._log_min_p)
         return logits
+
+
+def _forbid_unlikely(logits: torch.Tensor, log_min_p: torch.Tensor) -> torch.Tensor:
+    # A ratio of probabilities is a difference of logits: no softmax is needed.
+    too_unlikely = logits - logits.amax(dim=-1, keepdim=True) < log_min_p
+    return logits.masked_fill_(too_unlikely, -math.inf)
 
 
 def _log_min_p(params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> float | None:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.device_tensor import TokenPositions, copies_to, token_positions
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _ShortOutput:
     min_tokens: int
     output_token_ids: list[int]
-    stop_token_ids: Collection[int]
+    stop_token_ids: npt.NDArray[np.int64]
 
     @property
-    def long_enough(self) -> bool:
-        return len(self.output_token_ids) >= self.min_tokens
+    def missing(self) -> int:
+        return max(self.min_tokens - len(self.output_token_ids), 0)
 
 
 class MinTokensLogitsProcessor(LogitsProcessor):
-    """Forbids end and stop tokens until a request has `min_tokens` output tokens."""
+    """Forbids end and stop tokens until a request has `min_tokens` output tokens.
+
+    They stay forbidden where nothing else is left; the sampler then ends the request with `NoTokenLeftError`. (vLLM
+    0.32.0 allows them again in rows with structured output, which there is none of here.)
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._device = device
+        self._to_device = copies_to(device, is_pin_memory)
         self._rows: BatchRows[_ShortOutput] = BatchRows(_short_output)
-        self._index()
+        self._forbidden: TokenPositions | None = None
+        # A tensor of the device: as a Python number it would be copied there in each step, and waited for.
+        self._minus_infinity = torch.tensor(-math.inf, dtype=torch.float32, device=device)
 
     def is_argmax_invariant(self) -> bool:
         """False: the most likely token may be an end token."""
@@ -39,24 +49,45 @@ class MinTokensLogitsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch, and drop the rows that have reached their minimum."""
         changed = self._rows.update(batch_update)
-        changed |= self._rows.discard_if(lambda row: row.long_enough)
+        changed |= self._rows.discard_if(lambda row: row.missing == 0)
         if changed:
-            self._index()
-
-    def _index(self) -> None:
-        pairs = [(row, token) for row, state in self._rows.items() for token in state.stop_token_ids]
-        self._forbidden = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.to(self._device)
+            self._forbidden = self._positions({row: state.stop_token_ids for row, state in self._rows.items()})
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Forbid the stop tokens of the rows that are still short, in place: float32 [rows, vocab]."""
-        if self._rows:
-            rows, token_ids = self._forbidden
-            logits[rows, token_ids] = float("-inf")
+        if self._forbidden is not None:
+            logits.index_put_(self._forbidden, self._minus_infinity)
         return logits
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """`apply` where a request has one row for each of its draft tokens.
+
+        A draft token stands after those before it, so a request that misses m tokens is short in its first m rows.
+
+        Args:
+            logits: float32 [sum of `num_draft_tokens`, vocab], edited in place. The requests' rows follow each other in
+                the order of the batch: with [2, 3, 1] the request at row 1 of the batch has rows 2 to 4.
+            num_draft_tokens: rows of each request of the batch; 0 for one without drafts.
+        """
+        if not self._rows:
+            return logits
+        first = np.cumsum([0, *num_draft_tokens])
+        forbidden = self._positions(
+            {
+                int(first[request]) + draft: state.stop_token_ids
+                for request, state in self._rows.items()
+                for draft in range(min(state.missing, num_draft_tokens[request]))
+            }
+        )
+        return logits if forbidden is None else logits.index_put_(forbidden, self._minus_infinity)
+
+    def _positions(self, stop_token_ids: Mapping[int, npt.NDArray[np.int64]]) -> TokenPositions | None:
+        return token_positions(stop_token_ids, self._to_device) if stop_token_ids else None
 
 
 def _short_output(
     params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
 ) -> _ShortOutput | None:
-    state = _ShortOutput(params.min_tokens, output_token_ids, params.all_stop_token_ids)
-    return None if state.long_enough or not state.stop_token_ids else state
+    stop_token_ids = np.array(sorted(params.all_stop_token_ids), dtype=np.int64)
+    state = _ShortOutput(params.min_tokens, output_token_ids, stop_token_ids)
+    return state if state.missing > 0 and len(stop_token_ids) > 0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor import CustomLogitProcessor
 
 from .base import BuiltinProcessor
 from .disallowed_tokens import DisallowedTokensLogitsProcessor
@@ -29,12 +30,12 @@ BUILTIN_PROCESSORS: tuple[type[BuiltinProcessor], ...] = (
 class Registry:
     """Installed processors by name. Iterates over the names, sorted."""
 
-    def __init__(self, processors: Iterable[type[BuiltinProcessor]]) -> None:
-        self._by_name: dict[str, type[BuiltinProcessor]] = {}
+    def __init__(self, processors: Iterable[type[BuiltinProcessor]] = ()) -> None:
+        self._by_name: dict[str, type[CustomLogitProcessor]] = {}
         for processor in processors:
             self.add(processor.name, processor)
 
-    def add(self, name: str, processor: type[BuiltinProcessor]) -> None:
+    def add(self, name: str, processor: type[CustomLogitProcessor]) -> None:
         """Install `processor` under `name`.
 
         Raises:
@@ -44,7 +45,7 @@ class Registry:
         if holder is not processor:
             raise ValueError(f"cannot install {processor.__name__} as {name!r}: {holder.__name__} has that name")
 
-    def get(self, name: str) -> type[BuiltinProcessor]:
+    def get(self, name: str) -> type[CustomLogitProcessor]:
         """The processor installed under `name`.
 
         Raises:

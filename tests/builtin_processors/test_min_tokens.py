@@ -1,21 +1,34 @@
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.sampler.interface import BatchUpdate
 from logitship.sampler.sampling_params import SamplingParams
 
+DRAFTS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "vllm_min_tokens_drafts.json").read_text())
 
-def forbidden(processor: MinTokensLogitsProcessor, rows: int) -> list[list[int]]:
-    logits = processor.apply(torch.zeros(rows, 6))
+
+def new_processor() -> MinTokensLogitsProcessor:
+    return MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+
+
+def masked(logits: torch.Tensor) -> list[list[int]]:
     return [[token for token, value in enumerate(row) if value == -math.inf] for row in logits.tolist()]
 
 
+def forbidden(processor: MinTokensLogitsProcessor, rows: int) -> list[list[int]]:
+    return masked(processor.apply(torch.zeros(rows, 6)))
+
+
 def test_stop_tokens_are_forbidden_until_the_minimum() -> None:
-    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    processor = new_processor()
     params = SamplingParams(min_tokens=2, stop_token_ids=frozenset({1}), eos_token_ids=frozenset({4}))
     first: list[int] = []
     second = [0]
@@ -31,10 +44,55 @@ def test_stop_tokens_are_forbidden_until_the_minimum() -> None:
 
 
 def test_without_end_tokens_there_is_nothing_to_do() -> None:
-    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    processor = new_processor()
     processor.update_state(BatchUpdate(1, [], [(0, SamplingParams(min_tokens=2), [], [])], []))
     assert forbidden(processor, 1) == [[]]
 
 
+def test_stop_tokens_stay_forbidden_where_nothing_else_is_left() -> None:
+    processor = new_processor()
+    params = SamplingParams(min_tokens=2, stop_token_ids=frozenset({0, 1}))
+    processor.update_state(BatchUpdate(1, [], [(0, params, [], [])], []))
+    assert masked(processor.apply(torch.zeros(1, 2))) == [[0, 1]]
+    assert masked(processor.apply_with_spec_decode(torch.zeros(1, 2), [1])) == [[0, 1]]
+
+
 def test_it_may_change_the_argmax() -> None:
-    assert not MinTokensLogitsProcessor(None, torch.device("cpu"), False).is_argmax_invariant()
+    assert not new_processor().is_argmax_invariant()
+
+
+# ---- with draft tokens
+
+
+@pytest.mark.parametrize("case", DRAFTS["cases"], ids=range(len(DRAFTS["cases"])))
+def test_draft_rows_as_vllm_has_them(case: dict[str, Any]) -> None:
+    processor = new_processor()
+    added = [
+        (
+            row,
+            SamplingParams(min_tokens=request["min_tokens"], stop_token_ids=request["stop_token_ids"]),
+            [],
+            [7] * request["output_length"],
+        )
+        for row, request in enumerate(case["requests"])
+    ]
+    processor.update_state(BatchUpdate(len(added), [], added, []))
+    logits = torch.zeros(sum(case["num_draft_tokens"]), DRAFTS["vocab_size"])
+    assert masked(processor.apply_with_spec_decode(logits, case["num_draft_tokens"])) == case["forbidden"]
+
+
+def test_draft_rows_follow_the_output_as_it_grows() -> None:
+    """Also without an update in between: the recording shows a request at one length each."""
+    processor = new_processor()
+    params = SamplingParams(min_tokens=5, stop_token_ids=frozenset({1}))
+    plain, output = SamplingParams(), [0, 0]
+    processor.update_state(BatchUpdate(3, [], [(0, plain, [], []), (2, plain, [], []), (1, params, [], output)], []))
+
+    def rows_of_second() -> list[list[int]]:
+        return masked(processor.apply_with_spec_decode(torch.zeros(7, 3), [2, 4, 1]))
+
+    assert rows_of_second() == [[], [], [1], [1], [1], [], []]
+    output += [0, 0]
+    assert rows_of_second() == [[], [], [1], [], [], [], []]
+    output += [0]
+    assert rows_of_second() == [[]] * 7

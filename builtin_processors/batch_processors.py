@@ -1,0 +1,108 @@
+"""The batch processors of an engine: those that every request may use by its parameters, then the operator's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from logitship.sampler.interface import LogitsProcessor
+from logitship.sampler.logits_processors import LogitsProcessors
+from logitship.sampler.plugins import LOGITSPROCS_GROUP, Plugin, PluginSpec, load_plugins
+
+from .logit_bias import LogitBiasLogitsProcessor
+from .min_p import MinPLogitsProcessor
+from .min_tokens import MinTokensLogitsProcessor
+
+__all__ = [
+    "BUILTIN_LOGITS_PROCESSORS",
+    "LOGITSPROCS_GROUP",
+    "STR_POOLING_REJECTS_LOGITSPROCS",
+    "STR_SPEC_DEC_REJECTS_LOGITSPROCS",
+    "build_logitsprocs",
+    "check_mode",
+    "make_logits_processors",
+]
+
+# vLLM's sentences, and its names for them: plugins and their tests look for both.
+STR_POOLING_REJECTS_LOGITSPROCS = "Pooling models do not support custom logits processors."
+STR_SPEC_DEC_REJECTS_LOGITSPROCS = "Custom logits processors are not supported when speculative decoding is enabled."
+
+BUILTIN_LOGITS_PROCESSORS: list[type[LogitsProcessor]] = [
+    MinTokensLogitsProcessor,
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+]
+
+
+def build_logitsprocs(
+    vllm_config: Any,
+    device: torch.device,
+    is_pin_memory: bool,
+    is_pooling_model: bool,
+    custom_logitsprocs: Sequence[PluginSpec] = (),
+) -> LogitsProcessors:
+    """Load the operator's processors and make every batch processor; vLLM's function.
+
+    Args:
+        custom_logitsprocs: what the operator named, see `logitship.sampler.plugins`. Entry points come before them.
+
+    Raises:
+        ValueError: the mode cannot run the operator's, see `check_mode`.
+        PluginLoadError: one of them cannot be loaded or made.
+    """
+    plugins = load_plugins(custom_logitsprocs)
+    check_mode(plugins, pooling=is_pooling_model, speculative=bool(vllm_config.speculative_config))
+    if is_pooling_model:
+        return LogitsProcessors()
+    return make_logits_processors(plugins, vllm_config, device, is_pin_memory)
+
+
+def check_mode(plugins: Sequence[Plugin], *, pooling: bool, speculative: bool) -> None:
+    """Refuse the operator's batch processors where nothing would run them.
+
+    vLLM refuses those that are named to it, and drops those of entry points without a word; here both are refused.
+
+    Raises:
+        ValueError: in vLLM's words; names them.
+    """
+    names = ", ".join(plugin.name for plugin in plugins if not plugin.is_row_level)
+    if names and pooling:
+        raise ValueError(f"{STR_POOLING_REJECTS_LOGITSPROCS} ({names})")
+    if names and speculative:
+        raise ValueError(f"{STR_SPEC_DEC_REJECTS_LOGITSPROCS} ({names})")
+
+
+def make_logits_processors(
+    plugins: Sequence[Plugin],
+    vllm_config: Any,
+    device: torch.device,
+    is_pin_memory: bool,
+    *,
+    tokenizer: Any = None,
+    wrap: Callable[[LogitsProcessor, str], LogitsProcessor] = lambda made, name: made,
+) -> LogitsProcessors:
+    """Make the built-in batch processors, then the operator's, in order.
+
+    Under speculative decoding only min-tokens is made: requests with min-p or a logit bias are refused there.
+
+    Args:
+        plugins: what `load_plugins` gave; row-level ones wait for requests that ask for them.
+        tokenizer: for request-level classes that want one and were not given it.
+        wrap: put around each of the operator's, with its name.
+
+    Raises:
+        PluginLoadError: one of them cannot be made.
+    """
+    builtin = [MinTokensLogitsProcessor] if vllm_config.speculative_config else BUILTIN_LOGITS_PROCESSORS
+    return LogitsProcessors(
+        [
+            *(cls(vllm_config, device, is_pin_memory) for cls in builtin),
+            *(
+                wrap(plugin.make(vllm_config, device, is_pin_memory, tokenizer), plugin.name)
+                for plugin in plugins
+                if not plugin.is_row_level
+            ),
+        ]
+    )

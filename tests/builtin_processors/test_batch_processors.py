@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitship.builtin_processors.batch_processors import (
+    BUILTIN_LOGITS_PROCESSORS,
+    STR_POOLING_REJECTS_LOGITSPROCS,
+    STR_SPEC_DEC_REJECTS_LOGITSPROCS,
+    build_logitsprocs,
+    make_logits_processors,
+)
+from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.client.processor import CustomLogitProcessor
+from logitship.sampler.guarded_processor import GuardedProcessor
+from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.logits_processors import LogitsProcessors
+from logitship.sampler.plugins import load_plugins
+from logitship.sampler.vllm_config import SchedulerConfig, VllmConfig
+
+CPU = torch.device("cpu")
+CONFIG = VllmConfig(SchedulerConfig(max_num_seqs=4))
+
+
+class Nothing(LogitsProcessor):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+class Row(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: object = None) -> torch.Tensor:
+        return logits
+
+
+def speculating(speculative_config: object) -> VllmConfig:
+    return VllmConfig(SchedulerConfig(max_num_seqs=4), speculative_config=speculative_config)
+
+
+def types(processors: LogitsProcessors) -> list[type]:
+    return [type(processor) for processor in (*processors.non_argmax_invariant, *processors.argmax_invariant)]
+
+
+def test_built_in_ones_come_first() -> None:
+    made = build_logitsprocs(CONFIG, CPU, False, False, [Nothing])
+    assert types(made) == [*BUILTIN_LOGITS_PROCESSORS, Nothing]
+
+
+def test_row_level_ones_wait_for_requests() -> None:
+    assert types(build_logitsprocs(CONFIG, CPU, False, False, [Row])) == BUILTIN_LOGITS_PROCESSORS
+
+
+def test_the_operators_are_wrapped_with_their_names() -> None:
+    names = []
+
+    def wrap(processor: LogitsProcessor, name: str) -> LogitsProcessor:
+        names.append(name)
+        return GuardedProcessor(processor, name)
+
+    made = make_logits_processors(load_plugins([Nothing]), CONFIG, CPU, False, wrap=wrap)
+    assert types(made) == [*BUILTIN_LOGITS_PROCESSORS, GuardedProcessor]
+    assert names == [f"{Nothing.__module__}:Nothing"]
+
+
+def test_pooling_refuses_in_vllms_words() -> None:
+    with pytest.raises(ValueError, match=STR_POOLING_REJECTS_LOGITSPROCS):
+        build_logitsprocs(CONFIG, CPU, False, True, [Nothing])
+    assert types(build_logitsprocs(CONFIG, CPU, False, True)) == []
+
+
+def test_speculation_refuses_in_vllms_words() -> None:
+    config = speculating({"method": "ngram"})
+    with pytest.raises(ValueError, match=STR_SPEC_DEC_REJECTS_LOGITSPROCS):
+        build_logitsprocs(config, CPU, False, False, [Nothing])
+    assert types(build_logitsprocs(config, CPU, False, False)) == [MinTokensLogitsProcessor]
+
+
+@pytest.mark.parametrize("pooling", [True, False])
+def test_entry_points_are_not_dropped_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: bool
+) -> None:
+    info = tmp_path / "quiet-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet\nVersion: 1.0\n")
+    target = "logitship.builtin_processors.min_p:MinPLogitsProcessor"
+    (info / "entry_points.txt").write_text(f"[vllm.logits_processors]\nquiet = {target}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="quiet = "):
+        build_logitsprocs(speculating({"method": "ngram"}), CPU, False, pooling)

@@ -1,0 +1,184 @@
+"""`apply` of the built-in batch processors never waits for the device, and `update_state` copies without waiting.
+
+There need be no GPU for this: what would wait on one is visible in the operations that PyTorch is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
+from logitship.builtin_processors.min_p import MinPLogitsProcessor
+from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.sampling_params import SamplingParams
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+VOCAB_SIZE = 50
+PROCESSORS: list[type[LogitsProcessor]] = [MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor]
+
+WAITING = (
+    "local_scalar_dense",  # item(), bool(), int(), float(), tolist() of one number
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "repeat_interleave",
+    "bincount",
+)
+"""The host must know a value or a shape that only the device knows."""
+
+
+class WaitError(AssertionError):
+    """The host would wait for the device."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations for which the host waits for a GPU."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().split("::")[1].split(".")[0]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name.lstrip("_").startswith(WAITING):
+            raise WaitError(func.name())
+        if name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            raise WaitError(f"{func.name()} with a mask: its number of elements has to be counted first")
+        result = func(*args, **(kwargs or {}))
+        devices = {tensor.device for tensor in (*tensors, *tree_leaves(result)) if isinstance(tensor, torch.Tensor)}
+        if len(devices) > 1:
+            raise WaitError(f"{func.name()} between devices")
+        return result
+
+
+def mask_rows(logits: torch.Tensor) -> None:
+    logits[logits > 0] = 0.0
+
+
+def add_from_host(logits: torch.Tensor) -> None:
+    logits += torch.ones(1, device=CPU)
+
+
+def move(logits: torch.Tensor) -> None:
+    logits.to(META if logits.device == CPU else CPU)
+
+
+OFFENDERS: list[Callable[[torch.Tensor], Any]] = [
+    lambda logits: bool((logits > 0).any()),
+    lambda logits: logits.amax().item(),
+    lambda logits: (logits > 0).nonzero(),
+    lambda logits: logits[logits > 0],
+    lambda logits: logits.unique(),
+    mask_rows,
+    move,
+]
+
+
+@pytest.mark.parametrize("offend", OFFENDERS, ids=range(len(OFFENDERS)))
+def test_the_check_finds_what_waits(offend: Callable[[torch.Tensor], Any]) -> None:
+    with NoWaiting(), pytest.raises(WaitError):
+        offend(torch.zeros(2, 3))
+
+
+def test_on_a_device_without_data_the_host_cannot_mix_in_its_own() -> None:
+    with NoWaiting(), pytest.raises((WaitError, RuntimeError)):
+        add_from_host(torch.zeros(2, 3, device=META))
+
+
+def updates() -> Iterator[tuple[int, BatchUpdate | None, list[list[int]]]]:
+    """A small life of a batch: number of rows, the update, and the outputs to extend after the step."""
+    rich = SamplingParams(min_tokens=2, stop_token_ids={1, 5}, logit_bias={3: 1.5, 7: -2.0}, min_p=0.2)
+    plain = SamplingParams()
+    outputs: list[list[int]] = [[] for _ in range(5)]
+
+    def added(row: int, params: SamplingParams) -> Any:
+        return row, params, [0], outputs[row]
+
+    yield 1, BatchUpdate(1, [], [added(0, rich)], []), outputs  # every row uses everything
+    yield 3, BatchUpdate(3, [], [added(1, plain), added(2, rich)], []), outputs
+    yield 3, None, outputs
+    yield 3, BatchUpdate(3, [], [], [(0, 1, MoveDirectionality.SWAP)]), outputs
+    yield 2, BatchUpdate(2, [0], [], [(2, 0, MoveDirectionality.UNIDIRECTIONAL)]), outputs
+    yield 1, BatchUpdate(1, [0], [], [(1, 0, MoveDirectionality.UNIDIRECTIONAL)]), outputs
+    yield 0, BatchUpdate(0, [0], [], []), outputs
+
+
+@pytest.mark.parametrize("device", [CPU, META], ids=str)
+@pytest.mark.parametrize("processor_type", PROCESSORS)
+def test_apply_does_not_wait(processor_type: type[LogitsProcessor], device: torch.device) -> None:
+    torch.manual_seed(0)
+    processor = processor_type(None, device, False)
+    for rows, update, outputs in updates():
+        processor.update_state(update)
+        logits = torch.randn(rows, VOCAB_SIZE, device=device)
+        with NoWaiting():
+            got = processor.apply(logits)
+        assert got.shape == (rows, VOCAB_SIZE)
+        assert got.device.type == device.type
+        for output in outputs:
+            output.append(0)
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies to another device: (from page-locked memory, without waiting). Plays page-locked memory itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[torch.Tensor] = []
+        self.seen: list[tuple[bool, bool]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._pin_memory.default:
+            self.pinned.append(args[0].clone())
+            return self.pinned[-1]
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, args[0].device):
+            self.seen.append((any(args[0] is each for each in self.pinned), kwargs.get("non_blocking", False)))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("processor_type", PROCESSORS)
+def test_update_state_copies_without_waiting(processor_type: type[LogitsProcessor], pin_memory: bool) -> None:
+    processor = processor_type(None, META, pin_memory)
+    copies = Copies()
+    for _, update, _ in updates():
+        with copies:
+            processor.update_state(update)
+    assert copies.seen
+    assert set(copies.seen) == {(pin_memory, True)}
+
+
+def test_nothing_is_copied_while_nothing_changes() -> None:
+    for processor_type in PROCESSORS:
+        processor = processor_type(None, META, False)
+        for _, update, _ in itertools.islice(updates(), 2):
+            processor.update_state(update)
+        copies = Copies()
+        with copies:
+            processor.update_state(None)
+        assert copies.seen == []
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_draft_rows_are_copied_without_waiting(pin_memory: bool) -> None:
+    processor = MinTokensLogitsProcessor(None, META, pin_memory)
+    for _, update, _ in itertools.islice(updates(), 2):
+        with Copies():
+            processor.update_state(update)
+    copies = Copies()
+    with copies:
+        processor.apply_with_spec_decode(torch.empty(4, VOCAB_SIZE, device=META), [2, 1, 1])
+    assert copies.seen == [(pin_memory, True)] * 2
