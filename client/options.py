@@ -29,6 +29,12 @@ class ProcessorOptions(TypedDict, total=False):
     For a batch of prompts, a list has one entry a prompt, each as for a single prompt; None for one without."""
     params: Params | Sequence[Params | None] | None
     """The processor's parameters, `custom_params` on the wire. For a batch also a list, one a prompt."""
+    logits_processors: Sequence[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str]]
+    """Several processors, each with parameters of its own, run in this order (logitship servers only): dicts with
+    `processor`, given as above, and `params`. Also the server's own callables, by `qualname`, `args` and `kwargs`, if
+    its operator allows their names. For a batch also a list of such lists, one a prompt."""
+    vllm_xargs: Mapping[str, Any]
+    """Parameters of batch processors that are installed on the server."""
     extra_body: Mapping[str, Any]
     """Further fields of the request body, for what a server understands and this client does not know."""
 
@@ -99,8 +105,6 @@ class _OpenAIOptions(ProcessorOptions, total=False):
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     response_format: Mapping[str, Any]
     user: str
-    vllm_xargs: Mapping[str, Any]
-    """Parameters of processors installed in vLLM."""
 
 
 class CompletionOptions(_OpenAIOptions, total=False):

@@ -13,6 +13,9 @@ import orjson
 from .options import ChatOptions, CompletionOptions, GenerateOptions, SamplingOptions
 from .processor_argument import ProcessorStrings
 
+_HOLD_PROCESSORS = ("processor", "logits_processors")
+"""These may hold classes, which get their JSON form when the body is finished."""
+
 
 @dataclass(frozen=True)
 class HttpRequest:
@@ -191,7 +194,7 @@ def _checked(options: Any, known: Collection[str]) -> dict[str, Any]:
         if value is None:
             continue
         fields[name] = _string_keys(name, value) if name == "logit_bias" else value
-        if name != "processor":
+        if name not in _HOLD_PROCESSORS:
             _check_json(name, fields[name])
     return fields
 
@@ -260,11 +263,16 @@ def _openai(
 
 
 def _finish(body: dict[str, Any], fields: dict[str, Any], batch_size: int | None) -> dict[str, Any]:
-    """Add the processor and the remaining fields."""
+    """Add the processors and the remaining fields."""
     processor = fields.pop("processor", None)
+    several = fields.pop("logits_processors", None)
+    if processor is not None and several is not None:
+        raise ValueError("logits_processors: give either this or processor, not both")
     extra_body = fields.pop("extra_body", {})
     if processor is not None:
         body["custom_logit_processor"] = _processor_field(processor, batch_size)
+    if several is not None:
+        body["logits_processors"] = _processor_list(several, batch_size)
     return {**body, **fields, **extra_body}
 
 
@@ -283,3 +291,31 @@ def _processor_field(processor: Any, batch_size: int | None) -> Any:
         given if given is None else of_one_prompt(given, f"processor[{i}]")
         for i, given in enumerate(_one_a_prompt("processor", processor, batch_size))
     ]
+
+
+def _processor_list(entries: Any, batch_size: int | None) -> list[Any]:
+    """What `logits_processors` says: its entries with processor strings, or one such list a prompt."""
+    name = "logits_processors"
+    if not isinstance(entries, list | tuple):
+        raise TypeError(f"{name}: expected a list, not {type(entries).__name__}")
+    to_string = ProcessorStrings()
+    if batch_size is not None and entries and all(isinstance(each, list | tuple) for each in entries):
+        per_prompt = enumerate(_one_a_prompt(name, entries, batch_size))
+        return [[_entry(each, f"{name}[{i}][{j}]", to_string) for j, each in enumerate(own)] for i, own in per_prompt]
+    return [_entry(each, f"{name}[{i}]", to_string) for i, each in enumerate(entries)]
+
+
+def _entry(entry: Any, name: str, to_string: ProcessorStrings) -> Any:
+    if not isinstance(entry, Mapping) or "processor" not in entry:
+        if not isinstance(entry, str) and not (isinstance(entry, Mapping) and "qualname" in entry):
+            raise TypeError(
+                f"{name}: expected a dict with 'processor' and 'params', one with 'qualname', 'args' and 'kwargs', or "
+                "a qualified name"
+            )
+        _check_json(name, entry)
+        return entry
+    sent = {**entry, "processor": to_string(entry["processor"], f"{name}['processor']")}
+    if entry.get("params") is not None:
+        sent["params"] = _check_params(f"{name}['params']", entry["params"])
+    _check_json(name, sent)
+    return sent

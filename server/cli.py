@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .config import ServerConfig
 from .errors import StartError
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print('This needs the server: pip install "logitship[serve]"', file=sys.stderr)
         return 1
     try:
-        config = ServerConfig(**options)
+        config = ServerConfig(**{name: _frozen(value) for name, value in options.items()})
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StartError as error:
         print(f"logitship: {error}", file=sys.stderr)
         return 1
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _serve(config: ServerConfig) -> int:
@@ -80,6 +84,8 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "processors": [
         (("--enable-custom-logit-processor",), "run processors that come with requests: read docs/server.md first"),
+        (("--logits-processors",), "batch processors to install: module:Class, or JSON with qualname, args, kwargs"),
+        (("--logits-processor-pattern",), "callables that requests may name: a regular expression, matched in full"),
         (("--processor-isolation",), "where shipped code runs; none: in the server's own process"),
         (("--max-processor-size",), "longest processor string, in bytes"),
         (("--processor-cache-entries",), "most shipped processors kept loaded, and most registered ones"),
@@ -94,6 +100,18 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("--log-level",), "how much to log"),
     ],
 }
+
+
+def spellings() -> dict[str, dict[str, str]]:
+    """Of each group of flags: every spelling, as a Python name, and the field of `ServerConfig` that it sets."""
+    return {
+        group: {_python_name(name): _python_name(names[0]) for names, _ in flags for name in names}
+        for group, flags in _FLAGS.items()
+    }
+
+
+def _python_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,14 +129,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: argparse._ActionsContainer, names: tuple[str, ...], text: str) -> None:
-    field = names[0].removeprefix("--").replace("-", "_")
+    field = _python_name(names[0])
     # What is not said on the command line is left to `ServerConfig`; here the default is only shown.
     default = ServerConfig.__dataclass_fields__[field].default
-    if default not in (None, False):
+    if default not in (None, False, ()):
         text += f" (default: {default})"
     kind = get_type_hints(ServerConfig)[field]
     if kind is bool:
         group.add_argument(*names, dest=field, action="store_true", default=argparse.SUPPRESS, help=text)
+        return
+    if get_origin(kind) is tuple:
+        group.add_argument(*names, dest=field, nargs="+", default=argparse.SUPPRESS, metavar="NAME", help=text)
         return
     choices = get_args(kind) if get_origin(kind) is Literal else None
     # `int | None` reads an int: no flag is how None is said.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from logitship.sampler.sampling_params import LogprobsMode
 
@@ -43,6 +44,11 @@ class ServerConfig:
 
     # Processors
     enable_custom_logit_processor: bool = False
+    logits_processors: tuple[Any, ...] = ()
+    """The operator's own: classes, `module:Class`, or `{"qualname", "args", "kwargs"}` (also as JSON text). Those of
+    installed packages are loaded besides."""
+    logits_processor_pattern: str | None = None
+    """Requests may name the callables whose qualified names this regular expression matches in full. None: no name."""
     processor_isolation: Literal["none"] = "none"
     max_processor_size: int = 1 << 20
     """Longest processor string, in bytes."""
@@ -80,6 +86,10 @@ class ServerConfig:
         for name in ("max_queued_requests", "max_logprobs", "shutdown_timeout"):
             if not getattr(self, name) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
+        try:
+            re.compile(self.logits_processor_pattern or "")
+        except re.error as error:
+            raise ValueError(f"logits_processor_pattern is not a regular expression: {error}") from None
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if not 0 < self.mem_fraction_static <= 1:

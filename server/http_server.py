@@ -39,6 +39,11 @@ class HTTPServer(uvicorn.Server):
                 lifespan="off",
             )
         )
+        if config.enable_custom_logit_processor:
+            logger.warning(
+                "shipped processors run inside this process, with all its rights (--processor-isolation none): "
+                "serve only people whose code you would run yourself"
+            )
         self._engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None

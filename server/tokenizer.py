@@ -69,7 +69,7 @@ class Tokenizer:
         Raises:
             ValueError: there is no template, or it refuses the messages; says why.
         """
-        if not self.hf_tokenizer.chat_template:
+        if not (template_kwargs.get("chat_template") or self.hf_tokenizer.chat_template):
             raise ValueError("this model has no chat template: start the server with --chat-template FILE")
         try:
             text = self.hf_tokenizer.apply_chat_template(

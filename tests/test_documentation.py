@@ -172,7 +172,7 @@ def test_the_flags_are_those_of_the_parser(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_flags_defaults_are_those_of_the_configuration() -> None:
     def shown(default: object) -> str:
-        return "" if default is None else "off" if default is False else f"`{default}`"
+        return "" if default in (None, ()) else "off" if default is False else f"`{default}`"
 
     in_config = {f"--{field.name.replace('_', '-')}": shown(field.default) for field in fields(ServerConfig)}
     in_page = {re.findall(r"--[a-z-]+", row[0])[0]: row[1] for row in rows_of("docs/server.md", "Flags")}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,6 +41,28 @@ def test_all_errors_and_records_are_exported() -> None:
 
 def test_the_package_exports_what_the_client_does() -> None:
     assert set(names_of(logitship)) == {*names_of(logitship.client), "__version__"}
+
+
+NEED_THE_SERVER = ["AsyncLLM", "CompletionOutput", "LLM", "RequestOutput", "SamplingParams", "enable_vllm_names"]
+
+
+@pytest.mark.parametrize("name", NEED_THE_SERVER)
+def test_what_needs_the_server_comes_when_it_is_asked_for(name: str) -> None:
+    assert callable(getattr(logitship, name))
+    assert name in dir(logitship)
+    assert name not in logitship.__all__  # `import *` must not load torch
+
+
+def test_the_docstring_names_what_needs_the_server() -> None:
+    named = re.findall(r"`(\w+)`", (logitship.__doc__ or "").split("nothing else.")[1].split("come from")[0])
+    assert sorted(named) == NEED_THE_SERVER
+
+
+def test_without_the_server_it_is_said_how_to_install_it() -> None:
+    program = "import sys; sys.modules['torch'] = None; import logitship; logitship.LLM"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert 'ImportError: logitship.LLM needs the server: pip install "logitship[serve]" (' in result.stderr
 
 
 def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from logitship.builtin_processors.batch_processors import STR_SPEC_DEC_REJECTS_LOGITSPROCS
+from logitship.sampler.plugins import Plugin
+from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.errors import BadRequest
 
-from .messages import GenerationRequest
+from .messages import GenerationRequest, ProcessorRequest
 
 _MAX_PROCESSORS = 64
 """Of one request. Each costs a call a step, while which all other requests wait."""
@@ -25,18 +28,20 @@ class Limits:
     Attributes:
         max_model_len: longest prompt and output together, in tokens.
         max_logprobs: most log-probabilities that a request may ask for at each position.
+        speculative: the engine checks several draft tokens in a step.
     """
 
     vocab_size: int
     max_model_len: int
     max_logprobs: int
+    speculative: bool = False
 
 
 def check(request: GenerationRequest, limits: Limits) -> None:
     """Refuse what cannot run.
 
     Raises:
-        BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n` or `custom_logit_processor`.
+        BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n`, `processors` or `processors[i].params`.
     """
     _check_prompt(request.prompt_token_ids, limits)
     params = request.sampling_params
@@ -59,16 +64,40 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     if len(request.processors) > _MAX_PROCESSORS:
         raise BadRequest(
             f"holds {len(request.processors)} processors, a request may have {_MAX_PROCESSORS}",
-            param="custom_logit_processor",
+            param="processors",
         )
+    if limits.speculative:
+        _check_speculative(request)
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise BadRequest(f"holds {len(params.stop)} strings, a request may have {_MAX_STOP_STRINGS}", param="stop")
     _check_depth(params.custom_params, "custom_params")
     _check_depth(params.extra_args, "extra_args")
+    for place, carried in enumerate(request.processors):
+        if isinstance(carried, ProcessorRequest):
+            _check_depth(carried.params, f"processors[{place}].params")
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
     _check_tokens((token for word in params.bad_words_token_ids for token in word), "bad_words", limits)
+
+
+def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> None:
+    """Let the installed batch processors refuse a request, as vLLM does.
+
+    Raises:
+        BadRequest: with what the processor says.
+    """
+    for plugin in plugins:
+        try:
+            plugin.validate_params(params)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        # The client's parameters made it fail, so it is the client who must be told.
+        except Exception as error:
+            raise BadRequest(
+                f"the installed logits processor {plugin.name} does not take these parameters: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _check_prompt(prompt: list[int], limits: Limits) -> None:
@@ -80,6 +109,17 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
             param="prompt",
         )
     _check_tokens(prompt, "prompt", limits)
+
+
+def _check_speculative(request: GenerationRequest) -> None:
+    """Refuse, in vLLM's words, what is only known to be right with one row a request."""
+    if request.sampling_params.min_p > 0 or request.sampling_params.logit_bias:
+        raise BadRequest(
+            "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding.",
+            param="min_p" if request.sampling_params.min_p > 0 else "logit_bias",
+        )
+    if request.processors:
+        raise BadRequest(STR_SPEC_DEC_REJECTS_LOGITSPROCS, param="processors")
 
 
 def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:

@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import ProcessorString
+from logitship.sampler.plugins import Plugin
 from logitship.sampler.processor_cache import ProcessorCacheFull
 from logitship.sampler.processor_host import LoadedProcessor
 from logitship.sampler.sampling_params import SamplingParams
@@ -20,14 +21,21 @@ from logitship.server.config import ServerConfig
 from logitship.server.errors import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.tokenizer import Tokenizer
 
-from .admission import Limits, check
+from .admission import Limits, check, check_with_plugins
 from .daemon_thread import in_daemon_thread
 from .engine import INTERNAL_ERROR, Engine
 from .engine_thread import EngineThread
 from .generation_stream import GenerationStream
 from .info import EngineStats, ModelInfo
-from .messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
-from .processor_library import ProcessorLibrary
+from .messages import (
+    CallableRequest,
+    CarriedProcessor,
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    ProcessorRequest,
+)
+from .processor_library import InvalidParams, ProcessorLibrary
 from .sequence import Sequence
 
 _SHUTDOWN_INTERVAL = 0.05
@@ -63,11 +71,13 @@ class AsyncEngine:
         model: ModelInfo,
         tokenizer: Tokenizer,
         library: ProcessorLibrary,
+        plugins: Iterable[Plugin] = (),
     ) -> None:
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
         self._library = library
+        self._plugins = tuple(plugins)
         self._limits = Limits(model.vocab_size, model.max_model_len, config.max_logprobs)
         self._random = random.Random(config.random_seed)
         self._active: dict[str, _ActiveRequest] = {}
@@ -81,19 +91,28 @@ class AsyncEngine:
         self._thread = EngineThread(engine, after_step=self._hand_over, on_death=self._fail_all)
         self._thread.start()
 
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what cannot run on this model, without submitting it or loading its processors.
+
+        Raises:
+            BadRequest: as `submit`.
+        """
+        check(request, self._limits)
+        check_with_plugins(request.sampling_params, self._plugins)
+
     async def submit(self, request: GenerationRequest) -> GenerationStream:
         """Admit a request.
 
         Raises:
-            RequestRefused: it was not admitted. `param` is a field of `SamplingParams`, or `prompt`, `rid`, `n`,
-                `custom_logit_processor`.
+            RequestRefused: it was not admitted. `param` is a field of `SamplingParams`, `prompt`, `rid`, `n`,
+                `processors`, `processors[i]` or `processors[i].params`; None where a batch processor refused.
         """
-        check(request, self._limits)
+        self.check(request)
         stream = GenerationStream(request.n, lambda: self._cancel(active))
         active = _ActiveRequest(request, stream, request.n)
         self._reserve(active)
-        uses = await self._loaded(active) if request.processors else []
-        active.sequences += [self._sequence(active, index, uses) for index in range(request.n)]
+        processors = await self._loaded(active) if request.processors else [[] for _ in range(request.n)]
+        active.sequences += [self._sequence(active, index, uses) for index, uses in enumerate(processors)]
         self._thread.add(active.sequences)
         if active.cancelled:
             self._cancel(active)
@@ -102,6 +121,14 @@ class AsyncEngine:
     def ships_code(self, string: ProcessorString) -> bool:
         """True if a request with this processor needs `--enable-custom-logit-processor`."""
         return self._library.ships_code(string)
+
+    def check_callable(self, wanted: CallableRequest) -> None:
+        """Refuse a callable by a name that the operator did not allow.
+
+        Raises:
+            ProcessorLoadError: says how it is allowed.
+        """
+        self._library.callables.check_allowed(wanted.target)
 
     async def register(self, string: ProcessorString) -> tuple[str, str]:
         """Keep a processor, for requests that name it by its digest. Loads it, so that its mistakes show now.
@@ -196,7 +223,7 @@ class AsyncEngine:
             processor = self._library.register(string)
         return processor.digest, processor.name
 
-    async def _loaded(self, active: _ActiveRequest) -> list[tuple[LoadedProcessor, ProcessorRequest]]:
+    async def _loaded(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
         loading = in_daemon_thread(self._load_processors, active)
         try:
             return await asyncio.shield(loading)
@@ -208,24 +235,27 @@ class AsyncEngine:
             self._forget(active)
             raise
 
-    def _load_processors(self, active: _ActiveRequest) -> list[tuple[LoadedProcessor, ProcessorRequest]]:
-        uses = []
-        for wanted in active.request.processors:
-            processor = self._acquire(wanted)
-            active.processors.append(processor)
-            uses.append((processor, wanted))
+    def _load_processors(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
+        """Of each sequence, its uses of the request's processors, in order."""
+        request = active.request
+        uses: list[list[ProcessorUse]] = [[] for _ in range(request.n)]
+        for place, wanted in enumerate(request.processors):
+            with _load_errors_refused(param=f"processors[{place}]"):
+                processors = self._acquire(active, wanted)
+            params = wanted.params or {} if isinstance(wanted, ProcessorRequest) else {}
+            for sequence_uses, processor in zip(uses, processors, strict=True):
+                sequence_uses.append(ProcessorUse(processor, dict(params), request.rid))
         return uses
 
-    def _acquire(self, wanted: ProcessorRequest) -> LoadedProcessor:
-        try:
-            with _load_errors_refused(param="custom_logit_processor"):
-                return self._library.acquire(wanted.string, wanted.params)
-        except ValueError as error:
-            raise BadRequest(str(error), param="custom_params") from error
+    def _acquire(self, active: _ActiveRequest, wanted: CarriedProcessor) -> list[LoadedProcessor]:
+        """A processor for each sequence: the same for all, or one callable each."""
+        if isinstance(wanted, CallableRequest):
+            return [self._library.callables.make(wanted) for _ in range(active.request.n)]
+        processor = self._library.acquire(wanted.string, wanted.params)
+        active.processors.append(processor)
+        return [processor] * active.request.n
 
-    def _sequence(
-        self, active: _ActiveRequest, index: int, uses: list[tuple[LoadedProcessor, ProcessorRequest]]
-    ) -> Sequence:
+    def _sequence(self, active: _ActiveRequest, index: int, uses: list[ProcessorUse]) -> Sequence:
         request = active.request
         params = request.sampling_params
         room = self.model.max_model_len - len(request.prompt_token_ids)
@@ -244,9 +274,7 @@ class AsyncEngine:
                 params,
                 seed=self._seed(params, index),
                 eos_token_ids=self.model.eos_token_ids,
-                processors=tuple(
-                    ProcessorUse(loaded, dict(wanted.params or {}), request.rid) for loaded, wanted in uses
-                ),
+                processors=tuple(uses),
             ),
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             tokenizer=self.tokenizer,
@@ -312,6 +340,8 @@ def _load_errors_refused(param: str | None) -> Iterator[None]:
     """Turn what prevents a processor from being loaded into refusals of the field `param`."""
     try:
         yield
+    except InvalidParams as error:
+        raise BadRequest(str(error), param=f"{param}.params") from error
     except ProcessorLoadError as error:
         raise BadRequest(str(error), param=param) from error
     except ProcessorCacheFull as error:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-
-from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
-from logitship.builtin_processors.min_p import MinPLogitsProcessor
-from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.builtin_processors.batch_processors import make_logits_processors
 from logitship.builtin_processors.registry import installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.sampler.guarded_processor import GuardedProcessor
 from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.logits_processors import LogitsProcessors
 from logitship.sampler.persistent_batch import PersistentBatch
+from logitship.sampler.plugins import Plugin, PluginLoadError, load_plugins
 from logitship.sampler.processor_cache import ProcessorCache
 from logitship.sampler.processor_host import NoHost, ProcessorHost
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.shipped_processors import ModelView, ShippedProcessors
-from logitship.sampler.vllm_config import SchedulerConfig, VllmConfig
+from logitship.sampler.vllm_config import VllmConfig, vllm_config
 from logitship.server.config import ServerConfig
-from logitship.server.errors import SHIPPING_IS_OFF
+from logitship.server.errors import SHIPPING_IS_OFF, StartError
+from logitship.server.vllm_names import enable_vllm_names
 
 from .async_engine import AsyncEngine
+from .callable_library import CallableLibrary
 from .capacity import max_model_len
 from .engine import Engine
 from .info import ModelInfo
@@ -29,8 +28,6 @@ from .model_runner import ModelRunner
 from .processor_library import ProcessorLibrary
 from .registered_processors import RegisteredProcessors
 from .scheduler import Scheduler
-
-logger = logging.getLogger(__name__)
 
 
 def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> AsyncEngine:
@@ -42,13 +39,16 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     Raises:
         StartError: the model cannot be loaded or served; the message says what to do.
     """
+    plugins = _load_plugins(config)
     loaded = loaded or load_model(config)
-    async_engine = AsyncEngine(config, _model_info(config, loaded), loaded.tokenizer, _library(config, loaded))
+    async_engine = AsyncEngine(
+        config, _model_info(config, loaded), loaded.tokenizer, _library(config, loaded, plugins), plugins
+    )
     runner = ModelRunner(loaded.model, config.max_num_seqs, async_engine.model.max_model_len)
     async_engine.start(
         Engine(
             runner,
-            _sampler(config, loaded),
+            _sampler(_vllm_config(config, async_engine.model, loaded), loaded, plugins),
             Scheduler(runner.cache, config.chunked_prefill_size),
             PersistentBatch(config.max_num_seqs),
             on_finished=async_engine.sequence_finished,
@@ -57,24 +57,34 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     return async_engine
 
 
-def _library(config: ServerConfig, loaded: LoadedModel) -> ProcessorLibrary:
+def _load_plugins(config: ServerConfig) -> list[Plugin]:
+    # First: an operator who misspelt a name should not wait for the model to learn of it.
+    enable_vllm_names()
+    try:
+        return load_plugins(config.logits_processors)
+    except PluginLoadError as error:
+        raise StartError(str(error)) from error
+
+
+def _library(config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin]) -> ProcessorLibrary:
+    registry = installed_processors()
+    for plugin in plugins:
+        if plugin.is_row_level:
+            registry.add(plugin.name, plugin.target)
     bounds = {"max_entries": config.processor_cache_entries, "max_bytes": config.processor_cache_bytes}
     return ProcessorLibrary(
-        installed_processors(),
+        registry,
         ProcessorCache(_shipped_host(config), **bounds),
         InProcessHost(SGLANG_NAMES),
         loaded.vocab_size,
         RegisteredProcessors(**bounds),
+        CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
     )
 
 
 def _shipped_host(config: ServerConfig) -> ProcessorHost:
     if not config.enable_custom_logit_processor:
         return NoHost(SHIPPING_IS_OFF)
-    logger.warning(
-        "shipped processors run inside this process, with all its rights (--processor-isolation none): "
-        "serve only people whose code you would run yourself"
-    )
     return InProcessHost(SGLANG_NAMES)
 
 
@@ -92,16 +102,39 @@ def _model_info(config: ServerConfig, loaded: LoadedModel) -> ModelInfo:
     )
 
 
-def _sampler(config: ServerConfig, loaded: LoadedModel) -> Sampler:
-    device = loaded.model.device
-    vllm_config = VllmConfig(SchedulerConfig(max_num_seqs=config.max_num_seqs))
-    pinned = device.type == "cuda"
-    builtin = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor)
-    shipped = ShippedProcessors(
-        vllm_config,
-        device,
-        pinned,
-        model=ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer),
+def _vllm_config(config: ServerConfig, model: ModelInfo, loaded: LoadedModel) -> VllmConfig:
+    return vllm_config(
+        # Where they really lie: plugins load their own tokenizer from there.
+        model=loaded.model.name_or_path or model.path,
+        tokenizer=loaded.tokenizer.hf_tokenizer.name_or_path or config.tokenizer_path,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_seqs + config.chunked_prefill_size,
+        device=loaded.model.device,
+        dtype=loaded.model.dtype,
+        hf_config=loaded.model.config,
+        hf_tokenizer=loaded.tokenizer.hf_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+        served_model_name=model.name,
+        seed=config.random_seed,
+        max_logprobs=config.max_logprobs,
+        logprobs_mode=config.logprobs_mode,
+        logits_processors=config.logits_processors,
     )
-    processors = LogitsProcessors(processor(vllm_config, device, pinned) for processor in builtin)
+
+
+def _sampler(config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin]) -> Sampler:
+    device = loaded.model.device
+    pinned = device.type == "cuda"
+    tokenizer = loaded.tokenizer.hf_tokenizer
+    try:
+        processors = make_logits_processors(
+            plugins, config, device, pinned, tokenizer=tokenizer, wrap=GuardedProcessor
+        )
+    except PluginLoadError as error:
+        raise StartError(str(error)) from error
+    shipped = ShippedProcessors(
+        config, device, pinned, model=ModelView(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
+    )
     return Sampler(loaded.vocab_size, device, processors, shipped)

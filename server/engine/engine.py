@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.guarded_processor import BatchProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.persistent_batch import PersistentBatch
+from logitship.sampler.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampler import NonFiniteLogitsError, Sampler, SamplerOutput
 
 from .messages import FinishReason, RequestError, TokenLogprobs
@@ -76,6 +78,7 @@ class Engine:
             return False
         try:
             self._join_batch(plan)
+            self._keep_groups_adjacent()
             self._sampler.update_state(self._batch.commit())
             logits = self._forward(plan)
             drawn = self._sampler.sample(logits[: len(self._batch)])
@@ -94,6 +97,16 @@ class Engine:
         for chunk in plan.prefill:
             if chunk.draws:
                 self._batch.add(chunk.sequence)
+
+    def _keep_groups_adjacent(self) -> None:
+        """Reorder the rows, so that each processor gets its own as a view of the logits, not as a copy."""
+        if not self._batch.changed:
+            return  # they are adjacent since the last change
+        self._batch.condense()
+        keys = [group_key(sequence.sampling_params) for sequence in self._batch.members]
+        if any(keys):
+            for row_1, row_2 in adjacent_swaps(keys):
+                self._batch.swap(row_1, row_2)
 
     def _forward(self, plan: Plan) -> torch.Tensor:
         """Logits of the batch's rows, in row order, then those that prompt log-probabilities ask for."""
@@ -147,10 +160,11 @@ class Engine:
     def _end_with_fault(self, sequence: Sequence, fault: Exception) -> None:
         if isinstance(fault, ProcessorFault):
             error = RequestError(
-                "ProcessorFault", fault.message, 400, fault.traceback, digest=fault.digest, name=fault.name
+                "ProcessorFault", fault.message, 400, fault.traceback, fault.digest, fault.name, fault.kind
             )
         else:
-            error = RequestError(type(fault).__name__, str(fault), 400)
+            status_code = 500 if isinstance(fault, BatchProcessorFault) else 400
+            error = RequestError(type(fault).__name__, str(fault), status_code)
         if isinstance(fault, NonFiniteLogitsError):
             self._wipe(sequence)
         self._end(sequence, FinishReason("abort", error=error))

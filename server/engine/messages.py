@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from logitship.client.processor_string import ProcessorString
 from logitship.client.records import Receipt
@@ -16,6 +17,25 @@ class ProcessorRequest:
 
     string: ProcessorString
     params: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class CallableRequest:
+    """A request-level callable that a request asks for: one that the server can import, or, offline, the object itself.
+
+    Attributes:
+        target: `module:name` or `module.name`; or a callable.
+        args: positional arguments that make the callable out of what `target` names.
+        kwargs: keyword arguments for the same.
+    """
+
+    target: str | Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+CarriedProcessor: TypeAlias = ProcessorRequest | CallableRequest
+"""One entry of the list of processors that a request carries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +51,7 @@ class GenerationRequest:
     """The id by which the client knows the batch of prompts that this request is a part of."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    processors: tuple[ProcessorRequest, ...] = ()
+    processors: tuple[CarriedProcessor, ...] = ()
     """In the order in which they run. The engine loads them at admission and fills `sampling_params.processors`."""
     n: int = 1
     """Number of independent continuations. The seed of continuation i derives from the request's and i."""
@@ -65,6 +85,7 @@ class RequestError:
         traceback: traceback of the processor's own code, or "".
         digest: the processor at fault, where one is.
         name: its name.
+        kind: in which way it broke its contract, see `ProcessorFault`.
     """
 
     type: str
@@ -73,6 +94,7 @@ class RequestError:
     traceback: str = ""
     digest: str | None = None
     name: str | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.registry import Registry
 from logitship.builtin_processors.sglang_names import installed_by_reference
+from logitship.client.processor import CustomLogitProcessor
 from logitship.client.processor_string import (
     InstalledProcessor,
     PickledProcessor,
@@ -20,7 +21,12 @@ from logitship.client.processor_string import (
 from logitship.sampler.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processor_host import LoadedProcessor, ProcessorHost
 
+from .callable_library import CallableLibrary
 from .registered_processors import RegisteredProcessors
+
+
+class InvalidParams(ValueError):
+    """An installed processor does not take a request's parameters for it."""
 
 
 class ProcessorLibrary:
@@ -32,6 +38,7 @@ class ProcessorLibrary:
         installed_host: runs the installed ones: they are the operator's own and need no isolation.
         vocab_size: checks the token ids in the parameters of installed processors.
         registered: keeps the strings of registered ones.
+        callables: makes request-level ones by name.
     """
 
     def __init__(
@@ -41,12 +48,14 @@ class ProcessorLibrary:
         installed_host: ProcessorHost,
         vocab_size: int,
         registered: RegisteredProcessors,
+        callables: CallableLibrary,
     ) -> None:
         self._registry = registry
         self._cache = cache
         self._installed_host = installed_host
         self._vocab_size = vocab_size
         self._registered = registered
+        self.callables = callables
         self._installed: dict[str, LoadedProcessor] = {}
 
     def ships_code(self, string: ProcessorString) -> bool:
@@ -77,12 +86,12 @@ class ProcessorLibrary:
 
         Raises:
             ProcessorLoadError: it cannot be loaded, or nothing has that name or digest.
-            ValueError: an installed processor does not take these parameters.
+            InvalidParams: an installed processor does not take these parameters.
             ProcessorCacheFull: there is no room for another shipped one.
         """
         processor, string = self._load(string)
         if isinstance(string, InstalledProcessor):
-            self._registry.get(string.name).validate_params(params, vocab_size=self._vocab_size)
+            self._validate(self._registry.get(string.name), params)
         return processor
 
     def release(self, processor: LoadedProcessor) -> None:
@@ -97,6 +106,13 @@ class ProcessorLibrary:
     def clear(self) -> None:
         """Forget every shipped processor that is not in use."""
         self._cache.clear()
+
+    def _validate(self, cls: type[CustomLogitProcessor], params: Mapping[str, Any] | None) -> None:
+        if issubclass(cls, BuiltinProcessor):
+            try:
+                cls.validate_params(params, vocab_size=self._vocab_size)
+            except ValueError as error:
+                raise InvalidParams(str(error)) from error
 
     def _load(self, string: ProcessorString) -> tuple[LoadedProcessor, ProcessorString]:
         """A processor, and the string of exactly what runs: its digest is the processor's."""

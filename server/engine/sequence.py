@@ -58,7 +58,9 @@ class Sequence:
             skip_special_tokens=sampling_params.skip_special_tokens,
             spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
-        self._stop_strings = StopStrings(tuple(sampling_params.stop), include=sampling_params.include_stop_str_in_output)
+        self._stop_strings = StopStrings(
+            tuple(sampling_params.stop), include=sampling_params.include_stop_str_in_output
+        )
 
     @property
     def num_prompt(self) -> int:

@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
-import orjson
-
-from logitship.client import processor_string
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import ProcessorString
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import ProcessorRequest
-from logitship.server.errors import SHIPPING_IS_OFF, BadRequest, RequestRefused, RequestTooLarge
-from logitship.server.tokenizer import Tokenizer
+from logitship.server.engine.messages import CarriedProcessor, ProcessorRequest
+from logitship.server.engine.processor_entries import RESERVED_KEY, read_entries, read_processor
+from logitship.server.engine.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
+from logitship.server.errors import SHIPPING_IS_OFF, BadRequest
 
 from .schema import SamplingFields
-
-Refused = TypeVar("Refused", bound=RequestRefused)
-
-_NAME_WITH_UNDERSCORE = re.compile(r"(?<![\w'])[a-z]+(?:_[a-z]+)+(?![\w'])")
-"""Any other field's name is also a word, which a message may use as one. In quotes stand the client's own words."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What is continued.
-
-    Attributes:
-        token_ids: the prompt, never empty.
-        text: the text that it was made of, or None if it came as token ids.
-    """
-
-    token_ids: list[int]
-    text: str | None = None
 
 
 async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool) -> Prompt:
@@ -48,29 +27,8 @@ async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, a
         BadRequest: it has no token, or is far too long.
     """
     if isinstance(value, str):
-        check_text_length(engine, len(value), at)
-        token_ids = await asyncio.to_thread(engine.tokenizer.encode, value, add_special_tokens=add_special_tokens)
-        prompt = Prompt(token_ids, value)
-    else:
-        prompt = Prompt(value)
-    if not prompt.token_ids:
-        raise BadRequest(f"{at}: is empty: there is nothing to continue", param=at)
-    return prompt
-
-
-def check_text_length(engine: AsyncEngine, characters: int, at: str) -> None:
-    """Refuse a text that would not fit if it were all of the longest tokens. To tokenize it could take minutes.
-
-    Raises:
-        BadRequest: names the field.
-    """
-    limit = engine.model.max_model_len * engine.tokenizer.longest_token
-    if characters > limit:
-        raise BadRequest(
-            f"{at}: has {characters} characters, but the model's length is {engine.model.max_model_len} tokens, prompt "
-            f"and output together, and no token stands for more than {engine.tokenizer.longest_token} characters",
-            param=at,
-        )
+        return await asyncio.to_thread(encode_prompt, engine, value, at, add_special_tokens=add_special_tokens)
+    return encode_prompt(engine, value, at)
 
 
 def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: str = "n") -> None:
@@ -146,8 +104,8 @@ async def sampling_params(
         BadRequest: a value is out of its range; names the field in the client's words.
     """
     try:
-        if "__req__" in (fields.custom_params or {}):
-            raise InvalidSamplingParams("custom_params", "the key '__req__' is the server's own")
+        if RESERVED_KEY in (fields.custom_params or {}):
+            raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is the server's own")
         return SamplingParams(
             temperature=fields.temperature,
             top_p=fields.top_p,
@@ -161,7 +119,7 @@ async def sampling_params(
             ignore_eos=fields.ignore_eos,
             logit_bias=fields.logit_bias,
             allowed_token_ids=None if fields.allowed_token_ids is None else frozenset(fields.allowed_token_ids),
-            bad_words_token_ids=await asyncio.to_thread(_bad_words, engine.tokenizer, fields.bad_words),
+            bad_words_token_ids=await asyncio.to_thread(bad_words_token_ids, engine.tokenizer, fields.bad_words),
             logprobs_mode=fields.logprobs_mode or engine.config.logprobs_mode,
             skip_special_tokens=fields.skip_special_tokens,
             spaces_between_special_tokens=fields.spaces_between_special_tokens,
@@ -172,55 +130,103 @@ async def sampling_params(
         raise in_client_words(BadRequest(error.reason, param=error.field), names) from None
 
 
-def in_client_words(refused: Refused, names: Mapping[str, str]) -> Refused:
-    """Put the client's names of fields in a refusal, and the name of the offending one before its message.
+@dataclass(frozen=True)
+class Carried:
+    """The processors that one prompt carries.
 
-    Args:
-        refused: `param` is the engine's name of a field; is changed.
-        names: the client's names for the engine's, where they differ.
+    Attributes:
+        processors: in the order in which they run, not loaded yet.
+        names: where in the request body each of them, and its parameters, stand: for the engine's refusals.
     """
-    if refused.param is not None:
-        refused.param = names.get(refused.param, refused.param)
-        message = _NAME_WITH_UNDERSCORE.sub(lambda found: names.get(found[0], found[0]), refused.message)
-        refused.message = f"{refused.param}: {message}"
-    return refused
+
+    processors: tuple[CarriedProcessor, ...]
+    names: Mapping[str, str]
 
 
-def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences to forbid: each word as it begins a text, and as it follows a space."""
-    sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
-        if not word.strip():
-            raise InvalidSamplingParams("bad_words", "must not contain an empty string")
-        for text in (word.lstrip(), f" {word.lstrip()}"):
-            sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-    return tuple(sequences)
+class ProcessorFields(Protocol):
+    """The two fields of a body that hold processors; see the schemas."""
+
+    custom_logit_processor: Any
+    logits_processors: Any
+
+
+def check_processor_lists(body: ProcessorFields, prompts: int) -> None:
+    """Refuse lists that have not one entry for each of several prompts.
+
+    Raises:
+        BadRequest: names the field.
+    """
+    check_one_a_prompt(body.custom_logit_processor, prompts, "custom_logit_processor")
+    if _one_list_a_prompt(body.logits_processors):
+        check_one_a_prompt(body.logits_processors, prompts, "logits_processors")
 
 
 def read_processors(
-    engine: AsyncEngine, value: Any, params: Mapping[str, Any] | None, at: str = "custom_logit_processor"
-) -> tuple[ProcessorRequest, ...]:
-    """The processors of one prompt, not loaded yet.
+    engine: AsyncEngine, body: ProcessorFields, index: int | None, params: Mapping[str, Any] | None, params_at: str
+) -> Carried:
+    """The processors of one prompt.
 
     Args:
         engine: knows the limits, and what is installed.
-        value: a processor string, the same as a JSON object, a list of several that run in this order, or None.
-        params: `custom_params`; every processor of the prompt sees all of them.
-        at: path of `value` in the request body.
+        body: holds them.
+        index: which of the body's prompts; None if it has a single one, which is not in a list.
+        params: `custom_params`: what every processor sees that has no parameters of its own.
+        params_at: path of that in the request body.
 
     Raises:
-        BadRequest: not a processor string, or one that ships code to a server that does not take it.
-        RequestTooLarge: a string is over the server's limit.
+        BadRequest: not a processor, or one that ships or names code that the server does not take.
+        RequestTooLarge: a processor string is over the server's limit.
     """
-    if not isinstance(value, list):
-        return () if value is None else (_read_processor(engine, value, params, at),)
-    return tuple(_read_processor(engine, one, params, f"{at}[{index}]") for index, one in enumerate(value))
+    one, one_at = body.custom_logit_processor, "custom_logit_processor"
+    several, at = body.logits_processors, "logits_processors"
+    if one is not None and several is not None:
+        raise BadRequest(f"{at}: give either this or {one_at}, not both", param=at)
+    if index is not None:
+        one, one_at = entry(one, index), entry_path(one, index, one_at)
+        if _one_list_a_prompt(several):
+            several, at = several[index], f"{at}[{index}]"
+    limit = engine.config.max_processor_size
+    if several is not None:
+        processors = read_entries(several, at, max_processor_size=limit, params=params)
+        places = [f"{at}[{i}]" for i in range(len(processors))]
+        own = [isinstance(each, Mapping) and each.get("params") is not None for each in several]
+        names = {f"processors[{i}].params": f"{places[i]}.params" if own[i] else params_at for i in range(len(own))}
+    else:
+        at = one_at
+        values = one if isinstance(one, list) else [] if one is None else [one]
+        places = [f"{at}[{i}]" for i in range(len(values))] if isinstance(one, list) else [at] * len(values)
+        processors = tuple(
+            read_processor(value, params, place, max_processor_size=limit)
+            for value, place in zip(values, places, strict=True)
+        )
+        names = {f"processors[{i}].params": params_at for i in range(len(values))}
+    for processor, place in zip(processors, places, strict=True):
+        check_may_run(engine, processor, place)
+    return Carried(
+        processors, {"processors": at, **names, **{f"processors[{i}]": place for i, place in enumerate(places)}}
+    )
 
 
-def _read_processor(engine: AsyncEngine, value: Any, params: Mapping[str, Any] | None, at: str) -> ProcessorRequest:
-    string = _parse(value, engine.config.max_processor_size, at)
-    check_may_ship(engine, string, at)
-    return ProcessorRequest(string, None if params is None else dict(params))
+def _one_list_a_prompt(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, list) for each in value)
+
+
+def check_may_run(engine: AsyncEngine, processor: CarriedProcessor, at: str) -> None:
+    """Refuse code, and names of code, if the server does not take them.
+
+    Args:
+        at: path of the processor in the request body.
+
+    Raises:
+        BadRequest: in SGLang's words, or in vLLM's.
+    """
+    if isinstance(processor, ProcessorRequest):
+        check_may_ship(engine, processor.string, at)
+        return
+    try:
+        engine.check_callable(processor)
+    except ProcessorLoadError as error:
+        raise BadRequest(f"{at}: {error}", param=at) from None
 
 
 def check_may_ship(engine: AsyncEngine, string: ProcessorString, at: str | None = None) -> None:
@@ -234,24 +240,3 @@ def check_may_ship(engine: AsyncEngine, string: ProcessorString, at: str | None 
     """
     if engine.ships_code(string) and not engine.config.enable_custom_logit_processor:
         raise BadRequest(SHIPPING_IS_OFF, param=at)
-
-
-def _parse(value: Any, limit: int, at: str) -> ProcessorString:
-    if not isinstance(value, str | dict):
-        raise BadRequest(f"{at}: must be a processor string or its JSON object", param=at)
-    text = value.encode() if isinstance(value, str) else _dumps(value, at)
-    if len(text) > limit:
-        raise RequestTooLarge(
-            f"{at}: the processor string has {len(text)} bytes, this server takes at most {limit}", param=at
-        )
-    try:
-        return processor_string.parse(text)
-    except ProcessorLoadError as error:
-        raise BadRequest(f"{at}: {error}", param=at) from None
-
-
-def _dumps(value: dict[str, Any], at: str) -> bytes:
-    try:
-        return orjson.dumps(value)
-    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
-        raise BadRequest(f"{at}: {error}", param=at) from None

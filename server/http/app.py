@@ -14,6 +14,7 @@ from .documentation import add_schemas
 from .errors import install_error_handlers
 from .openai_routes import openai_router
 from .openai_schemas import ChatCompletionRequest, CompletionRequest
+from .pooling_routes import pooling_router
 from .processor_routes import processor_router
 from .schema import RequestModel
 from .sglang_routes import sglang_router
@@ -50,6 +51,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(sglang_router(engine))
     app.include_router(openai_router(engine))
     app.include_router(processor_router(engine))
+    app.include_router(pooling_router(engine))
     if engine.config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=engine.config.api_key)
     return app

@@ -25,7 +25,12 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         RequestTooLarge: it has more than `limit` bytes.
         ClientDisconnect: the client went away before it had sent all of it.
     """
-    return parse_model(model, _decode(await read_bytes(request, limit)))
+    return parse_model(model, await read_json(request, limit))
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """The body of a request, decoded; raises as `read_body`."""
+    return _decode(await read_bytes(request, limit))
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:

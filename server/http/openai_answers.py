@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Any, Generic
 
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.messages import GenerationChunk
 
 from .openai_requests import Body, OpenAIRequest
-from .running import Continuation, RunningRequests, raise_if_failed
+from .running import RunningRequests, raise_if_failed
 from .streaming import event
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.messages import GenerationChunk, TokenLogprobs
 
 from .openai_answers import OpenAIAnswer
 from .openai_logprobs import completion_logprobs, prompt_logprobs
 from .openai_requests import OpenAIRequest
 from .openai_schemas import CompletionRequest
-from .running import Continuation
 
 
 class CompletionAnswer(OpenAIAnswer[CompletionRequest]):

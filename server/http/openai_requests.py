@@ -11,16 +11,14 @@ from uuid import uuid4
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.messages import GenerationRequest
+from logitship.server.engine.request_building import Prompt, check_text_length
 from logitship.server.errors import BadRequest, NotFound
 
 from .admission import (
-    Prompt,
+    Carried,
     check_batch,
-    check_one_a_prompt,
-    check_text_length,
+    check_processor_lists,
     default_that_fits,
-    entry,
-    entry_path,
     read_processors,
     read_prompt,
     sampling_params,
@@ -33,7 +31,6 @@ Body = TypeVar("Body", bound=OpenAIFields)
 ANY_MODEL = "default"
 """SGLang's clients may ask for the model by this name, whatever it is called."""
 
-_PROCESSOR = "custom_logit_processor"
 _NAMES = {
     "bad_words_token_ids": "bad_words",
     "extra_args": "vllm_xargs",
@@ -72,13 +69,12 @@ async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenA
     given: list[Any] = body.prompt if is_batch and isinstance(body.prompt, list) else [body.prompt]
     check_batch(engine.config, len(given), "prompt", body.n)
     if is_batch:
-        check_one_a_prompt(body.custom_logit_processor, len(given), _PROCESSOR)
+        check_processor_lists(body, len(given))
     request_id = _request_id(body, "cmpl")
     request = OpenAIRequest(request_id, engine.model.name, body, [], [])
     for i, value in enumerate(given):
-        processor, processor_at = _processor(body, i if is_batch else None)
-        names = {**_names(body), "prompt": f"prompt[{i}]" if is_batch else "prompt"}
-        names[_PROCESSOR] = processor_at
+        carried = read_processors(engine, body, i if is_batch else None, body.custom_params, "custom_params")
+        names = {**_names(body), **carried.names, "prompt": f"prompt[{i}]" if is_batch else "prompt"}
         prompt = await read_prompt(engine, value, names["prompt"], add_special_tokens=body.add_special_tokens)
         request.prompts.append(prompt)
         request.submissions.append(
@@ -89,7 +85,7 @@ async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenA
                 names,
                 f"{request_id}_{i}" if is_batch else request_id,
                 request_id if is_batch else None,
-                processor,
+                carried,
                 max_tokens=default_that_fits(engine, prompt, body, "max_tokens"),
                 logprobs=body.logprobs,
                 prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
@@ -108,7 +104,14 @@ async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIR
     check_batch(engine.config, 1, "messages", body.n)
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    names = {**_names(body), "max_tokens": limit_name, "logprobs": "top_logprobs", "prompt": "messages"}
+    carried = read_processors(engine, body, None, body.custom_params, "custom_params")
+    names = {
+        **_names(body),
+        **carried.names,
+        "max_tokens": limit_name,
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+    }
     prompt = Prompt(await _render(engine, body))
     if not prompt.token_ids:
         raise BadRequest("messages: the chat template makes an empty prompt of them", param="messages")
@@ -119,7 +122,7 @@ async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIR
         names,
         request_id,
         None,
-        body.custom_logit_processor,
+        carried,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
@@ -153,12 +156,6 @@ def _names(body: OpenAIFields) -> dict[str, str]:
     return _NAMES | own
 
 
-def _processor(body: OpenAIFields, index: int | None) -> tuple[Any, str]:
-    """What `custom_logit_processor` says of one prompt, and where."""
-    value, at = body.custom_logit_processor, _PROCESSOR
-    return (value, at) if index is None else (entry(value, index), entry_path(value, index, at))
-
-
 def _most(one: int | None, other: int | None) -> int | None:
     return max((count for count in (one, other) if count is not None), default=None)
 
@@ -185,7 +182,7 @@ async def _submission(
     names: Mapping[str, str],
     rid: str,
     batch_rid: str | None,
-    processor: Any,
+    carried: Carried,
     **values: Any,
 ) -> Submission:
     params = await sampling_params(
@@ -203,7 +200,7 @@ async def _submission(
         batch_rid=batch_rid,
         prompt_token_ids=prompt.token_ids,
         sampling_params=params,
-        processors=read_processors(engine, processor, body.custom_params, names.get(_PROCESSOR, _PROCESSOR)),
+        processors=carried.processors,
         n=body.n,
     )
     return Submission(request, names)

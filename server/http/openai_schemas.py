@@ -91,6 +91,9 @@ class OpenAIFields(SamplingFields):
     custom_logit_processor: Any = None
     """The processor: a processor string or its JSON object; several in a list, run in this order. For a list of
     prompts, a list holds what each prompt takes."""
+    logits_processors: list[Any] | None = None
+    """Several processors with parameters of their own, and callables by name; see "Processors in a request". For a list
+    of prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of installed batch processors, as vLLM names them."""
     request_id: str | None = None

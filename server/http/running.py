@@ -5,50 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from logitship.client.records import Receipt
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.generation_stream import GenerationStream
-from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, TokenLogprobs
+from logitship.server.engine.messages import GenerationChunk, GenerationRequest
+from logitship.server.engine.request_building import in_client_words
 from logitship.server.errors import RequestRefused
 
-from .admission import in_client_words
 from .errors import GenerationFailed
-
-
-@dataclass
-class Continuation:
-    """What one continuation has given so far.
-
-    Attributes:
-        index: its place in the answer: continuation `j` of prompt `i` stands at `i * n + j`.
-        prompt: which prompt of the request it continues.
-    """
-
-    index: int
-    prompt: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    receipts: tuple[Receipt, ...] = ()
-
-    def add(self, chunk: GenerationChunk) -> None:
-        """Append what the engine gave."""
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.prompt_logprobs += chunk.prompt_logprobs
-        self.finish_reason = chunk.finish_reason
-        self.prompt_tokens = chunk.prompt_tokens
-        self.cached_tokens = chunk.cached_tokens
-        self.completion_tokens = chunk.completion_tokens
-        self.receipts = chunk.receipts
 
 
 @dataclass(frozen=True)

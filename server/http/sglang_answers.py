@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.messages import FinishReason, TokenLogprobs
 from logitship.server.tokenizer import Tokenizer
 
 from .body import finite
 from .errors import fault_details
-from .running import Continuation, RunningRequests
+from .running import RunningRequests
 from .sglang_generate import Generate
 from .streaming import event
 

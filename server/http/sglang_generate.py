@@ -15,6 +15,7 @@ from logitship.server.errors import BadRequest
 from .admission import (
     check_batch,
     check_one_a_prompt,
+    check_processor_lists,
     default_that_fits,
     entry,
     entry_path,
@@ -36,6 +37,7 @@ _NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(Sampling
     "seed": "sampling_seed",
 }
 _NAMES_BESIDE_THEM = {
+    "extra_args": "vllm_xargs",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
     "prompt_logprobs_start": "logprob_start_len",
@@ -99,7 +101,7 @@ class _Reader:
         for name in _ONE_A_PROMPT:
             check_one_a_prompt(getattr(self._body, name), prompts, name)
         if self.is_batch:
-            check_one_a_prompt(self._body.custom_logit_processor, prompts, "custom_logit_processor")
+            check_processor_lists(self._body, len(self._prompts))
 
     def samplings(self) -> list[SGLangSamplingParams]:
         """The sampling parameters of each prompt."""
@@ -132,8 +134,11 @@ class _Reader:
         """The engine's request for one prompt."""
         body = self._body
         at = f"{self._at}[{i}]" if self.is_batch else self._at
-        processor, processor_at = self._processor(i)
-        names = _names(at, entry_path(body.sampling_params, i, "sampling_params"), processor_at)
+        sampling_at = entry_path(body.sampling_params, i, "sampling_params")
+        carried = read_processors(
+            self._engine, body, i if self.is_batch else None, sampling.custom_params, f"{sampling_at}.custom_params"
+        )
+        names = {**_names(at, sampling_at), **carried.names}
         prompt = await read_prompt(self._engine, self._prompts[i], at, add_special_tokens=True)
         start = _logprob_start(entry(body.logprob_start_len, i), len(prompt.token_ids))
         top = entry(body.top_logprobs_num, i) if entry(body.return_logprob, i) else None
@@ -148,26 +153,22 @@ class _Reader:
             logprobs=top,
             prompt_logprobs=None if start is None else top,
             prompt_logprobs_start=start or 0,
+            extra_args=body.vllm_xargs,
         )
         request = GenerationRequest(
             rid=rid,
             batch_rid=body.rid if self.is_batch and isinstance(body.rid, str) else None,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
-            processors=read_processors(self._engine, processor, sampling.custom_params, processor_at),
+            processors=carried.processors,
             n=sampling.n,
         )
         return Submission(request, names)
 
-    def _processor(self, i: int) -> tuple[Any, str]:
-        """What `custom_logit_processor` says of one prompt, and where."""
-        value, at = self._body.custom_logit_processor, "custom_logit_processor"
-        return (entry(value, i), entry_path(value, i, at)) if self.is_batch else (value, at)
 
-
-def _names(prompt_at: str, sampling_at: str, processor_at: str) -> dict[str, str]:
+def _names(prompt_at: str, sampling_at: str) -> dict[str, str]:
     inside = {field: f"{sampling_at}.{name}" for field, name in _NAMES_IN_SAMPLING_PARAMS.items()}
-    return {**inside, **_NAMES_BESIDE_THEM, "prompt": prompt_at, "custom_logit_processor": processor_at}
+    return {**inside, **_NAMES_BESIDE_THEM, "prompt": prompt_at}
 
 
 def _logprob_start(given: int, prompt_tokens: int) -> int | None:

@@ -13,9 +13,11 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from logitship.server.engine.continuation import Continuation
+
 from .body import JSONResponse
 from .errors import GenerationFailed, failure_body, internal_error_body
-from .running import Continuation, RunningRequests
+from .running import RunningRequests
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Send a logits processor with your request to an LLM server.
 
-Everything here comes from `logitship.client`; the other three folders are imported by their own names.
+`__all__` comes from `logitship.client`, and needs nothing else. `LLM`, `AsyncLLM`, `SamplingParams`, `RequestOutput`,
+`CompletionOutput` and `enable_vllm_names` come from `logitship.server` when they are asked for.
 """
 
 from typing import TYPE_CHECKING
@@ -67,13 +68,42 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from logitship.server.offline.async_llm import AsyncLLM as AsyncLLM
+    from logitship.server.offline.llm import LLM as LLM
+    from logitship.server.offline.outputs import CompletionOutput as CompletionOutput
+    from logitship.server.offline.outputs import RequestOutput as RequestOutput
+    from logitship.server.offline.sampling_params import SamplingParams as SamplingParams
+    from logitship.server.vllm_names import enable_vllm_names as enable_vllm_names
+
     __version__: str
 else:
+    # Not in `__all__`: they need torch, which `import *` must not, nor an installation of the client alone.
+    _NEED_THE_SERVER = {
+        "AsyncLLM": "logitship.server.offline.async_llm",
+        "CompletionOutput": "logitship.server.offline.outputs",
+        "LLM": "logitship.server.offline.llm",
+        "RequestOutput": "logitship.server.offline.outputs",
+        "SamplingParams": "logitship.server.offline.sampling_params",
+        "enable_vllm_names": "logitship.server.vllm_names",
+    }
 
-    def __getattr__(name: str) -> str:
+    def __getattr__(name: str) -> object:
         # The version stands in the distribution's metadata alone, and most programs never ask for it.
         if name == "__version__":
             from importlib.metadata import version
 
             return version("logitship")
+        if name in _NEED_THE_SERVER:
+            return _from_the_server(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def _from_the_server(name: str) -> object:
+        from importlib import import_module
+
+        try:
+            return getattr(import_module(_NEED_THE_SERVER[name]), name)
+        except ModuleNotFoundError as error:
+            raise ImportError(f'logitship.{name} needs the server: pip install "logitship[serve]" ({error})') from error
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_NEED_THE_SERVER})

@@ -321,10 +321,13 @@ def test_the_queue_has_a_bound(make_engine: BuildEngine) -> None:
         (request(logprobs=21), "logprobs"),
         (request(prompt_logprobs=21), "prompt_logprobs"),
         (request(prompt_logprobs=0, prompt_logprobs_start=5), "prompt_logprobs_start"),
-        (request(processors=((SourceProcessor("x = (", "X"), None),)), "custom_logit_processor"),
-        (request(processors=((SourceProcessor("class X: pass", "X"), None),)), "custom_logit_processor"),
-        (request(processors=((InstalledProcessor("nonesuch"), None),)), "custom_logit_processor"),
-        (request(processors=((InstalledProcessor("disallowed_tokens"), {"token_ids": [260]}),)), "custom_params"),
+        (request(processors=((SourceProcessor("x = (", "X"), None),)), "processors[0]"),
+        (request(processors=((SourceProcessor("class X: pass", "X"), None),)), "processors[0]"),
+        (request(processors=((InstalledProcessor("nonesuch"), None),)), "processors[0]"),
+        (
+            request(processors=((InstalledProcessor("disallowed_tokens"), {"token_ids": [260]}),)),
+            "processors[0].params",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(make_engine: BuildEngine, wanted: GenerationRequest, param: str) -> None:
@@ -484,9 +487,7 @@ def test_prompt_logprobs_are_the_models(make_engine: BuildEngine, loaded_model: 
 
 def test_processors_run_in_order_and_are_receipted(make_engine: BuildEngine) -> None:
     engine = make_engine()
-    wanted = request(
-        processors=((COUNTDOWN, None), (BOOST, {"token_id": 77, "by": 0.0})), temperature=0, max_tokens=5
-    )
+    wanted = request(processors=((COUNTDOWN, None), (BOOST, {"token_id": 77, "by": 0.0})), temperature=0, max_tokens=5)
     result = run(generate(engine, wanted))
     assert result.token_ids == [5, 6, 7, 8, 9]  # the prompt has five tokens
     assert [(receipt.name, receipt.steps) for receipt in result.last.receipts] == [("Countdown", 5), ("Boost", 5)]

@@ -15,6 +15,7 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import InstalledProcessor, RegisteredProcessor, SourceProcessor, parse
 from logitship.sampler.in_process_host import InProcessHost
 from logitship.sampler.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.server.engine.callable_library import CallableLibrary
 from logitship.server.engine.processor_library import ProcessorLibrary
 from logitship.server.engine.registered_processors import RegisteredProcessors
 
@@ -28,7 +29,8 @@ def new_library() -> NewLibrary:
         host = InProcessHost(SGLANG_NAMES)
         cache = ProcessorCache(host, max_entries=max_entries, max_bytes=1 << 20)
         registered = RegisteredProcessors(max_entries=2, max_bytes=1 << 20)
-        return ProcessorLibrary(registry or installed_processors(), cache, host, 100, registered)
+        callables = CallableLibrary(None, None)
+        return ProcessorLibrary(registry or installed_processors(), cache, host, 100, registered, callables)
 
     return make
 

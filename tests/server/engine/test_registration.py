@@ -127,7 +127,7 @@ def test_what_was_dropped_is_refused_and_says_so(make_engine: BuildEngine, limit
             assert (await generate(engine, RegisteredProcessor(digest), {"token_id": 42}))[0] == [42, 42, 42]
         with pytest.raises(BadRequest, match=r"dropped to make room for others\. Register it again") as refused:
             await generate(engine, RegisteredProcessor(digests[1]), {"token_id": 42})
-        assert refused.value.param == "custom_logit_processor"
+        assert refused.value.param == "processors[0]"
         await engine.register(variant(1))
         assert (await generate(engine, RegisteredProcessor(digests[1]), {"token_id": 42}))[0] == [42, 42, 42]
 
@@ -165,7 +165,7 @@ def test_an_installed_processor_by_reference(make_engine: BuildEngine) -> None:
         assert receipt.digest == digest
         with pytest.raises(BadRequest) as refused:
             await generate(engine, RegisteredProcessor(digest), {"token_ids": "all"})
-        assert refused.value.param == "custom_params"
+        assert refused.value.param == "processors[0].params"
 
     run(scenario())
 

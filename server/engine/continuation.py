@@ -1,0 +1,43 @@
+"""What a continuation has given so far: its chunks, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from logitship.client.records import Receipt
+
+from .messages import FinishReason, GenerationChunk, TokenLogprobs
+
+
+@dataclass
+class Continuation:
+    """What one continuation has given so far.
+
+    Attributes:
+        index: its place in the answer: continuation `j` of prompt `i` stands at `i * n + j`.
+        prompt: which prompt of the request it continues.
+    """
+
+    index: int
+    prompt: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    receipts: tuple[Receipt, ...] = ()
+
+    def add(self, chunk: GenerationChunk) -> None:
+        """Append what the engine gave."""
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.prompt_logprobs += chunk.prompt_logprobs
+        self.finish_reason = chunk.finish_reason
+        self.prompt_tokens = chunk.prompt_tokens
+        self.cached_tokens = chunk.cached_tokens
+        self.completion_tokens = chunk.completion_tokens
+        self.receipts = chunk.receipts

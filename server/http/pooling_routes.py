@@ -1,0 +1,44 @@
+"""The pooling routes of vLLM and SGLang, which a generating model refuses in vLLM's words, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Request
+
+from logitship.builtin_processors.batch_processors import STR_POOLING_REJECTS_LOGITSPROCS
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.errors import BadRequest
+
+from .body import read_json
+
+_APIS = {
+    "/v1/embeddings": "Embeddings",
+    "/pooling": "Pooling",
+    "/classify": "Classification",
+    "/score": "Score",
+    "/v1/score": "Score",
+    "/rerank": "Rerank (Score)",
+    "/v1/rerank": "Rerank (Score)",
+    "/v2/rerank": "Rerank (Score)",
+}
+_PROCESSOR_FIELDS = ("custom_logit_processor", "logits_processors")
+
+
+def pooling_router(engine: AsyncEngine) -> APIRouter:
+    """The routes, bound to `engine`."""
+    router = APIRouter(tags=["Pooling"])
+    for path, api in _APIS.items():
+        router.add_api_route(path, _refusal(engine, api), methods=["POST"], include_in_schema=False)
+    return router
+
+
+def _refusal(engine: AsyncEngine, api: str) -> Callable[[Request], Awaitable[None]]:
+    async def refuse(request: Request) -> None:
+        body = await read_json(request, engine.config.max_request_bytes)
+        for field in _PROCESSOR_FIELDS:
+            if isinstance(body, dict) and body.get(field) is not None:
+                raise BadRequest(f"{field}: {STR_POOLING_REJECTS_LOGITSPROCS}", param=field)
+        raise BadRequest(f"The model does not support {api} API")
+
+    return refuse

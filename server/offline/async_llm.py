@@ -1,0 +1,70 @@
+"""`logitship.AsyncLLM`: the engine in a program with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+from .engine_owner import EngineOwner
+from .outputs import RequestOutput
+from .request_builder import PromptLike, SamplingParamsLike
+
+
+class AsyncLLM(EngineOwner):
+    """`LLM` for coroutines: each prompt by itself, with its output while it grows.
+
+    Args:
+        model: the default model's name, a Hugging Face folder, a GGUF file, or a hub name. Loading it blocks.
+        logits_processors: batch processors to install, see `ServerConfig.logits_processors`; they see all prompts.
+        **options: as for `LLM`.
+
+    Raises:
+        As `LLM`.
+    """
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParamsLike | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue one prompt.
+
+        Leave the iteration early with `contextlib.aclosing`, or by cancelling the task: that cancels the request. Where
+        more requests run than the engine takes, the next one waits.
+
+        Args:
+            prompt: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
+            sampling_params: `SamplingParams`, or a dict in SGLang's names.
+            request_id: for `abort`; unique among those that run.
+
+        Yields:
+            Everything so far, of all `n` continuations; `finished` on the last.
+
+        Raises:
+            As `LLM.generate`.
+        """
+        self._check_open()
+        request_ids = [uuid4().hex if request_id is None else request_id]
+        (request,) = await asyncio.to_thread(self._requests.build, [prompt], sampling_params, request_ids, at="prompt")
+        async with aclosing(self._runner.stream(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Cancel requests: the last output of each has the finish reason `abort`. Unknown ids are no error."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            self._engine.abort(one)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # In a thread: the engine's current step has to end first.
+        await asyncio.to_thread(self.shutdown)

@@ -1,0 +1,52 @@
+"""From a conversation to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.request_building import Prompt, check_text_length
+from logitship.server.http.openai_schemas import Message
+from logitship.server.http.schema import parse_model
+
+from .request_builder import refusals_translated
+
+
+def render_conversation(
+    engine: AsyncEngine,
+    conversation: Sequence[Mapping[str, Any]],
+    at: str,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any],
+) -> Prompt:
+    """The prompt that the chat template makes of a conversation.
+
+    Args:
+        engine: its tokenizer has the template.
+        conversation: the messages, read as those of `/v1/chat/completions`.
+        at: its name in error messages.
+        add_generation_prompt: end it with the beginning of an assistant's message.
+        continue_final_message: leave the last message open.
+        template_kwargs: variables for the template.
+
+    Raises:
+        InvalidRequest: a message is malformed, or the template makes nothing of them.
+        ValueError: the template refuses them.
+    """
+    if not conversation:
+        raise ValueError(f"{at}: is an empty list: there is nothing to continue")
+    with refusals_translated():
+        messages = [parse_model(Message, message, f"{at}[{index}]") for index, message in enumerate(conversation)]
+        check_text_length(engine, sum(len(message.content or "") for message in messages), at)
+    token_ids = engine.tokenizer.apply_chat_template(
+        [message.for_template() for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **template_kwargs,
+    )
+    if not token_ids:
+        raise ValueError(f"{at}: the chat template makes an empty prompt of them")
+    return Prompt(token_ids, engine.tokenizer.decode(token_ids))

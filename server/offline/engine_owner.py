@@ -1,0 +1,71 @@
+"""What `LLM` and `AsyncLLM` share: each owns an engine, and ends it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+from logitship.server.config import DEFAULT_MODEL
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.build import build_engine
+
+from .options import read_options
+from .request_builder import RequestBuilder
+from .runner import Runner
+
+
+class EngineOwner:
+    """An engine, and its end: by `shutdown()`, with the last reference to this object, or with the interpreter.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: an option is out of its range.
+        StartError: the model or an installed processor cannot be loaded; says what to do.
+    """
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, logits_processors: Iterable[Any] | None = (), **options: Any
+    ) -> None:
+        self._own(build_engine(read_options(model, logits_processors, options)))
+
+    @classmethod
+    def _from_engine(cls, engine: AsyncEngine) -> Self:
+        """The same on an engine that runs already, and is ended with this object."""
+        owner = cls.__new__(cls)
+        owner._own(engine)
+        return owner
+
+    def _own(self, engine: AsyncEngine, *, end: Callable[[], None] | None = None) -> None:
+        """Take an engine.
+
+        Args:
+            end: ends it and what belongs to it; must not refer to this object, which would then live for ever.
+        """
+        self._engine = engine
+        self._requests = RequestBuilder(engine)
+        self._runner = Runner(engine)
+        self._end = end or engine.stop
+        self._finalizer = weakref.finalize(self, _end_from_anywhere, self._end)
+
+    def get_tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer."""
+        return self._engine.tokenizer.hf_tokenizer
+
+    def shutdown(self) -> None:
+        """End the engine and its threads. What runs ends as aborted. Harmless a second time."""
+        if self._finalizer.detach() is not None:
+            self._end()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError(f"this {type(self).__name__} was shut down")
+
+
+def _end_from_anywhere(end: Callable[[], None]) -> None:
+    # The garbage collector may call this on one of the engine's own threads, which cannot wait for themselves.
+    if threading.current_thread() is threading.main_thread():
+        end()
+    else:
+        threading.Thread(target=end, name="logitship-end", daemon=True).start()

@@ -1,0 +1,160 @@
+"""`logitship.LLM`: the engine in a Python program."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from logitship.server.engine.async_engine import AsyncEngine
+
+from .chat import render_conversation
+from .engine_owner import EngineOwner
+from .loop_thread import LoopThread
+from .outputs import RequestOutput
+from .progress import Progress, UseTqdm
+from .request_builder import OfflineRequest, PromptLike, SamplingParamsLike
+
+
+class LLM(EngineOwner):
+    """A model that continues prompts, in vLLM's words: the server's engine without HTTP.
+
+    Works in a script, in a thread, and inside a running event loop, where it blocks. May be shared between threads.
+
+    Processors that come with a prompt run in this process, and are on by default: it is the caller's own code. To run
+    other people's, start a server.
+
+    Args:
+        model: the default model's name, a Hugging Face folder, a GGUF file, or a hub name.
+        logits_processors: batch processors to install, see `ServerConfig.logits_processors`; they see all prompts.
+        **options: fields of `ServerConfig` that are not about HTTP, and the names that the command line has beside
+            them: `tokenizer`, `seed`, `gpu_memory_utilization`, …
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: an option is out of its range.
+        StartError: the model or an installed processor cannot be loaded; says what to do.
+    """
+
+    def _own(self, engine: AsyncEngine, *, end: Callable[[], None] | None = None) -> None:
+        self._loop_thread = LoopThread()
+        self._request_ids = map(str, itertools.count())
+        super()._own(engine, end=end or partial(_end, engine, self._loop_thread))
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParamsLike | Sequence[SamplingParamsLike] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts. Give all that you have in one call: they share the model's steps.
+
+        An exception, Ctrl-C among them, cancels what still runs of this call; the next call works.
+
+        Args:
+            prompts: a text, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of one of
+                them, of any length.
+            sampling_params: `SamplingParams`, a dict in SGLang's names, or a list of them, one a prompt.
+            use_tqdm: show a progress bar, with one tick a finished prompt; or a callable that makes one.
+
+        Returns:
+            One `RequestOutput` a prompt, in the order of the prompts; a list for a single prompt, too.
+
+        Raises:
+            ValueError: a prompt, a parameter or a processor is refused; `InvalidRequest` and `InvalidSamplingParams`
+                name it. What can be seen without loading a processor is seen before anything runs.
+            TypeError: one of them is none of the things that it can be given as.
+            ProcessorFault: a processor failed; the other prompts are cancelled. Its `traceback` is the author's code's.
+            GenerationError: the same for any other failure; `partial` is the output up to there.
+            RuntimeError: this object was shut down, or has no room for another processor.
+        """
+        self._check_open()
+        return self._run(self._requests.build(_listed(prompts), sampling_params, self._request_ids), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParamsLike | Sequence[SamplingParamsLike] | None = None,
+        use_tqdm: UseTqdm = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations.
+
+        Args:
+            messages: a conversation, which is a list of `{"role", "content"}`, or a list of conversations.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+            chat_template: a Jinja template instead of the model's.
+            add_generation_prompt: end the prompt with the beginning of an assistant's message.
+            continue_final_message: continue the last message instead of answering it; then give
+                `add_generation_prompt=False`.
+            chat_template_kwargs: variables for the template.
+
+        Returns:
+            One `RequestOutput` a conversation, in their order.
+
+        Raises:
+            As `generate`; ValueError also where the template refuses the messages.
+        """
+        self._check_open()
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        template = {} if chat_template is None else {"chat_template": chat_template}
+        prompts = [
+            render_conversation(
+                self._engine,
+                conversation,
+                "messages" if is_one else f"messages[{index}]",
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs={**template, **(chat_template_kwargs or {})},
+            )
+            for index, conversation in enumerate(conversations)
+        ]
+        return self._run(self._requests.build(prompts, sampling_params, self._request_ids, at="messages"), use_tqdm)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _run(self, requests: Sequence[OfflineRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        """Run requests on the other thread, and tick here: a notebook's bar belongs to the thread of its cell."""
+        outputs: dict[int, RequestOutput] = {}
+        finished: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
+        with Progress(use_tqdm, len(requests)) as progress:
+            running = self._loop_thread.submit(self._runner.run_all(requests, lambda *each: finished.put(each)))
+            running.add_done_callback(lambda _: finished.put(None))
+            try:
+                while (item := finished.get()) is not None:
+                    index, outputs[index] = item
+                    progress.tick(outputs[index])
+                running.result()
+            except CancelledError:
+                raise RuntimeError("this LLM was shut down while it ran") from None
+            except BaseException:
+                running.cancel()
+                raise
+        return [outputs[index] for index in range(len(requests))]
+
+
+def _end(engine: AsyncEngine, loop_thread: LoopThread) -> None:
+    engine.stop()
+    loop_thread.stop()
+
+
+def _listed(prompts: Any) -> list[PromptLike]:
+    is_one = isinstance(prompts, str | Mapping) or (prompts and type(prompts[0]) is int)
+    return [prompts] if is_one else list(prompts)

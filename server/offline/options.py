@@ -1,0 +1,48 @@
+"""From the keyword arguments of `LLM` and `AsyncLLM` to a `ServerConfig`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from logitship.server.cli import spellings
+from logitship.server.config import DEFAULT_MODEL, ServerConfig
+
+_OWN_CODE = {"enable_custom_logit_processor": True, "logits_processor_pattern": ".*"}
+"""Whoever calls this brings the code that runs here anyway: there is nobody to protect the process from."""
+
+_HTTP = "HTTP"
+"""The group of flags that has no meaning without a server."""
+
+
+def read_options(model: str, logits_processors: Iterable[Any] | None, options: Mapping[str, Any]) -> ServerConfig:
+    """The engine's configuration.
+
+    Args:
+        model: the model's name or path.
+        logits_processors: batch processors to install.
+        options: fields of `ServerConfig` and the other spellings that the command line has for them.
+
+    Raises:
+        TypeError: an option is unknown, has no meaning without a server, or is given twice.
+        ValueError: a value is out of its range.
+    """
+    fields = {name: field for group, names in spellings().items() if group != _HTTP for name, field in names.items()}
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        field = fields.get(name)
+        if field is None:
+            raise TypeError(_unknown(name, [*fields]))
+        if field in values or (field == "model_path" and model != DEFAULT_MODEL):
+            raise TypeError(f"{name}: sets {field} a second time: leave one spelling out")
+        values[field] = value
+    processors = tuple(logits_processors or ())
+    return ServerConfig(**{**_OWN_CODE, "model_path": model, **values, "logits_processors": processors})
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    if name in spellings()[_HTTP]:
+        return f"{name}: is an option of `logitship serve`: without a server it has no meaning"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{name}: unknown option" + (f", did you mean {close[0]}?" if close else "")

@@ -1,0 +1,91 @@
+"""From the engine's chunks to `RequestOutput`."""
+
+from __future__ import annotations
+
+from logitship.server.engine.continuation import Continuation
+from logitship.server.engine.info import ModelInfo
+from logitship.server.engine.messages import FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.tokenizer import Tokenizer
+
+from .outputs import CompletionOutput, Logprob, RequestOutput
+from .request_builder import OfflineRequest
+
+
+class OutputBuilder:
+    """Collects the chunks of one request.
+
+    Args:
+        request: what was submitted.
+        model: knows the model's own end tokens.
+        tokenizer: gives the texts of the tokens in log-probability tables.
+    """
+
+    def __init__(self, request: OfflineRequest, model: ModelInfo, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        params = request.request.sampling_params
+        self._own_end_tokens = model.eos_token_ids - frozenset(params.stop_token_ids)
+        self._continuations = [_Tables(index) for index in range(request.request.n)]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+
+    def add(self, chunk: GenerationChunk) -> FinishReason | None:
+        """Take a chunk.
+
+        Returns:
+            Why its continuation ended, if it did.
+        """
+        continuation = self._continuations[chunk.index]
+        if chunk.prompt_logprobs and not self._prompt_logprobs:  # every continuation brings the same
+            self._prompt_logprobs = [self._table(position) for position in chunk.prompt_logprobs]
+        continuation.add(chunk)
+        continuation.tables += [self._table(position) or {} for position in chunk.logprobs]
+        return chunk.finish_reason
+
+    def output(self) -> RequestOutput:
+        """Everything so far. Later chunks do not change it."""
+        request = self._request.request
+        with_prompt = request.sampling_params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=request.rid,
+            prompt=self._request.prompt.text,
+            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_logprobs=list(self._prompt_logprobs) if with_prompt else None,
+            outputs=[self._completion(continuation) for continuation in self._continuations],
+            finished=all(continuation.finish_reason for continuation in self._continuations),
+            num_cached_tokens=self._continuations[0].cached_tokens,
+        )
+
+    def _completion(self, continuation: _Tables) -> CompletionOutput:
+        asked = self._request.request.sampling_params.logprobs is not None
+        reason = continuation.finish_reason
+        return CompletionOutput(
+            index=continuation.index,
+            text=continuation.text,
+            token_ids=list(continuation.token_ids),
+            cumulative_logprob=sum(position.logprob or 0.0 for position in continuation.logprobs) if asked else None,
+            logprobs=list(continuation.tables) if asked else None,
+            finish_reason=None if reason is None else reason.kind,
+            stop_reason=None if reason is None or reason.matched in self._own_end_tokens else reason.matched,
+            receipts=continuation.receipts,
+        )
+
+    def _table(self, position: TokenLogprobs) -> dict[int, Logprob] | None:
+        """One position as vLLM gives it: the token that stands there comes first."""
+        if position.logprob is None:
+            return None
+        table = {position.token_id: self._entry(position.token_id, position.logprob, position.rank)}
+        for rank, (token_id, logprob) in enumerate(position.top, start=1):
+            if token_id != position.token_id:
+                table[token_id] = self._entry(token_id, logprob, rank)
+        return table
+
+    def _entry(self, token_id: int, logprob: float, rank: int | None) -> Logprob:
+        return Logprob(logprob, rank, self._tokenizer.token_text(token_id))
+
+
+class _Tables(Continuation):
+    """A continuation, and its log-probabilities in the form of the answer. Made once a token, not once an output."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index, prompt=0)
+        self.tables: list[dict[int, Logprob]] = []

@@ -1,0 +1,143 @@
+"""`logitship.SamplingParams`: vLLM's constructor, on the engine's own record."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from logitship.sampler.sampling_params import InvalidSamplingParams, LogprobsMode
+from logitship.sampler.sampling_params import SamplingParams as EngineSamplingParams
+from logitship.server.engine.processor_entries import RESERVED_KEY
+from logitship.server.http.schema import parse_model
+from logitship.server.http.sglang_schemas import SGLangSamplingParams
+
+_UNSUPPORTED = {
+    "detokenize": True,
+    "flat_logprobs": False,
+    "logprob_token_ids": None,
+    "output_kind": None,
+    "prompt_logprob_start": None,
+    "prompt_logprob_token_ids": None,
+    "repetition_detection": None,
+    "skip_reading_prefix_cache": None,
+    "stream_interval": None,
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "trace_decode_token_ids": None,
+    "watermarking": None,
+}
+"""What vLLM's class has beyond this engine, each with the only value that is taken: the one that asks for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(EngineSamplingParams):
+    """How a prompt is continued: vLLM's names and defaults, and the processors that the request carries.
+
+    A list, a set, a tuple or None are taken wherever several values are meant, a single string for `stop` and
+    `bad_words`. Unlike vLLM's, it does not change: `dataclasses.replace(params, temperature=0)` makes another. What
+    cannot be honoured is refused, not dropped.
+
+    Raises:
+        InvalidSamplingParams: a ValueError; a value is out of range or not supported. Names the field.
+        TypeError: no parameter has this name.
+    """
+
+    n: int = 1
+    """Number of independent continuations of each prompt."""
+    max_tokens: int | None = 16
+    """Most tokens of the output. None: up to the model's length, which always ends the output."""
+    bad_words: Sequence[str] = ()
+    """Texts that must not appear in the output."""
+
+    logprobs_mode: LogprobsMode | None = None  # type: ignore[assignment]  # never None in the engine
+    """Log-probabilities before any edit of the logits, or after all of them. None: as `LLM` was made."""
+
+    custom_logit_processor: Any = None
+    """SGLang's way: a `CustomLogitProcessor` class, a processor string or its dict, an installed processor's name, a
+    digest; or a list of them, run in this order. Each sees `custom_params`."""
+    logits_processors: Sequence[Any] = ()
+    """Several processors with parameters of their own, run in this order. An entry is `{"processor": …, "params": {…}}`
+    with a processor as above, `{"qualname": "module.Class", "args": […], "kwargs": {…}}`, a callable's qualified name,
+    or the callable itself: a function of `(output_token_ids, logits)` or `(prompt_token_ids, output_token_ids, logits)`
+    as in vLLM V0, or a Hugging Face `LogitsProcessor`. A callable is made or copied anew for each continuation."""
+
+    detokenize: bool = True
+    flat_logprobs: bool = False
+    logprob_token_ids: None = None
+    output_kind: None = None
+    prompt_logprob_start: None = None
+    prompt_logprob_token_ids: None = None
+    repetition_detection: None = None
+    skip_reading_prefix_cache: None = None
+    stream_interval: None = None
+    structured_outputs: None = None
+    thinking_token_budget: None = None
+    trace_decode_token_ids: None = None
+    watermarking: None = None
+
+    def __post_init__(self) -> None:
+        for name, harmless in _UNSUPPORTED.items():
+            if getattr(self, name) is not harmless:
+                raise InvalidSamplingParams(name, f"is not supported by logitship: leave it at {harmless}")
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise InvalidSamplingParams("n", "must be an integer, 1 or greater")
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", words)
+        self._check_processors()
+        if RESERVED_KEY in (self.custom_params or {}):
+            raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is the engine's own")
+        super().__post_init__()
+
+    def _check_processors(self) -> None:
+        several = self.logits_processors or ()
+        if isinstance(several, str | Mapping) or not isinstance(several, Sequence):
+            raise InvalidSamplingParams(
+                "logits_processors", f"must be a list of processors, not {type(several).__name__}: put it in a list"
+            )
+        if several and self.custom_logit_processor is not None:
+            raise InvalidSamplingParams("logits_processors", "give either this or custom_logit_processor, not both")
+        object.__setattr__(self, "logits_processors", tuple(several))
+
+    @classmethod
+    def from_sglang(cls, values: Mapping[str, Any], at: str = "sampling_params") -> Self:
+        """The same in SGLang's names, as in the body of `/generate`: `max_new_tokens` (128), `sampling_seed`, …
+
+        Args:
+            values: may also hold `custom_logit_processor`, `logits_processors` and `extra_args`.
+            at: name of the dict in error messages.
+
+        Raises:
+            BadRequest: a name is unknown, or its value is of another type.
+            InvalidSamplingParams: a value is out of range.
+        """
+        ours = {name: values[name] for name in _BESIDE_SGLANGS if name in values}
+        read = parse_model(SGLangSamplingParams, {k: v for k, v in values.items() if k not in ours}, at)
+        shared = {field.name for field in dataclasses.fields(cls)} & set(SGLangSamplingParams.model_fields)
+        return cls(
+            **{name: getattr(read, name) for name in shared - {"seed"}},
+            max_tokens=read.max_new_tokens,
+            min_tokens=read.min_new_tokens,
+            seed=read.seed if read.sampling_seed is None else read.sampling_seed,
+            include_stop_str_in_output=read.no_stop_trim,
+            **ours,
+        )
+
+    def clone(self) -> Self:
+        """A copy that shares only what the processors are made of."""
+        return dataclasses.replace(
+            self, extra_args=copy.deepcopy(self.extra_args), custom_params=copy.deepcopy(self.custom_params)
+        )
+
+
+_BESIDE_SGLANGS = ("custom_logit_processor", "extra_args", "logits_processors")
+
+SGLANG_NAMES = {
+    "include_stop_str_in_output": "no_stop_trim",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+"""SGLang's names of fields that it calls differently."""

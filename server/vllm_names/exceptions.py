@@ -1,0 +1,24 @@
+"""`vllm.exceptions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class VLLMValidationError(ValueError):
+    """A request's parameters are refused. `validate_params` may raise this or any other `ValueError`.
+
+    Attributes:
+        parameter: name of the refused parameter, if there is one to name.
+        value: what it was.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+    def __str__(self) -> str:
+        pairs = (("parameter", self.parameter), ("value", self.value))
+        details = ", ".join(f"{name}={value}" for name, value in pairs if value is not None)
+        return f"{super().__str__()} ({details})" if details else super().__str__()

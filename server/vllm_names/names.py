@@ -1,0 +1,90 @@
+"""Which of vLLM's modules and names there are here, and what each resolves to.
+
+In the table is what batch processors import: those in vLLM's documentation and examples, and those on PyPI and GitHub.
+What could be imported here and not be used as in vLLM is left out: an import that fails says so at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+VLLM_VERSION = "0.32.0"
+"""The release whose names and behaviour these are; plugins choose by it where to import from."""
+
+_BATCH_PROCESSORS = "logitship.builtin_processors.batch_processors"
+_OFFLINE = "logitship.server.offline"
+_SAMPLER = "logitship.sampler"
+
+_INTERFACE = {
+    name: f"{_SAMPLER}.interface:{name}"
+    for name in (
+        "AddedRequest",
+        "BatchUpdate",
+        "LogitsProcessor",
+        "MoveDirectionality",
+        "MovedRequest",
+        "RemovedRequest",
+    )
+}
+_STATE = {
+    "BatchUpdateBuilder": f"{_SAMPLER}.batch_update_builder:BatchUpdateBuilder",
+    "LogitsProcessors": f"{_SAMPLER}.logits_processors:LogitsProcessors",
+}
+_BUILTIN = {
+    "LogitBiasLogitsProcessor": "logitship.builtin_processors.logit_bias:LogitBiasLogitsProcessor",
+    "MinPLogitsProcessor": "logitship.builtin_processors.min_p:MinPLogitsProcessor",
+    "MinTokensLogitsProcessor": "logitship.builtin_processors.min_tokens:MinTokensLogitsProcessor",
+    "process_dict_updates": f"{_SAMPLER}.batch_rows:process_dict_updates",
+}
+_LOGITS_PROCESSOR = {
+    **{name: _INTERFACE[name] for name in ("BatchUpdate", "LogitsProcessor", "MoveDirectionality")},
+    **_STATE,
+    **_BUILTIN,
+    "AdapterLogitsProcessor": f"{_SAMPLER}.adapter:AdapterLogitsProcessor",
+    "RequestLogitsProcessor": f"{_SAMPLER}.adapter:RequestLogitsProcessor",
+    "BUILTIN_LOGITS_PROCESSORS": f"{_BATCH_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",
+    "LOGITSPROCS_GROUP": f"{_BATCH_PROCESSORS}:LOGITSPROCS_GROUP",
+    "STR_POOLING_REJECTS_LOGITSPROCS": f"{_BATCH_PROCESSORS}:STR_POOLING_REJECTS_LOGITSPROCS",
+    "STR_SPEC_DEC_REJECTS_LOGITSPROCS": f"{_BATCH_PROCESSORS}:STR_SPEC_DEC_REJECTS_LOGITSPROCS",
+    "build_logitsprocs": f"{_BATCH_PROCESSORS}:build_logitsprocs",
+}
+_CONFIGS = {
+    name: f"{_SAMPLER}.vllm_config:{name}"
+    for name in ("DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
+}
+_SAMPLING_PARAMS = {"SamplingParams": f"{_OFFLINE}.sampling_params:SamplingParams"}
+_OUTPUTS = {name: f"{_OFFLINE}.outputs:{name}" for name in ("CompletionOutput", "RequestOutput")}
+_TOKENIZERS = {
+    name: f"logitship.server.vllm_names.tokenizers:{name}" for name in ("cached_tokenizer_from_config", "get_tokenizer")
+}
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        **_OUTPUTS,
+        **_SAMPLING_PARAMS,
+        "LLM": f"{_OFFLINE}.llm:LLM",
+        "__version__": f"{__name__}:VLLM_VERSION",
+    },
+    "vllm.config": _CONFIGS,
+    "vllm.exceptions": {"VLLMValidationError": "logitship.server.vllm_names.exceptions:VLLMValidationError"},
+    "vllm.logger": {"init_logger": "logitship.server.vllm_names.logger:init_logger"},
+    "vllm.logits_process": {"LogitsProcessor": f"{_SAMPLER}.adapter:RequestLogitsProcessor"},
+    "vllm.outputs": _OUTPUTS,
+    "vllm.sampling_params": _SAMPLING_PARAMS,
+    "vllm.tokenizers": _TOKENIZERS,
+    "vllm.transformers_utils": {},
+    "vllm.transformers_utils.tokenizer": _TOKENIZERS,  # where they were until 0.11
+    "vllm.v1": {},
+    "vllm.v1.sample": {},
+    "vllm.v1.sample.logits_processor": _LOGITS_PROCESSOR,
+    "vllm.v1.sample.logits_processor.builtin": _BUILTIN,
+    "vllm.v1.sample.logits_processor.interface": _INTERFACE,
+    "vllm.v1.sample.logits_processor.state": _STATE,
+}
+"""Module -> name -> where our object is, as `module:name`."""
+
+HINTS: Mapping[str, str] = {
+    "vllm.v1.worker": "Batch processors for vLLM's model runner V2 (vllm.v1.worker.gpu) do not run here. Those for V1 "
+    "do: derive from vllm.v1.sample.logits_processor.LogitsProcessor",
+}
+"""What to say besides of a module that is not in the table."""

@@ -1,0 +1,220 @@
+"""The engine keeps the rows of a processor side by side, and hands them over as a view of the model's logits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from logitship.client.processor_string import ProcessorString
+from logitship.sampler.interface import BatchUpdate, MoveDirectionality
+from logitship.sampler.logits_processors import LogitsProcessors
+from logitship.sampler.persistent_batch import PersistentBatch
+from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.sampler import Sampler, SamplerOutput
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.shipped_processors import ModelView, ProcessorUse, ShippedProcessors
+from logitship.server.engine.engine import Engine
+from logitship.server.engine.messages import GenerationChunk
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.engine.model_runner import Chunk, ModelRunner
+from logitship.server.engine.scheduler import Scheduler
+from logitship.server.engine.sequence import Sequence
+
+MAX_NUM_SEQS = 6
+INTERLEAVED = ["A", "B", "A", "B", "", "A", "AB", "", "BA", "C", "B", "AC"]
+"""The processors of the requests that come one after the other: each letter is one."""
+
+
+# --- processors: functions of one row ---
+
+
+def roll_by_history(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> torch.Tensor:
+    return row.roll(sum(prompt) + len(output))
+
+
+def turn_round_at_odd_places(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> torch.Tensor:
+    return -row if len(output) % 2 else row
+
+
+def lower_what_was_said(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> torch.Tensor:
+    return row.index_fill(0, torch.tensor(output, dtype=torch.int64), -100.0)
+
+
+FUNCTIONS = {"A": roll_by_history, "B": turn_round_at_odd_places, "C": lower_what_was_said}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a processor: which it was in its requests' lists, their ids, and where the rows lie."""
+
+    stage: int
+    rids: list[str]
+    address: int
+
+
+class WatchedHost:
+    """Runs the functions, and notes the calls of a step."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def load(self, string: ProcessorString) -> NoReturn:
+        raise AssertionError("nothing is loaded here")
+
+    def run(self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Rows[dict[str, Any]]) -> torch.Tensor:
+        views = [params["__req__"] for params in param_list]
+        self.calls.append(Call(param_list[0]["stage"], [view.rid for view in views], logits.data_ptr()))
+        rows = zip(logits, views, strict=True)
+        return torch.stack([processor.instance(row, view.origin_input_ids, view.output_ids) for row, view in rows])
+
+
+# --- an engine that is stepped by hand, and watched where logits go through ---
+
+
+class WatchedRunner(ModelRunner):
+    def forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
+        self.logits = super().forward(decode, prefill, keep)
+        return self.logits
+
+
+class WatchedSampler(Sampler):
+    batch: PersistentBatch[Sequence]
+    order: list[str]
+    """Which request held which row in the last step."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.update = batch_update
+        super().update_state(batch_update)
+
+    def sample(self, logits: torch.Tensor) -> SamplerOutput:
+        self.order = [sequence.rid for sequence in self.batch.members]
+        return super().sample(logits)
+
+
+class WatchedEngine:
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self.host = WatchedHost()
+        self.runner = WatchedRunner(loaded.model, MAX_NUM_SEQS, max_len=64)
+        device = self.runner.device
+        model = ModelView(loaded.vocab_size, loaded.eos_token_ids, None)
+        shipped = ShippedProcessors(None, device, False, model=model)
+        self.sampler = WatchedSampler(loaded.vocab_size, device, LogitsProcessors(), shipped)
+        self.sampler.batch = PersistentBatch(MAX_NUM_SEQS)
+        self.running: list[Sequence] = []
+        self.engine = Engine(
+            self.runner,
+            self.sampler,
+            Scheduler(self.runner.cache, chunked_prefill_size=12),
+            self.sampler.batch,
+            on_finished=self.running.remove,
+        )
+
+    def add(self, rid: str, letters: str, max_tokens: int = 12) -> Sequence:
+        """A request that is the same whenever it is asked for under this id."""
+        rng = random.Random(rid)
+        uses = []
+        for stage, letter in enumerate(letters):
+            processor = LoadedProcessor(f"sha256:{letter}", letter, 1, self.host, FUNCTIONS[letter])
+            uses.append(ProcessorUse(processor, {"stage": stage}, rid))
+        params = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.getrandbits(32), processors=tuple(uses))
+        prompt = [rng.randrange(4, self._loaded.vocab_size) for _ in range(rng.randint(1, 20))]
+        sequence = Sequence(rid, 0, frozenset(), prompt, params, max_tokens, self._loaded.tokenizer, ignore)
+        self.running.append(sequence)
+        self.engine.add([sequence])
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        self.engine.abort(lambda other: other is sequence)
+
+    def step(self) -> list[Call]:
+        """The calls of processors in one step."""
+        self.host.calls = []
+        self.sampler.order = []
+        assert self.engine.step()
+        assert all(sequence.finish_reason is None for sequence in self.running)
+        return self.host.calls
+
+    def finish(self) -> None:
+        while self.running:
+            self.step()
+
+
+def ignore(chunk: GenerationChunk) -> None:
+    assert chunk.finish_reason is None or chunk.finish_reason.error is None
+
+
+@pytest.fixture
+def watched(loaded_model: LoadedModel) -> WatchedEngine:
+    return WatchedEngine(loaded_model)
+
+
+# --- the tests ---
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_are_adjacent_views_in_every_step(seed: int, watched: WatchedEngine) -> None:
+    rng = random.Random(seed)
+    came: dict[str, tuple[Sequence, str]] = {}
+    swaps = 0
+    while len(came) < 40 or watched.running:
+        while len(came) < 40 and (not watched.running or rng.random() < 0.5):
+            rid, letters = f"{seed}-{len(came)}", INTERLEAVED[len(came) % len(INTERLEAVED)]
+            came[rid] = watched.add(rid, letters, rng.randint(1, 12)), letters
+        if rng.random() < 0.1:
+            watched.abort(rng.choice(watched.running))
+        if not watched.running:
+            continue
+        calls = watched.step()
+        order, logits = watched.sampler.order, watched.runner.logits
+        first_stage = [call for call in calls if call.stage == 0]
+        assert sorted(rid for call in first_stage for rid in call.rids) == sorted(rid for rid in order if came[rid][1])
+        assert len(first_stage) == len({came[rid][1][0] for call in first_stage for rid in call.rids})
+        for call in first_stage:
+            row = order.index(call.rids[0])
+            assert order[row : row + len(call.rids)] == call.rids
+            assert call.address == logits[row].data_ptr()
+        if watched.sampler.update is not None:
+            swaps += sum(how is MoveDirectionality.SWAP for _, _, how in watched.sampler.update.moved)
+    assert swaps > 5
+
+    for rid, (sequence, letters) in came.items():
+        tokens = sequence.output_token_ids
+        alone = watched.add(rid, letters)
+        watched.finish()
+        assert tokens == alone.output_token_ids[: len(tokens)]
+
+
+def test_second_processors_are_adjacent_within_the_first(watched: WatchedEngine) -> None:
+    for number, letters in enumerate(["AB", "A", "AC", "AB", "AC", "AB"]):
+        watched.add(str(number), letters)
+    while len(watched.sampler.batch) < 6:
+        watched.step()
+    calls = watched.step()
+    order, logits = watched.sampler.order, watched.runner.logits
+    assert [call.stage for call in calls] == [0, 1, 1]
+    assert all(call.address == logits[order.index(call.rids[0])].data_ptr() for call in calls)
+
+
+def test_without_processors_no_row_is_swapped(watched: WatchedEngine) -> None:
+    for number in range(12):
+        watched.add(str(number), "", max_tokens=1 + number % 5)
+    while watched.running:
+        watched.step()
+        update = watched.sampler.update
+        assert update is None or all(how is MoveDirectionality.UNIDIRECTIONAL for _, _, how in update.moved)
+
+
+def test_rows_stay_where_they_are_while_nobody_comes_or_goes(watched: WatchedEngine) -> None:
+    for number, letters in enumerate(["A", "B", "A", "", "B"]):
+        watched.add(str(number), letters)
+    while len(watched.sampler.batch) < 5:
+        watched.step()
+    order = watched.sampler.order
+    watched.step()
+    assert (watched.sampler.order, watched.sampler.update) == (order, None)

@@ -1,0 +1,297 @@
+"""What the operator installs, and what requests may name: through the whole engine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.processor import CustomLogitProcessor
+from logitship.client.processor_string import InstalledProcessor, SourceProcessor
+from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.messages import (
+    CallableRequest,
+    CarriedProcessor,
+    GenerationChunk,
+    GenerationRequest,
+    ProcessorRequest,
+)
+from logitship.server.errors import BadRequest, StartError
+
+BuildEngine = Callable[..., AsyncEngine]
+
+
+class Target(LogitsProcessor):
+    """Allows only `extra_args["target_token"]`, which it does not compare with the vocabulary."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        self.rows: BatchRows[int] = BatchRows(lambda params, *_: (params.extra_args or {}).get("target_token"))
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        target = (sampling_params.extra_args or {}).get("target_token", 0)
+        if target == "crash":
+            raise RuntimeError("not prepared for that")
+        if not isinstance(target, int):
+            raise ValueError(f"target_token has to be an integer, not {target!r}")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.rows.update(batch_update)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        assert logits.shape[1] == self.vocab_size
+        for row, target in self.rows.items():
+            kept = logits[row, target].clone()
+            logits[row] = -torch.inf
+            logits[row, target] = kept
+        return logits
+
+
+class Force(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list):
+            logits[row] = -torch.inf
+            logits[row, params["token"]] = 0.0
+        return logits
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(120):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def request(rid: str, *processors: CarriedProcessor, n: int = 1, **params: Any) -> GenerationRequest:
+    defaults = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}
+    return GenerationRequest(
+        rid=rid,
+        prompt_token_ids=[4 + byte for byte in b"hello"],
+        sampling_params=SamplingParams(**(defaults | params)),
+        processors=processors,
+        n=n,
+    )
+
+
+async def tokens(engine: AsyncEngine, wanted: GenerationRequest) -> tuple[list[int], GenerationChunk]:
+    found: list[int] = []
+    async for chunk in await engine.submit(wanted):
+        found += chunk.token_ids
+        last = chunk
+    return found, last
+
+
+async def all_tokens(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tuple[list[int], GenerationChunk]]:
+    return list(await asyncio.gather(*(tokens(engine, each) for each in wanted)))
+
+
+@pytest.fixture
+def callables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module of callables that requests may name."""
+    (tmp_path / "my_callables.py").write_text(
+        """
+from os import system
+from subprocess import Popen
+import torch
+
+class Countdown:
+    '''Forces start, start - 1, …: keeps its place on itself.'''
+    def __init__(self, start):
+        if start < 0:
+            raise ValueError("start is negative")
+        self.next = start
+    def __call__(self, prompt_token_ids, output_token_ids, logits):
+        assert len(prompt_token_ids) == 5
+        logits[:] = -float("inf")
+        logits[self.next] = 0.0
+        self.next -= 1
+        return logits
+
+def forbid_repeats(output_token_ids, logits):
+    logits[output_token_ids] = -float("inf")
+    return logits
+
+def fails_at_two(output_token_ids, logits):
+    if len(output_token_ids) == 2:
+        raise LookupError("lost")
+    return logits
+
+class HuggingFace:
+    def __call__(self, input_ids, scores):
+        scores[:, input_ids.shape[1]] = 1000.0
+        return scores
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_callables", None)
+
+
+def test_a_batch_processor_acts_on_the_requests_that_ask(make_engine: BuildEngine) -> None:
+    engine = make_engine(logits_processors=(Target,))
+    plain, forced = run(
+        all_tokens(engine, request("a"), request("b", extra_args={"target_token": 77}, temperature=1.0))
+    )
+    assert forced[0] == [77] * 6
+    assert 77 not in plain[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("x", "target_token has to be an integer, not 'x'"),
+        ("crash", "Target does not take these parameters: RuntimeError: not prepared for that"),
+    ],
+)
+def test_its_parameters_are_checked_at_admission(make_engine: BuildEngine, target: Any, message: str) -> None:
+    engine = make_engine(logits_processors=(Target,))
+    with pytest.raises(BadRequest, match=message):
+        run(tokens(engine, request("a", extra_args={"target_token": target})))
+
+
+@pytest.mark.parametrize("target", [10**6, -(10**6), 1 << 80])
+def test_a_request_that_it_fails_on_ends_alone(make_engine: BuildEngine, target: int) -> None:
+    engine = make_engine(logits_processors=(Target,))
+    innocent = [request("a"), request("b", extra_args={"target_token": 9}), request("c", seed=4, temperature=1.0)]
+    alone = run(all_tokens(engine, *innocent))
+    guilty = request("d", extra_args={"target_token": target})
+    *others, (found, last) = run(all_tokens(engine, *innocent, guilty))
+    assert [token_ids for token_ids, _ in others] == [token_ids for token_ids, _ in alone]
+    assert found == []
+    assert last.finish_reason is not None
+    assert last.finish_reason.error is not None
+    assert last.finish_reason.error.type == "BatchProcessorFault"
+    assert last.finish_reason.error.status_code == 500
+    assert "Target failed on this request" in last.finish_reason.error.message
+    assert engine.healthy
+
+
+@pytest.mark.parametrize("name", ["no_such:Plugin", "logitship.server.config:DEFAULT_MODEL"])
+def test_what_does_not_load_stops_the_start(make_engine: BuildEngine, name: str) -> None:
+    with pytest.raises(StartError, match=f"logits processor {name}"):
+        make_engine(logits_processors=(name,))
+
+
+def test_a_row_level_class_of_the_operator_is_asked_for_by_name(make_engine: BuildEngine) -> None:
+    engine = make_engine(logits_processors=(Force,), enable_custom_logit_processor=False)
+    name = f"{Force.__module__}:Force"
+    carried = ProcessorRequest(InstalledProcessor(name), {"token": 33})
+    plain, forced = run(all_tokens(engine, request("a"), request("b", carried)))
+    assert forced[0] == [33] * 6
+    assert plain[0] != forced[0]
+    assert [(receipt.name, receipt.steps) for receipt in forced[1].receipts] == [(name, 6)]
+
+
+def test_a_callable_by_name_has_a_state_of_its_own_in_each_sequence(make_engine: BuildEngine, callables: None) -> None:
+    engine = make_engine(logits_processor_pattern=r"my_callables\..*")
+    counting = CallableRequest("my_callables.Countdown", (50,))
+
+    async def both() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {0: [], 1: []}
+        async for chunk in await engine.submit(request("a", counting, n=2)):
+            found[chunk.index] += chunk.token_ids
+            last = chunk
+        assert [(receipt.name, receipt.steps) for receipt in last.receipts] == [("my_callables.Countdown", 6)]
+        return found
+
+    assert run(both()) == {0: [50, 49, 48, 47, 46, 45], 1: [50, 49, 48, 47, 46, 45]}
+
+
+def test_functions_and_hugging_face_objects(make_engine: BuildEngine, callables: None) -> None:
+    engine = make_engine(logits_processor_pattern=r"my_callables[.:].*")
+    repeats, lengths = run(
+        all_tokens(
+            engine,
+            request("a", CallableRequest("my_callables.forbid_repeats")),
+            request("b", CallableRequest("my_callables:HuggingFace")),
+        )
+    )
+    assert len(set(repeats[0])) == 6
+    assert lengths[0] == [5, 6, 7, 8, 9, 10]
+
+
+def test_one_list_runs_in_order(make_engine: BuildEngine, callables: None) -> None:
+    engine = make_engine(logits_processor_pattern=r"my_callables\..*")
+    source = "from logitship import CustomLogitProcessor\n\nclass Last(CustomLogitProcessor):\n" + (
+        "    def __call__(self, logits, custom_param_list=None):\n"
+        "        for row, params in zip(logits, custom_param_list):\n"
+        "            top = int(row.argmax()) + params['by']\n"
+        "            row[:] = -float('inf')\n"
+        "            row[top] = 0.0\n"
+        "        return logits\n"
+    )
+
+    def shift(by: int) -> ProcessorRequest:
+        return ProcessorRequest(SourceProcessor(source, "Last"), {"by": by})
+
+    counting = CallableRequest("my_callables.Countdown", (50,))
+    after, before = run(
+        all_tokens(engine, request("a", counting, shift(3), shift(10)), request("b", shift(3), counting))
+    )
+    assert after[0] == [63, 62, 61, 60, 59, 58]
+    assert before[0] == [50, 49, 48, 47, 46, 45]
+
+
+def test_a_callable_that_fails_ends_its_own_request(make_engine: BuildEngine, callables: None) -> None:
+    engine = make_engine(logits_processor_pattern=r"my_callables\..*")
+    repeats = CallableRequest("my_callables.forbid_repeats")
+    alone = run(tokens(engine, request("a", repeats)))
+    other, (found, last) = run(
+        all_tokens(engine, request("a", repeats), request("b", CallableRequest("my_callables.fails_at_two")))
+    )
+    assert other[0] == alone[0]
+    assert len(found) == 2
+    assert last.finish_reason is not None
+    assert last.finish_reason.error is not None
+    assert last.finish_reason.error.type == "ProcessorFault"
+    assert "lost" in last.finish_reason.error.message
+    assert "fails_at_two" in last.finish_reason.error.traceback
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted", "message"),
+    [
+        (None, "my_callables.forbid_repeats", "not supported by this server. See --logits-processor-pattern"),
+        (r"my_calla", "my_callables.forbid_repeats", "is not allowed by this server"),
+        (r"my_callables\.x", "os.system", "'os.system' is not allowed by this server"),
+        (r".*", "my_callables.missing", "could not be resolved: .*missing"),
+        (r".*", "no_such_module.thing", "could not be resolved: .*no_such_module"),
+        (r".*", "my_callables", "could not be resolved: .*not of the form"),
+        (r".*", CallableRequest("my_callables.Countdown", (-1,)), "could not be resolved: .*start is negative"),
+        (r".*", CallableRequest("my_callables.Countdown"), "could not be resolved: .*start"),
+        (
+            r"my_callables\..*",
+            CallableRequest("my_callables.Popen", (["true"],)),
+            "it is subprocess.Popen, which",
+        ),
+        (r"my_callables\..*", "my_callables.system", "it is posix.system, which is not allowed"),
+        (r"my_callables:.*", "my_callables:torch.load", "not something inside that"),
+        (r".*", "logitship.builtin_processors.min_p.MinPLogitsProcessor", "is a batch processor"),
+    ],
+)
+def test_refused_names(
+    make_engine: BuildEngine, callables: None, pattern: str | None, wanted: Any, message: str
+) -> None:
+    engine = make_engine(logits_processor_pattern=pattern)
+    carried = wanted if isinstance(wanted, CallableRequest) else CallableRequest(wanted)
+    with pytest.raises(BadRequest, match=message) as caught:
+        run(tokens(engine, request("a", carried)))
+    assert caught.value.param == "processors[0]"
+
+
+def test_a_pattern_must_be_a_regular_expression(make_engine: BuildEngine) -> None:
+    with pytest.raises(ValueError, match="logits_processor_pattern is not a regular expression"):
+        make_engine(logits_processor_pattern="(")

@@ -1,0 +1,45 @@
+"""`LLM` and `AsyncLLM` on the tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.offline.async_llm import AsyncLLM
+from logitship.server.offline.llm import LLM
+
+
+@pytest.fixture
+def make_llm(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., LLM]]:
+    """Settings of `ServerConfig` as keywords, to an `LLM` that the test need not shut down."""
+    made: list[LLM] = []
+
+    def make(**settings: object) -> LLM:
+        settings = {"logits_processor_pattern": ".*", **settings}
+        made.append(LLM._from_engine(make_engine(**settings)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., LLM]) -> LLM:
+    return make_llm()
+
+
+@pytest.fixture
+def make_async_llm(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., AsyncLLM]]:
+    """The same for `AsyncLLM`."""
+    made: list[AsyncLLM] = []
+
+    def make(**settings: object) -> AsyncLLM:
+        made.append(AsyncLLM._from_engine(make_engine(**settings)))
+        return made[-1]
+
+    yield make
+    for async_llm in made:
+        async_llm.shutdown()

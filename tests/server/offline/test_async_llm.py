@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from logitship import ProcessorFault
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.offline.async_llm import AsyncLLM
+from logitship.server.offline.errors import InvalidRequest
+from logitship.server.offline.llm import LLM
+from logitship.server.offline.outputs import RequestOutput
+from logitship.server.offline.sampling_params import SamplingParams
+
+MakeAsyncLLM = Callable[..., AsyncLLM]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+FOREVER = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+async def outputs_of(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return (await outputs_of(outputs))[-1]
+
+
+async def assert_idle(llm: AsyncLLM) -> None:
+    await last(llm.generate("still here", GREEDY))
+    stats = llm._engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_outputs_are_cumulative_and_do_not_change_later(make_async_llm: MakeAsyncLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    outputs = asyncio.run(outputs_of(make_async_llm().generate("hello", params, request_id="mine")))
+    assert {output.request_id for output in outputs} == {"mine"}
+    assert [output.finished for output in outputs] == [False] * 7 + [True]
+    final = outputs[-1].outputs[0]
+    for count, output in enumerate(outputs, start=1):
+        completion = output.outputs[0]
+        assert completion.token_ids == final.token_ids[:count]
+        assert final.text.startswith(completion.text)
+        assert completion.logprobs == (final.logprobs or [])[:count]
+        assert completion.finished() == (count == 8)
+
+
+def test_it_says_what_llm_says(make_engine: Callable[..., AsyncEngine]) -> None:
+    engine = make_engine()
+    (expected,) = LLM._from_engine(engine).generate("hello", GREEDY, use_tqdm=False)
+    engine = make_engine()
+    output = asyncio.run(last(AsyncLLM._from_engine(engine).generate("hello", GREEDY)))
+    assert output.outputs == expected.outputs
+
+
+def test_n_continuations_grow_together(make_async_llm: MakeAsyncLLM) -> None:
+    params = SamplingParams(n=2, seed=1, max_tokens=4, ignore_eos=True)
+    outputs = asyncio.run(outputs_of(make_async_llm().generate("hello", params)))
+    assert all([completion.index for completion in output.outputs] == [0, 1] for output in outputs)
+    assert [len(completion.token_ids) for completion in outputs[-1].outputs] == [4, 4]
+    assert [output.finished for output in outputs].count(True) == 1
+
+
+def test_closing_the_generator_cancels(make_async_llm: MakeAsyncLLM) -> None:
+    async def main() -> None:
+        llm = make_async_llm()
+        async with aclosing(llm.generate("hello", FOREVER)) as outputs:
+            async for _ in outputs:
+                break
+        await assert_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_task_cancels(make_async_llm: MakeAsyncLLM) -> None:
+    async def main() -> None:
+        llm = make_async_llm()
+        started = asyncio.Event()
+
+        async def run() -> None:
+            async with aclosing(llm.generate("hello", FOREVER)) as outputs:
+                async for _ in outputs:
+                    started.set()
+
+        task = asyncio.create_task(run())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await assert_idle(llm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ids", ["mine", ["other", "mine"]])
+def test_abort_ends_with_a_last_output(make_async_llm: MakeAsyncLLM, ids: str | list[str]) -> None:
+    async def main() -> list[RequestOutput]:
+        llm = make_async_llm()
+        outputs = []
+        async for output in llm.generate("hello", FOREVER, request_id="mine"):
+            if not outputs:
+                await llm.abort(ids)
+            outputs.append(output)
+        return outputs
+
+    outputs = asyncio.run(main())
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert len(outputs) < 100
+
+
+def test_a_request_id_is_not_used_twice_at_once(make_async_llm: MakeAsyncLLM) -> None:
+    async def main() -> None:
+        llm = make_async_llm()
+        async with aclosing(llm.generate("hello", FOREVER, request_id="mine")) as outputs:
+            await anext(outputs)
+            with pytest.raises(InvalidRequest, match="request_id: a request 'mine' is running already") as caught:
+                await last(llm.generate("hello", GREEDY, request_id="mine"))
+            assert caught.value.param == "request_id"
+        await assert_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_more_requests_than_the_queue_takes_wait(make_async_llm: MakeAsyncLLM) -> None:
+    async def main() -> None:
+        llm = make_async_llm(max_num_seqs=2, max_queued_requests=0)
+        params = SamplingParams(n=2, temperature=0, max_tokens=2, ignore_eos=True)
+        outputs = await asyncio.gather(*(last(llm.generate([10 + i], params)) for i in range(20)))
+        assert [output.prompt_token_ids for output in outputs] == [[10 + i] for i in range(20)]
+        assert all(len(completion.token_ids) == 2 for output in outputs for completion in output.outputs)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_request_makes_room(make_async_llm: MakeAsyncLLM) -> None:
+    """Its place is free at once, the engine's books a step later."""
+
+    async def main() -> None:
+        llm = make_async_llm(max_num_seqs=1, max_queued_requests=0)
+        for _ in range(5):
+            async with aclosing(llm.generate("hello", FOREVER)) as outputs:
+                await anext(outputs)
+        await assert_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_it_outlives_an_event_loop(make_async_llm: MakeAsyncLLM) -> None:
+    llm = make_async_llm(max_num_seqs=1, max_queued_requests=0)
+
+    async def main() -> list[RequestOutput]:
+        return await asyncio.gather(*(last(llm.generate("hello", GREEDY)) for _ in range(3)))
+
+    first, second = asyncio.run(main()), asyncio.run(main())
+    assert [output.outputs for output in first] == [output.outputs for output in second]
+
+
+def test_the_context_manager_shuts_down(make_async_llm: MakeAsyncLLM) -> None:
+    async def main() -> None:
+        async with make_async_llm() as llm:
+            thread: threading.Thread = llm._engine._thread._thread
+            await last(llm.generate("hello", GREEDY))
+        assert not thread.is_alive()
+        with pytest.raises(RuntimeError, match="this AsyncLLM was shut down"):
+            await last(llm.generate("hello", GREEDY))
+        llm.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], 7, None])
+def test_one_prompt_at_a_time(make_async_llm: MakeAsyncLLM, prompt: Any) -> None:
+    with pytest.raises(TypeError, match="prompt: expected a text or a list of token ids"):
+        asyncio.run(last(make_async_llm().generate(prompt, GREEDY)))
+
+
+def test_a_fault_is_typed_and_leaves_others_alone(make_async_llm: MakeAsyncLLM) -> None:
+    def fails(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output_token_ids) == 2:
+            raise ZeroDivisionError("no such luck")
+        return logits
+
+    async def main() -> None:
+        llm = make_async_llm()
+        failing = SamplingParams(max_tokens=8, ignore_eos=True, logits_processors=[fails])
+        fault, fine = await asyncio.gather(
+            last(llm.generate("hello", failing)), last(llm.generate("hello", GREEDY)), return_exceptions=True
+        )
+        assert isinstance(fault, ProcessorFault)
+        assert "no such luck" in fault.message
+        assert isinstance(fine, RequestOutput)
+        assert len(fine.outputs[0].token_ids) == 8
+        await assert_idle(llm)
+
+    asyncio.run(main())
