@@ -20,29 +20,35 @@ def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torc
     """
     if width >= values.shape[-1]:
         return torch.sort(values, dim=-1, descending=True, stable=True)
-    top, token_ids = _block_topk(values, width)
-    token_ids, order = token_ids.sort(dim=-1)
-    top, order = top.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    token_ids = _block_topk(values, width).sort(dim=-1).values
+    top, order = values.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
     return top, token_ids.gather(-1, order)
 
 
-def _block_topk(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.topk` in two stages: the `width` largest values lie in the `width` blocks with the largest maxima.
+def _block_topk(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The token ids of `torch.topk`, in two stages: the largest values lie in the blocks with the largest maxima.
 
-    On a CPU a maximum costs far less than a selection: about four times faster than `torch.topk` at a width of 64.
+    On a CPU a maximum costs far less than a selection: two to four times faster than `torch.topk`.
     """
     rows, vocab_size = values.shape
-    # With blocks of sqrt(vocab / width) both stages select from the same number of values.
-    block_size = round((vocab_size / width) ** 0.5)
+    block_size = _block_size(vocab_size, width)
     num_blocks = vocab_size // block_size
     if block_size == 1 or num_blocks <= width:
-        return values.topk(width, dim=-1)
+        return values.topk(width, dim=-1, sorted=False).indices
     # Block i holds the tokens i, i + num_blocks, i + 2 * num_blocks, ...: a maximum then runs along lines of memory.
-    lines = values[:, : block_size * num_blocks].view(rows, block_size, num_blocks)
-    best = lines.amax(dim=1).topk(width, dim=-1, sorted=False).indices
-    line_starts = torch.arange(block_size, device=values.device) * num_blocks
-    token_ids = (line_starts[:, None] + best[:, None, :]).flatten(1)
-    rest = torch.arange(block_size * num_blocks, vocab_size, device=values.device).expand(rows, -1)
-    token_ids = torch.cat([token_ids, rest], dim=-1)
-    top, position = values.gather(-1, token_ids).topk(width, dim=-1, sorted=False)
-    return top, token_ids.gather(-1, position)
+    in_blocks = block_size * num_blocks
+    best = values[:, :in_blocks].view(rows, block_size, num_blocks).amax(dim=1).topk(width, dim=-1, sorted=False)
+    line_starts = torch.arange(0, in_blocks, num_blocks, device=values.device)
+    token_ids = (line_starts[:, None] + best.indices[:, None, :]).flatten(1)
+    if in_blocks < vocab_size:
+        rest = torch.arange(in_blocks, vocab_size, device=values.device)
+        token_ids = torch.cat([token_ids, rest.expand(rows, -1)], dim=-1)
+    return token_ids.gather(-1, values.gather(-1, token_ids).topk(width, dim=-1, sorted=False).indices)
+
+
+def _block_size(vocab_size: int, width: int) -> int:
+    """The greatest power of two below sqrt(vocab / width): both stages then select from about as many values.
+
+    A power of two, since vocabularies are mostly padded to a multiple of 64 or more: no token is left over.
+    """
+    return 1 << ((vocab_size // width).bit_length() - 1) // 2

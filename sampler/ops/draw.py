@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .candidates import top_candidates
-from .top_k_top_p import integer_weights, keep_candidates, kept_tokens
+from .top_k_top_p import draw_from_all, draw_from_candidates, integer_weights
 
 _WIDTHS = (64, 512)
 """How many of the most likely tokens are looked at, before all of them."""
 
-_PART_SIZE = 2**19
+_PART_SIZE = 2**17
 """How many numbers of a [rows, vocab] matrix are worked on at a time."""
 
 
@@ -66,29 +68,34 @@ def draw_top_k_top_p(
     Returns:
         int64 [rows]; never a token of probability 0.
     """
-    tokens = torch.zeros_like(top_k)
-    undecided = torch.ones_like(top_k, dtype=torch.bool)
+    k, p, numbers = (tensor.cpu().numpy() for tensor in (top_k, top_p, uniform))
+    tokens = np.zeros(len(logits), dtype=np.int64)
+    undecided = np.ones(len(logits), dtype=np.bool_)
+    # The k-th token decides only if the one after it is known to be less likely.
+    candidates_needed = k + 1.0
     for width in (width for width in _WIDTHS if width < logits.shape[-1]):
-        rows = (undecided & (top_k < width)).nonzero().squeeze(-1)
+        rows = np.flatnonzero(undecided & (candidates_needed <= width))
         if len(rows) > 0:
-            candidates, token_ids = top_candidates(take_rows(logits, rows), width)
-            weights = integer_weights(probabilities[rows[:, None], token_ids])
-            kept = keep_candidates(candidates, weights, top_k[rows], top_p[rows])
-            drawn = _invert(kept.cumulative_weights, kept.kept_weight, uniform[rows])
-            tokens[rows] = token_ids.gather(-1, drawn).squeeze(-1)
-            undecided[rows] = ~kept.decided
-    for row in undecided.nonzero().squeeze(-1).tolist():
-        tokens[row] = _draw_from_all(logits[row], probabilities[row], int(top_k[row]), float(top_p[row]), uniform[row])
-    return tokens
+            values, token_ids, weights = _candidates(logits, probabilities, rows, width)
+            drawn = draw_from_candidates(values, weights, k[rows], p[rows], numbers[rows])
+            decided = np.flatnonzero(drawn.decided)
+            tokens[rows[decided]] = token_ids[decided, drawn.position[decided]]
+            candidates_needed[rows] = drawn.candidates_needed
+            undecided[rows] = ~drawn.decided
+    for row in np.flatnonzero(undecided):
+        weights_of_all = integer_weights(probabilities[row])
+        tokens[row] = draw_from_all(logits[row], weights_of_all, int(k[row]), float(p[row]), float(numbers[row]))
+    return torch.from_numpy(tokens).to(logits.device)
 
 
-def _draw_from_all(
-    logits: torch.Tensor, probabilities: torch.Tensor, top_k: int, top_p: float, uniform: torch.Tensor
-) -> torch.Tensor:
-    weights = integer_weights(probabilities)
-    weights = weights.masked_fill(~kept_tokens(logits, weights, top_k, top_p), 0)
-    cumulative = weights.cumsum(dim=-1)[None]
-    return _invert(cumulative, cumulative[:, -1], uniform[None]).squeeze()
+def _candidates(
+    logits: torch.Tensor, probabilities: torch.Tensor, rows: npt.NDArray[np.int64], width: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Logits, token ids and weights of some rows' most likely tokens, each [rows, width], on the host."""
+    index = torch.from_numpy(rows).to(logits.device)
+    values, token_ids = top_candidates(take_rows(logits, index), width)
+    weights = integer_weights(probabilities[index[:, None], token_ids])
+    return values.cpu().numpy(), token_ids.cpu().numpy(), weights.cpu().numpy()
 
 
 def _parts(matrix: torch.Tensor) -> Iterator[slice]:

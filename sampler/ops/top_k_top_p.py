@@ -1,9 +1,16 @@
-"""Which tokens top-k and top-p keep, and how much each of them weighs. Neither needs the vocabulary to be sorted.
+"""Top-k, top-p and the draw from what they keep, without sorting the vocabulary.
 
-Top-k keeps every token whose logit is at least the k-th largest one: all of a tie. Top-p (nucleus sampling, Holtzman et
-al. 2020, arXiv:1904.09751) then looks at what is left in the order of descending logits, then ascending token ids. It
-keeps the shortest beginning of this order whose share of the total is at least p, the token that reaches it included,
-so always one token at least. Without top-k the total is 1, as softmax has it.
+All of it refers to one *ranking* of a row's tokens: descending logits, then ascending token ids.
+
+- Top-k keeps every token whose logit is at least the k-th largest one: all of a tie, as vLLM and Hugging Face do.
+- Top-p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751) then keeps the shortest beginning of the ranking
+  whose share of the total is at least p, the token that reaches it included, so always one token at least. Of a tie at
+  the border it keeps the lower ids. Without top-k the total is 1, as softmax has it.
+- The draw inverts the cumulative distribution of the kept tokens, in the same ranking.
+
+So the token is a function of the row, the parameters and one random number. There are two ways to it, which agree on
+every number: `draw_from_candidates` looks at the most likely tokens alone and says where they do not decide, and
+`draw_from_all` takes one row's whole vocabulary.
 
 Probabilities become integer weights, in units of 2**-60. Integers add up to the same sum in any order, so that what a
 row draws cannot depend on how a kernel splits its work, and thus not on the other rows.
@@ -14,14 +21,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 UNIT_WEIGHT = 2**60
 """The weight of probability 1."""
 
+_OUT_OF_REACH = 2**62
+"""More than all weights of a row, even where float32's rounding leaves their sum above 1."""
+
 _BUCKETS = 2048
-_BUCKETS_PER_NAT = 64
-"""The histogram reaches 32 nats below the largest logit; what is below, a factor of 1e-14, shares the last bucket."""
+"""Of a histogram of logits."""
+_DEPTH = 32.0
+"""In nats below the largest logit. What is below weighs a factor of 1e-14 less and is hardly ever looked at."""
+_SORTED_AT_MOST = 1024
+"""Never are more tokens than these sorted."""
 
 
 def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:
@@ -31,99 +46,153 @@ def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class KeptCandidates:
-    """What top-k and top-p keep of some candidates.
+class CandidateDraw:
+    """What a draw from candidates came to.
 
     Attributes:
-        cumulative_weights: int64 [rows, width]: weight of the candidates up to and including each, those that top-k
-            drops counting 0.
-        kept_weight: int64 [rows]: weight of the kept tokens, above 0. They are those at which the sum is at most this.
-        decided: bool [rows]: the kept tokens are all among the candidates. Where it is False, the rest means nothing.
+        position: int64 [rows]: the candidate that is drawn. Means nothing where `decided` is False.
+        decided: bool [rows]: the kept tokens are all among the candidates.
+        candidates_needed: float64 [rows]: at least so many candidates have to be looked at to decide.
     """
 
-    cumulative_weights: torch.Tensor
-    kept_weight: torch.Tensor
-    decided: torch.Tensor
+    position: npt.NDArray[np.int64]
+    decided: npt.NDArray[np.bool_]
+    candidates_needed: npt.NDArray[np.float64]
 
 
-def keep_candidates(
-    logits: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> KeptCandidates:
-    """Apply top-k, then top-p, to the most likely tokens of each row, if these are enough to tell.
+def draw_from_candidates(
+    logits: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.int64],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    uniform: npt.NDArray[np.float64],
+) -> CandidateDraw:
+    """Apply top-k, then top-p, to the most likely tokens of each row, and draw, if these tokens are enough to tell.
+
+    In NumPy: a step has few numbers left here, and each of many small operations costs PyTorch several times more.
 
     Args:
         logits: float32 [rows, width], in the order that `top_candidates` returns.
         weights: int64 [rows, width], their `integer_weights`.
         top_k: int64 [rows], less than width; 0 for all tokens.
         top_p: float64 [rows], above 0 and at most 1.
+        uniform: float64 [rows], in [0, 1).
     """
+    count, width = logits.shape
+    rows = np.arange(count)
+    limited = top_k > 0
     # Tokens that tie with the last candidate may be missing. What weighs nothing is not missed.
-    complete = weights[:, -1:] == 0
-    certain = complete | (logits > logits[:, -1:])
+    last_weight = weights[:, -1]
+    complete = last_weight == 0
+    certain = np.where(complete, width, (logits > logits[:, -1:]).sum(axis=1))
 
-    limited = (top_k > 0)[:, None]
-    kth = (top_k[:, None] - 1).clamp(min=0)
-    weights = weights.masked_fill(limited & (logits < logits.gather(-1, kth)), 0)
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:].where(limited, UNIT_WEIGHT)
+    kth = np.maximum(top_k - 1, 0)
+    dropped = limited[:, None] & (logits < logits[rows, kth][:, None])
+    cumulative = np.where(dropped, 0, weights).cumsum(axis=1)
+    total = np.where(limited, cumulative[:, -1], UNIT_WEIGHT)
+    needed = np.where(top_p < 1, np.maximum(np.ceil(total * top_p), 1), _OUT_OF_REACH).astype(np.int64)
+    border = (cumulative < needed[:, None]).sum(axis=1)
+    kept_weight = cumulative[rows, np.minimum(border, width - 1)]
+    target = (uniform * kept_weight).astype(np.int64)
+    # No token beyond the candidates weighs more than the last one.
+    beyond = np.maximum(needed - cumulative[:, -1], 1) / np.maximum(last_weight, 1)
+    return CandidateDraw(
+        position=(cumulative <= target[:, None]).sum(axis=1),
+        decided=np.where(limited, kth < certain, (border < certain) | complete),
+        candidates_needed=np.where(limited, width + 1, width + beyond),
+    )
 
-    last = torch.searchsorted(cumulative, _needed_weight(total, top_p[:, None]))
-    kept_weight = cumulative.gather(-1, last.clamp(max=logits.shape[-1] - 1))
-    reached = last < certain.sum(dim=-1, keepdim=True)
-    decided = torch.where(limited, certain.gather(-1, kth), reached | complete)
-    return KeptCandidates(cumulative, kept_weight.squeeze(-1), decided.squeeze(-1))
 
-
-def kept_tokens(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Apply top-k, then top-p, to the whole vocabulary of one row.
+def draw_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, uniform: float) -> int:
+    """Apply top-k, then top-p, to the whole vocabulary of one row, and draw.
 
     Args:
         logits: float32 [vocab], the largest of them finite.
         weights: int64 [vocab], their `integer_weights`.
         top_k: 0, or the vocabulary's size and more, for all tokens.
         top_p: above 0 and at most 1.
+        uniform: in [0, 1).
 
     Returns:
-        bool [vocab]. It may be either for tokens that weigh nothing.
+        A token id.
     """
     total = UNIT_WEIGHT
-    kept = torch.ones_like(logits, dtype=torch.bool)
     if 0 < top_k < len(logits):
-        first = _shortest_beginning(logits, torch.ones_like(weights), top_k)
-        kept = logits >= logits[first].amin()
-        weights = weights.masked_fill(~kept, 0)
+        kth, _ = _RankedSums(logits, torch.ones_like(weights)).first_above(top_k - 1)
+        weights = weights.masked_fill(logits < logits[kth], 0)
         total = int(weights.sum())
+    sums = _RankedSums(logits, weights)
+    kept_weight = sums.total
     if top_p < 1:
-        kept &= _shortest_beginning(logits, weights, max(1, math.ceil(total * top_p)))
-    return kept
+        needed = max(1, math.ceil(total * top_p))
+        if needed < kept_weight:
+            _, kept_weight = sums.first_above(needed - 1)
+    token, _ = sums.first_above(int(uniform * kept_weight))
+    return token
 
 
-def _needed_weight(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The weight at which top-p stops: out of reach if `top_p` is 1."""
-    needed = torch.ceil(total.to(torch.float64) * top_p).to(torch.int64).clamp(min=1)
-    return needed.where(top_p < 1, torch.iinfo(torch.int64).max)
+class _RankedSums:
+    """The running sums of some amounts along the ranking of one row's tokens.
 
-
-def _shortest_beginning(logits: torch.Tensor, amounts: torch.Tensor, needed: int) -> torch.Tensor:
-    """The fewest tokens, in the order of the module's text, whose amounts add up to `needed`; all if none do.
-
-    A histogram finds the bucket of logits in which that happens, so that only this bucket has to be sorted.
+    A histogram finds the bucket of logits in which a sum is reached, and only this bucket is looked at in detail: by
+    sorting it, or by a histogram of its own if it is large.
 
     Args:
-        logits: float32 [vocab].
-        amounts: int64 [vocab], not negative.
-        needed: above 0.
-
-    Returns:
-        bool [vocab].
+        logits: float [tokens], the largest of them finite.
+        amounts: int64 [tokens], not negative.
+        depth: the histogram reaches so far below the largest logit; what is below shares the last bucket.
     """
-    bucket = ((logits.amax() - logits) * _BUCKETS_PER_NAT).clamp(max=_BUCKETS - 1).to(torch.int64)
-    cumulative = amounts.new_zeros(_BUCKETS).scatter_add_(0, bucket, amounts).cumsum(dim=0)
-    last = int(torch.searchsorted(cumulative, needed))
-    kept = bucket < last
-    if last < _BUCKETS:
-        inside = (bucket == last).nonzero().squeeze(-1)
-        inside = inside[logits[inside].argsort(descending=True, stable=True)]
-        still_needed = needed - (int(cumulative[last - 1]) if last > 0 else 0)
-        kept[inside[: int(torch.searchsorted(amounts[inside].cumsum(dim=0), still_needed)) + 1]] = True
-    return kept
+
+    def __init__(self, logits: torch.Tensor, amounts: torch.Tensor, depth: float = _DEPTH) -> None:
+        self._logits = logits
+        self._amounts = amounts
+        self._buckets = _buckets(logits, depth)
+        self._cumulative = amounts.new_zeros(_BUCKETS).scatter_add_(0, self._buckets, amounts).cumsum(dim=0)
+
+    @property
+    def total(self) -> int:
+        """The sum of all amounts."""
+        return int(self._cumulative[-1])
+
+    def first_above(self, amount: int) -> tuple[int, int]:
+        """The first token of the ranking at which the running sum exceeds `amount`, and the sum there.
+
+        Args:
+            amount: below `total`.
+        """
+        bucket = int(torch.searchsorted(self._cumulative, amount, right=True))
+        before = int(self._cumulative[bucket - 1]) if bucket > 0 else 0
+        inside = (self._buckets == bucket).nonzero().squeeze(-1)
+        place, reached = _first_above(self._logits[inside], self._amounts[inside], amount - before)
+        return int(inside[place]), before + reached
+
+
+def _first_above(logits: torch.Tensor, amounts: torch.Tensor, amount: int) -> tuple[int, int]:
+    """`_RankedSums.first_above` for tokens of one bucket, in the order of their ids; a position instead of an id."""
+    if len(logits) <= _SORTED_AT_MOST:
+        order = logits.argsort(descending=True, stable=True)
+        place, reached = _first_sum_above(amounts[order], amount)
+        return int(order[place]), reached
+    if logits.amin() < logits.amax():
+        # In float64, which divides even the narrowest and the widest span of float32.
+        return _RankedSums(logits.to(torch.float64), amounts, depth=math.inf).first_above(amount)
+    return _first_sum_above(amounts, amount)
+
+
+def _first_sum_above(amounts: torch.Tensor, amount: int) -> tuple[int, int]:
+    sums = amounts.cumsum(dim=0)
+    place = int(torch.searchsorted(sums, amount, right=True))
+    return place, int(sums[place])
+
+
+def _buckets(logits: torch.Tensor, depth: float) -> torch.Tensor:
+    """Each token's bucket of a histogram, int64 of the same shape: equal logits share one, larger ones come first.
+
+    The buckets divide evenly what lies between the largest finite logit and the least, or `depth` below it. So these
+    two never share one, unless they lie too close for the dtype.
+    """
+    largest = logits.amax()
+    least = logits.clamp(min=largest - depth).amin() if depth < math.inf else logits[logits.isfinite()].amin()
+    span = float(largest) - float(least)
+    scale = min((_BUCKETS - 1) / span, torch.finfo(logits.dtype).max) if span > 0 else 1.0
+    return (largest - logits).mul_(scale).clamp_(max=_BUCKETS - 1).to(torch.int64)

@@ -4,25 +4,8 @@ import pytest
 import torch
 
 from logitship.sampler.ops.draw import draw, draw_top_k_top_p, most_likely
-from logitship.sampler.ops.top_k_top_p import integer_weights, kept_tokens
 
 ALMOST_ONE = 1 - 2.0**-53
-
-
-def draw_many(row: torch.Tensor, uniform: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Draw from one row of logits once for each uniform number."""
-    logits = row.expand(len(uniform), -1).contiguous()
-    return draw_top_k_top_p(
-        logits,
-        logits.softmax(-1),
-        torch.full((len(uniform),), top_k),
-        torch.full((len(uniform),), top_p, dtype=torch.float64),
-        uniform,
-    )
-
-
-def grid(points: int) -> torch.Tensor:
-    return (torch.arange(points, dtype=torch.float64) + 0.5) / points
 
 
 def test_most_likely_takes_the_lowest_id_of_a_tie() -> None:
@@ -52,21 +35,6 @@ def test_never_a_token_of_probability_zero(vocab_size: int, scale: float) -> Non
             tokens.append(draw_top_k_top_p(logits, probabilities, torch.full((4,), top_k), p, uniform))
         for drawn in tokens:
             assert (probabilities.gather(-1, drawn[:, None]) > 0).all()
-
-
-@pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 0.9), (5, 1.0), (20, 0.8), (0, 0.3), (1, 1.0), (2000, 0.99), (0, 1.0)]
-)
-@pytest.mark.parametrize("scale", [0.3, 3.0])
-def test_the_distribution_is_the_kept_one_renormalised(top_k: int, top_p: float, scale: float) -> None:
-    """Evenly spaced numbers hit each token in proportion to its probability, to within two of them."""
-    torch.manual_seed(1)
-    vocab_size, points = 300, 2000
-    row = torch.randn(vocab_size) * scale
-    kept = kept_tokens(row, integer_weights(row.softmax(-1)), top_k, top_p)
-    expected = row.double().masked_fill(~kept, float("-inf")).softmax(-1)
-    hits = torch.bincount(draw_many(row, grid(points), top_k, top_p), minlength=vocab_size)
-    assert (hits - expected * points).abs().max() < 2
 
 
 def test_chi_square_with_random_numbers() -> None:

@@ -1,82 +1,115 @@
 from __future__ import annotations
 
-from fractions import Fraction
+import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from logitship.sampler.ops.candidates import top_candidates
-from logitship.sampler.ops.top_k_top_p import UNIT_WEIGHT, integer_weights, keep_candidates, kept_tokens
+from logitship.sampler.ops.top_k_top_p import (
+    UNIT_WEIGHT,
+    CandidateDraw,
+    draw_from_all,
+    draw_from_candidates,
+    integer_weights,
+)
 
+DrawBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
 
-def kept_by_sorting(logits: list[float], weights: list[int], top_k: int, top_p: float) -> set[int]:
-    """Slow and plain: the definition in the module's text, in exact fractions."""
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    total = UNIT_WEIGHT
-    if 0 < top_k < len(logits):
-        order = [token for token in order if logits[token] >= logits[order[top_k - 1]]]
-        total = sum(weights[token] for token in order)
-    if top_p == 1:
-        return set(order)
-    kept, mass, needed = set(), 0, Fraction(top_p) * total
-    for token in order:
-        kept.add(token)
-        mass += weights[token]
-        if mass >= needed:
-            break
-    return kept
+NUMBERS = (0.0, 0.37, 0.81, 1 - 2.0**-53)
 
 
 def distributions(vocab_size: int) -> torch.Tensor:
-    """Float32 rows: peaked, ordinary, flat, tied in groups, one survivor, half masked, extreme."""
+    """Float32 rows: peaked, ordinary, flat, tied in groups, one survivor, half masked, extreme, equal."""
     rows = torch.randn(8, vocab_size)
     rows[0] *= 20
     rows[2] *= 0.01
     rows[3] = torch.randint(3, (vocab_size,)).float()
-    rows[4, 1:] = float("-inf")
-    rows[5, ::2] = float("-inf")
+    rows[4, 1:] = -math.inf
+    rows[5, 1::2] = -math.inf
     rows[6] *= 1e4
     rows[7] = 1.0
     return rows
 
 
-@pytest.mark.parametrize("vocab_size", [2, 5, 63, 1500])
+def candidate_draw(
+    logits: torch.Tensor, width: int, top_k: list[int], top_p: list[float], number: float = 0.0
+) -> tuple[CandidateDraw, list[int]]:
+    """The draw from each row's candidates, and the tokens that it comes to where it decides."""
+    values, token_ids = top_candidates(logits, width)
+    weights = integer_weights(logits.softmax(-1)).gather(-1, token_ids)
+    drawn = draw_from_candidates(
+        values.numpy(), weights.numpy(), np.array(top_k), np.array(top_p), np.full(len(logits), number)
+    )
+    places = np.minimum(drawn.position, width - 1)
+    return drawn, token_ids.numpy()[np.arange(len(logits)), places].tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 1500])
 @pytest.mark.parametrize("seed", range(4))
-def test_kept_tokens_against_sorting(vocab_size: int, seed: int) -> None:
+def test_draw_from_all_against_sorting(vocab_size: int, seed: int, draw_by_sorting: DrawBySorting) -> None:
     torch.manual_seed(seed)
     logits = distributions(vocab_size)
     weights = integer_weights(logits.softmax(-1))
     for top_p in (1e-10, 0.013, 0.4321, 0.9123, 0.99987, 1.0):
-        top_k = torch.tensor([0, 1, 2, 3, 7, 50, vocab_size, vocab_size + 3])[torch.randperm(8)]
+        top_k = torch.tensor([0, 1, 2, 3, 7, 50, vocab_size, vocab_size + 3])[torch.randperm(8)].tolist()
         for row in range(8):
-            kept = kept_tokens(logits[row], weights[row], int(top_k[row]), top_p)
-            expected = kept_by_sorting(logits[row].tolist(), weights[row].tolist(), int(top_k[row]), top_p)
-            got = set(kept.nonzero().squeeze(-1).tolist())
-            # A token that weighs nothing is never drawn, kept or not.
-            assert {t for t in got if weights[row, t] > 0} == {t for t in expected if weights[row, t] > 0}
+            number = NUMBERS[row % len(NUMBERS)]
+            expected = draw_by_sorting(logits[row], weights[row], top_k[row], top_p, number)
+            assert draw_from_all(logits[row], weights[row], top_k[row], top_p, number) == expected
+
+
+LARGE = 3000
+"""Tokens enough that a bucket of them is not sorted but divided again."""
+
+
+def hard_rows() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    narrow = torch.randn(LARGE) * 0.01
+    masked, pushed_down = narrow.clone(), narrow.clone()
+    masked[::3] = -math.inf
+    pushed_down[::3] = -1e9
+    return {
+        "equal": torch.zeros(LARGE),
+        "two levels": torch.randint(2, (LARGE,)).float() * 1e-3,
+        "denormal": torch.randint(3, (LARGE,)).float() * 1.4e-45,
+        "tiny": torch.rand(LARGE) * 1e-38,
+        "huge": torch.randn(LARGE).clamp(-3, 3) * 1e38,
+        "masked": masked,
+        "pushed down": pushed_down,
+        "over all magnitudes": -(2.0 ** torch.linspace(-140, 120, LARGE)),
+        "a far tail": torch.cat([torch.zeros(600), -torch.rand(LARGE - 600) * 3e38]),
+    }
+
+
+@pytest.mark.parametrize("name", hard_rows())
+def test_draw_from_all_where_buckets_are_large(name: str, draw_by_sorting: DrawBySorting) -> None:
+    logits = hard_rows()[name]
+    weights = integer_weights(logits.softmax(-1))
+    settings = [(0, 0.5), (0, 1 - 1e-7), (600, 0.5), (2000, 1.0), (LARGE - 1, 0.9), (0, 1.0)]
+    for top_k, top_p in settings:
+        for number in NUMBERS:
+            expected = draw_by_sorting(logits, weights, top_k, top_p, number)
+            assert draw_from_all(logits, weights, top_k, top_p, number) == expected
 
 
 @pytest.mark.parametrize("width", [64, 512])
 @pytest.mark.parametrize("seed", range(4))
 def test_candidates_agree_with_the_whole_vocabulary(width: int, seed: int) -> None:
     torch.manual_seed(seed)
-    vocab_size = 2000
-    logits = distributions(vocab_size)
+    logits = distributions(2000)
     weights = integer_weights(logits.softmax(-1))
+    decided = 0
     for top_p in (1e-10, 0.013, 0.4321, 0.9123, 0.99987, 1.0):
-        top_k = torch.tensor([0, 1, 2, 3, 7, 30, 50, 63])[torch.randperm(8)]
-        p = torch.full((8,), top_p, dtype=torch.float64)
-        values, token_ids = top_candidates(logits, width)
-        kept = keep_candidates(values, weights.gather(-1, token_ids), top_k, p)
-        for row in range(8):
-            if kept.decided[row]:
-                whole = kept_tokens(logits[row], weights[row], int(top_k[row]), top_p)
-                assert int(kept.kept_weight[row]) == int(weights[row][whole].sum())
-                within = kept.cumulative_weights[row] <= kept.kept_weight[row]
-                heavy = weights[row, token_ids[row]] > 0
-                survivor = torch.diff(kept.cumulative_weights[row], prepend=torch.tensor([0])) > 0
-                tokens = set(token_ids[row][within & heavy & survivor].tolist())
-                assert tokens == set((whole & (weights[row] > 0)).nonzero().squeeze(-1).tolist())
+        top_k = torch.tensor([0, 1, 2, 3, 7, 30, 50, 63])[torch.randperm(8)].tolist()
+        for number in NUMBERS:
+            drawn, tokens = candidate_draw(logits, width, top_k, [top_p] * 8, number)
+            for row in np.flatnonzero(drawn.decided).tolist():
+                assert tokens[row] == draw_from_all(logits[row], weights[row], top_k[row], top_p, number)
+                decided += 1
+    assert decided > 60
 
 
 def test_what_is_decided_by_few_candidates() -> None:
@@ -85,45 +118,51 @@ def test_what_is_decided_by_few_candidates() -> None:
     logits[1] = 1.0  # everything tied
     logits[2, :10] = 9.0  # top-k within, ties complete
     logits[3, :100] = 9.0  # the tie of the k-th token reaches beyond the candidates
-    logits[4, 1:] = float("-inf")  # fewer tokens left than k
+    logits[4, 1:] = -math.inf  # fewer tokens left than k
     logits[5] = torch.linspace(3, -3, 1000)  # flat: top-p needs more
-    weights = integer_weights(logits.softmax(-1))
-    values, token_ids = top_candidates(logits, 64)
-    kept = keep_candidates(
-        values,
-        weights.gather(-1, token_ids),
-        torch.tensor([0, 0, 4, 4, 20, 0]),
-        torch.tensor([0.9, 0.9, 1.0, 1.0, 1.0, 0.9], dtype=torch.float64),
-    )
-    assert kept.decided.tolist() == [True, False, True, False, True, False]
+    drawn, _ = candidate_draw(logits, 64, [0, 0, 4, 4, 20, 0], [0.9, 0.9, 1.0, 1.0, 1.0, 0.9])
+    assert drawn.decided.tolist() == [True, False, True, False, True, False]
 
 
-def tokens_kept(logits: list[float], top_k: int, top_p: float) -> list[int]:
+def test_how_many_candidates_are_needed_at_least() -> None:
+    """1000 equal tokens: 0.9 of the mass is 900 of them. Of the 64 largest in a steep row the next ones may do."""
+    logits = torch.stack([torch.zeros(1000), torch.linspace(60, 0, 1000)])
+    drawn, _ = candidate_draw(logits, 64, [0, 0], [0.9, 0.99])
+    assert drawn.decided.tolist() == [False, False]
+    assert drawn.candidates_needed[0] == pytest.approx(900, abs=0.01)
+    assert 64 < drawn.candidates_needed[1] < 77
+    wider, _ = candidate_draw(logits, 80, [0, 0], [0.9, 0.99])
+    assert wider.decided.tolist() == [False, True]
+
+
+def kept(logits: list[float], top_k: int, top_p: float) -> list[int]:
+    """The tokens that some number draws."""
     row = torch.tensor(logits)
-    return kept_tokens(row, integer_weights(row.softmax(-1)), top_k, top_p).nonzero().squeeze(-1).tolist()
+    weights = integer_weights(row.softmax(-1))
+    return sorted({draw_from_all(row, weights, top_k, top_p, number / 1000) for number in range(1000)})
 
 
 def test_top_k_keeps_all_of_a_tie() -> None:
-    assert tokens_kept([1.0, 3.0, 2.0, 2.0, 0.0], 2, 1.0) == [1, 2, 3]
+    assert kept([1.0, 3.0, 2.0, 2.0, 0.0], 2, 1.0) == [1, 2, 3]
 
 
 def test_top_p_takes_the_lower_ids_of_a_tie() -> None:
-    assert tokens_kept([0.0, 0.0, 0.0, 0.0], 0, 0.5) == [0, 1]
-    assert tokens_kept([0.0, 0.0, 0.0, 0.0], 0, 0.51) == [0, 1, 2]
+    assert kept([0.0, 0.0, 0.0, 0.0], 0, 0.5) == [0, 1]
+    assert kept([0.0, 0.0, 0.0, 0.0], 0, 0.51) == [0, 1, 2]
 
 
 def test_top_p_counts_from_what_top_k_left() -> None:
     # Probabilities 8, 4, 2, 1, 1 of 16; after top-k 2 they are 8, 4 of 12.
     logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0]).log().tolist()
-    assert tokens_kept(logits, 2, 0.66) == [0]
-    assert tokens_kept(logits, 2, 0.67) == [0, 1]
-    assert tokens_kept(logits, 0, 0.67) == [0, 1]
-    assert tokens_kept(logits, 0, 0.76) == [0, 1, 2]
+    assert kept(logits, 2, 0.66) == [0]
+    assert kept(logits, 2, 0.67) == [0, 1]
+    assert kept(logits, 0, 0.67) == [0, 1]
+    assert kept(logits, 0, 0.76) == [0, 1, 2]
 
 
 def test_negative_zero_ties_with_zero() -> None:
-    assert tokens_kept([-0.0, 0.0, -1.0], 1, 1.0) == [0, 1]
-    assert tokens_kept([0.0, -0.0, -9.0], 0, 0.4) == [0]
+    assert kept([-0.0, 0.0, -1.0], 1, 1.0) == [0, 1]
+    assert kept([0.0, -0.0, -9.0], 0, 0.4) == [0]
 
 
 def test_integer_weights_are_exact() -> None:
