@@ -29,13 +29,13 @@ def group_key(params: SamplingParams) -> GroupKey:
 
 
 def adjacent_swaps(keys: Sequence[GroupKey]) -> list[tuple[int, int]]:
-    """Find swaps after which rows with the same first digest are adjacent, among these rows those with the same second
-    digest, and so on.
+    """Find swaps that make the rows of a group adjacent.
 
-    The shortest list of such swaps is not known to be cheap to find (already how to sort repeated keys with the fewest
-    swaps is NP-hard). This takes two steps that are linear but for sorting the groups. First each group gets the place
-    where most of its rows stand already, and rows without a group fill what is left. Then rows go where they belong,
-    as many as possible by swaps that put both rows right.
+    Afterwards rows with the same first digest are adjacent, among these rows those with the same second digest, and so
+    on. The fewest swaps cannot be had cheaply: to sort repeated keys with the fewest is NP-hard already (Amir et al.
+    2009, "On the cost of interchange rearrangement in strings"). So it is done in two parts, linear but for sorting the
+    groups. First each group gets the place where most of its rows stand already, and rows without a group fill what is
+    left. Then rows go where they belong, as many as possible by swaps that put both rows right.
 
     Guarantees:
     * No swaps if the groups are adjacent already.
@@ -62,8 +62,9 @@ def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
         for place, key in enumerate(members):
             if len(key) > depth:
                 groups[key[depth]].append(place)
-        if members:
-            arranged[first : first + len(members)] = [members[0][:depth]] * len(members)
+        ended = next((key for key in members if len(key) == depth), None)
+        if ended is not None:  # those without a further digest stand where no group will
+            arranged[first : first + len(members)] = [ended] * len(members)
         for start, places in _placed(groups.values(), len(members)):
             blocks.append((first + start, depth + 1, [members[place] for place in places]))
     return arranged

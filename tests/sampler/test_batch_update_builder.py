@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.batch_update_builder import BatchUpdateBuilder
@@ -120,6 +120,7 @@ def test_reset_says_whether_the_batch_changed() -> None:
     assert not builder.batch_changed
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 50)), st.integers(0, 60))
 def test_what_is_popped_and_what_is_left_are_disjoint(rows: set[int], pops: int) -> None:
     builder = builder_of(*rows)

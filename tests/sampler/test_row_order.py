@@ -5,7 +5,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.processor_host import LoadedProcessor
@@ -54,12 +54,14 @@ def small_batches() -> Iterator[tuple[GroupKey, ...]]:
                 yield keys
 
 
+@settings(deadline=None)
 @given(KEYS)
 def test_groups_become_adjacent(keys: list[GroupKey]) -> None:
     swaps = adjacent_swaps(keys)
     assert groups_are_adjacent(after(keys, swaps))
 
 
+@settings(deadline=None)
 @given(KEYS)
 def test_nothing_is_swapped_where_groups_are_adjacent(keys: list[GroupKey]) -> None:
     assert adjacent_swaps(after(keys, adjacent_swaps(keys))) == []
@@ -67,6 +69,7 @@ def test_nothing_is_swapped_where_groups_are_adjacent(keys: list[GroupKey]) -> N
         assert adjacent_swaps(keys) == []
 
 
+@settings(deadline=None)
 @given(KEYS)
 def test_each_swap_puts_a_row_right_and_the_last_one_two(keys: list[GroupKey]) -> None:
     swaps = adjacent_swaps(keys)
