@@ -9,6 +9,7 @@ import pytest
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.offline.async_llm import AsyncLLM
 from logitship.server.offline.llm import LLM
+from logitship.server.offline.sampling_params import SamplingParams
 
 
 @pytest.fixture
@@ -29,6 +30,20 @@ def make_llm(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., 
 @pytest.fixture
 def llm(make_llm: Callable[..., LLM]) -> LLM:
     return make_llm()
+
+
+@pytest.fixture
+def assert_idle() -> Callable[[LLM], None]:
+    """Fails if anything of an earlier call runs. What this runs comes after the cancellations of earlier calls."""
+
+    def check(llm: LLM) -> None:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (output,) = llm.generate("still here", params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8
+        stats = llm._engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+    return check
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Logits processors written for vLLM, with vLLM's names alone."""

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from logitship.server.offline.llm import LLM
+from logitship.server.offline.outputs import RequestOutput
+from logitship.server.offline.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, *params, use_tqdm=False)
+
+
+CONVERSATION = [{"role": "user", "content": "hi"}]
+
+
+def chat(llm: LLM, messages: Any, params: Any = GREEDY, **options: Any) -> list[RequestOutput]:
+    return llm.chat(messages, params, use_tqdm=False, **options)
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    (output,) = chat(llm, CONVERSATION)
+    assert output.prompt == "user: hi\nassistant: "
+    assert tokens([output]) == tokens(quiet(llm, "user: hi\nassistant: ", GREEDY))
+
+
+def test_chat_takes_many_conversations(llm: LLM) -> None:
+    other: list[Mapping[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c"},
+    ]
+    outputs = chat(llm, [CONVERSATION, other], [GREEDY, GREEDY])
+    assert [output.prompt for output in outputs] == ["user: hi\nassistant: ", "system: a\nb\nassistant: c\nassistant: "]
+
+
+def test_chat_options(llm: LLM) -> None:
+    assert chat(llm, CONVERSATION, add_generation_prompt=False)[0].prompt == "user: hi\n"
+    template = "{{ greeting }} {{ messages[0]['content'] }}"
+    (output,) = chat(llm, CONVERSATION, chat_template=template, chat_template_kwargs={"greeting": "oh"})
+    assert output.prompt == "oh hi"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages: is an empty list"),
+        ([CONVERSATION, []], r"messages\[1\]: is an empty list"),
+        ([CONVERSATION, [{"role": "user"}]], r"messages\[1\]\[0\].content: is missing"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\].content: part 0 .* not a text part"),
+        ([{"role": "user", "content": "x" * 600}], "messages: has 6.. tokens"),
+    ],
+)
+def test_chat_refuses(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chat(llm, messages)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from logitship import CustomLogitProcessor
+from logitship.server.offline.llm import LLM
+from logitship.server.offline.outputs import RequestOutput
+from logitship.server.offline.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class Force(CustomLogitProcessor):
+    """Makes `token_id` the only token."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        for row, params in zip(logits, custom_param_list, strict=True):
+            row[:] = -torch.inf
+            row[params["token_id"]] = 0.0
+        return logits
+
+
+def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, *params, use_tqdm=False)
+
+
+def test_logprobs_are_vllms_dicts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    (output,) = quiet(llm, [10, 11, 12], params)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    assert [next(iter(table)) for table in completion.logprobs] == completion.token_ids
+    chosen = 0.0
+    for table, token_id in zip(completion.logprobs, completion.token_ids, strict=True):
+        chosen += table[token_id].logprob
+        assert len(table) == 2  # greedy: the token is the first of the two most likely
+        assert table[token_id].rank == 1
+        assert [entry.rank for entry in table.values()] == [1, 2]
+        assert table[token_id].decoded_token == llm.get_tokenizer().decode([token_id])
+    assert completion.cumulative_logprob == pytest.approx(chosen)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [next(iter(table)) for table in output.prompt_logprobs[1:] if table] == [11, 12]
+
+
+def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
+    (output,) = quiet(llm, "hello", GREEDY)
+    assert output.prompt_logprobs is None
+    assert output.outputs[0].logprobs is None
+    assert output.outputs[0].cumulative_logprob is None
+
+
+def test_stop_reasons_are_vllms(llm: LLM) -> None:
+    def ended_by(token_id: int, **params: Any) -> tuple[str | None, int | str | None]:
+        forced = SamplingParams(custom_logit_processor=Force, custom_params={"token_id": token_id}, **params)
+        completion = quiet(llm, "hello", forced)[0].outputs[0]
+        return completion.finish_reason, completion.stop_reason
+
+    assert ended_by(1) == ("stop", None)  # the model's own end token
+    assert ended_by(1, stop_token_ids=[1]) == ("stop", 1)
+    assert ended_by(50, stop_token_ids=[50]) == ("stop", 50)
+    text = llm.get_tokenizer().decode([70])
+    assert ended_by(70, stop=text * 2) == ("stop", text * 2)
+    assert ended_by(50, max_tokens=2) == ("length", None)
