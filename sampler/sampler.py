@@ -165,7 +165,8 @@ class Sampler:
                 if random_rows.outputs:
                     tokens[random_rows.rows] = self._draw(logits, random_rows, faults)
         # Also of those that did not run in this step: one may have failed when it was told what changed.
-        faults |= dict(take_faults(self._processors.all))
+        for row, fault in take_faults(self._processors.all):
+            faults.setdefault(row, fault)
         token_ids = tokens.tolist()
         # 11
         logprobs = self._logprobs(

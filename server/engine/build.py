@@ -129,9 +129,7 @@ def _sampler(config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin]) -> 
     pinned = device.type == "cuda"
     tokenizer = loaded.tokenizer.hf_tokenizer
     try:
-        processors = make_logits_processors(
-            plugins, config, device, pinned, tokenizer=tokenizer, wrap=GuardedProcessor
-        )
+        processors = make_logits_processors(plugins, config, device, pinned, tokenizer=tokenizer, wrap=GuardedProcessor)
     except PluginLoadError as error:
         raise StartError(str(error)) from error
     shipped = ShippedProcessors(

@@ -192,7 +192,7 @@ async def _submission(
         min_tokens=body.min_tokens,
         seed=body.seed,
         include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
-        extra_args=body.vllm_xargs,
+        extra_args=body.vllm_xargs or None,
         **values,
     )
     request = GenerationRequest(

@@ -153,7 +153,7 @@ class _Reader:
             logprobs=top,
             prompt_logprobs=None if start is None else top,
             prompt_logprobs_start=start or 0,
-            extra_args=body.vllm_xargs,
+            extra_args=body.vllm_xargs or None,
         )
         request = GenerationRequest(
             rid=rid,

@@ -62,7 +62,7 @@ class ForceByte(LogitsProcessor):
     """A batch processor that forces `extra_args["byte"]`."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.rows: BatchRows[int] = BatchRows(lambda params, *_: (params.extra_args or {}).get("byte"))
+        self.rows: BatchRows[int] = BatchRows(lambda params, *_: params.extra_args and params.extra_args.get("byte"))
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -167,6 +167,8 @@ def test_the_requests_parameters_stand_in_for_an_entrys(server: Server) -> None:
 @ROUTES
 def test_vllm_xargs_reach_the_batch_processor(server: Server, path: str) -> None:
     assert text_of(server.ok(path, vllm_xargs={"byte": ord("k")})) == "kkkk"
+    # vLLM hands an empty object on as None, and documents plugins that rely on it.
+    assert len(text_of(server.ok(path, vllm_xargs={}))) > 0
     error = server.error(path, vllm_xargs={"byte": "k"})
     assert error["message"] == "byte must be an integer"
 
