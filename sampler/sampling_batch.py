@@ -149,7 +149,7 @@ class SamplingBatch:
 
     def _index(self, rows: list[SamplingRow]) -> None:
         """Sort the rows by what they need, so that a step looks only at those that need something."""
-        self.prepared = _prepare(rows, self._device)
+        self.prepared = _prepare(rows, self._vocab_size, self._device)
         self.forbidden = {number: row.forbidden for number, row in enumerate(rows) if row.forbidden is not None}
         self._bad_words = {
             number: (row.bad_words, row.output_token_ids)
@@ -204,16 +204,18 @@ def _temperature(params: SamplingParams) -> float:
     return 1.0 if params.greedy else min(max(params.temperature, _FLOAT32.tiny), _FLOAT32.max)
 
 
-def _prepare(rows: Sequence[SamplingRow], device: torch.device) -> PreparedBatch:
+def _prepare(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> PreparedBatch:
     def numbers(condition: Callable[[SamplingParams], bool]) -> list[int]:
         return [number for number, row in enumerate(rows) if condition(row.params)]
 
+    random = numbers(lambda params: not params.greedy)
+    filtered = [number for number in random if _filters(rows[number].params, vocab_size)]
     return PreparedBatch(
         size=len(rows),
         temperature=_to(device, [_temperature(row.params) for row in rows], torch.float32)[:, None],
         greedy=_to(device, numbers(lambda params: params.greedy), torch.int64),
-        unfiltered=_random_rows(rows, numbers(lambda params: not params.greedy and not _filters(params)), device),
-        filtered=_random_rows(rows, numbers(lambda params: not params.greedy and _filters(params)), device),
+        unfiltered=_random_rows(rows, [number for number in random if number not in filtered], device),
+        filtered=_random_rows(rows, filtered, device),
         raw=_logprob_rows(rows, numbers(lambda params: _asks(params, "raw_logprobs"))),
         processed_greedy=_logprob_rows(
             rows, numbers(lambda params: params.greedy and _asks(params, "processed_logprobs"))
@@ -224,8 +226,8 @@ def _prepare(rows: Sequence[SamplingRow], device: torch.device) -> PreparedBatch
     )
 
 
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1
+def _filters(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size or params.top_p < 1
 
 
 def _asks(params: SamplingParams, mode: LogprobsMode) -> bool:
