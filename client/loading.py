@@ -13,19 +13,24 @@ import linecache
 import pickle
 import pickletools
 import sys
-import traceback
 import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from .author_errors import author_traceback, class_name, error_message, error_text
 from .class_names import missing_globals
 from .errors import ProcessorLoadError
 from .processor import CustomLogitProcessor
 from .processor_string import PYTHON, PickledProcessor, SourceProcessor
+from .scrub import scrub
 from .shipped_names import ShippedNames
 
+_LONGEST_NAME = 200
+_NOT_INSTALLED = (
+    "the processor needs the module {}, which is not installed here. If it is your own, serialize the class with "
+    "logitship's to_str(), which carries it"
+)
 _counter = itertools.count()
 _NO_NAMES: Mapping[tuple[str, str], Any] = {}
 
@@ -58,14 +63,15 @@ def instantiate(cls: type[CustomLogitProcessor]) -> CustomLogitProcessor:
     Raises:
         ProcessorLoadError: `__init__` needs arguments or raises.
     """
-    try:
-        inspect.signature(cls).bind()
-    except TypeError as error:
-        raise ProcessorLoadError(
-            f"{cls.__name__} cannot be made without arguments: {error}. Take the values from custom_params, or give "
-            "the arguments of __init__ defaults"
-        ) from None
-    with _explained(f"{cls.__name__} raised when it was made"):
+    name = class_name(cls)
+    with _explained(f"{name} raised when it was made"):
+        try:
+            inspect.signature(cls).bind()
+        except TypeError as error:
+            raise ProcessorLoadError(
+                f"{name} cannot be made without arguments: {error_message(error)}. Take the values from custom_params, "
+                "or give the arguments of __init__ defaults"
+            ) from None
         return cls()
 
 
@@ -112,24 +118,6 @@ def explain_name_error(error: NameError, cls: type) -> str | None:
         "behind. Import or define it inside the method, or serialize the class with logitship's to_str(), which "
         "carries what the class uses"
     )
-
-
-def author_traceback(error: BaseException) -> str:
-    """The traceback of an error from where it enters the author's code."""
-    report = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in report.stack if not _is_machinery(frame.filename)]
-    report.stack = traceback.StackSummary.from_list(frames)
-    return "".join(report.format(chain=False)) if frames else ""
-
-
-_PACKAGE = Path(__file__).parent.parent
-
-
-def _is_machinery(filename: str) -> bool:
-    """True for the code that loads and calls the author's: ours, pickle's and dill's."""
-    path = Path(filename)
-    ours = any(path.is_relative_to(_PACKAGE / folder) for folder in ("client", "sampler"))
-    return ours or filename == pickle.__file__ or path.parts[-2:] == ("dill", "_dill.py")
 
 
 def _unpickle(payload: bytes, names: ShippedNames) -> Any:
@@ -200,18 +188,18 @@ def _captured(string: SourceProcessor, names: ShippedNames) -> dict[str, Any]:
         return {}
     captured = _unpickle(string.captured, names)
     if not isinstance(captured, dict):
-        raise ProcessorLoadError(f"'captured' is not a dict of values but {type(captured).__name__}")
+        raise ProcessorLoadError(f"'captured' is not a dict of values but {class_name(type(captured))}")
     return captured
 
 
 def _check_class(cls: Any) -> type[CustomLogitProcessor]:
     if not isinstance(cls, type):
-        raise ProcessorLoadError(f"the processor is not a class but {type(cls).__name__}")
+        raise ProcessorLoadError(f"the processor is not a class but {class_name(type(cls))}")
     if not issubclass(cls, CustomLogitProcessor):
-        raise ProcessorLoadError(f"class {cls.__name__} is not a subclass of CustomLogitProcessor")
+        raise ProcessorLoadError(f"class {class_name(cls)} is not a subclass of CustomLogitProcessor")
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     if abstract:
-        raise ProcessorLoadError(f"class {cls.__name__} is abstract: it lacks {', '.join(abstract)}")
+        raise ProcessorLoadError(f"class {class_name(cls)} is abstract: it lacks {', '.join(abstract)}")
     return cls
 
 
@@ -222,12 +210,15 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except ProcessorLoadError:
         raise
-    except ModuleNotFoundError as error:
-        message = (
-            f"the processor needs the module {error.name!r}, which is not installed here. If it is your own, serialize "
-            f"the class with logitship's to_str(), which carries it\n{author_traceback(error)}"
-        )
-        raise ProcessorLoadError(message.rstrip()) from error
     except (Exception, SystemExit) as error:  # author's code may raise anything
-        message = f"{what}: {type(error).__name__}: {error}\n{author_traceback(error)}"
-        raise ProcessorLoadError(message.rstrip()) from error
+        module = _missing_module(error)
+        message = f"{what}: {error_text(error)}" if module is None else _NOT_INSTALLED.format(module)
+        raise ProcessorLoadError(f"{message}\n{author_traceback(error)}".rstrip()) from error
+
+
+def _missing_module(error: BaseException) -> str | None:
+    """The module that was looked for, if that is what the error says."""
+    # The attributes of a subclass may be the author's code, and so may the name.
+    if type(error) is not ModuleNotFoundError or type(error.name) is not str:
+        return None
+    return repr(scrub(error.name[:_LONGEST_NAME]))

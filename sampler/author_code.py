@@ -5,23 +5,17 @@ What is caught here is what a careless author does. Code that means harm has the
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import CoroutineType
 from typing import Any, TypeVar
 
 import torch
 
+from logitship.client.author_errors import author_traceback, class_name, error_text
 from logitship.client.errors import ProcessorFault
 from logitship.client.loading import explain_name_error
 
 T = TypeVar("T")
-
-_LONGEST_TEXT = 4096
-"""Characters of an exception's message, or of its traceback, that are kept."""
-
-_FOLDER = Path(__file__).parent
 
 
 class BadResult(TypeError):
@@ -142,40 +136,6 @@ def non_finite_fault(row: torch.Tensor, *, name: str, digest: str = "") -> Proce
     return ProcessorFault(f"processor {name} {found}", digest=digest, name=name, kind="non_finite")
 
 
-def class_name(cls: type) -> str:
-    """The name that the class was made with. `cls.__name__` asks its metaclass, which may be the author's code."""
-    name: str = type.__dict__["__name__"].__get__(cls)
-    return name
-
-
-def error_text(error: BaseException) -> str:
-    """The exception's type and message."""
-    name, message = class_name(type(error)), error_message(error)
-    return f"{name}: {message}" if message else name
-
-
-def error_message(error: BaseException) -> str:
-    """The exception's message. It is the author's code, which may fail or be endless."""
-    try:
-        text = _as_utf8(str(error))
-    except BaseException as second:  # noqa: BLE001
-        return f"(its message cannot be shown: str() raised {class_name(type(second))})"
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}… ({len(text)} characters)"
-
-
-def author_traceback(error: BaseException) -> str:
-    """The traceback from where it enters the author's code: without the frames of this folder that lead there."""
-    try:
-        frames = error.__traceback__
-        while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == _FOLDER:
-            frames = frames.tb_next
-        text = _as_utf8("".join(traceback.format_exception(type(error), error, frames, limit=-20)))
-    # It reads attributes of the exception, which are the author's code too.
-    except BaseException as second:  # noqa: BLE001
-        return f"(the traceback cannot be shown: {class_name(type(second))})"
-    return text if len(text) <= _LONGEST_TEXT else f"…{text[-_LONGEST_TEXT:]}"  # its end says most
-
-
 def _hint(error: BaseException, shipped_class: type | None) -> str | None:
     """What more there is to tell the author."""
     if type(error) is not NameError or shipped_class is None:
@@ -185,8 +145,3 @@ def _hint(error: BaseException, shipped_class: type | None) -> str | None:
     # It reads attributes of the exception and of the class.
     except BaseException:  # noqa: BLE001
         return None
-
-
-def _as_utf8(text: str) -> str:
-    """The text with lone surrogates written as escapes: no answer could carry them. A subclass of str becomes one."""
-    return str.encode(text, "utf-8", "backslashreplace").decode()

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from logitship.client.author_errors import author_traceback, error_text
 from logitship.client.errors import ProcessorLoadError
 
-from .author_code import author_traceback, call, error_text
+from .author_code import call
 from .request_callable import RequestLogitsProcessor, accepts, convention_of, name_of
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from .author_code import edit
+from .local_host import LocalHost
 from .processor_host import LoadedProcessor
 from .request_callable import bind
 
@@ -21,21 +22,21 @@ _BOUND = "bound callable"
 """Where the view's `state` holds the callable, tied to the view's tokens. The callable itself never sees the view."""
 
 
-class CallableHost:
+class CallableHost(LocalHost):
     """Runs callables in this process: they are the operator's.
 
     A `LoadedProcessor` of this host is one sequence's: `per_sequence` is True, and `instance` is a callable that
     `CallableFactory` made for it.
     """
 
-    def load(self, string: ProcessorString) -> NoReturn:
+    def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
         """Never called: callables come from a `CallableFactory`, and not in processor strings."""
         raise AssertionError("a request-level callable is not loaded from a processor string")
 
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """See `ProcessorHost.run`. There is one row, and its parameters hold nothing but `__req__`."""
+        """See `LocalHost.run`. There is one row, and its parameters hold nothing but `__req__`."""
         [params] = param_list
         edit(
             partial(_run, processor.instance, params["__req__"]),

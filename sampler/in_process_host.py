@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
+from logitship.client.author_errors import class_name, error_message, error_text
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.loading import instantiate, load_class
 from logitship.client.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 
-from .author_code import call, class_name, edit, error_message, error_text
+from .author_code import call, edit
+from .local_host import LocalHost
 from .processor_host import LoadedProcessor
 
 
-class InProcessHost:
+class InProcessHost(LocalHost):
     """Loads and calls processors right here. Only for code that the operator would run anyway.
 
     Args:
@@ -25,7 +27,7 @@ class InProcessHost:
     def __init__(self, names: Mapping[tuple[str, str], Any]) -> None:
         self._names = names
 
-    def load(self, string: ProcessorString) -> LoadedProcessor:
+    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
         """See `ProcessorHost.load`."""
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
@@ -38,12 +40,12 @@ class InProcessHost:
         # `load_class` lets KeyboardInterrupt and its like pass. Raised by the author's code, they must not end us.
         except BaseException as error:  # noqa: BLE001
             raise ProcessorLoadError(f"the processor could not be loaded: {error_text(error)}") from None
-        return LoadedProcessor(runnable.digest, class_name(cls), _size(runnable), self, instance)
+        return LoadedProcessor(runnable.digest, class_name(cls), self, instance, tenant=tenant)
 
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """See `ProcessorHost.run`."""
+        """See `LocalHost.run`."""
         params = list(param_list)
         edit(
             lambda given: processor.instance(given, params),
@@ -54,8 +56,3 @@ class InProcessHost:
         )
         return logits
 
-
-def _size(string: PickledProcessor | SourceProcessor) -> int:
-    if isinstance(string, PickledProcessor):
-        return len(string.payload)
-    return len(string.source.encode()) + len(string.captured)

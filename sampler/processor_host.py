@@ -1,13 +1,13 @@
 """The narrow place where shipped code is loaded and called.
 
 Everything else in the package handles a `LoadedProcessor` as a name and a digest. Where the code really runs is the
-host's business: in this process (`InProcessHost`), or elsewhere.
+host's business: in this process (`LocalHost`), or in a process of its own (`SandboxHost`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from logitship.client.errors import ProcessorLoadError
@@ -15,7 +15,11 @@ from logitship.client.errors import ProcessorLoadError
 if TYPE_CHECKING:
     import torch
 
+    from logitship.client.errors import ProcessorFault
     from logitship.client.processor_string import ProcessorString
+
+    from .request_view import ModelView
+    from .sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,24 +29,83 @@ class LoadedProcessor:
     Attributes:
         digest: its identity, `sha256:…` of what the host runs.
         name: the class's name, for people.
-        size: bytes it counts for in the cache.
         host: who runs it.
         instance: whatever the host needs for that. Nobody else touches it.
         per_sequence: it was made for one sequence and runs on that one's row alone, whoever has the same digest.
+        tenant: whose it is. Two tenants never share a loaded processor, because a class may keep things on itself.
     """
 
     digest: str
     name: str
-    size: int
     host: ProcessorHost
     instance: Any
     per_sequence: bool = False
+    tenant: str = ""
+
+    @property
+    def group_name(self) -> str:
+        """The same for all uses of it, and for those of no other: rows of the same name are a group."""
+        return f"{self.tenant}/{self.digest}"
+
+
+@dataclass(frozen=True)
+class HostedSequence:
+    """A sequence that carries a processor, as its host gets to know it.
+
+    Attributes:
+        rid: the request id.
+        params: the request's parameters for the processor; not to be changed.
+        prompt_token_ids: the prompt.
+        output_token_ids: the engine's own list of output tokens, which grows.
+        sampling_params: the request's sampling parameters.
+        model: what processors may know of the model.
+    """
+
+    rid: str
+    params: Mapping[str, Any]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling_params: SamplingParams
+    model: ModelView
+
+
+class HostedRow(Protocol):
+    """A sequence at its host, while it has a row of the batch."""
+
+    def sync(self) -> None:
+        """Take over the tokens that came since the last step. Once a step."""
+        ...
+
+    def close(self) -> None:
+        """The sequence left the batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What came of a call.
+
+    Attributes:
+        seconds: how long it took.
+        faults: of the rows, by their place in the call, that have none of the processor's logits, and why.
+    """
+
+    seconds: float
+    faults: Mapping[int, ProcessorFault] = field(default_factory=dict)
+
+
+class Run(Protocol):
+    """A call that was begun."""
+
+    def finish(self) -> RunOutcome:
+        """Wait for its end. The rows hold what the processor made of them; those of the faults are unspecified."""
+        ...
 
 
 class ProcessorHost(Protocol):
     """Loads processors and runs them."""
 
-    def load(self, string: ProcessorString) -> LoadedProcessor:
+    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
         """Make a processor ready to run. May take long; never called on the step path.
 
         Raises:
@@ -50,20 +113,28 @@ class ProcessorHost(Protocol):
         """
         ...
 
-    def run(
-        self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
-    ) -> torch.Tensor:
-        """Call a processor on the rows of its group.
-
-        Args:
-            logits: float32 [rows, vocab], contiguous; may be edited in place.
-            param_list: one dict a row, in row order.
-
-        Returns:
-            float32 [rows, vocab] on the device of `logits`: either `logits` itself or a new tensor.
+    def ensure(self, processor: LoadedProcessor) -> None:
+        """Make a processor ready again, if what ran it is gone. May take long; never called on the step path.
 
         Raises:
-            ProcessorFault: it raised, or returned something other than a float tensor of that shape on that device.
+            ProcessorLoadError: it cannot be loaded any more.
+        """
+        ...
+
+    def unload(self, processor: LoadedProcessor) -> None:
+        """Let go of a processor that nobody uses any more."""
+        ...
+
+    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> HostedRow:
+        """Take in a sequence that got a row of the batch."""
+        ...
+
+    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> Run:
+        """Begin to call a processor on the rows of its group. Several calls may be begun before the first is finished.
+
+        Args:
+            logits: float32 [rows, vocab], contiguous; edited in place until the call is finished.
+            rows: what `attach` gave, in row order.
         """
         ...
 
@@ -78,7 +149,7 @@ class NoHost:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def load(self, string: ProcessorString) -> NoReturn:
+    def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
         """Refuse.
 
         Raises:
@@ -86,6 +157,18 @@ class NoHost:
         """
         raise ProcessorLoadError(self._reason)
 
-    def run(self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]) -> NoReturn:
+    def ensure(self, processor: LoadedProcessor) -> NoReturn:
         """Never called: there is no processor of this host."""
+        raise AssertionError("no processor was loaded")
+
+    def unload(self, processor: LoadedProcessor) -> NoReturn:
+        """Never called."""
+        raise AssertionError("no processor was loaded")
+
+    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> NoReturn:
+        """Never called."""
+        raise AssertionError("no processor was loaded")
+
+    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> NoReturn:
+        """Never called."""
         raise AssertionError("no processor was loaded")

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """What processors may know of the model: the same for all requests."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    tokenizer: Any
 
 
 class RequestView:
@@ -43,9 +53,7 @@ class RequestView:
         prompt_token_ids: list[int],
         output_token_ids: list[int],
         sampling_params: SamplingParams,
-        eos_token_ids: frozenset[int],
-        vocab_size: int,
-        tokenizer: Any,
+        model: ModelView,
     ) -> None:
         """Make the view of a sequence.
 
@@ -56,9 +64,9 @@ class RequestView:
         self.origin_input_ids = list(prompt_token_ids)
         self.output_ids = list(output_token_ids)
         self.sampling_params = copy.copy(sampling_params)
-        self.eos_token_ids = set(eos_token_ids)
-        self.vocab_size = vocab_size
-        self.tokenizer = tokenizer
+        self.eos_token_ids = set(model.eos_token_ids)
+        self.vocab_size = model.vocab_size
+        self.tokenizer = model.tokenizer
         self.state: dict[Any, Any] = {}
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
 GroupKey: TypeAlias = tuple[str, ...]
-"""Digests of a row's processors, in the order in which they run; () if it has none."""
+"""Group names of a row's processors, in the order in which they run; () if it has none."""
 
 
 def group_key(params: SamplingParams) -> GroupKey:
@@ -22,16 +22,16 @@ def group_key(params: SamplingParams) -> GroupKey:
     A processor that belongs to one sequence is a group of one row wherever that stands: "" holds its place, and is left
     out at the end.
     """
-    digests = ["" if use.processor.per_sequence else use.processor.digest for use in params.processors]
-    while digests and not digests[-1]:
-        digests.pop()
-    return tuple(digests)
+    names = ["" if use.processor.per_sequence else use.processor.group_name for use in params.processors]
+    while names and not names[-1]:
+        names.pop()
+    return tuple(names)
 
 
 def adjacent_swaps(keys: Sequence[GroupKey]) -> list[tuple[int, int]]:
     """Find swaps that make the rows of a group adjacent.
 
-    Afterwards rows with the same first digest are adjacent, among these rows those with the same second digest, and so
+    Afterwards rows of the same first processor are adjacent, among these rows those of the same second one, and so
     on. The fewest swaps cannot be had cheaply: to sort repeated keys with the fewest is NP-hard already (Amir et al.
     2009, "On the cost of interchange rearrangement in strings"). So it is done in two parts, linear but for sorting the
     groups. First each group gets the place where most of its rows stand already, and rows without a group fill what is
@@ -53,7 +53,7 @@ def adjacent_swaps(keys: Sequence[GroupKey]) -> list[tuple[int, int]]:
 def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
     """The key that belongs at each row."""
     arranged = list(keys)
-    # (first row, how many digests its members share, members in the order in which they stand now)
+    # (first row, how many processors its members share, members in the order in which they stand now)
     blocks: list[tuple[int, int, Sequence[GroupKey]]] = [(0, 0, keys)]
     # Not recursive: a request may carry more processors than Python nests calls.
     while blocks:
@@ -63,7 +63,7 @@ def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
             if len(key) > depth:
                 groups[key[depth]].append(place)
         ended = next((key for key in members if len(key) == depth), None)
-        if ended is not None:  # those without a further digest stand where no group will
+        if ended is not None:  # those without a further processor stand where no group will
             arranged[first : first + len(members)] = [ended] * len(members)
         for start, places in _placed(groups.values(), len(members)):
             blocks.append((first + start, depth + 1, [members[place] for place in places]))

@@ -6,9 +6,8 @@ once a step with the rows of its group and nothing else.
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -21,8 +20,8 @@ from logitship.client.records import Receipt
 from .author_code import non_finite_fault
 from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
-from .processor_host import LoadedProcessor
-from .request_view import OutputFollower, RequestView
+from .processor_host import HostedRow, HostedSequence, LoadedProcessor, Run
+from .request_view import ModelView
 from .sampling_params import SamplingParams
 
 
@@ -49,22 +48,12 @@ class ProcessorUse:
         return Receipt(self.processor.digest, self.processor.name, self.steps, round(self.seconds * 1e3, 3))
 
 
-@dataclass(frozen=True)
-class ModelView:
-    """What processors may know of the model: the same for all requests."""
-
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    tokenizer: Any
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Row:
-    """A use in its place: `params` is what the processor receives for this row, `__req__` included."""
+    """A use in its place, and the sequence at the processor's host."""
 
     use: ProcessorUse
-    output: OutputFollower
-    params: dict[str, Any]
+    hosted: HostedRow
 
 
 @dataclass
@@ -72,11 +61,9 @@ class _Group:
     """All rows of one processor, at one place in its requests' lists.
 
     Attributes:
-        stage: that place: 0 for a request's first processor. Stages run in order.
         rows: row numbers, ascending.
     """
 
-    stage: int
     processor: LoadedProcessor
     rows: list[int] = field(default_factory=list)
     members: list[_Row] = field(default_factory=list)
@@ -85,6 +72,24 @@ class _Group:
     def adjacent(self) -> bool:
         """True if the rows follow one another: the group is then a view of the logits."""
         return self.rows[-1] - self.rows[0] + 1 == len(self.rows)
+
+    def without(self, rows: Container[int]) -> _Group:
+        """The same without some rows."""
+        kept = [(row, member) for row, member in zip(self.rows, self.members, strict=True) if row not in rows]
+        return _Group(self.processor, [row for row, _ in kept], [member for _, member in kept])
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A call of a group's processor that was begun.
+
+    Attributes:
+        logits: float32 [rows of the group, vocab]: a view of the batch's logits if the group is adjacent.
+    """
+
+    group: _Group
+    logits: torch.Tensor
+    run: Run
 
 
 class ShippedProcessors(LogitsProcessor):
@@ -107,7 +112,8 @@ class ShippedProcessors(LogitsProcessor):
         self._model = model
         self._uses = uses
         self._rows: BatchRows[list[_Row]] = BatchRows(self._attach)
-        self._groups: list[_Group] = []
+        self._members: set[_Row] = set()
+        self._stages: list[list[_Group]] = []
         self._faults: dict[int, ProcessorFault] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -117,13 +123,16 @@ class ShippedProcessors(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch, and the outputs of the rows that have a processor."""
         if batch_update is not None and self._rows.update(batch_update):
-            self._groups = self._grouped()
-        for group in self._groups:
-            for member in group.members:
-                member.output.sync()
+            self._close_those_gone()
+            self._stages = self._grouped()
+        for member in self._members:
+            member.hosted.sync()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
+
+        The groups of a stage have no row in common: all are begun before the first is finished, so that those that run
+        in processes of their own work at the same time.
 
         Args:
             logits: float32 [rows, vocab].
@@ -132,10 +141,10 @@ class ShippedProcessors(LogitsProcessor):
             `logits`. The rows of `take_faults()` are zeros: the caller must not use them.
         """
         self._faults = {}  # a step that failed elsewhere may have left some
-        for group in self._groups:
-            healthy = group if not self._faults else self._without_faulty_rows(group)
-            if healthy.rows:
-                self._run(healthy, logits)
+        for stage in self._stages:
+            groups = stage if not self._faults else [group.without(self._faults) for group in stage]
+            for begun in [self._begin(group, logits) for group in groups if group.rows]:
+                self._finish(begun, logits)
         return logits
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
@@ -148,65 +157,59 @@ class ShippedProcessors(LogitsProcessor):
     ) -> list[_Row] | None:
         rows = []
         for use in self._uses(params):
-            view = RequestView(
+            sequence = HostedSequence(
                 rid=use.rid,
+                params=use.params,
                 prompt_token_ids=prompt_token_ids or [],
                 output_token_ids=output_token_ids,
                 sampling_params=params,
-                eos_token_ids=self._model.eos_token_ids,
-                vocab_size=self._model.vocab_size,
-                tokenizer=self._model.tokenizer,
+                model=self._model,
             )
-            # Deep: processors keep state in their parameters, and a request's `n` continuations share what it sent.
-            params_copy = copy.deepcopy(use.params) | {"__req__": view}
-            rows.append(_Row(use, OutputFollower(view, output_token_ids), params_copy))
+            rows.append(_Row(use, use.processor.host.attach(use.processor, sequence)))
         return rows or None
 
-    def _grouped(self) -> list[_Group]:
-        groups: dict[tuple[int, str, int | None], _Group] = {}
+    def _close_those_gone(self) -> None:
+        members = {member for members in self._rows.values() for member in members}
+        for member in self._members - members:
+            member.hosted.close()
+        self._members = members
+
+    def _grouped(self) -> list[list[_Group]]:
+        """The groups, stage by stage: a request's first processor is in stage 0. Stages run in order."""
+        stages: defaultdict[int, dict[tuple[str, int | None], _Group]] = defaultdict(dict)
         for row, members in sorted(self._rows.items()):
             for stage, member in enumerate(members):
                 processor = member.use.processor
-                key = (stage, processor.digest, row if processor.per_sequence else None)
-                group = groups.setdefault(key, _Group(stage, processor))
+                key = (processor.group_name, row if processor.per_sequence else None)
+                group = stages[stage].setdefault(key, _Group(processor))
                 group.rows.append(row)
                 group.members.append(member)
-        return sorted(groups.values(), key=lambda group: group.stage)
+        return [list(groups.values()) for _, groups in sorted(stages.items())]
 
-    def _without_faulty_rows(self, group: _Group) -> _Group:
-        kept = [(row, member) for row, member in zip(group.rows, group.members, strict=True) if row not in self._faults]
-        return _Group(group.stage, group.processor, [row for row, _ in kept], [member for _, member in kept])
-
-    def _run(self, group: _Group, logits: torch.Tensor) -> None:
+    def _begin(self, group: _Group, logits: torch.Tensor) -> _Begun:
         # Detached: a processor that writes values with a gradient must not tie all the logits to it.
         rows = logits[group.rows[0] : group.rows[-1] + 1].detach() if group.adjacent else logits[group.rows]
-        began = time.perf_counter()
-        try:
-            result = group.processor.host.run(group.processor, rows, [member.params for member in group.members])
-        except ProcessorFault as fault:
-            # The call is one for all rows, so that nobody can say which of them was the reason: all of them end.
-            self._faults |= dict.fromkeys(group.rows, fault)
-            logits[group.rows] = 0.0
-            return
-        share = (time.perf_counter() - began) / len(group.rows)
-        for member in group.members:
-            member.use.steps += 1
-            member.use.seconds += share
-        self._write_back(group, rows, result, logits)
+        return _Begun(
+            group, rows, group.processor.host.begin(group.processor, rows, [member.hosted for member in group.members])
+        )
 
-    def _write_back(self, group: _Group, rows: torch.Tensor, result: torch.Tensor, logits: torch.Tensor) -> None:
+    def _finish(self, begun: _Begun, logits: torch.Tensor) -> None:
+        group = begun.group
+        outcome = begun.run.finish()
+        share = outcome.seconds / len(group.rows)
+        for place, member in enumerate(group.members):
+            if place not in outcome.faults:
+                member.use.steps += 1
+                member.use.seconds += share
         # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
         # only where nothing else is left.
-        finite = torch.isfinite(result.amax(dim=-1)).tolist()
+        finite = torch.isfinite(begun.logits.amax(dim=-1)).tolist()
+        for place, (row, is_finite) in enumerate(zip(group.rows, finite, strict=True)):
+            fault = outcome.faults.get(place)
+            if fault is None and not is_finite:
+                fault = non_finite_fault(begun.logits[place], name=group.processor.name, digest=group.processor.digest)
+            if fault is not None:
+                self._faults[row] = fault
+                begun.logits[place] = 0.0
         if not group.adjacent:
-            logits[group.rows] = result
-        elif result is not rows:
-            rows.copy_(result)
-        if all(finite):
-            return
-        for row, is_finite in zip(group.rows, finite, strict=True):
-            if not is_finite:
-                self._faults[row] = non_finite_fault(
-                    logits[row], name=group.processor.name, digest=group.processor.digest
-                )
-                logits[row] = 0.0
+            logits[group.rows] = begun.logits

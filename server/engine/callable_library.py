@@ -70,7 +70,7 @@ class CallableLibrary:
             raise ProcessorLoadError(
                 f"Logits processor {name[:200]!r} could not be resolved: {type(error).__name__}: {error}"
             ) from error
-        return LoadedProcessor(_digest(wanted, name), name, 0, self._host, made, per_sequence=True)
+        return LoadedProcessor(_digest(wanted, name), name, self._host, made, per_sequence=True)
 
     def _find(self, name: str) -> Any:
         """The object of an allowed name.

@@ -43,7 +43,7 @@ def load() -> Callable[..., LoadedProcessor]:
     host = InProcessHost({})
 
     def loaded(call: Call, name: str) -> LoadedProcessor:
-        return LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, 1, host, call)
+        return LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, host, call)
 
     return loaded
 

@@ -24,11 +24,13 @@ from logitship.sampler.adapter import AdapterLogitsProcessor, RequestLogitsProce
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.logits_processors import LogitsProcessors
 from logitship.sampler.persistent_batch import PersistentBatch
+from logitship.sampler.local_host import LocalHost
 from logitship.sampler.processor_host import LoadedProcessor
 from logitship.sampler.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ModelView, ProcessorUse, ShippedProcessors
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 
 VOCAB = 12
 CPU = torch.device("cpu")
@@ -142,10 +144,10 @@ def alternate(row: torch.Tensor, value: int, prompt: Tokens, output: Tokens, ste
     return row + value if steps % 2 else -row
 
 
-class ToyHost:
+class ToyHost(LocalHost):
     """Runs a `RowFunction` on each row of a group."""
 
-    def load(self, string: ProcessorString) -> NoReturn:
+    def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
         raise AssertionError("nothing is loaded here")
 
     def run(
@@ -162,7 +164,7 @@ class ToyHost:
 
 HOST = ToyHost()
 SHIPPED = [
-    LoadedProcessor(f"sha256:{sha256(function.__name__.encode()).hexdigest()}", function.__name__, 1, HOST, function)
+    LoadedProcessor(f"sha256:{sha256(function.__name__.encode()).hexdigest()}", function.__name__, HOST, function)
     for function in (roll, lower, alternate)
 ]
 

@@ -11,7 +11,8 @@ from logitship.client.processor_string import InstalledProcessor
 from logitship.sampler.callable_host import CallableHost
 from logitship.sampler.persistent_batch import PersistentBatch
 from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.shipped_processors import ModelView, ShippedProcessors
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.shipped_processors import ShippedProcessors
 
 NewRequest = Callable[..., Any]
 Load = Callable[..., LoadedProcessor]
@@ -26,7 +27,7 @@ def host() -> CallableHost:
 
 def loaded(host: CallableHost, function: Any, name: str = "callable") -> LoadedProcessor:
     """All of one digest, as the sequences of one request are."""
-    return LoadedProcessor(f"sha256:{name}", name, 0, host, function, per_sequence=True)
+    return LoadedProcessor(f"sha256:{name}", name, host, function, per_sequence=True)
 
 
 class Batch:
@@ -139,7 +140,7 @@ def test_whatever_is_raised_is_a_fault(error: BaseException, host: CallableHost,
 
     _, faults = Batch(shipping("a", (loaded(host, end, "End"), {}))).step()
     assert faults[0].message == f"processor End raised {type(error).__name__}: {error}"
-    assert "raise error" in faults[0].traceback
+    assert ", in end\n" in faults[0].traceback
     assert "callable_host.py" not in faults[0].traceback.replace("test_callable_host.py", "")
 
 

@@ -48,7 +48,7 @@ def test_a_processor_is_known_by_what_runs() -> None:
     other = PickledProcessor(b"of another Python", python="2.7", source=string)
     host = InProcessHost({})
     loaded = host.load(other)
-    assert (loaded.digest, loaded.name, loaded.size) == (string.digest, "Shipped", len(string.source))
+    assert (loaded.digest, loaded.name) == (string.digest, "Shipped")
     assert loaded.host is host
 
 
@@ -131,7 +131,7 @@ def test_an_error_whose_attributes_raise() -> None:
     body = "class Odd(SyntaxError):\n    @property\n    def lineno(self): raise KeyboardInterrupt\nraise Odd('odd')"
     fault = fault_of(body)
     assert fault.message == "processor Shipped raised Odd: odd"
-    assert fault.traceback == "(the traceback cannot be shown: KeyboardInterrupt)"
+    assert fault.traceback.endswith("in __call__\n    raise Odd('odd')\nOdd: odd\n")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
-import torch
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import PickledProcessor, ProcessorString, SourceProcessor
@@ -24,19 +22,48 @@ class CountingHost:
         self.may_load = threading.Event()
         self.may_load.set()
         self.errors: list[BaseException] = []
+        self.ensured: list[LoadedProcessor] = []
+        self.unloaded: list[str] = []
+        self.most = 0
+        """Most processors that it held at one time, those that it was loading included."""
+        self._held = 0
+        self._lock = threading.Lock()
 
-    def load(self, string: ProcessorString) -> LoadedProcessor:
+    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
         assert isinstance(string, SourceProcessor)
+        self._count(1)
+        try:
+            return self._load(string, tenant)
+        except BaseException:
+            self._count(-1)
+            raise
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._held += change
+            self.most = max(self.most, self._held)
+
+    def _load(self, string: SourceProcessor, tenant: str) -> LoadedProcessor:
         self.loads.append(string.class_name)
         self.loading.release()
         assert self.may_load.wait(60)
         if self.errors:
             raise self.errors.pop(0)
-        return LoadedProcessor(string.digest, string.class_name, len(string.source), self, object())
+        return LoadedProcessor(string.digest, string.class_name, self, object(), tenant=tenant)
 
-    def run(
-        self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
-    ) -> torch.Tensor:
+    def ensure(self, processor: LoadedProcessor) -> None:
+        self.ensured.append(processor)
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def unload(self, processor: LoadedProcessor) -> None:
+        self.unloaded.append(processor.name)
+        self._count(-1)
+
+    def attach(self, *_: Any) -> NoReturn:
+        raise AssertionError("the cache runs nothing")
+
+    def begin(self, *_: Any) -> NoReturn:
         raise AssertionError("the cache runs nothing")
 
 
@@ -76,6 +103,7 @@ def test_the_least_recently_used_goes_first() -> None:
     for name in "ACD":
         use_once(cache, name)
     assert host.loads == ["A", "B", "C", "D"]
+    assert host.unloaded == ["B"]
     assert cache.stats().evictions == 1
     use_once(cache, "B")
     assert host.loads[-1] == "B"
@@ -127,11 +155,14 @@ def test_nothing_is_evicted_for_one_that_finds_no_room_anyway() -> None:
 
 
 def test_one_that_is_larger_than_the_cache_is_refused_for_good() -> None:
-    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=10, max_bytes=10)
     use_once(cache, "A", 2)
     with pytest.raises(ProcessorLoadError, match="counts for 11 bytes, more than the 10"):
         cache.acquire(string("B", 11))
     assert cache.stats().entries == 1
+    assert host.loads == ["A"]
+    assert host.unloaded == []
 
 
 def test_a_failed_load_leaves_nothing_behind() -> None:
@@ -148,18 +179,130 @@ def test_a_failed_load_leaves_nothing_behind() -> None:
 
 def test_a_host_that_loads_something_else_is_not_believed() -> None:
     class Confused(CountingHost):
-        def load(self, asked: ProcessorString) -> LoadedProcessor:
-            return super().load(string("other"))
+        def load(self, asked: ProcessorString, tenant: str = "") -> LoadedProcessor:
+            return super().load(string("other"), tenant)
 
-    with pytest.raises(ProcessorLoadError, match="the host loaded"):
-        ProcessorCache(Confused(), max_entries=1, max_bytes=100).acquire(string("A"))
+    class Indiscreet(CountingHost):
+        def load(self, asked: ProcessorString, tenant: str = "") -> LoadedProcessor:
+            return super().load(asked, "another")
+
+    for host in (Confused(), Indiscreet()):
+        cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+        with pytest.raises(ProcessorLoadError, match="the host loaded"):
+            cache.acquire(string("A"))
+        assert host.unloaded == host.loads
+        assert cache.stats().entries == 0
+
+
+def test_tenants_share_no_processor() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    processors = [cache.acquire(string("A"), tenant) for tenant in ("", "one", "two")]
+    assert len(set(processors)) == 3
+    assert [processor.tenant for processor in processors] == ["", "one", "two"]
+    assert len({processor.digest for processor in processors}) == 1
+    assert cache.acquire(string("A"), "one") is processors[1]
+    cache.release(processors[1])
+    for processor in processors:
+        cache.release(processor)
+    assert cache.stats() == CacheStats(hits=1, misses=3, evictions=0, entries=3, bytes=3)
+
+
+def test_what_is_found_is_made_ready_again() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    processor = cache.acquire(string("A"))
+    assert host.ensured == []
+    assert cache.acquire(string("A")) is processor
+    assert host.ensured == [processor]
+
+
+def test_what_cannot_be_made_ready_again_stays_where_it_is() -> None:
+    """The next who asks tries again, and those who hold it give it back as ever."""
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    processor = cache.acquire(string("A"))
+    host.errors.append(ProcessorLoadError("its sandbox does not start"))
+    with pytest.raises(ProcessorLoadError, match="does not start"):
+        cache.acquire(string("A"))
+    assert cache.acquire(string("A")) is processor
+    cache.release(processor)
+    cache.release(processor)
+    use_once(cache, "B")  # its users were counted right: it makes way
+    assert host.unloaded == ["A"]
+
+
+def test_making_ready_holds_up_nobody_else() -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Slow(CountingHost):
+        def ensure(self, processor: LoadedProcessor) -> None:
+            waiting.set()
+            assert go_on.wait(60)
+
+    cache = ProcessorCache(Slow(), max_entries=2, max_bytes=100)
+    use_once(cache, "A")
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(cache.acquire, string("A"))
+        assert waiting.wait(60)
+        cache.release(cache.acquire(string("B")))
+        assert cache.stats().entries == 2
+        go_on.set()
+        slow.result()
+
+
+def test_what_makes_way_is_unloaded_before_the_load() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    use_once(cache, "A")
+    host.may_load.clear()
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(cache.acquire, string("B"))
+        for _ in "AB":
+            assert host.loading.acquire(timeout=60)
+        assert host.unloaded == ["A"]
+        with pytest.raises(ProcessorCacheFull):  # the place is taken
+            cache.acquire(string("C"))
+        host.may_load.set()
+        loading.result()
+    assert host.loads == ["A", "B"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_never_hold_more_than_may_be_held(seed: int) -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    together = threading.Barrier(8)
+
+    def use(number: int) -> int:
+        rng = random.Random(8 * seed + number)
+        together.wait(60)
+        refused = 0
+        for _ in range(200):
+            try:
+                processor = cache.acquire(string(rng.choice("ABCDE")), rng.choice(["one", "two"]))
+            except ProcessorCacheFull:
+                refused += 1
+            else:
+                cache.release(processor)
+        return refused
+
+    with ThreadPoolExecutor(8) as pool:
+        refused = sum(pool.map(use, range(8)))
+    assert refused < 8 * 200
+    assert host.most <= 3
+    assert len(host.loads) == cache.stats().misses == len(host.unloaded) + cache.stats().entries
+    cache.clear()
+    assert len(host.loads) == len(host.unloaded)
 
 
 def test_clear_keeps_what_is_in_use() -> None:
-    cache = ProcessorCache(CountingHost(), max_entries=3, max_bytes=100)
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
     used = cache.acquire(string("A"))
     use_once(cache, "B")
     cache.clear()
+    assert host.unloaded == ["B"]
     assert cache.stats() == CacheStats(hits=0, misses=2, evictions=0, entries=1, bytes=1)
     cache.release(used)
     cache.clear()
@@ -225,25 +368,20 @@ def test_who_waits_for_a_load_that_fails_tries_for_itself() -> None:
     assert cache.stats().entries == 1
 
 
-def test_two_loads_at_once_do_not_take_each_others_place() -> None:
-    """Only what is loaded counts: of two that come to a cache for one, one finds room."""
+def test_a_load_that_fails_gives_its_place_back() -> None:
     host = CountingHost()
     cache = ProcessorCache(host, max_entries=1, max_bytes=100)
     host.may_load.clear()
-
-    def acquire(name: str) -> bool:
-        try:
-            cache.acquire(string(name))
-        except ProcessorCacheFull:
-            return False
-        return True
-
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(acquire, name) for name in "AB"]
-        for _ in futures:
-            assert host.loading.acquire(timeout=60)
+    host.errors.append(ProcessorLoadError("broken"))
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(cache.acquire, string("A"))
+        assert host.loading.acquire(timeout=60)
+        with pytest.raises(ProcessorCacheFull):
+            cache.acquire(string("B"))
         host.may_load.set()
-        assert sorted(future.result() for future in futures) == [False, True]
+        with pytest.raises(ProcessorLoadError, match="broken"):
+            loading.result()
+    cache.acquire(string("B"))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,19 +4,26 @@ from typing import Any
 
 import pytest
 
-from logitship.sampler.request_view import OutputFollower, RequestView
+from logitship.sampler.request_view import ModelView, OutputFollower, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
 
-def view_of(prompt: list[int], output: list[int], **fields: Any) -> RequestView:
-    defaults: dict[str, Any] = {
-        "rid": "r",
-        "sampling_params": SamplingParams(),
-        "eos_token_ids": frozenset({1}),
-        "vocab_size": 8,
-        "tokenizer": None,
-    }
-    return RequestView(prompt_token_ids=prompt, output_token_ids=output, **(defaults | fields))
+def view_of(
+    prompt: list[int],
+    output: list[int],
+    *,
+    rid: str = "r",
+    sampling_params: SamplingParams | None = None,
+    eos_token_ids: frozenset[int] = frozenset({1}),
+    tokenizer: Any = None,
+) -> RequestView:
+    return RequestView(
+        rid=rid,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        sampling_params=sampling_params or SamplingParams(),
+        model=ModelView(8, eos_token_ids, tokenizer),
+    )
 
 
 def test_it_says_what_sglang_says_of_a_request() -> None:

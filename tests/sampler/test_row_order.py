@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
@@ -131,13 +132,14 @@ def test_a_long_list_of_processors_is_no_deep_recursion() -> None:
 def test_the_key_of_a_request(load: Callable[..., LoadedProcessor]) -> None:
     def own(name: str) -> LoadedProcessor:
         loaded = load(lambda logits, params: logits, name)
-        return LoadedProcessor(loaded.digest, name, 1, loaded.host, loaded.instance, per_sequence=True)
+        return LoadedProcessor(loaded.digest, name, loaded.host, loaded.instance, per_sequence=True)
 
     def key_of(*processors: LoadedProcessor) -> Any:
         return group_key(SamplingParams(processors=tuple(ProcessorUse(each, {}, "r") for each in processors)))
 
     shared = load(lambda logits, params: logits, "Shared")
     assert key_of() == ()
-    assert key_of(shared, shared) == (shared.digest, shared.digest)
+    assert key_of(shared, shared) == (shared.group_name, shared.group_name)
     assert key_of(own("Own")) == ()
-    assert key_of(own("Own"), shared, own("Another")) == ("", shared.digest)
+    assert key_of(shared) != key_of(replace(shared, tenant="another"))
+    assert key_of(own("Own"), shared, own("Another")) == ("", shared.group_name)

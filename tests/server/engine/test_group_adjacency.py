@@ -12,12 +12,14 @@ import torch
 
 from logitship.client.processor_string import ProcessorString
 from logitship.sampler.interface import BatchUpdate, MoveDirectionality
+from logitship.sampler.local_host import LocalHost
 from logitship.sampler.logits_processors import LogitsProcessors
 from logitship.sampler.persistent_batch import PersistentBatch
 from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.request_view import ModelView
 from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ModelView, ProcessorUse, ShippedProcessors
+from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.server.engine.engine import Engine
 from logitship.server.engine.messages import GenerationChunk
 from logitship.server.engine.model_loader import LoadedModel
@@ -57,13 +59,13 @@ class Call:
     address: int
 
 
-class WatchedHost:
+class WatchedHost(LocalHost):
     """Runs the functions, and notes the calls of a step."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def load(self, string: ProcessorString) -> NoReturn:
+    def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
         raise AssertionError("nothing is loaded here")
 
     def run(self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Rows[dict[str, Any]]) -> torch.Tensor:
@@ -120,7 +122,7 @@ class WatchedEngine:
         rng = random.Random(rid)
         uses = []
         for stage, letter in enumerate(letters):
-            processor = LoadedProcessor(f"sha256:{letter}", letter, 1, self.host, FUNCTIONS[letter])
+            processor = LoadedProcessor(f"sha256:{letter}", letter, self.host, FUNCTIONS[letter])
             uses.append(ProcessorUse(processor, {"stage": stage}, rid))
         params = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.getrandbits(32), processors=tuple(uses))
         prompt = [rng.randrange(4, self._loaded.vocab_size) for _ in range(rng.randint(1, 20))]
