@@ -1,0 +1,1 @@
+"""Runs shipped processors in processes that the kernel locks down."""

@@ -1,0 +1,76 @@
+"""An assembler for the classic BPF programs that seccomp runs.
+
+A program is a list of instructions. Every jump here goes forward by a handful of instructions, so that the 8 bits
+of a conditional jump always suffice and no labels are needed. See `Documentation/userspace-api/seccomp_filter.rst` and
+`linux/bpf_common.h` of the kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+_LOAD_WORD = 0x20
+_JUMP_IF_EQUAL = 0x15
+_JUMP_IF_AT_LEAST = 0x35
+_JUMP_IF_ANY_BIT = 0x45
+_RETURN = 0x06
+
+_LONGEST_JUMP = 255
+_LONGEST_PROGRAM = 4096
+
+
+class Instruction(NamedTuple):
+    """One `struct sock_filter`."""
+
+    code: int
+    if_true: int
+    if_false: int
+    value: int
+
+
+def load(offset: int) -> Instruction:
+    """Load the 32-bit word at `offset` of `struct seccomp_data` into the accumulator."""
+    return Instruction(_LOAD_WORD, 0, 0, offset)
+
+
+def jump_if_equal(value: int, if_true: int, if_false: int) -> Instruction:
+    """Skip `if_true` instructions if the accumulator is `value`, else `if_false`."""
+    return _jump(_JUMP_IF_EQUAL, value, if_true, if_false)
+
+
+def jump_if_at_least(value: int, if_true: int, if_false: int) -> Instruction:
+    """Skip `if_true` instructions if the accumulator is `value` or more, unsigned, else `if_false`."""
+    return _jump(_JUMP_IF_AT_LEAST, value, if_true, if_false)
+
+
+def jump_if_any_bit(mask: int, if_true: int, if_false: int) -> Instruction:
+    """Skip `if_true` instructions if the accumulator has a bit of `mask`, else `if_false`."""
+    return _jump(_JUMP_IF_ANY_BIT, mask, if_true, if_false)
+
+
+def answer(verdict: int) -> Instruction:
+    """End the program with a `SECCOMP_RET_…` value."""
+    return Instruction(_RETURN, 0, 0, verdict)
+
+
+def assemble(instructions: Iterable[Instruction]) -> bytes:
+    """The program as the kernel takes it, an array of `struct sock_filter`.
+
+    Raises:
+        ValueError: it is empty or longer than the kernel allows, does not end with an answer, or jumps out of itself.
+    """
+    program: Sequence[Instruction] = list(instructions)
+    if not 0 < len(program) <= _LONGEST_PROGRAM or program[-1].code != _RETURN:
+        raise ValueError(f"a BPF program ends with an answer and has 1 to {_LONGEST_PROGRAM} instructions")
+    for place, each in enumerate(program):
+        if place + 1 + max(each.if_true, each.if_false) >= len(program) and each.code != _RETURN:
+            raise ValueError(f"instruction {place} of the BPF program jumps behind its end")
+    return b"".join(struct.pack("=HBBI", *each) for each in program)
+
+
+def _jump(code: int, value: int, if_true: int, if_false: int) -> Instruction:
+    if not (0 <= if_true <= _LONGEST_JUMP and 0 <= if_false <= _LONGEST_JUMP):
+        raise ValueError(f"a conditional jump of BPF goes 0 to {_LONGEST_JUMP} instructions forward")
+    return Instruction(code, if_true, if_false, value)

@@ -1,0 +1,125 @@
+"""A root directory for the template and its sandboxes in which only the libraries are, read-only."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import namespaces
+from .syscalls import syscall
+
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
+_MS_NOATIME, _MS_NODIRATIME, _MS_RELATIME, _ST_RELATIME = 1024, 2048, 1 << 21, 4096
+_MNT_DETACH = 2
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
+
+_MOUNT_POINTS = ("/tmp", "/mnt", "/media", "/srv", "/run", "/var/tmp", "/opt")
+"""Where the new root may be put together, in a mount namespace that nobody else sees."""
+_TMPFS_OPTIONS = b"mode=0755,size=1m,nr_inodes=4096"
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = (
+        ("set", ctypes.c_uint64),
+        ("clear", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("user_namespace", ctypes.c_uint64),
+    )
+
+
+def enter(readable: Sequence[Path]) -> bool:
+    """Move this process, in a mount namespace of its own, into a root directory that holds only some directories.
+
+    The new root is an empty file system in memory. Each directory is bound in it, read-only, at its path as written and
+    at its real path, so that links keep working; the directories above have mode 0755, so that another user gets to a
+    library below a private folder. `/dev` has `null` alone; there is no `/proc`.
+
+    Returns:
+        whether it worked. If not, the old root is as it was. The working directory is `/` in either case.
+
+    Raises:
+        OSError: the old root could not be let go of, after the change. The process must end.
+    """
+    os.chdir("/")
+    bindings = _bindings(readable)
+    place = _mount_point(bindings)
+    # Made here, whatever the caller did before: the mounts of the machine can't be meant by mistake.
+    if place is None or not namespaces.unshare("mount"):
+        return False
+    try:
+        _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE)
+        _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, _TMPFS_OPTIONS)
+    except OSError:
+        return False
+    try:
+        _fill(place, bindings)
+        os.chdir(place)
+        syscall("pivot_root", b".", b".")
+    except OSError:
+        os.chdir("/")
+        syscall("umount2", os.fsencode(place), _MNT_DETACH)
+        return False
+    # The old root now lies on top of the new one: pivot_root(2), "pivot_root(".", ".")".
+    syscall("umount2", b".", _MNT_DETACH)
+    os.chdir("/")
+    return True
+
+
+def _bindings(readable: Iterable[Path]) -> dict[Path, Path]:
+    """Where in the new root to which real directory, without those that lie below another."""
+    existing = [path for path in readable if os.path.isdir(path)]
+    targets = {place: path.resolve() for path in existing for place in (path, path.resolve())}
+    outermost = [place for place in sorted(targets) if not any(above in targets for above in place.parents)]
+    return {place: targets[place] for place in outermost}
+
+
+def _mount_point(bindings: dict[Path, Path]) -> Path | None:
+    needed = [*bindings, *bindings.values()]
+    hidden = {each for path in needed for each in (path, *path.parents)}
+    free = (Path(each) for each in _MOUNT_POINTS)
+    return next((path for path in free if path.is_dir() and path.resolve() not in hidden), None)
+
+
+def _fill(root: Path, bindings: dict[Path, Path]) -> None:
+    for place, target in bindings.items():
+        inside = root / place.relative_to("/")
+        _make_directories(root, inside)
+        _mount(str(target), inside, None, _MS_BIND | _MS_REC)
+        _make_read_only(inside)
+    _make_directories(root, root / "dev")
+    null = root / "dev/null"
+    null.touch()
+    _mount("/dev/null", null, None, _MS_BIND)
+    _mount(None, root, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+
+def _make_directories(root: Path, path: Path) -> None:
+    for each in reversed((path, *path.parents)):
+        if root in each.parents and not each.exists():
+            each.mkdir()
+            each.chmod(0o755)  # whatever the umask is
+
+
+def _make_read_only(path: Path) -> None:
+    """A bound directory, and on Linux 5.12 or later what is mounted below it."""
+    attributes = _MountAttributes(set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV)
+    size = ctypes.sizeof(attributes)
+    try:
+        syscall("mount_setattr", _AT_FDCWD, os.fsencode(path), _AT_RECURSIVE, attributes, size)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        # A remount sets all flags anew, and in a user namespace may take none away.
+        now = os.statvfs(path).f_flag
+        kept = now & (_MS_NOEXEC | _MS_NOATIME | _MS_NODIRATIME) | (_MS_RELATIME if now & _ST_RELATIME else 0)
+        _mount(None, path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | kept)
+
+
+def _mount(source: str | None, target: Path, kind: str | None, flags: int, options: bytes | None = None) -> None:
+    words = [None if each is None else os.fsencode(each) for each in (source, target, kind)]
+    syscall("mount", *words, flags, options)

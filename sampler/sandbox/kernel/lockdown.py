@@ -1,0 +1,127 @@
+"""Locking a forked process down, before it reads a byte of a client's: what it gives up, in the order that works."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from . import landlock, limits, namespaces, privileges, seccomp
+from .readable import readable_paths
+from .syscalls import syscall, this_machine
+
+__all__ = ["Lockdown", "readable_paths"]
+
+_LAST_DESCRIPTOR = (1 << 32) - 1
+
+
+class Lockdown:
+    """What a sandbox is locked down with, prepared once in the template, before the forks.
+
+    It holds two file descriptors, close-on-exec, which forked processes use and then lose.
+    """
+
+    def __init__(
+        self,
+        readable: Sequence[Path],
+        *,
+        memory_limit: int,
+        drop_to: tuple[int, int] | None = None,
+        landlock_abi: int | None = None,
+        jail_root: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            readable: directories in which files may be opened for reading. Without Landlock and without a root
+                directory of their own, sandboxes open none at all.
+            memory_limit: bytes of address space that a sandbox may take on top of the template's.
+            drop_to: user and group id of sandboxes that get none of their own; None keeps the template's.
+            landlock_abi: version of Landlock to use, 0 for none; the running kernel's by default.
+            jail_root: the template is in a root directory of its own (`jail_root.enter` answered True).
+
+        Raises:
+            OSError: this machine or kernel cannot lock a process down.
+        """
+        abi = landlock.abi() if landlock_abi is None else landlock_abi
+        self.memory_limit = memory_limit
+        self.drop_to = drop_to
+        self.opens_files = abi > 0 or jail_root
+        self._filter = seccomp.filter_program(this_machine(), opens_files=self.opens_files)
+        self._ruleset = landlock.create_ruleset(readable, abi) if abi > 0 else None
+        self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+    def apply(self, keep_fds: Sequence[int], uid: int | None = None) -> None:
+        """Lock this process down, for good. It must be freshly forked, with one thread.
+
+        After it, standard input, output and error are on `/dev/null`, and system calls are filtered.
+
+        Args:
+            keep_fds: descriptors that stay open, each 3 or more.
+            uid: user and group id to change to, instead of `drop_to`.
+
+        Raises:
+            OSError: a step failed, which the message names. The process is half locked and must end.
+            ValueError: a descriptor of `keep_fds` is below 3.
+        """
+        if min(keep_fds, default=3) < 3:
+            raise ValueError("keep_fds: 0, 1 and 2 go to /dev/null and cannot be kept")
+        parent = os.getppid()
+        with _step("file descriptors"):
+            ruleset = self._close_descriptors(keep_fds)
+        with _step("session"):
+            os.setsid()
+        with _step("resource limits"):
+            limits.impose(self.memory_limit)
+        user = (uid, uid) if uid is not None else self.drop_to
+        if user is not None:
+            with _step("user"):
+                privileges.become(*user)
+        namespaces.enter_for_sandbox()
+        with _step("capabilities"):
+            privileges.drop_capabilities()
+        with _step("privileges"):
+            # After the changes of user and capabilities, which undo these.
+            privileges.forbid_new_privileges()
+            privileges.set_dumpable(False)
+            privileges.die_with_parent(signal.SIGKILL)
+            if os.getppid() != parent:
+                raise ProcessLookupError(errno.ESRCH, "the template ended meanwhile")
+        if ruleset is not None:
+            with _step("landlock"):
+                landlock.restrict_self(ruleset)
+                os.close(ruleset)
+        with _step("seccomp"):
+            seccomp.install(self._filter)
+
+    def _close_descriptors(self, keep_fds: Sequence[int]) -> int | None:
+        for standard in (0, 1, 2):
+            os.dup2(self._null, standard)
+        ruleset = [] if self._ruleset is None else [self._ruleset]
+        first = 3
+        for kept in sorted({*keep_fds, *ruleset}):
+            _close_range(first, kept - 1)
+            first = kept + 1
+        _close_range(first, _LAST_DESCRIPTOR)
+        return self._ruleset
+
+
+def _close_range(first: int, last: int) -> None:
+    if first > last:
+        return
+    try:
+        syscall("close_range", first, last, 0)
+    except OSError:  # Linux before 5.9
+        os.closerange(first, min(last, os.sysconf("SC_OPEN_MAX")) + 1)
+
+
+@contextlib.contextmanager
+def _step(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # resource.setrlimit raises ValueError for what the kernel refuses
+        number = error.errno if isinstance(error, OSError) else errno.EPERM
+        raise OSError(number, f"cannot lock the sandbox down, step {name}: {error}") from error

@@ -1,0 +1,190 @@
+"""The system calls that a sandbox may make: an allow-list, with arguments where the name alone would allow too much.
+
+What is not listed answers EPERM. That includes every call of a later kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import termios
+from dataclasses import dataclass
+
+from . import bpf
+from .syscalls import Machine, prctl, syscall
+
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+_SECCOMP_GET_ACTION_AVAIL = 2
+
+ALLOW = 0x7FFF0000
+KILL_PROCESS = 0x80000000
+NOT_PERMITTED = 0x00050000 | errno.EPERM
+NOT_IMPLEMENTED = 0x00050000 | errno.ENOSYS
+
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+"""Offsets in `struct seccomp_data`."""
+_FIRST_X32_NUMBER = 0x40000000
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The argument's low 32 bits, all that the kernel looks at in an int, are one of `values`."""
+
+    argument: int
+    values: tuple[int, ...]
+
+    def compile(self) -> list[bpf.Instruction]:
+        """Falls out of its end where the condition holds."""
+        last = len(self.values)
+        tests = [bpf.jump_if_equal(value, last - place, 0) for place, value in enumerate(self.values)]
+        return [bpf.load(_low(self.argument)), *tests, bpf.answer(NOT_PERMITTED)]
+
+
+@dataclass(frozen=True)
+class OnlyBits:
+    """The argument's low 32 bits have none outside `mask`."""
+
+    argument: int
+    mask: int
+
+    def compile(self) -> list[bpf.Instruction]:
+        """Falls out of its end where the condition holds."""
+        others = ~self.mask & 0xFFFFFFFF
+        return [bpf.load(_low(self.argument)), bpf.jump_if_any_bit(others, 0, 1), bpf.answer(NOT_PERMITTED)]
+
+
+@dataclass(frozen=True)
+class IsNull:
+    """All 64 bits of the argument are zero."""
+
+    argument: int
+
+    def compile(self) -> list[bpf.Instruction]:
+        """Falls out of its end where the condition holds."""
+        return [
+            bpf.load(_low(self.argument)),
+            bpf.jump_if_equal(0, 0, 2),
+            bpf.load(_low(self.argument) + 4),
+            bpf.jump_if_equal(0, 1, 0),
+            bpf.answer(NOT_PERMITTED),
+        ]
+
+
+Condition = OneOf | OnlyBits | IsNull
+Rules = dict[str, tuple[Condition, ...]]
+
+_FUTEX_PRIVATE, _FUTEX_REALTIME = 128, 256
+_FUTEX_OPERATIONS = (0, 1, 3, 4, 9, 10)  # wait, wake, requeue, cmp_requeue, wait_bitset, wake_bitset
+
+_OPEN_FOR_READING = {
+    name: os.O_CLOEXEC | os.O_NONBLOCK | directory | no_follow | large_file
+    for name, directory, no_follow, large_file in (
+        ("x86_64", 0o200000, 0o400000, 0o100000),
+        ("aarch64", 0o040000, 0o100000, 0o400000),
+    )
+}
+"""Flags of open(2) that only read, by machine. The kernel's numbers: glibc's O_LARGEFILE is 0."""
+
+_TCGETS2 = 0x802C542A
+_HARMLESS_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17)
+"""normal, random, sequential, willneed, dontneed, free, (no)hugepage, (don't)dump: what allocators and numpy give."""
+
+_UNCONDITIONAL = (
+    # the step path first: a filter is read from its top
+    *("read", "write", "mmap", "munmap", "brk", "mprotect", "mremap"),
+    *("close", "readv", "writev", "pread64", "lseek", "fstat", "poll", "ppoll"),
+    *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "exit", "exit_group"),
+    *("gettimeofday", "time", "nanosleep", "getrandom"),
+    *("getpid", "gettid", "getppid", "getuid", "geteuid", "getgid", "getegid"),
+    *("getcpu", "sched_yield", "getrusage", "sysinfo", "uname"),
+)
+
+_READING_FILES = (
+    *("newfstatat", "stat", "lstat", "statx", "access", "faccessat", "faccessat2"),
+    *("readlink", "readlinkat", "getcwd", "getdents64"),
+)
+
+
+def rules(machine: Machine, *, opens_files: bool) -> Rules:
+    """What a sandbox may call, with the conditions on its arguments, all of which must hold.
+
+    Args:
+        machine: its architecture.
+        opens_files: files may be opened for reading, and looked at by path. A filter cannot see which: something else
+            must (Landlock, or a root directory with nothing else in it).
+    """
+    allowed: Rules = dict.fromkeys(_UNCONDITIONAL, ())
+    # Other advice lets the kernel share equal pages, whose timing tells what another process holds.
+    allowed["madvise"] = (OneOf(2, _HARMLESS_ADVICE),)
+    # Clocks with a high bit are those of other processes: how busy another tenant's sandbox is.
+    for name in ("clock_gettime", "clock_getres", "clock_nanosleep"):
+        allowed[name] = (OnlyBits(0, 0b1111),)
+    allowed["futex"] = (OneOf(1, _futex_operations()),)
+    # F_SETOWN and F_SETSIG would deliver any signal to any process of the same user, although kill is refused.
+    allowed["fcntl"] = (OneOf(1, (fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC)),)
+    # TCGETS is isatty(), which Python calls for each file it opens.
+    allowed["ioctl"] = (OneOf(1, (termios.TCGETS, _TCGETS2, termios.FIOCLEX, termios.FIONCLEX)),)
+    allowed["prlimit64"] = (OneOf(0, (0,)), IsNull(2))
+    allowed["sched_getaffinity"] = (OneOf(0, (0,)),)
+    if opens_files:
+        allowed |= dict.fromkeys(_READING_FILES, ())
+        for_reading = _OPEN_FOR_READING[machine.name]
+        allowed["open"] = (OnlyBits(1, for_reading),)
+        allowed["openat"] = (OnlyBits(2, for_reading),)
+    return {name: conditions for name, conditions in allowed.items() if name in machine.numbers}
+
+
+def filter_program(machine: Machine, *, opens_files: bool) -> bytes:
+    """The filter of a sandbox, ready for `install`; the arguments are those of `rules`."""
+    instructions = [
+        bpf.load(_ARCHITECTURE),
+        bpf.jump_if_equal(machine.audit_arch, 1, 0),
+        bpf.answer(KILL_PROCESS),
+        bpf.load(_NUMBER),
+    ]
+    if machine.name == "x86_64":  # numbers of the x32 ABI come under the same architecture
+        instructions += [bpf.jump_if_at_least(_FIRST_X32_NUMBER, 0, 1), bpf.answer(KILL_PROCESS)]
+    for name, conditions in rules(machine, opens_files=opens_files).items():
+        body = [each for condition in conditions for each in condition.compile()] + [bpf.answer(ALLOW)]
+        instructions += [bpf.jump_if_equal(machine.numbers[name], 0, len(body)), *body]
+    # Their flags lie behind a pointer, where a filter cannot look. ENOSYS makes libc take the older call.
+    for name in ("clone3", "openat2"):
+        instructions += [bpf.jump_if_equal(machine.numbers[name], 0, 1), bpf.answer(NOT_IMPLEMENTED)]
+    return bpf.assemble([*instructions, bpf.answer(NOT_PERMITTED)])
+
+
+class _Program(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def install(program: bytes) -> None:
+    """Filter this thread's system calls from now on, for good. Needs no_new_privs.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    described = _Program(len(program) // 8, program)
+    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described))
+
+
+def available() -> bool:
+    """Whether this kernel has filters that can kill a process (Linux 4.14)."""
+    try:
+        syscall("seccomp", _SECCOMP_GET_ACTION_AVAIL, 0, KILL_PROCESS.to_bytes(4, "little"))
+    except OSError:
+        return False
+    return True
+
+
+def _futex_operations() -> tuple[int, ...]:
+    plain = (*_FUTEX_OPERATIONS, 9 | _FUTEX_REALTIME)
+    return (*plain, *(each | _FUTEX_PRIVATE for each in plain))
+
+
+def _low(argument: int) -> int:
+    return _ARGUMENTS + 8 * argument

@@ -1,0 +1,470 @@
+"""Run by the tests in an interpreter of its own: prepares processes as they say, locks a child down, tries one thing.
+
+A process that locks itself down needs one thread, and cannot be undone: nothing to do inside pytest.
+
+Reads lines of JSON with the fields of `Plan`, and answers each with a line: the fields of `Outcome`, or `failure`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import importlib
+import json
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import termios
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from logitship.sampler.sandbox.kernel import bpf, jail_root, limits, namespaces, privileges, seccomp, self_test
+from logitship.sampler.sandbox.kernel.lockdown import Lockdown, readable_paths
+from logitship.sampler.sandbox.kernel.syscalls import this_machine
+
+ORDINARY = 60000
+"""Not 65534, the number that ids without a mapping show as."""
+
+
+@dataclass
+class Plan:
+    """What to do.
+
+    Attributes:
+        attempt: name of a function of this module, called where `where` says.
+        where: "locked", in a child under `Lockdown`; "jailed", in the process that forks those; "plain", at once.
+        argument: for the attempt.
+        nobody: change to an ordinary user first.
+        deny: system calls that this process can't make from the start, as under the profile of a container, each with
+            its errno.
+        deny_if: the same with EPERM, each with the number of an argument and the value that is refused.
+        open_first: descriptors below this number are open before.
+        hard_memory: `RLIMIT_AS` before.
+        namespaces, jail_root: enter them.
+        landlock_abi, memory_limit, drop_to, uid: as of `Lockdown` and its `apply`.
+        readable: those on top of `readable_paths()`.
+        keep: descriptors kept besides the child's socket.
+        imports: modules imported before anything is locked.
+    """
+
+    attempt: str
+    where: str = "locked"
+    argument: Any = None
+    nobody: bool = False
+    deny: dict[str, int] = dataclasses.field(default_factory=dict)
+    deny_if: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    open_first: int = 0
+    hard_memory: int | None = None
+    namespaces: bool = False
+    jail_root: bool = False
+    landlock_abi: int | None = None
+    memory_limit: int = 1 << 30
+    drop_to: tuple[int, int] | None = None
+    uid: int | None = None
+    readable: list[str] = dataclasses.field(default_factory=list)
+    keep: list[int] = dataclasses.field(default_factory=list)
+    imports: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What became of it.
+
+    Attributes:
+        result: the attempt's; None if the process did not get that far.
+        error: what it raised, with its class.
+        status: how the child ended, as `os.waitstatus_to_exitcode` says it.
+        entered, jailed: what the kernel gave.
+        seen: `/proc/PID/status` of the locked child, read from outside; empty in a process namespace.
+    """
+
+    result: Any = None
+    error: str = ""
+    status: int = 0
+    entered: tuple[str, ...] = ()
+    jailed: bool = False
+    seen: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def main() -> None:
+    """Serve: each plan in a forked process, for it cannot be undone."""
+    for line in sys.stdin:
+        plan = Plan(**json.loads(line))
+        try:
+            answer = in_child(partial(report_of, plan))
+        except RuntimeError as error:
+            answer = {"failure": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+def report_of(plan: Plan) -> dict[str, Any]:
+    return dataclasses.asdict(carry_out(plan))
+
+
+def carry_out(plan: Plan) -> Outcome:
+    for name in plan.imports:
+        importlib.import_module(name)
+    readable = [*readable_paths(), *map(Path, plan.readable)]
+    prepare(plan)
+    outcome = Outcome()
+    if plan.where == "plain":
+        run_here(plan, outcome)
+        return outcome
+    if not plan.namespaces:
+        go_on(plan, outcome, readable)
+        return outcome
+    outcome.entered = namespaces.enter()
+    return Outcome(**in_child(lambda: report_of_first(plan, outcome, readable)))
+
+
+def prepare(plan: Plan) -> None:
+    if plan.nobody:
+        privileges.become(ORDINARY, ORDINARY)
+        privileges.set_dumpable(True)  # as a process that was started by that user
+    if plan.deny or plan.deny_if:
+        deny(plan.deny, plan.deny_if)
+    while os.open("/dev/zero", os.O_RDONLY) < plan.open_first - 1:
+        pass
+    if plan.hard_memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (plan.hard_memory, plan.hard_memory))
+
+
+def report_of_first(plan: Plan, outcome: Outcome, readable: list[Path]) -> dict[str, Any]:
+    """What the first process in the new namespaces has to say."""
+    go_on(plan, outcome, readable)
+    return dataclasses.asdict(outcome)
+
+
+def go_on(plan: Plan, outcome: Outcome, readable: list[Path]) -> None:
+    if plan.jail_root:
+        outcome.jailed = jail_root.enter(readable)
+    if plan.where == "jailed":
+        run_here(plan, outcome)
+        return
+    lockdown = Lockdown(
+        readable,
+        memory_limit=plan.memory_limit,
+        drop_to=plan.drop_to and (plan.drop_to[0], plan.drop_to[1]),
+        landlock_abi=plan.landlock_abi,
+        jail_root=outcome.jailed,
+    )
+    lock_and_try(plan, outcome, lockdown)
+
+
+def run_here(plan: Plan, outcome: Outcome) -> None:
+    try:
+        outcome.result = globals()[plan.attempt](plan.argument)
+    except BaseException as error:  # noqa: BLE001  # the test has a look at it
+        outcome.error = f"{type(error).__name__}: {error}"
+
+
+def lock_and_try(plan: Plan, outcome: Outcome, lockdown: Lockdown) -> None:
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        descriptor = theirs.fileno()
+        report = Outcome()
+        try:
+            lockdown.apply([descriptor, *plan.keep], plan.uid)
+            os.write(descriptor, b"locked")
+            os.read(descriptor, 2)
+            run_here(plan, report)
+        except BaseException as error:  # noqa: BLE001  # the test has a look at it
+            report.error = f"{type(error).__name__}: {error}"
+        os.write(descriptor, json.dumps([report.result, report.error]).encode())
+        os._exit(0)
+    theirs.close()
+    hello = ours.recv(6)
+    if hello == b"locked":
+        outcome.seen = {} if plan.namespaces else status_of(child)
+        ours.sendall(b"go")
+        hello = b""
+    answer = hello + received(ours)
+    outcome.status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if answer:
+        outcome.result, outcome.error = json.loads(answer)
+
+
+def in_child(call: Callable[[], Any]) -> Any:
+    """Call it in a forked child, and return what it returned, by way of JSON.
+
+    Raises:
+        RuntimeError: with the traceback of what it raised.
+    """
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        try:
+            answer = {"result": call()}
+        except BaseException:  # noqa: BLE001  # raised again on the other side
+            answer = {"failure": traceback.format_exc()}
+        theirs.sendall(json.dumps(answer).encode())
+        os._exit(0)
+    theirs.close()
+    text = received(ours)
+    os.waitpid(child, 0)
+    answer = json.loads(text or b'{"failure": "the process ended without an answer"}')
+    if "failure" in answer:
+        raise RuntimeError(answer["failure"])
+    return answer["result"]
+
+
+def received(connection: socket.socket) -> bytes:
+    with connection, connection.makefile("rb") as file:
+        return file.read()
+
+
+def status_of(pid: int | str) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def deny(calls: dict[str, int], calls_if: dict[str, tuple[int, int]]) -> None:
+    """Answer these system calls with an errno, as the profile of a container does."""
+    machine = this_machine()
+    instructions = [bpf.load(0)]
+    for name, number in calls.items():
+        instructions += [bpf.jump_if_equal(machine.numbers[name], 0, 1), bpf.answer(0x00050000 | number)]
+    for name, (argument, value) in calls_if.items():
+        test = [bpf.load(16 + 8 * argument), bpf.jump_if_equal(value, 0, 1), bpf.answer(seccomp.NOT_PERMITTED)]
+        instructions += [bpf.load(0), bpf.jump_if_equal(machine.numbers[name], 0, len(test)), *test]
+    privileges.forbid_new_privileges()
+    seccomp.install(bpf.assemble([*instructions, bpf.answer(seccomp.ALLOW)]))
+
+
+# What is tried. Each takes the plan's argument; what it returns is JSON.
+
+
+def nothing(_: None) -> None:
+    """It got that far."""
+
+
+def forbidden_things(_: None) -> dict[str, Any]:
+    start = time.perf_counter()
+    return {"succeeded": self_test.run(), "seconds": time.perf_counter() - start}
+
+
+def unlisted_system_calls(opens_files: bool) -> list[tuple[int, int]]:
+    """Make every call that the filter does not list; those that were not refused with EPERM, with their errno."""
+    machine = this_machine()
+    listed = {machine.numbers[name] for name in seccomp.rules(machine, opens_files=opens_files)}
+    # uretprobe and uprobe pass every filter: outside of a probe's trampoline they end the process.
+    listed |= {335, 336} if machine.name == "x86_64" else set()
+    function = ctypes.CDLL(None, use_errno=True).syscall
+    answers = []
+    for number in sorted(set(range(600)) - listed):
+        ctypes.set_errno(0)
+        result = function(ctypes.c_long(number), *[ctypes.c_long(0)] * 6)
+        if result != -1 or ctypes.get_errno() != errno.EPERM:
+            answers.append((number, ctypes.get_errno()))
+    return answers
+
+
+def raw_system_call(words: list[int]) -> int:
+    """The errno that it answers, 0 if it succeeds."""
+    ctypes.set_errno(0)
+    function = ctypes.CDLL(None, use_errno=True).syscall
+    return ctypes.get_errno() if function(*map(ctypes.c_long, words)) == -1 else 0
+
+
+def import_modules(names: list[str]) -> list[str]:
+    return [importlib.import_module(name).__name__ for name in names]
+
+
+def arithmetic(_: None) -> list[float]:
+    """What processors do; the imports were done before."""
+    import dill
+    import numpy
+    import torch
+
+    namespace: dict[str, Any] = {}
+    exec("def ban(logits): logits[:, 3] = -1e9; return logits", namespace)
+    ban = dill.loads(dill.dumps(namespace["ban"], recurse=True))
+    logits = ban(torch.arange(2000 * 8, dtype=torch.float32).view(8, -1))
+    probabilities = logits.softmax(-1)
+    drawn = torch.multinomial(probabilities, 1)
+    product = torch.rand(300, 300) @ torch.rand(300, 300)
+    spectrum = numpy.fft.fft(numpy.random.default_rng().random(64))
+    assert drawn.shape == (8, 1)
+    assert torch.linalg.svd(product).S.isfinite().all()
+    assert numpy.isfinite(spectrum).all()
+    return [float(probabilities[0, 3]), float(probabilities.sum())]
+
+
+def look_at_paths(paths: list[str]) -> dict[str, Any]:
+    """What listing, or else reading each gives: names, text, or the errno."""
+    return {path: look_at(path) for path in paths}
+
+
+def look_at(path: str) -> Any:
+    try:
+        return sorted(os.listdir(path))
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        return error.errno
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        return error.errno
+
+
+def write_to_paths(paths: list[str]) -> dict[str, int]:
+    """The errno of making a file in each directory, 0 if that worked."""
+    return {path: write_to(path) for path in paths}
+
+
+def write_to(path: str) -> int:
+    try:
+        Path(path, "written").write_text("")
+    except OSError as error:
+        return error.errno or -1
+    return 0
+
+
+def environment(_: None) -> dict[str, Any]:
+    """What a process can know of where it is."""
+    return {
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "user": os.geteuid(),
+        "namespaces": links_of_namespaces(),
+    }
+
+
+def sandbox_namespaces(_: None) -> list[dict[str, str]]:
+    """Those of this process, then of a child that entered its own."""
+
+    def of_child() -> dict[str, str]:
+        namespaces.enter_for_sandbox()
+        return links_of_namespaces()
+
+    return [links_of_namespaces(), in_child(of_child)]
+
+
+def links_of_namespaces() -> dict[str, str]:
+    return {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")}
+
+
+def root_and_mounts(_: None) -> list[Any]:
+    """Names in the root directory, where this process stands, and what is mounted how."""
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [sorted(os.listdir("/")), os.getcwd(), sorted([words[4], words[5]] for words in mounts)]
+
+
+def as_another_user(path: str) -> Any:
+    if os.geteuid() == 0:
+        privileges.become(60001, 60001)
+    return look_at(path)
+
+
+def limits_of_resources(_: None) -> dict[str, int]:
+    names = ("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE", "NPROC", "NOFILE", "CPU")
+    return {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] for name in names}
+
+
+def allocate(sizes: list[int]) -> list[bool]:
+    """Whether each could be had, one after the other."""
+    return [could_allocate(size) for size in sizes]
+
+
+def could_allocate(size: int) -> bool:
+    try:
+        mmap.mmap(-1, size, mmap.MAP_PRIVATE).close()
+    except OSError:
+        return False
+    return True
+
+
+def address_space(hard: int | None) -> list[int]:
+    """What is measured, what the kernel says, and the limits before and after."""
+    if hard is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    measured = limits.address_space()
+    return [measured, pages * mmap.PAGESIZE, *before, *resource.getrlimit(resource.RLIMIT_AS)]
+
+
+def oom_score(_: None) -> str:
+    limits.die_first_when_memory_is_short()
+    return Path("/proc/self/oom_score_adj").read_text().strip()
+
+
+def descriptors(_: None) -> dict[str, int]:
+    """Those open, each with its device's number, 0 for what is no device."""
+    found = {}
+    for descriptor in range(200):
+        with contextlib.suppress(OSError):
+            found[str(descriptor)] = os.fstat(descriptor).st_rdev
+    return found
+
+
+def print_much(_: None) -> None:
+    print("x" * 100_000, flush=True)
+    print("x" * 100_000, file=sys.stderr, flush=True)
+
+
+def end_by(how: str) -> None:
+    if how == "segfault":
+        ctypes.string_at(0)
+    elif how == "abort":
+        os.abort()
+    elif how == "foreign ABI":
+        ctypes.CDLL(None).syscall(ctypes.c_long(0x40000000 + 39))  # getpid of x32
+
+
+def terminal_attributes(_: None) -> int | None:
+    try:
+        termios.tcgetattr(0)
+    except termios.error as error:
+        return int(error.args[0])
+    return None
+
+
+def can_become(ids: list[int]) -> bool:
+    return privileges.can_become(*ids)
+
+
+def become(ids: list[int]) -> list[Any]:
+    privileges.become(*ids)
+    return [os.getresuid(), os.getresgid(), os.getgroups(), privileges.capabilities()]
+
+
+def drop_capabilities(_: None) -> dict[str, str]:
+    privileges.drop_capabilities()
+    return status_of("self")  # by its number it would be another's where /proc is from outside
+
+
+def outlive_the_parent(_: None) -> bool:
+    """Whether a child that is to die with its parent is there after the parent's end."""
+    pipe, kept_by_child = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        ready, told = os.pipe()
+        if os.fork() == 0:
+            privileges.die_with_parent(signal.SIGKILL)
+            os.write(told, b"x")
+            signal.pause()
+        os.read(ready, 1)
+        os._exit(0)
+    os.close(kept_by_child)
+    os.waitpid(parent, 0)
+    return os.read(pipe, 1) != b""  # ends when the child, who has the other end, does
+
+
+if __name__ == "__main__":
+    main()

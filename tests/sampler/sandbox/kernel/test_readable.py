@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from logitship.sampler.sandbox.kernel import lockdown
+from logitship.sampler.sandbox.kernel.readable import readable_paths
+
+
+@pytest.fixture
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Directories in the import path."""
+    folders = {name: tmp_path / name for name in ("library", "work", "work/inside", "home", "home/packages")}
+    for folder in folders.values():
+        folder.mkdir()
+    folders["above"] = tmp_path
+    (tmp_path / "link").symlink_to(folders["work"])
+    folders["link"] = tmp_path / "link"
+    monkeypatch.chdir(folders["work"])
+    monkeypatch.setenv("HOME", str(folders["home"]))
+    monkeypatch.setattr(
+        sys, "path", [*map(str, folders.values()), "", "relative", "/", "/tmp", "/etc", "/nowhere/here"]
+    )
+    return folders
+
+
+def test_libraries_are_readable() -> None:
+    readable = readable_paths()
+    for module in (json, pytest):
+        file = Path(module.__file__ or "").resolve()
+        assert any(path.resolve() in file.parents for path in readable)
+    assert Path(sysconfig.get_path("purelib")) in readable
+    assert Path("/usr/lib") in readable
+
+
+def test_all_are_directories_in_order() -> None:
+    readable = readable_paths()
+    assert list(readable) == sorted(set(readable))
+    assert all(path.is_absolute() and path.is_dir() for path in readable)
+
+
+def test_entries_of_the_import_path_are_readable(entries: dict[str, Path]) -> None:
+    readable = readable_paths()
+    assert {entries["library"], entries["work/inside"], entries["home/packages"]} <= set(readable)
+
+
+@pytest.mark.parametrize("name", ["work", "link", "home", "above"])
+def test_the_working_directory_and_the_home_folder_are_not(entries: dict[str, Path], name: str) -> None:
+    assert entries[name] not in readable_paths()
+
+
+@pytest.mark.parametrize("path", ["/", "/etc", "/tmp", "/root", "/home", "/proc", "/dev", "/nowhere/here"])
+def test_nothing_as_wide_as_this_is(entries: dict[str, Path], path: str) -> None:
+    assert entries["library"] in readable_paths()
+    assert Path(path) not in readable_paths()
+
+
+def test_a_user_without_a_home_folder_has_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "")
+    assert Path("/usr/lib") in readable_paths()
+
+
+def test_the_lockdown_module_has_it() -> None:
+    assert lockdown.readable_paths is readable_paths

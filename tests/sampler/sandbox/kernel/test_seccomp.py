@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from logitship.sampler.sandbox.kernel import seccomp
+from logitship.sampler.sandbox.kernel.seccomp import ALLOW, KILL_PROCESS, NOT_IMPLEMENTED, NOT_PERMITTED
+from logitship.sampler.sandbox.kernel.syscalls import MACHINES, Machine
+
+Run = Callable[..., SimpleNamespace]
+X86_64, AARCH64 = MACHINES["x86_64"], MACHINES["aarch64"]
+I386_ARCHITECTURE = 0x40000003
+
+
+def interpret(program: bytes, number: int, architecture: int, arguments: Sequence[int]) -> int:
+    """What the kernel does with a filter; `struct seccomp_data` as in linux/seccomp.h."""
+    data = struct.pack("<iIQ6Q", number, architecture, 0, *arguments)
+    place, accumulator = 0, 0
+    for _ in range(len(program) // 8):
+        code, if_true, if_false, value = struct.unpack_from("<HBBI", program, place * 8)
+        place += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("<I", data, value)
+        elif code == 0x06:
+            return int(value)
+        else:
+            holds = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[code]
+            place += if_true if holds else if_false
+    raise AssertionError("the program has no answer")
+
+
+def holds(condition: seccomp.Condition, arguments: Sequence[int]) -> bool:
+    """The definition of a condition, word for word."""
+    given = arguments[condition.argument]
+    if isinstance(condition, seccomp.OneOf):
+        return given % 2**32 in condition.values
+    if isinstance(condition, seccomp.OnlyBits):
+        return given % 2**32 | condition.mask == condition.mask
+    return given == 0
+
+
+def expected(machine: Machine, opens_files: bool, number: int, architecture: int, arguments: Sequence[int]) -> int:
+    """The slow way to the verdict."""
+    if architecture != machine.audit_arch or (machine is X86_64 and number >= 0x40000000):
+        return KILL_PROCESS
+    names = [name for name, each in machine.numbers.items() if each == number]
+    rules = seccomp.rules(machine, opens_files=opens_files)
+    for name in names:
+        if name in rules:
+            return ALLOW if all(holds(condition, arguments) for condition in rules[name]) else NOT_PERMITTED
+        if name in ("clone3", "openat2"):
+            return NOT_IMPLEMENTED
+    return NOT_PERMITTED
+
+
+def interesting_words() -> st.SearchStrategy[int]:
+    """Words that conditions name, the same with high bits, flags put together, and any others."""
+    named = sorted(
+        {
+            word
+            for machine in MACHINES.values()
+            for conditions in seccomp.rules(machine, opens_files=True).values()
+            for condition in conditions
+            for word in getattr(condition, "values", (getattr(condition, "mask", 0),))
+        }
+    )
+    low = st.sampled_from(named) | st.integers(0, 20) | st.integers(0, 2**32 - 1) | bits()
+    return low | st.builds(lambda word, high: word | high << 32, low, st.integers(0, 2**32 - 1))
+
+
+def bits() -> st.SearchStrategy[int]:
+    return st.lists(st.integers(0, 31), max_size=4).map(lambda places: sum({1 << place for place in places}))
+
+
+NUMBERS = st.integers(0, 600) | st.sampled_from([0x40000000, 0x40000001, 0x40000208, 0x7FFFFFFF])
+ARCHITECTURES = st.sampled_from([X86_64.audit_arch, AARCH64.audit_arch, I386_ARCHITECTURE])
+ARGUMENTS = st.lists(interesting_words(), min_size=6, max_size=6)
+
+
+@pytest.mark.parametrize("opens_files", [True, False])
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+@settings(deadline=None)
+@given(st.data())
+def test_the_program_gives_the_verdict_of_the_rules(machine: Machine, opens_files: bool, data: st.DataObject) -> None:
+    program = seccomp.filter_program(machine, opens_files=opens_files)
+    conditional = [name for name, conditions in seccomp.rules(machine, opens_files=True).items() if conditions]
+    known = st.sampled_from(sorted(machine.numbers.values()))
+    with_conditions = st.sampled_from([machine.numbers[name] for name in conditional])
+    for _ in range(5):
+        number = data.draw(known | with_conditions | NUMBERS)
+        architecture = data.draw(st.just(machine.audit_arch) | ARCHITECTURES)
+        arguments = data.draw(ARGUMENTS)
+        assert interpret(program, number, architecture, arguments) == expected(
+            machine, opens_files, number, architecture, arguments
+        )
+
+
+@given(st.integers(0, 2**64 - 1))
+@example(0)
+@example(1 << 32)
+def test_a_null_pointer_has_64_zeros(word: int) -> None:
+    program = seccomp.filter_program(X86_64, opens_files=False)
+    verdict = interpret(program, X86_64.numbers["prlimit64"], X86_64.audit_arch, [0, 7, word, 0, 0, 0])
+    assert verdict == (ALLOW if word == 0 else NOT_PERMITTED)
+
+
+def verdict(machine: Machine, name: str, *arguments: int, opens_files: bool = True) -> int:
+    program = seccomp.filter_program(machine, opens_files=opens_files)
+    words = [word % 2**64 for word in (*arguments, 0, 0, 0, 0, 0, 0)[:6]]
+    return interpret(program, machine.numbers[name], machine.audit_arch, words)
+
+
+REFUSED = (
+    *("bpf", "capset", "clone", "connect", "execve", "io_uring_setup", "kill", "memfd_create", "mount", "pivot_root"),
+    *("process_vm_readv", "ptrace", "seccomp", "setuid", "socket", "umount2", "unshare", "close_range"),
+)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_reaches_others_is_refused(machine: Machine, name: str) -> None:
+    assert verdict(machine, name) == NOT_PERMITTED
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+@pytest.mark.parametrize(
+    "name", ["read", "write", "mmap", "munmap", "futex", "exit_group", "getrandom", "rt_sigreturn"]
+)
+def test_what_arithmetic_needs_is_allowed(machine: Machine, name: str) -> None:
+    assert verdict(machine, name) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_files_are_opened_for_reading_only_and_only_where_something_else_says_which(machine: Machine) -> None:
+    current_directory = -100
+    assert verdict(machine, "openat", current_directory, 0, os.O_RDONLY | os.O_CLOEXEC) == ALLOW
+    for flags in (
+        os.O_WRONLY,
+        os.O_RDWR,
+        os.O_CREAT,
+        os.O_TRUNC,
+        os.O_APPEND,
+        os.O_PATH,
+        os.O_TMPFILE & ~os.O_DIRECTORY,
+    ):
+        assert verdict(machine, "openat", current_directory, 0, flags) == NOT_PERMITTED
+    for name in ("openat", "newfstatat", "statx", "readlinkat", "faccessat"):
+        assert verdict(machine, name, opens_files=False) == NOT_PERMITTED
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_a_descriptor_cannot_be_made_to_send_signals(machine: Machine) -> None:
+    assert verdict(machine, "fcntl", 3, fcntl.F_GETFL) == ALLOW
+    for command in (fcntl.F_SETOWN, fcntl.F_SETSIG, fcntl.F_SETFL, fcntl.F_SETLEASE, fcntl.F_NOTIFY, 15):
+        assert verdict(machine, "fcntl", 3, command) == NOT_PERMITTED
+        assert verdict(machine, "fcntl", 3, command | 1 << 40) == NOT_PERMITTED
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_nothing_is_told_of_other_processes(machine: Machine) -> None:
+    cpu_clock_of_process = ~1234 << 3 | 2
+    assert verdict(machine, "clock_gettime", 1) == ALLOW
+    assert verdict(machine, "clock_gettime", cpu_clock_of_process) == NOT_PERMITTED
+    assert verdict(machine, "prlimit64", 1234, 7, 0) == NOT_PERMITTED
+    assert verdict(machine, "sched_getaffinity", 1234) == NOT_PERMITTED
+    mergeable = 12
+    assert verdict(machine, "madvise", 0, 4096, mergeable) == NOT_PERMITTED
+
+
+def test_a_call_that_the_machine_lacks_is_left_out() -> None:
+    assert "open" in seccomp.rules(X86_64, opens_files=True)
+    assert "open" not in seccomp.rules(AARCH64, opens_files=True)
+
+
+@pytest.mark.parametrize("opens_files", [True, False])
+def test_the_kernel_refuses_every_call_that_is_not_listed(run_plan: Run, opens_files: bool) -> None:
+    outcome = run_plan("unlisted_system_calls", opens_files, landlock_abi=None if opens_files else 0)
+    machine = MACHINES[os.uname().machine]
+    not_implemented = sorted([machine.numbers["clone3"], machine.numbers["openat2"]])
+    assert outcome.result == [[number, errno.ENOSYS] for number in not_implemented]
+
+
+def test_the_other_abi_ends_the_process(run_plan: Run) -> None:
+    assert run_plan("end_by", "foreign ABI").status == -31  # SIGSYS
+
+
+def test_this_kernel_has_filters() -> None:
+    assert seccomp.available()

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+Run = Callable[..., SimpleNamespace]
+
+
+def test_without_a_lock_it_succeeds_with_nearly_all(run_plan: Run, nobody: bool) -> None:
+    """So an empty list means something."""
+    found = set(run_plan("forbidden_things", where="plain", nobody=nobody).result["succeeded"])
+    assert found >= {
+        "read /etc/passwd",
+        "write in /tmp",
+        "write in /dev/shm",
+        "make a file in memory",
+        "open an internet socket",
+        "open a Unix socket",
+        "open a netlink socket",
+        "connect",
+        "fork",
+        "start a thread",
+        "execute a program",
+        "redirect signals",
+        "be traced",
+        "read another process",
+        "mount",
+        "change its own attributes",
+    }
+
+
+def test_a_descriptor_too_many_is_found(run_plan: Run) -> None:
+    assert run_plan("forbidden_things", keep=[7], open_first=8).result["succeeded"] == ["use an inherited descriptor"]
+
+
+def test_under_the_lock_nothing_succeeds_and_it_takes_no_time(run_plan: Run, nobody: bool) -> None:
+    result = run_plan("forbidden_things", nobody=nobody).result
+    assert result["succeeded"] == []
+    assert result["seconds"] < 0.5
