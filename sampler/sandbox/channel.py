@@ -1,0 +1,91 @@
+"""The trusted channel between the server, the launcher and the template: framed messages that may carry descriptors."""
+
+from __future__ import annotations
+
+import marshal
+import socket
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+from .protocol import HEADER
+
+_MOST_DESCRIPTORS = 4
+
+
+class Note(IntEnum):
+    """Kind of a message. What follows each are its values and, in brackets, its descriptors."""
+
+    SETUP = 1
+    """To the launcher: see `launcher.Setup`."""
+    LOADED = 2
+    """From the launcher: everything is imported."""
+    START = 3
+    """To the launcher: start a template [its channel]."""
+    READY = 4
+    """From a template: what protects its sandboxes, and what a self-test got through [pidfd of the template]."""
+    FORK = 5
+    """To a template: id [connection, region]."""
+    FORKED = 6
+    """From a template: id [pidfd]."""
+    NOT_FORKED = 7
+    """From a template: id, why."""
+    EXITED = 8
+    """From a template: id, wait status."""
+
+
+class ChannelClosed(Exception):
+    """The other side is gone."""
+
+
+class Channel:
+    """One end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def send(self, note: Note, *values: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send plain values. The caller keeps its descriptors.
+
+        Raises:
+            ChannelClosed: the other side is gone.
+        """
+        body = marshal.dumps(values)
+        header = HEADER.pack(note, 0, len(body))
+        try:
+            if descriptors:
+                socket.send_fds(self.connection, [header], descriptors)
+            else:
+                self.connection.sendall(header)
+            self.connection.sendall(body)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+
+    def receive(self) -> tuple[Note, tuple[Any, ...], list[int]]:
+        """Wait for a message: its kind, values and descriptors.
+
+        Raises:
+            ChannelClosed: the other side is gone.
+        """
+        try:
+            header, descriptors, _, _ = socket.recv_fds(
+                self.connection, HEADER.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            header += self._read(HEADER.size - len(header))
+            note, _, size = HEADER.unpack(header)
+            return Note(note), marshal.loads(self._read(size)), descriptors
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+
+    def close(self) -> None:
+        """Close this end."""
+        self.connection.close()
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = self.connection.recv(size - len(data))
+            if not piece:
+                raise ChannelClosed("end of stream")
+            data += piece
+        return bytes(data)

@@ -1,0 +1,100 @@
+"""What travels between the server and a sandbox.
+
+One stream socket and one shared region a sandbox. The region is float32 [max_rows, vocab]: the server copies the rows
+of a call into it, the sandbox leaves in it what its processor made of them. Everything else goes through the socket,
+each message with a header of 16 bytes.
+
+```
+server → sandbox                                            answer
+LOAD     a processor string, in pieces                      LOADED (its name) or REFUSED (why)
+ATTACH   a sequence: parameters, prompt, output so far      none
+DETACH   a sequence that left                               none
+STEP     rows, and the tokens that each gained              DONE, FAULTS, or AGAIN: send the rows once more
+RETRY    the rows are in the region once more               DONE or FAULTS
+```
+
+Assumptions:
+* The server trusts nothing that a sandbox sends: not its length, type or timing, and not that it is a sandbox's program
+  that answers. Answers are bytes, numbers and JSON, each bounded; nothing is unpickled.
+* A sandbox trusts the server: what the server sends is `marshal`, whose values are plain.
+
+Guarantees:
+* One call is under way at a time. `number` is the call's, and its answer's.
+* The sandbox may write into the region at any time. The server takes a copy, and looks only at that.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+HEADER = struct.Struct("<IIQ")
+"""Kind, number of the call, bytes of the body."""
+
+LONGEST_ANSWER = 1 << 16
+"""Bytes of an answer's body. The server reads no further, and takes a longer one for an attack."""
+
+FLOAT_BYTES = 4
+
+
+class Kind(IntEnum):
+    """Of a message."""
+
+    LOAD = 1
+    ATTACH = 2
+    DETACH = 3
+    STEP = 4
+    RETRY = 5
+
+
+class Answer(IntEnum):
+    """Of a sandbox."""
+
+    LOADED = 1
+    REFUSED = 2
+    DONE = 3
+    FAULTS = 4
+    AGAIN = 5
+
+
+def pack(kind: int, number: int, body: bytes = b"") -> bytes:
+    """A message."""
+    return HEADER.pack(kind, number, len(body)) + body
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A row of a call.
+
+    Attributes:
+        handle: the sequence, by the number that `ATTACH` gave it.
+        new_tokens: the output tokens that it gained since it was last spoken of.
+    """
+
+    handle: int
+    new_tokens: Sequence[int]
+
+
+def pack_step(rows: Sequence[StepRow]) -> bytes:
+    """The body of STEP."""
+    numbers = array("q", [len(rows)])
+    numbers.extend(row.handle for row in rows)
+    numbers.extend(len(row.new_tokens) for row in rows)
+    for row in rows:
+        numbers.extend(row.new_tokens)
+    return numbers.tobytes()
+
+
+def unpack_step(body: bytes) -> list[StepRow]:
+    """`pack_step` undone."""
+    numbers = array("q")
+    numbers.frombytes(body)
+    n = numbers[0]
+    rows, position = [], 1 + 2 * n
+    for handle, count in zip(numbers[1 : 1 + n], numbers[1 + n : position], strict=True):
+        rows.append(StepRow(handle, numbers[position : position + count].tolist()))
+        position += count
+    return rows

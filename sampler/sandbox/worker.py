@@ -1,0 +1,175 @@
+"""What runs in a sandbox: loads one processor, and calls it on the rows that the server puts into the shared region.
+
+By the time `serve` runs, the kernel refuses this process everything but arithmetic. Nothing here protects anybody from
+the processor: it could replace all of this module. It is here for the honest ones, and the server believes none of it.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import torch
+
+from logitship.client.author_errors import class_name, error_message, error_text
+from logitship.client.errors import ProcessorFault, ProcessorLoadError
+from logitship.client.loading import instantiate, load_class
+from logitship.client.processor import CustomLogitProcessor
+from logitship.client.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.author_code import edit
+from logitship.sampler.request_view import ModelView, RequestView
+from logitship.sampler.sampling_params import SamplingParams
+
+from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack, unpack_step
+from .row_retry import RowRetry
+
+_LONGEST_NAME = 200
+
+
+@dataclass
+class Member:
+    """A sequence whose rows the processor edits.
+
+    Attributes:
+        params: what the processor receives for its row, `__req__` included.
+        output_ids: the view's own list of output tokens.
+        restorable: see `GroupMember`.
+    """
+
+    params: dict[str, Any]
+    view: RequestView
+    output_ids: list[int]
+    restorable: bool = True
+
+    def extend(self, tokens: list[int]) -> None:
+        """Take over new output tokens."""
+        if tokens:
+            self.output_ids.extend(tokens)
+            self.view.output_ids = self.output_ids  # it may have been replaced or deleted
+
+
+class Worker:
+    """One processor, and the sequences that carry it.
+
+    Args:
+        logits: float32 [max_rows, vocab], the shared region.
+        model: what the processor may know of the model.
+        names: what shipped classes may refer to by name, see `load_class`.
+    """
+
+    def __init__(self, logits: torch.Tensor, model: ModelView, names: Mapping[tuple[str, str], Any]) -> None:
+        self._logits = logits
+        self._model = model
+        self._names = names
+        self._members: dict[int, Member] = {}
+        self._processor: CustomLogitProcessor | None = None
+        self._name = ""
+        self._retry = RowRetry(self._call)
+        self._failed: list[Member] = []
+
+    def handle(self, kind: int, body: bytes) -> tuple[Answer, bytes] | None:
+        """Do what a message says. The answer, if it has one."""
+        if kind == Kind.STEP:
+            return self._step(body)
+        if kind == Kind.RETRY:
+            return self._try_again()
+        if kind == Kind.ATTACH:
+            self._attach(*marshal.loads(body))
+        elif kind == Kind.DETACH:
+            self._members.pop(marshal.loads(body), None)
+        elif kind == Kind.LOAD:
+            return self._load(*marshal.loads(body))
+        return None
+
+    def _load(self, form: str, *pieces: Any) -> tuple[Answer, bytes]:
+        string = PickledProcessor(*pieces) if form == "pickled" else SourceProcessor(*pieces)
+        try:
+            cls = load_class(string, self._names)
+            self._processor = instantiate(cls)
+            self._name = class_name(cls)
+        except ProcessorLoadError as error:
+            return Answer.REFUSED, error_message(error).encode()
+        except BaseException as error:  # noqa: BLE001  # the author's code may raise anything
+            return Answer.REFUSED, f"the processor could not be loaded: {error_text(error)}".encode()
+        return Answer.LOADED, self._name[:_LONGEST_NAME].encode(errors="backslashreplace")
+
+    def _attach(
+        self, handle: int, rid: str, params: dict[str, Any], prompt: bytes, output: bytes, sampling: dict[str, Any]
+    ) -> None:
+        view = RequestView(
+            rid=rid,
+            prompt_token_ids=memoryview(prompt).cast("q").tolist(),
+            output_token_ids=memoryview(output).cast("q").tolist(),
+            sampling_params=SamplingParams(**sampling),
+            model=self._model,
+        )
+        self._members[handle] = Member({**params, "__req__": view}, view, view.output_ids)
+
+    def _step(self, body: bytes) -> tuple[Answer, bytes]:
+        rows = unpack_step(body)
+        members = [self._members[row.handle] for row in rows]
+        for row, member in zip(rows, members, strict=True):
+            member.extend(list(row.new_tokens))
+        faults = self._retry.attempt(self._logits[: len(members)], members)
+        if faults is None:
+            self._failed = members
+            return Answer.AGAIN, b""
+        return _told(faults)
+
+    def _try_again(self) -> tuple[Answer, bytes]:
+        members, self._failed = self._failed, []
+        return _told(self._retry.retry(self._logits[: len(members)], members))
+
+    def _call(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> None:
+        processor = self._processor
+        assert processor is not None
+        edit(lambda given: processor(given, params), logits, name=self._name, shipped_class=type(processor))
+
+
+def serve(connection: int, worker: Worker) -> None:
+    """Answer the server until it closes the connection.
+
+    Args:
+        connection: file descriptor of a stream socket.
+    """
+    while True:
+        kind, number, size = HEADER.unpack(_read(connection, HEADER.size))
+        answer = worker.handle(kind, _read(connection, size))
+        if answer is not None:
+            _write(connection, pack(answer[0], number, answer[1][:LONGEST_ANSWER]))
+
+
+def _told(faults: Mapping[int, ProcessorFault]) -> tuple[Answer, bytes]:
+    return (Answer.FAULTS, _faults_json(faults)) if faults else (Answer.DONE, b"")
+
+
+def _faults_json(faults: Mapping[int, ProcessorFault]) -> bytes:
+    """[[rows, kind, message, traceback], …], cut to what an answer may hold."""
+    rows_of: dict[ProcessorFault, list[int]] = {}
+    for row, fault in faults.items():
+        rows_of.setdefault(fault, []).append(row)
+    # JSON may need six bytes for a character.
+    room = (LONGEST_ANSWER // len(rows_of) - 200) // 6 // 2
+    return orjson.dumps(
+        [[rows, fault.kind, fault.message[:room], fault.traceback[-room:]] for fault, rows in rows_of.items()]
+    )
+
+
+def _read(connection: int, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = os.read(connection, size - len(data))
+        if not piece:
+            os._exit(0)  # the server is gone: nothing is left to do, least of all the author's atexit functions
+        data += piece
+    return bytes(data)
+
+
+def _write(connection: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(connection, view) :]

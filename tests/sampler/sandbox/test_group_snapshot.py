@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitship.sampler.request_view import ModelView, RequestView
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox.group_snapshot import LARGEST_SNAPSHOT, GroupSnapshot
+
+MODEL = ModelView(vocab_size=4, eos_token_ids=frozenset({0}), tokenizer=None)
+
+
+@dataclass
+class Member:
+    params: dict[str, Any]
+    view: RequestView
+    restorable: bool = True
+
+
+def member(params: dict[str, Any] | None = None, state: dict[Any, Any] | None = None) -> Member:
+    view = RequestView(
+        rid="r", prompt_token_ids=[1, 2], output_token_ids=[3], sampling_params=SamplingParams(), model=MODEL
+    )
+    view.state = {} if state is None else state
+    return Member({**(params or {}), "__req__": view}, view)
+
+
+def with_types(value: Any) -> Any:
+    """A value that equals another one only if the types within do too."""
+    if isinstance(value, dict):
+        return type(value), [(with_types(key), with_types(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple | deque):
+        return type(value), [with_types(item) for item in value]
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+)
+keys = st.text(max_size=3) | st.integers()
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists, dicts = st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)
+    return st.one_of(
+        lists,
+        dicts,
+        lists.map(tuple),
+        lists.map(deque),
+        dicts.map(OrderedDict),
+        dicts.map(lambda given: defaultdict(list, given)),
+        st.sets(keys, max_size=4),
+        st.frozensets(keys, max_size=4),
+        st.lists(keys).map(Counter),
+    )
+
+
+plain = st.recursive(leaves, containers, max_leaves=12)
+values = st.dictionaries(st.text(max_size=5).filter(lambda key: key != "__req__"), plain, max_size=4)
+
+
+@given(st.lists(st.tuples(values, values), min_size=1, max_size=4))
+def test_plain_values_come_back_exactly(given: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    members = [member(*copy.deepcopy(one)) for one in given]
+    dicts = [(one.params, one.view.state) for one in members]
+    snapshot = GroupSnapshot(members)
+    for one in members:
+        for value in (one.params, one.view.state):
+            for part in value.values():
+                if isinstance(part, list | deque):
+                    part.append("spoilt")
+                elif isinstance(part, dict):
+                    part["spoilt"] = 1
+            value.clear()
+            value["spoilt"] = True
+        one.view.state = {"spoilt": 2}
+    assert len(snapshot) == len(members)
+    assert snapshot.restore() == set(range(len(members)))
+    for one, (params, state), (params_dict, state_dict) in zip(members, given, dicts, strict=True):
+        assert one.params is params_dict
+        assert one.view.state is state_dict
+        assert one.params.pop("__req__") is one.view
+        assert with_types(one.params) == with_types(params)
+        assert with_types(state_dict) == with_types(state)
+        assert one.restorable
+
+
+class Own:
+    pass
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        raise AssertionError("a snapshot runs nothing of the author's")
+
+
+NOT_PLAIN = {
+    "tensor": torch.zeros(2),
+    "numpy array": np.zeros(2),
+    "numpy number": np.float64(1.5),  # a subclass of float, which marshal would write as bytes
+    "numpy integer": np.int64(1),
+    "memoryview": memoryview(b"ab"),
+    "object": Own(),
+    "class": Own,
+    "function": len,
+    "lambda": lambda: 0,
+    "subclass of str": Text("a"),
+    "code": RunsCode(),
+    "module": torch,
+    "iterator": iter([1]),
+    "factory of its own": defaultdict(lambda: 0),
+    "generator": torch.Generator(),
+}
+
+
+@pytest.mark.parametrize("where", ["params", "state", "deep"])
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_plain_is_not_kept_and_not_looked_at_again(name: str, where: str) -> None:
+    value: dict[str, Any] = {"value": [[NOT_PLAIN[name]]] if where == "deep" else NOT_PLAIN[name]}
+    odd = member(value if where == "params" else None, value if where != "params" else None)
+    others = [member({"a": 1}), member({}, {"n": [1]})]
+    snapshot = GroupSnapshot([others[0], odd, others[1]])
+    assert [one.restorable for one in (others[0], odd, others[1])] == [True, False, True]
+    others[1].view.state["n"].append(2)
+    odd.view.output_ids.append(9)
+    assert snapshot.restore() == {0, 2}
+    assert others[1].view.state == {"n": [1]}
+    assert odd.view.output_ids == [3, 9]
+    odd.view.state.clear()
+    odd.params.pop("value", None)
+    assert GroupSnapshot([odd]).restore() == set()
+
+
+def test_what_is_too_large_is_not_kept() -> None:
+    small = [member({}, {"text": "x" * 10}) for _ in range(3)]
+    large = member({}, {"text": "x" * (2 * LARGEST_SNAPSHOT)})
+    assert GroupSnapshot([*small, large]).restore() == {0, 1, 2, 3}  # together they are not too large
+    larger = member({}, {"text": "x" * (5 * LARGEST_SNAPSHOT)})
+    assert GroupSnapshot([*small, larger]).restore() == {0, 1, 2}
+    assert [one.restorable for one in (*small, larger)] == [True, True, True, False]
+
+
+def test_a_nesting_too_deep_is_not_kept() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    one = member({}, {"deep": deep})
+    assert len(GroupSnapshot([one])) == 0
+    assert not one.restorable
+    while deep:
+        deep = deep.pop()  # the interpreter would recurse
+
+
+def test_a_value_that_holds_itself() -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    one = member({}, {"loop": loop})
+    snapshot = GroupSnapshot([one])
+    loop.clear()
+    assert snapshot.restore() == {0}
+    restored = one.view.state["loop"]
+    assert restored[0] == 1
+    assert restored[1] is restored
+
+
+def test_tokens_that_were_appended_are_taken_off() -> None:
+    one = member()
+    prompt, output = one.view.origin_input_ids, one.view.output_ids
+    snapshot = GroupSnapshot([one])
+    prompt.extend([7, 7])
+    output.append(8)
+    one.view.output_ids = [5, 5, 5]
+    del one.view.origin_input_ids
+    assert snapshot.restore() == {0}
+    assert one.view.origin_input_ids is prompt == [1, 2]
+    assert one.view.output_ids is output == [3]
+
+
+@pytest.mark.parametrize("name", ["origin_input_ids", "output_ids"])
+def test_tokens_that_are_lost_cannot_be_restored(name: str) -> None:
+    losing, other = member(), member({"a": 1})
+    snapshot = GroupSnapshot([losing, other])
+    getattr(losing.view, name).clear()
+    assert snapshot.restore() == {1}
+    assert losing.restorable  # next time, it may be
+
+
+@pytest.mark.parametrize("name", ["origin_input_ids", "output_ids", "state"])
+@pytest.mark.parametrize("odd", [None, (), Text("a")])
+def test_a_view_of_something_else(name: str, odd: Any) -> None:
+    replaced, deleted, other = member(), member(), member()
+    setattr(replaced.view, name, odd)
+    delattr(deleted.view, name)
+    assert GroupSnapshot([replaced, deleted, other]).restore() == {2}
+    assert [one.restorable for one in (replaced, deleted, other)] == [False, False, True]
+
+
+def test_a_processor_may_have_taken_its_request_out_of_the_parameters() -> None:
+    one = member({"a": 1})
+    del one.params["__req__"]
+    snapshot = GroupSnapshot([one])
+    one.params.clear()
+    assert snapshot.restore() == {0}
+    assert one.params == {"a": 1, "__req__": one.view}

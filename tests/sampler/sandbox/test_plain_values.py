@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import contextlib
+import marshal
+import random
+from collections import Counter, OrderedDict, UserDict, deque
+from collections.abc import Callable
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from logitship.sampler.sandbox.plain_values import MAX_DEPTH, NotPlainError, check_plain
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+ATOMS: list[Any] = [None, True, 0, -(1 << 90), 1.5, float("nan"), float("-inf"), 2j, "text", "\ud800", b"bytes"]
+
+
+@pytest.mark.parametrize("value", [*ATOMS, [], {}, (), set(), frozenset(), {(1, "a"): {frozenset({2})}, None: [()]}])
+def test_plain(value: Any) -> None:
+    check_plain(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (object(), "object"),
+        (bytearray(), "bytearray"),
+        (memoryview(b""), "memoryview"),
+        (range(3), "range"),
+        (..., "ellipsis"),
+        (len, "builtin_function_or_method"),
+        ((lambda: 0).__code__, "code"),
+        (int, "type"),
+        (Text("a"), r"test_plain_values\.Text"),
+        (Number.ONE, r"test_plain_values\.Number"),
+        (OrderedDict(), r"collections\.OrderedDict"),
+        (Counter("a"), r"collections\.Counter"),
+        (UserDict(), r"collections\.UserDict"),
+        (MappingProxyType({}), "mappingproxy"),
+        (deque(), r"collections\.deque"),
+        (numpy.float64(1), r"numpy\.float64"),
+        (numpy.zeros(2), r"numpy\.ndarray"),
+        (torch.zeros(2), r"torch\.Tensor"),
+    ],
+)
+def test_not_plain(value: Any, name: str) -> None:
+    wrapped: list[Any] = [value, [value], (1, value), {"a": value}, {"a": [{"b": (None, value)}]}]
+    with contextlib.suppress(TypeError):  # it cannot be hashed
+        wrapped += [{value: 1}, {(value,)}, frozenset({value})]
+    for each in wrapped:
+        with pytest.raises(NotPlainError, match=f"^holds a value of type .*{name}: a sandbox takes plain values only"):
+            check_plain(each)
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: [1, [v], v], lambda v: frozenset({v})]
+)
+def test_depth(wrap: Callable[[Any], Any]) -> None:
+    levels = 2 if isinstance(wrap(1), list) and len(wrap(1)) == 3 else 1
+    check_plain(nested(MAX_DEPTH // levels, wrap))
+    with pytest.raises(NotPlainError, match=f"deeper than {MAX_DEPTH} levels"):
+        check_plain(nested(MAX_DEPTH // levels + 1, wrap))
+
+
+def test_a_dict_in_a_key_has_depth_too() -> None:
+    with pytest.raises(NotPlainError, match="deeper"):
+        check_plain({nested(MAX_DEPTH, lambda value: (value,)): 1})
+
+
+def test_what_holds_itself_is_refused() -> None:
+    own: list[Any] = []
+    own.append(own)
+    with pytest.raises(NotPlainError, match="deeper"):
+        check_plain(own)
+
+
+def test_what_is_shared_is_not_walked_through_again_and_again() -> None:
+    """2^100 ways lead to the innermost list."""
+    check_plain(nested(100, lambda value: [value, value]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_passes_comes_back_from_marshal(seed: int) -> None:
+    rng = random.Random(seed)
+    odd: list[Any] = [OrderedDict(), Text("a"), numpy.float32(1), bytearray(b"x")]
+
+    def make(depth: int) -> Any:
+        if depth == 0 or rng.random() < 0.2:
+            return rng.choice(odd) if rng.random() < 0.01 else rng.choice([1, 2.5, "a", b"b", True, None, 1j])
+        parts = [make(depth - 1) for _ in range(rng.randint(0, 4))]
+        kind = rng.choice(["list", "tuple", "dict"])
+        return parts if kind == "list" else tuple(parts) if kind == "tuple" else dict(enumerate(parts))
+
+    def holds_odd(value: Any) -> bool:
+        if type(value) in (list, tuple, dict):
+            return any(holds_odd(each) for each in (value.values() if isinstance(value, dict) else value))
+        return any(value is each for each in odd)
+
+    for _ in range(50):
+        value = make(5)
+        if holds_odd(value):
+            with pytest.raises(NotPlainError):
+                check_plain(value)
+        else:
+            check_plain(value)
+            assert marshal.loads(marshal.dumps(value)) == value
