@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -18,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
+    if command == "serve":
+        options = {**_keys_of_environment(), **options}
     try:
         import torch  # noqa: F401  # the client alone is installed without it
     except ImportError:
@@ -32,6 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StartError as error:
         print(f"logitship: {error}", file=sys.stderr)
         return 1
+
+
+def _keys_of_environment() -> dict[str, list[str]]:
+    """API keys from where other users of the machine do not see them, as they see command lines."""
+    names = {"api_key": "LOGITSHIP_API_KEY", "shipping_api_key": "LOGITSHIP_SHIPPING_API_KEY"}
+    return {field: os.environ[name].split(",") for field, name in names.items() if os.environ.get(name)}
 
 
 def _frozen(value: Any) -> Any:
@@ -83,18 +92,30 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("--logprobs-mode",), "before any edit (raw), or after all of them (processed), unless the request says"),
     ],
     "processors": [
-        (("--enable-custom-logit-processor",), "run processors that come with requests: read docs/server.md first"),
+        (("--enable-custom-logit-processor",), "run processors that come with requests: read docs/security.md first"),
         (("--logits-processors",), "batch processors to install: module:Class, or JSON with qualname, args, kwargs"),
         (("--logits-processor-pattern",), "callables that requests may name: a regular expression, matched in full"),
-        (("--processor-isolation",), "where shipped code runs; none: in the server's own process"),
+        (("--allow-processor",), "a file with the digests of the only processors that may be shipped, one a line"),
         (("--max-processor-size",), "longest processor string, in bytes"),
         (("--processor-cache-entries",), "most shipped processors kept loaded, and most registered ones"),
         (("--processor-cache-bytes",), "most bytes of shipped processors kept loaded, and of registered ones"),
     ],
+    "isolation": [
+        (("--processor-isolation",), "where shipped code runs; none: in the server's own process, with all its rights"),
+        (("--max-sandboxes",), "most shipped processors kept loaded in sandboxes, each a process"),
+        (("--sandbox-memory",), "bytes that a sandbox may take, beyond what torch takes"),
+        (("--sandbox-cpu-time",), "seconds of CPU time that a sandbox may burn outside its calls"),
+        (("--sandbox-step-timeout",), "seconds that a call of a shipped processor may take"),
+        (("--sandbox-load-timeout",), "seconds that it may take to load one"),
+    ],
     "HTTP": [
         (("--host",), "address to listen on"),
         (("--port",), "port to listen on; 0: any free one"),
-        (("--api-key",), "bearer token that every request must carry"),
+        (("--api-key",), "bearer tokens, of which every request must carry one; or in $LOGITSHIP_API_KEY, with commas"),
+        (
+            ("--shipping-api-key",),
+            "tokens that may ship processors, which the others then may not; or in $LOGITSHIP_SHIPPING_API_KEY",
+        ),
         (("--max-request-bytes",), "longest request body, in bytes"),
         (("--shutdown-timeout",), "seconds that running requests get to finish after SIGTERM"),
         (("--log-level",), "how much to log"),
@@ -125,7 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         for names, text in flags:
             _add_flag(group, names, text)
     _add_flag(demo, *_FLAGS["model"][0])
+    _add_flag(demo, *next(flag for flag in _FLAGS["processors"] if flag[0] == ("--processor-isolation",)))
     return parser
+
+
+_METAVARS = {"allow_processor": "FILE", "logits_processors": "NAME"}
+"""Where the last word of the flag says too little."""
 
 
 def _add_flag(group: argparse._ActionsContainer, names: tuple[str, ...], text: str) -> None:
@@ -135,16 +161,19 @@ def _add_flag(group: argparse._ActionsContainer, names: tuple[str, ...], text: s
     if default not in (None, False, ()):
         text += f" (default: {default})"
     kind = get_type_hints(ServerConfig)[field]
+    metavar = _METAVARS.get(field, field.rsplit("_", 1)[-1].upper())
     if kind is bool:
         group.add_argument(*names, dest=field, action="store_true", default=argparse.SUPPRESS, help=text)
         return
-    if get_origin(kind) is tuple:
-        group.add_argument(*names, dest=field, nargs="+", default=argparse.SUPPRESS, metavar="NAME", help=text)
+    if isinstance(default, tuple):
+        group.add_argument(
+            *names, dest=field, action="extend", nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text
+        )
         return
     choices = get_args(kind) if get_origin(kind) is Literal else None
     # `int | None` reads an int: no flag is how None is said.
     parse = str if choices else next(k for k in (*get_args(kind), kind) if k is not type(None))
-    metavar = None if choices else "N" if parse is not str else field.rsplit("_", 1)[-1].upper()
+    shown = None if choices else metavar if parse is str else "N"
     group.add_argument(
-        *names, dest=field, type=parse, choices=choices, default=argparse.SUPPRESS, metavar=metavar, help=text
+        *names, dest=field, type=parse, choices=choices, default=argparse.SUPPRESS, metavar=shown, help=text
     )

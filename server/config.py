@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from logitship.sampler.sampling_params import LogprobsMode
+
+from .allowed_processors import read_allowed_digests
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -49,16 +54,34 @@ class ServerConfig:
     installed packages are loaded besides."""
     logits_processor_pattern: str | None = None
     """Requests may name the callables whose qualified names this regular expression matches in full. None: no name."""
-    processor_isolation: Literal["none"] = "none"
+    allow_processor: str | None = None
+    """A file with the digests that alone may run as shipped code, see `allowed_digests`. None: any may."""
     max_processor_size: int = 1 << 20
     """Longest processor string, in bytes."""
     processor_cache_entries: int = 256
     processor_cache_bytes: int = 64 << 20
 
+    # Isolation
+    processor_isolation: Literal["sandbox", "none"] = "sandbox"
+    max_sandboxes: int = 64
+    """Most shipped processors kept loaded while each has a process of its own."""
+    sandbox_memory: int = 1 << 30
+    """Bytes that a sandbox may take beyond what torch takes."""
+    sandbox_cpu_time: float = 2.0
+    """Seconds of CPU time that a sandbox may burn outside its calls."""
+    sandbox_step_timeout: float = 1.0
+    """Seconds that a call of a processor may take."""
+    sandbox_load_timeout: float = 10.0
+    """Seconds that it may take to load a processor."""
+
     # HTTP
     host: str = "127.0.0.1"
     port: int = 30000
-    api_key: str | None = None
+    # Annotated so that one key may also be given as a plain string. `__post_init__` makes tuples of them.
+    api_key: Sequence[str] = field(default=(), repr=False)
+    """Keys that may generate; and ship code, unless there are keys for that. No key at all: nobody needs one."""
+    shipping_api_key: Sequence[str] = field(default=(), repr=False)
+    """Keys that may generate, and if there are any, the only ones that may ship code."""
     max_request_bytes: int = 16 << 20
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
@@ -69,7 +92,23 @@ class ServerConfig:
         """The name under which clients ask for the model."""
         return self.served_model_name or self.model_path
 
+    @cached_property
+    def allowed_digests(self) -> frozenset[str] | None:
+        """What stands in `allow_processor`, read once, when the record is made. None: there is no such file."""
+        return None if self.allow_processor is None else read_allowed_digests(self.allow_processor)
+
     def __post_init__(self) -> None:
+        for name in ("api_key", "shipping_api_key"):
+            keys = getattr(self, name)
+            object.__setattr__(self, name, (keys,) if isinstance(keys, str) else tuple(keys))
+        self._check_numbers()
+        self._check_who_may_ship()
+        try:
+            re.compile(self.logits_processor_pattern or "")
+        except re.error as error:
+            raise ValueError(f"logits_processor_pattern is not a regular expression: {error}") from None
+
+    def _check_numbers(self) -> None:
         positive = (
             "max_num_seqs",
             "max_model_len",
@@ -77,6 +116,8 @@ class ServerConfig:
             "max_processor_size",
             "processor_cache_entries",
             "processor_cache_bytes",
+            "max_sandboxes",
+            "sandbox_memory",
             "max_request_bytes",
         )
         for name in positive:
@@ -86,11 +127,21 @@ class ServerConfig:
         for name in ("max_queued_requests", "max_logprobs", "shutdown_timeout"):
             if not getattr(self, name) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
-        try:
-            re.compile(self.logits_processor_pattern or "")
-        except re.error as error:
-            raise ValueError(f"logits_processor_pattern is not a regular expression: {error}") from None
+        for name in ("sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"):
+            if not 0 < getattr(self, name) < math.inf:  # NaN too
+                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if not 0 < self.mem_fraction_static <= 1:
             raise ValueError(f"mem_fraction_static must be above 0 and at most 1, not {self.mem_fraction_static}")
+
+    def _check_who_may_ship(self) -> None:
+        for name in ("api_key", "shipping_api_key"):
+            # The message does not say which: keys do not belong into logs.
+            if any(not key or key != key.strip() for key in getattr(self, name)):
+                raise ValueError(f"{name}: a key is empty, or begins or ends with a space, which no request can send")
+        if self.shipping_api_key and not self.enable_custom_logit_processor:
+            raise ValueError(
+                "shipping_api_key: nobody may ship code to this server; set enable_custom_logit_processor as well"
+            )
+        self.allowed_digests  # noqa: B018  # reads the file: its mistakes should show before the model is loaded

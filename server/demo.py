@@ -93,7 +93,13 @@ The server is stopped. What next:
 def demo_config(config: ServerConfig) -> ServerConfig:
     """`config` for a server of our own: on a free port of this machine alone, quiet, and taking shipped code."""
     return replace(
-        config, host="127.0.0.1", port=0, api_key=None, enable_custom_logit_processor=True, log_level="warning"
+        config,
+        host="127.0.0.1",
+        port=0,
+        api_key=(),
+        shipping_api_key=(),
+        enable_custom_logit_processor=True,
+        log_level="warning",
     )
 
 

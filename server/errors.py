@@ -5,6 +5,7 @@ StartError                    the message says what is in the way, and what to d
 RequestRefused
 ├── BadRequest            400   malformed; names the field
 ├── Unauthorized          401   API key missing or wrong
+├── Forbidden             403   not with this API key, or not this processor
 ├── NotFound              404   no such model or processor
 ├── RequestTooLarge       413   body or processor over the size limit
 ├── QueueFull             429   try again later
@@ -53,6 +54,13 @@ class Unauthorized(RequestRefused):
 
     status_code = 401
     type = "authentication_error"
+
+
+class Forbidden(RequestRefused):
+    """The API key does not allow this, or the operator does not allow this processor."""
+
+    status_code = 403
+    type = "permission_error"
 
 
 class NotFound(RequestRefused):

@@ -39,7 +39,7 @@ class HTTPServer(uvicorn.Server):
                 lifespan="off",
             )
         )
-        if config.enable_custom_logit_processor:
+        if config.enable_custom_logit_processor and config.processor_isolation == "none":
             logger.warning(
                 "shipped processors run inside this process, with all its rights (--processor-isolation none): "
                 "serve only people whose code you would run yourself"

@@ -82,6 +82,7 @@ def make_engine(loaded_model: LoadedModel) -> Iterator[BuildEngine]:
     def build(loaded: LoadedModel = loaded_model, **settings: object) -> AsyncEngine:
         defaults: dict[str, object] = {"model_path": "tiny", "max_num_seqs": 4, "random_seed": 0}
         defaults["enable_custom_logit_processor"] = True
+        defaults["processor_isolation"] = "none"  # sandboxes take seconds to start: tests of theirs ask for them
         engines.append(build_engine(ServerConfig(**(defaults | settings)), loaded))  # type: ignore[arg-type]
         return engines[-1]
 

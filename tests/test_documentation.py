@@ -23,7 +23,9 @@ from logitship.server.errors import RequestRefused
 from logitship.server.http_server import running_server
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")] + sorted(
+    ROOT.glob("docs/*.md")
+)
 IN_THE_EXAMPLES = "http://127.0.0.1:30000"
 """Where the examples' server is."""
 
@@ -35,6 +37,10 @@ NOT_RUN = {
         'pip install -c constraints.txt -e ".[serve,dev]" && scripts/test',
         "logitship serve --enable-custom-logit-processor",
         "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor",
+    ],
+    "server.md": [
+        "export LOGITSHIP_API_KEY=first-key,second-key LOGITSHIP_SHIPPING_API_KEY=third-key\n"
+        "logitship serve --enable-custom-logit-processor",
     ],
     "CONTRIBUTING.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',
@@ -73,7 +79,12 @@ PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for blo
 def base_url(loaded_model: LoadedModel) -> Iterator[str]:
     """A server on the tiny model that takes shipped code."""
     config = ServerConfig(
-        model_path="tiny", port=0, max_num_seqs=4, random_seed=0, enable_custom_logit_processor=True, log_level="error"
+        model_path="tiny",
+        port=0,
+        max_num_seqs=4,
+        random_seed=0,
+        enable_custom_logit_processor=True,
+        log_level="error",
     )
     with running_server(config, build_engine(config, loaded_model)) as url:
         yield url

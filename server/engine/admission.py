@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from logitship.builtin_processors.batch_processors import STR_SPEC_DEC_REJECTS_LOGITSPROCS
+from logitship.client.processor_string import ProcessorString
 from logitship.sampler.plugins import Plugin
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox.plain_values import NotPlainError, check_plain
 from logitship.server.errors import BadRequest
 
 from .messages import GenerationRequest, ProcessorRequest
@@ -98,6 +100,33 @@ def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> Non
                 f"the installed logits processor {plugin.name} does not take these parameters: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def check_sandboxed(request: GenerationRequest, ships_code: Callable[[ProcessorString], bool]) -> None:
+    """Refuse values that cannot travel to the processors of a request that run in sandboxes. JSON has none.
+
+    Args:
+        ships_code: tells those from installed ones, which run in the server's process.
+
+    Raises:
+        BadRequest: `param` is `processors[i].params`, or a field of `SamplingParams`, which processors see too.
+    """
+    sandboxed = {
+        f"processors[{place}].params": carried.params
+        for place, carried in enumerate(request.processors)
+        if isinstance(carried, ProcessorRequest) and ships_code(carried.string)
+    }
+    if not sandboxed:
+        return
+    travelling = {name: getattr(request.sampling_params, name) for name in _SAMPLING_FIELDS}
+    for param, value in {**sandboxed, **travelling}.items():
+        try:
+            check_plain(value)
+        except NotPlainError as error:
+            raise BadRequest(str(error), param=param) from None
+
+
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "processors")
 
 
 def _check_prompt(prompt: list[int], limits: Limits) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from logitship.client.errors import ProcessorLoadError
@@ -18,10 +18,10 @@ from logitship.sampler.processor_host import LoadedProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.shipped_processors import ProcessorUse
 from logitship.server.config import ServerConfig
-from logitship.server.errors import BadRequest, QueueFull, ServiceUnavailable
+from logitship.server.errors import BadRequest, Forbidden, QueueFull, ServiceUnavailable
 from logitship.server.tokenizer import Tokenizer
 
-from .admission import Limits, check, check_with_plugins
+from .admission import Limits, check, check_sandboxed, check_with_plugins
 from .daemon_thread import in_daemon_thread
 from .engine import INTERNAL_ERROR, Engine
 from .engine_thread import EngineThread
@@ -35,7 +35,7 @@ from .messages import (
     GenerationRequest,
     ProcessorRequest,
 )
-from .processor_library import InvalidParams, ProcessorLibrary
+from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
 from .sequence import Sequence
 
 _SHUTDOWN_INTERVAL = 0.05
@@ -80,14 +80,20 @@ class AsyncEngine:
         self._plugins = tuple(plugins)
         self._limits = Limits(model.vocab_size, model.max_model_len, config.max_logprobs)
         self._random = random.Random(config.random_seed)
-        self._active: dict[str, _ActiveRequest] = {}
+        # By tenant and id: what one calls its requests is no other's business.
+        self._active: dict[tuple[str, str], _ActiveRequest] = {}
         self._touched: list[_ActiveRequest] = []
         self._lock = threading.Lock()
         self._accepting = True
 
-    def start(self, engine: Engine) -> None:
-        """Begin to run requests on `engine`, whose `on_finished` is `sequence_finished`."""
+    def start(self, engine: Engine, *, on_stop: Callable[[], None] | None = None) -> None:
+        """Begin to run requests on `engine`, whose `on_finished` is `sequence_finished`.
+
+        Args:
+            on_stop: called at the end, after the engine's last step.
+        """
         self._engine = engine
+        self._on_stop = on_stop
         self._thread = EngineThread(engine, after_step=self._hand_over, on_death=self._fail_all)
         self._thread.start()
 
@@ -99,6 +105,8 @@ class AsyncEngine:
         """
         check(request, self._limits)
         check_with_plugins(request.sampling_params, self._plugins)
+        if self.config.processor_isolation == "sandbox":
+            check_sandboxed(request, self.ships_code)
 
     async def submit(self, request: GenerationRequest) -> GenerationStream:
         """Admit a request.
@@ -130,8 +138,11 @@ class AsyncEngine:
         """
         self._library.callables.check_allowed(wanted.target)
 
-    async def register(self, string: ProcessorString) -> tuple[str, str]:
+    async def register(self, string: ProcessorString, tenant: str = "") -> tuple[str, str]:
         """Keep a processor, for requests that name it by its digest. Loads it, so that its mistakes show now.
+
+        Args:
+            tenant: who is asking. Requests of others may name the digest as well.
 
         Returns:
             Its digest, and its name for people.
@@ -141,18 +152,21 @@ class AsyncEngine:
         """
         with self._lock:
             self._check_accepting()
-        return await in_daemon_thread(self._register, string)
+        return await in_daemon_thread(self._register, string, tenant)
 
-    def abort(self, rid: str | None) -> None:
+    def abort(self, rid: str | None, tenant: str = "") -> None:
         """Cancel a request, the requests of a batch, or a continuation, by the id that its client knows; all: `None`.
+
+        Only those of this tenant, that is; other tenants may use the same ids.
 
         Their streams end with an `abort` chunk. Other ids that only begin in the same way are not meant, as they are
         with SGLang: they may be another client's.
         """
         with self._lock:
             for active in self._active.values():
-                active.cancelled |= rid is None or rid in (active.request.rid, active.request.batch_rid)
-        self._thread.abort(lambda sequence: rid is None or rid in sequence.names)
+                if active.request.tenant == tenant:
+                    active.cancelled |= rid is None or rid in (active.request.rid, active.request.batch_rid)
+        self._thread.abort(lambda sequence: sequence.tenant == tenant and (rid is None or rid in sequence.names))
 
     def _cancel(self, active: _ActiveRequest) -> None:
         """Cancel this very request: by now, another may run under its id."""
@@ -202,25 +216,27 @@ class AsyncEngine:
         with self._lock:
             self._accepting = False
         self._thread.stop(_STOP_TIMEOUT)
+        if self._on_stop is not None:
+            self._on_stop()
 
     def _reserve(self, active: _ActiveRequest) -> None:
         """Enter a request into the books, before anything is loaded for it."""
         with self._lock:
             self._check_accepting()
-            if active.request.rid in self._active:
+            if _key(active.request) in self._active:
                 raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
             queued = sum(other.unfinished for other in self._active.values()) - self.config.max_num_seqs
             if queued + active.request.n > self.config.max_queued_requests:
                 raise QueueFull(f"the queue is full: {self.config.max_queued_requests} requests wait, try again later")
-            self._active[active.request.rid] = active
+            self._active[_key(active.request)] = active
 
     def _check_accepting(self) -> None:
         if not self._accepting or not self.healthy:
             raise ServiceUnavailable("the engine has died" if self._accepting else "the server is shutting down")
 
-    def _register(self, string: ProcessorString) -> tuple[str, str]:
+    def _register(self, string: ProcessorString, tenant: str) -> tuple[str, str]:
         with _load_errors_refused(param=None):
-            processor = self._library.register(string)
+            processor = self._library.register(string, tenant)
         return processor.digest, processor.name
 
     async def _loaded(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
@@ -251,7 +267,7 @@ class AsyncEngine:
         """A processor for each sequence: the same for all, or one callable each."""
         if isinstance(wanted, CallableRequest):
             return [self._library.callables.make(wanted) for _ in range(active.request.n)]
-        processor = self._library.acquire(wanted.string, wanted.params)
+        processor = self._library.acquire(wanted.string, wanted.params, active.request.tenant)
         active.processors.append(processor)
         return [processor] * active.request.n
 
@@ -279,6 +295,7 @@ class AsyncEngine:
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             tokenizer=self.tokenizer,
             sink=sink,
+            tenant=request.tenant,
         )
 
     def _seed(self, params: SamplingParams, index: int) -> int:
@@ -295,7 +312,7 @@ class AsyncEngine:
     def sequence_finished(self, sequence: Sequence) -> None:
         """Called by the engine, on its thread."""
         with self._lock:
-            active = self._active[sequence.rid]
+            active = self._active[(sequence.tenant, sequence.rid)]
             active.unfinished -= 1
             last = active.unfinished == 0
         if last:
@@ -305,7 +322,7 @@ class AsyncEngine:
         for processor in active.processors:
             self._library.release(processor)
         with self._lock:
-            del self._active[active.request.rid]
+            del self._active[_key(active.request)]
 
     def _fail_all(self) -> None:
         """The engine's thread has died: nobody may wait for it."""
@@ -329,6 +346,10 @@ class AsyncEngine:
             )
 
 
+def _key(request: GenerationRequest) -> tuple[str, str]:
+    return request.tenant, request.rid
+
+
 def _names(request: GenerationRequest, index: int) -> frozenset[str]:
     """The ids by which a client may cancel a continuation: its request's, its batch's, and of several its own."""
     names = {request.rid, request.batch_rid or request.rid}
@@ -344,5 +365,7 @@ def _load_errors_refused(param: str | None) -> Iterator[None]:
         raise BadRequest(str(error), param=f"{param}.params") from error
     except ProcessorLoadError as error:
         raise BadRequest(str(error), param=param) from error
+    except ProcessorNotAllowed as error:
+        raise Forbidden(str(error), param=param) from error
     except ProcessorCacheFull as error:
         raise ServiceUnavailable(str(error), param=param) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from logitship.builtin_processors.batch_processors import make_logits_processors
 from logitship.builtin_processors.registry import installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
@@ -11,8 +13,11 @@ from logitship.sampler.persistent_batch import PersistentBatch
 from logitship.sampler.plugins import Plugin, PluginLoadError, load_plugins
 from logitship.sampler.processor_cache import ProcessorCache
 from logitship.sampler.processor_host import NoHost, ProcessorHost
+from logitship.sampler.request_view import ModelView
 from logitship.sampler.sampler import Sampler
-from logitship.sampler.shipped_processors import ModelView, ShippedProcessors
+from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
+from logitship.sampler.shipped_processors import ShippedProcessors
 from logitship.sampler.vllm_config import VllmConfig, vllm_config
 from logitship.server.config import ServerConfig
 from logitship.server.errors import SHIPPING_IS_OFF, StartError
@@ -29,6 +34,11 @@ from .processor_library import ProcessorLibrary
 from .registered_processors import RegisteredProcessors
 from .scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+
+_NAMES_IN_SANDBOXES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
+"""Where another process finds what `SGLANG_NAMES` is here."""
+
 
 def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> AsyncEngine:
     """Load the model and start an engine on it.
@@ -40,9 +50,21 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
         StartError: the model cannot be loaded or served; the message says what to do.
     """
     plugins = _load_plugins(config)
-    loaded = loaded or load_model(config)
+    template = _start_template(config)  # beside the loading of the model: both take seconds
+    try:
+        loaded = loaded or load_model(config)
+        return _built(config, loaded, plugins, _shipped_host(config, loaded, template))
+    except BaseException:
+        if template is not None:
+            template.close()
+        raise
+
+
+def _built(
+    config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin], shipped_host: ProcessorHost
+) -> AsyncEngine:
     async_engine = AsyncEngine(
-        config, _model_info(config, loaded), loaded.tokenizer, _library(config, loaded, plugins), plugins
+        config, _model_info(config, loaded), loaded.tokenizer, _library(config, loaded, plugins, shipped_host), plugins
     )
     runner = ModelRunner(loaded.model, config.max_num_seqs, async_engine.model.max_model_len)
     async_engine.start(
@@ -52,7 +74,8 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
             Scheduler(runner.cache, config.chunked_prefill_size),
             PersistentBatch(config.max_num_seqs),
             on_finished=async_engine.sequence_finished,
-        )
+        ),
+        on_stop=shipped_host.close if isinstance(shipped_host, SandboxHost) else None,
     )
     return async_engine
 
@@ -66,7 +89,9 @@ def _load_plugins(config: ServerConfig) -> list[Plugin]:
         raise StartError(str(error)) from error
 
 
-def _library(config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin]) -> ProcessorLibrary:
+def _library(
+    config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin], shipped_host: ProcessorHost
+) -> ProcessorLibrary:
     registry = installed_processors()
     for plugin in plugins:
         if plugin.is_row_level:
@@ -74,18 +99,53 @@ def _library(config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin]) -
     bounds = {"max_entries": config.processor_cache_entries, "max_bytes": config.processor_cache_bytes}
     return ProcessorLibrary(
         registry,
-        ProcessorCache(_shipped_host(config), **bounds),
+        ProcessorCache(shipped_host, **_cache_bounds(config)),
         InProcessHost(SGLANG_NAMES),
         loaded.vocab_size,
         RegisteredProcessors(**bounds),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
+        config.allowed_digests,
     )
 
 
-def _shipped_host(config: ServerConfig) -> ProcessorHost:
+def _cache_bounds(config: ServerConfig) -> dict[str, int]:
+    """A loaded processor has a sandbox of its own."""
+    entries = config.processor_cache_entries
+    if config.processor_isolation == "sandbox":
+        entries = min(entries, config.max_sandboxes)
+    return {"max_entries": entries, "max_bytes": config.processor_cache_bytes}
+
+
+def _start_template(config: ServerConfig) -> TemplateProcess | None:
+    if not config.enable_custom_logit_processor or config.processor_isolation == "none":
+        return None
+    template = TemplateProcess(
+        names=_NAMES_IN_SANDBOXES, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory
+    )
+    template.start()
+    return template
+
+
+def _shipped_host(config: ServerConfig, loaded: LoadedModel, template: TemplateProcess | None) -> ProcessorHost:
     if not config.enable_custom_logit_processor:
         return NoHost(SHIPPING_IS_OFF)
-    return InProcessHost(SGLANG_NAMES)
+    if template is None:
+        return InProcessHost(SGLANG_NAMES)
+    try:
+        protections = template.set_up(_model_view(loaded))
+    except TemplateError as error:
+        raise StartError(str(error)) from error
+    logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
+    limits = SandboxLimits(
+        cpu_time=config.sandbox_cpu_time,
+        step_timeout=config.sandbox_step_timeout,
+        load_timeout=config.sandbox_load_timeout,
+    )
+    return SandboxHost(template, limits, max_rows=config.max_num_seqs, vocab_size=loaded.vocab_size)
+
+
+def _model_view(loaded: LoadedModel) -> ModelView:
+    return ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer)
 
 
 def _model_info(config: ServerConfig, loaded: LoadedModel) -> ModelInfo:
@@ -132,7 +192,5 @@ def _sampler(config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin]) -> 
         processors = make_logits_processors(plugins, config, device, pinned, tokenizer=tokenizer, wrap=GuardedProcessor)
     except PluginLoadError as error:
         raise StartError(str(error)) from error
-    shipped = ShippedProcessors(
-        config, device, pinned, model=ModelView(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
-    )
+    shipped = ShippedProcessors(config, device, pinned, model=_model_view(loaded))
     return Sampler(loaded.vocab_size, device, processors, shipped)

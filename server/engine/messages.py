@@ -46,7 +46,9 @@ class GenerationRequest:
     """
 
     rid: str
-    """Request id, unique among the running requests."""
+    """Request id, unique among the tenant's running requests."""
+    tenant: str = ""
+    """Who sent it. Tenants share no loaded processor, and cannot abort each other's requests."""
     batch_rid: str | None = None
     """The id by which the client knows the batch of prompts that this request is a part of."""
     prompt_token_ids: list[int]

@@ -29,6 +29,10 @@ class InvalidParams(ValueError):
     """An installed processor does not take a request's parameters for it."""
 
 
+class ProcessorNotAllowed(Exception):
+    """The operator's list of processors that may be shipped does not have this one."""
+
+
 class ProcessorLibrary:
     """Installed processors by name, shipped ones through the cache, registered ones by their digest.
 
@@ -39,6 +43,7 @@ class ProcessorLibrary:
         vocab_size: checks the token ids in the parameters of installed processors.
         registered: keeps the strings of registered ones.
         callables: makes request-level ones by name.
+        allowed_digests: of the only shipped processors that may run; None: any may.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class ProcessorLibrary:
         vocab_size: int,
         registered: RegisteredProcessors,
         callables: CallableLibrary,
+        allowed_digests: frozenset[str] | None = None,
     ) -> None:
         self._registry = registry
         self._cache = cache
         self._installed_host = installed_host
         self._vocab_size = vocab_size
         self._registered = registered
+        self._allowed_digests = allowed_digests
         self.callables = callables
         self._installed: dict[str, LoadedProcessor] = {}
 
@@ -64,32 +71,36 @@ class ProcessorLibrary:
             string = self._registered.find(string.digest) or string
         return self._installed_name(string) is None
 
-    def register(self, string: ProcessorString) -> LoadedProcessor:
+    def register(self, string: ProcessorString, tenant: str) -> LoadedProcessor:
         """Keep a string under the digest of what it runs, which is loaded once for that.
+
+        The string is there for every tenant: it is text. What is loaded of it is each tenant's own.
 
         Returns:
             What was loaded, for its digest and its name; not to be released.
 
         Raises:
             ProcessorLoadError: it cannot be loaded, nothing has that name or digest, or it is too large to be kept.
+            ProcessorNotAllowed: it is shipped, and not on the operator's list.
             ProcessorCacheFull: there is no room for another shipped one.
         """
-        processor, string = self._load(string)
+        processor, string = self._load(string, tenant)
         try:
             self._registered.add(processor.digest, string)
         finally:
             self.release(processor)
         return processor
 
-    def acquire(self, string: ProcessorString, params: Mapping[str, Any] | None) -> LoadedProcessor:
+    def acquire(self, string: ProcessorString, params: Mapping[str, Any] | None, tenant: str) -> LoadedProcessor:
         """A processor ready to run; give it back with `release`.
 
         Raises:
             ProcessorLoadError: it cannot be loaded, or nothing has that name or digest.
+            ProcessorNotAllowed: it is shipped, and not on the operator's list.
             InvalidParams: an installed processor does not take these parameters.
             ProcessorCacheFull: there is no room for another shipped one.
         """
-        processor, string = self._load(string)
+        processor, string = self._load(string, tenant)
         if isinstance(string, InstalledProcessor):
             self._validate(self._registry.get(string.name), params)
         return processor
@@ -114,7 +125,7 @@ class ProcessorLibrary:
             except ValueError as error:
                 raise InvalidParams(str(error)) from error
 
-    def _load(self, string: ProcessorString) -> tuple[LoadedProcessor, ProcessorString]:
+    def _load(self, string: ProcessorString, tenant: str) -> tuple[LoadedProcessor, ProcessorString]:
         """A processor, and the string of exactly what runs: its digest is the processor's."""
         if isinstance(string, RegisteredProcessor):
             string = self._registered.get(string.digest)
@@ -123,13 +134,22 @@ class ProcessorLibrary:
             return self._installed_processor(name), InstalledProcessor(name)
         assert isinstance(string, PickledProcessor | SourceProcessor)
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
-        return self._cache.acquire(runnable), runnable
+        self._check_allowed(runnable.digest)
+        return self._cache.acquire(runnable, tenant), runnable
+
+    def _check_allowed(self, digest: str) -> None:
+        """Asked about what runs: a string may claim one thing in its pickle and another in its source."""
+        if self._allowed_digests is not None and digest not in self._allowed_digests:
+            raise ProcessorNotAllowed(
+                f"the processor {digest} is not among those that this server allows: its operator lists them with "
+                "--allow-processor"
+            )
 
     def _installed_processor(self, name: str) -> LoadedProcessor:
         if name not in self._installed:
             digest = f"sha256:{sha256(f'installed:{name}'.encode()).hexdigest()}"
             instance = self._registry.get(name)()
-            made = LoadedProcessor(digest, name, 0, self._installed_host, instance)
+            made = LoadedProcessor(digest, name, self._installed_host, instance)
             self._installed.setdefault(name, made)  # another thread may have been faster: there is one of each
         return self._installed[name]
 

@@ -23,6 +23,7 @@ class Sequence:
     Attributes:
         rid: the request that it belongs to; `index` is which of its `n` continuations it is.
         names: the ids by which a client may cancel it.
+        tenant: whose request it is.
         slot: its slot of the cache, while it has one.
         num_computed: its tokens whose keys and values are in the cache.
         output_token_ids: grows by one a step. Others hold references to it: it is never replaced.
@@ -39,10 +40,12 @@ class Sequence:
         max_tokens: int,
         tokenizer: Tokenizer,
         sink: Sink,
+        tenant: str = "",
     ) -> None:
         self.rid = rid
         self.index = index
         self.names = names
+        self.tenant = tenant
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params
         self.output_token_ids: list[int] = []

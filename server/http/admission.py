@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_string import ProcessorString
+from logitship.client.processor_string import ProcessorString, RegisteredProcessor
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
@@ -17,6 +17,7 @@ from logitship.server.engine.processor_entries import RESERVED_KEY, read_entries
 from logitship.server.engine.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
 from logitship.server.errors import SHIPPING_IS_OFF, BadRequest
 
+from .auth import Caller, check_key_may_ship
 from .schema import SamplingFields
 
 
@@ -162,12 +163,18 @@ def check_processor_lists(body: ProcessorFields, prompts: int) -> None:
 
 
 def read_processors(
-    engine: AsyncEngine, body: ProcessorFields, index: int | None, params: Mapping[str, Any] | None, params_at: str
+    engine: AsyncEngine,
+    caller: Caller,
+    body: ProcessorFields,
+    index: int | None,
+    params: Mapping[str, Any] | None,
+    params_at: str,
 ) -> Carried:
     """The processors of one prompt.
 
     Args:
         engine: knows the limits, and what is installed.
+        caller: who sent the body.
         body: holds them.
         index: which of the body's prompts; None if it has a single one, which is not in a list.
         params: `custom_params`: what every processor sees that has no parameters of its own.
@@ -175,6 +182,7 @@ def read_processors(
 
     Raises:
         BadRequest: not a processor, or one that ships or names code that the server does not take.
+        Forbidden: it ships code, which this caller may not.
         RequestTooLarge: a processor string is over the server's limit.
     """
     one, one_at = body.custom_logit_processor, "custom_logit_processor"
@@ -201,7 +209,7 @@ def read_processors(
         )
         names = {f"processors[{i}].params": params_at for i in range(len(values))}
     for processor, place in zip(processors, places, strict=True):
-        check_may_run(engine, processor, place)
+        check_may_run(engine, caller, processor, place)
     return Carried(
         processors, {"processors": at, **names, **{f"processors[{i}]": place for i, place in enumerate(places)}}
     )
@@ -211,17 +219,18 @@ def _one_list_a_prompt(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, list) for each in value)
 
 
-def check_may_run(engine: AsyncEngine, processor: CarriedProcessor, at: str) -> None:
-    """Refuse code, and names of code, if the server does not take them.
+def check_may_run(engine: AsyncEngine, caller: Caller, processor: CarriedProcessor, at: str) -> None:
+    """Refuse code, and names of code, if the server does not take them, or not from this caller.
 
     Args:
         at: path of the processor in the request body.
 
     Raises:
         BadRequest: in SGLang's words, or in vLLM's.
+        Forbidden: others may ship code, this caller may not.
     """
     if isinstance(processor, ProcessorRequest):
-        check_may_ship(engine, processor.string, at)
+        check_may_ship(engine, caller, processor.string, at)
         return
     try:
         engine.check_callable(processor)
@@ -229,14 +238,20 @@ def check_may_run(engine: AsyncEngine, processor: CarriedProcessor, at: str) -> 
         raise BadRequest(f"{at}: {error}", param=at) from None
 
 
-def check_may_ship(engine: AsyncEngine, string: ProcessorString, at: str | None = None) -> None:
-    """Refuse code, if the server does not take it.
+def check_may_ship(engine: AsyncEngine, caller: Caller, string: ProcessorString, at: str | None = None) -> None:
+    """Refuse code, if the server does not take it, or not from this caller.
 
     Args:
         at: path of the processor in the request body; None: it is the body.
 
     Raises:
         BadRequest: with SGLang's sentence.
+        Forbidden: others may ship code, this caller may not.
     """
-    if engine.ships_code(string) and not engine.config.enable_custom_logit_processor:
+    if not engine.ships_code(string):
+        return
+    if not engine.config.enable_custom_logit_processor:
         raise BadRequest(SHIPPING_IS_OFF, param=at)
+    # A digest is no code: somebody who may has shipped what it stands for.
+    if not isinstance(string, RegisteredProcessor):
+        check_key_may_ship(caller, at)

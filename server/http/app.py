@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from logitship.server.engine.async_engine import AsyncEngine
 
-from .auth import ApiKeyMiddleware
+from .auth import ApiKeyMiddleware, ApiKeys
 from .documentation import add_schemas
 from .errors import install_error_handlers
 from .openai_routes import openai_router
@@ -40,7 +40,7 @@ class _App(FastAPI):
 def create_app(engine: AsyncEngine) -> FastAPI:
     """The HTTP front of `engine`, which the caller starts and stops.
 
-    Everything but `/health` and `/health_generate` asks for the API key if `engine.config` has one.
+    Everything but `/health` and `/health_generate` asks for an API key if `engine.config` has any.
     """
     app = _App(
         title="logitship",
@@ -52,6 +52,5 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(openai_router(engine))
     app.include_router(processor_router(engine))
     app.include_router(pooling_router(engine))
-    if engine.config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=engine.config.api_key)
+    app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(engine.config.api_key, engine.config.shipping_api_key))
     return app

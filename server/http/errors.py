@@ -66,10 +66,10 @@ def failure_body(failed: GenerationFailed) -> dict[str, Any]:
 
 
 def fault_details(error: RequestError) -> dict[str, str | None]:
-    """The processor at fault and its traceback; empty where no processor is."""
+    """The processor at fault, in which way it is, and its traceback; empty where no processor is."""
     if error.digest is None:
         return {}
-    return {"traceback": error.traceback, "digest": error.digest, "name": error.name}
+    return {"traceback": error.traceback, "digest": error.digest, "name": error.name, "kind": error.kind}
 
 
 def internal_error_body() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .admission import (
     read_prompt,
     sampling_params,
 )
+from .auth import Caller
 from .openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
 from .running import Submission
 
@@ -58,7 +59,9 @@ class OpenAIRequest(Generic[Body]):
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenAIRequest[CompletionRequest]:
+async def read_completion(
+    engine: AsyncEngine, caller: Caller, body: CompletionRequest
+) -> OpenAIRequest[CompletionRequest]:
     """Check what the schema cannot, tokenize, and make the engine's requests.
 
     Raises:
@@ -73,13 +76,14 @@ async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenA
     request_id = _request_id(body, "cmpl")
     request = OpenAIRequest(request_id, engine.model.name, body, [], [])
     for i, value in enumerate(given):
-        carried = read_processors(engine, body, i if is_batch else None, body.custom_params, "custom_params")
+        carried = read_processors(engine, caller, body, i if is_batch else None, body.custom_params, "custom_params")
         names = {**_names(body), **carried.names, "prompt": f"prompt[{i}]" if is_batch else "prompt"}
         prompt = await read_prompt(engine, value, names["prompt"], add_special_tokens=body.add_special_tokens)
         request.prompts.append(prompt)
         request.submissions.append(
             await _submission(
                 engine,
+                caller,
                 body,
                 prompt,
                 names,
@@ -94,7 +98,9 @@ async def read_completion(engine: AsyncEngine, body: CompletionRequest) -> OpenA
     return request
 
 
-async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIRequest[ChatCompletionRequest]:
+async def read_chat(
+    engine: AsyncEngine, caller: Caller, body: ChatCompletionRequest
+) -> OpenAIRequest[ChatCompletionRequest]:
     """The same for a conversation, which the chat template turns into one prompt.
 
     Raises:
@@ -104,7 +110,7 @@ async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIR
     check_batch(engine.config, 1, "messages", body.n)
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    carried = read_processors(engine, body, None, body.custom_params, "custom_params")
+    carried = read_processors(engine, caller, body, None, body.custom_params, "custom_params")
     names = {
         **_names(body),
         **carried.names,
@@ -117,6 +123,7 @@ async def read_chat(engine: AsyncEngine, body: ChatCompletionRequest) -> OpenAIR
         raise BadRequest("messages: the chat template makes an empty prompt of them", param="messages")
     submission = await _submission(
         engine,
+        caller,
         body,
         prompt,
         names,
@@ -177,6 +184,7 @@ async def _render(engine: AsyncEngine, body: ChatCompletionRequest) -> list[int]
 
 async def _submission(
     engine: AsyncEngine,
+    caller: Caller,
     body: OpenAIFields,
     prompt: Prompt,
     names: Mapping[str, str],
@@ -197,6 +205,7 @@ async def _submission(
     )
     request = GenerationRequest(
         rid=rid,
+        tenant=caller.tenant,
         batch_rid=batch_rid,
         prompt_token_ids=prompt.token_ids,
         sampling_params=params,

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
 
+from .auth import caller_of
 from .body import JSONResponse, read_body
 from .documentation import body_of
 from .openai_answers import OpenAIAnswer
@@ -30,13 +31,15 @@ def openai_router(engine: AsyncEngine) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
         body = await read_body(request, CompletionRequest, limit)
-        return await _answer(engine, request, CompletionAnswer(engine, await read_completion(engine, body)))
+        read = await read_completion(engine, caller_of(request), body)
+        return await _answer(engine, request, CompletionAnswer(engine, read))
 
     @router.post("/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         body = await read_body(request, ChatCompletionRequest, limit)
-        return await _answer(engine, request, ChatAnswer(engine, await read_chat(engine, body)))
+        read = await read_chat(engine, caller_of(request), body)
+        return await _answer(engine, request, ChatAnswer(engine, read))
 
     @router.get("/models")
     async def models() -> Response:

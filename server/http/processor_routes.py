@@ -13,6 +13,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.errors import BadRequest
 
 from .admission import check_may_ship
+from .auth import caller_of, check_key_may_ship
 from .body import JSONResponse, read_bytes
 from .documentation import json_body
 
@@ -48,9 +49,12 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
     @router.post("", openapi_extra=json_body(PROCESSOR_SCHEMA))
     async def register(request: Request) -> Response:
         """Upload a processor. Requests then carry `{"digest": …}` instead. Doing it again changes nothing."""
+        caller = caller_of(request)
+        # Whatever it is: the least recently used string makes way for it, which may be another's.
+        check_key_may_ship(caller)
         string = _parse(await read_bytes(request, engine.config.max_processor_size))
-        check_may_ship(engine, string)
-        digest, name = await engine.register(string)
+        check_may_ship(engine, caller, string)
+        digest, name = await engine.register(string, caller.tenant)
         return JSONResponse({"digest": digest, "name": name})
 
     return router

@@ -23,6 +23,7 @@ from .admission import (
     read_prompt,
     sampling_params,
 )
+from .auth import Caller
 from .running import Submission
 from .schema import parse_model
 from .sglang_schemas import GenerateRequest, SGLangSamplingParams
@@ -62,13 +63,13 @@ class Generate:
     texts_in_logprobs: bool
 
 
-async def read_generate(engine: AsyncEngine, body: GenerateRequest) -> Generate:
+async def read_generate(engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> Generate:
     """Check what the schema cannot, tokenize, and make the engine's requests.
 
     Raises:
         RequestRefused: names the field.
     """
-    reader = _Reader(engine, body)
+    reader = _Reader(engine, caller, body)
     reader.check_lists()
     samplings = reader.samplings()
     n = samplings[0].n
@@ -84,10 +85,11 @@ async def read_generate(engine: AsyncEngine, body: GenerateRequest) -> Generate:
 class _Reader:
     """Reads one body, prompt by prompt."""
 
-    def __init__(self, engine: AsyncEngine, body: GenerateRequest) -> None:
+    def __init__(self, engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> None:
         if (body.text is None) == (body.input_ids is None):
             raise BadRequest("text: give either text or input_ids", param="text")
         self._engine = engine
+        self._caller = caller
         self._body = body
         self._at = "input_ids" if body.text is None else "text"
         given = body.input_ids if body.text is None else body.text
@@ -136,7 +138,12 @@ class _Reader:
         at = f"{self._at}[{i}]" if self.is_batch else self._at
         sampling_at = entry_path(body.sampling_params, i, "sampling_params")
         carried = read_processors(
-            self._engine, body, i if self.is_batch else None, sampling.custom_params, f"{sampling_at}.custom_params"
+            self._engine,
+            self._caller,
+            body,
+            i if self.is_batch else None,
+            sampling.custom_params,
+            f"{sampling_at}.custom_params",
         )
         names = {**_names(at, sampling_at), **carried.names}
         prompt = await read_prompt(self._engine, self._prompts[i], at, add_special_tokens=True)
@@ -157,6 +164,7 @@ class _Reader:
         )
         request = GenerationRequest(
             rid=rid,
+            tenant=self._caller.tenant,
             batch_rid=body.rid if self.is_batch and isinstance(body.rid, str) else None,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,

@@ -15,6 +15,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.messages import GenerationRequest
 from logitship.server.errors import BadRequest, QueueFull, RequestRefused
 
+from .auth import caller_of
 from .body import JSONResponse, read_body
 from .documentation import body_of
 from .running import submit_all
@@ -37,7 +38,7 @@ def sglang_router(engine: AsyncEngine) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Continue one prompt or several."""
         body = await read_body(request, GenerateRequest, limit)
-        plan = await read_generate(engine, body)
+        plan = await read_generate(engine, caller_of(request), body)
         answer = GenerateAnswer(plan, engine.tokenizer)
         running = await submit_all(engine, plan.submissions)
         if body.stream:
@@ -46,11 +47,11 @@ def sglang_router(engine: AsyncEngine) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=body_of(AbortRequest))
     async def abort_request(request: Request) -> Response:
-        """Cancel one request, or all of them."""
+        """Cancel one request, or all of them: of the caller's own."""
         body = await read_body(request, AbortRequest, limit)
         if not body.rid and not body.abort_all:
             raise BadRequest("rid: name a request, or set abort_all", param="rid")
-        engine.abort(None if body.abort_all else body.rid)
+        engine.abort(None if body.abort_all else body.rid, caller_of(request).tenant)
         return Response()
 
     @router.get("/flush_cache")
@@ -108,7 +109,7 @@ def _model_info(engine: AsyncEngine) -> dict[str, Any]:
 
 def _server_info(engine: AsyncEngine) -> dict[str, Any]:
     config = asdict(engine.config)
-    del config["api_key"]
+    del config["api_key"], config["shipping_api_key"]
     # SGLang gives one internal state for each replica of the model; there is one here.
     return {
         **config,

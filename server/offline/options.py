@@ -9,7 +9,11 @@ from typing import Any
 from logitship.server.cli import spellings
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
 
-_OWN_CODE = {"enable_custom_logit_processor": True, "logits_processor_pattern": ".*"}
+_OWN_CODE = {
+    "enable_custom_logit_processor": True,
+    "logits_processor_pattern": ".*",
+    "processor_isolation": "none",
+}
 """Whoever calls this brings the code that runs here anyway: there is nobody to protect the process from."""
 
 _HTTP = "HTTP"

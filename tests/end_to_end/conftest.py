@@ -14,7 +14,12 @@ from logitship.server.http_server import running_server
 def real_server() -> Iterator[str]:
     """Base URL of a server on the default model that takes shipped processors; 32 sequences of up to 1,024 tokens."""
     config = ServerConfig(
-        port=0, enable_custom_logit_processor=True, max_model_len=1024, random_seed=0, log_level="warning"
+        port=0,
+        enable_custom_logit_processor=True,
+        processor_isolation="none",
+        max_model_len=1024,
+        random_seed=0,
+        log_level="warning",
     )
     with running_server(config) as base_url:
         yield base_url

@@ -333,6 +333,7 @@ def given_server(target_token: type[LogitsProcessor]) -> Iterator[str]:
         log_level="warning",
         logits_processors=(target_token, BatchSizes),
         enable_custom_logit_processor=True,
+        processor_isolation="none",
         logits_processor_pattern=r"target_tokens\.request_level\.\w+",
     )
     with running_server(config) as base_url:

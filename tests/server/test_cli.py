@@ -2,12 +2,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from logitship.server import cli
 from logitship.server.config import ServerConfig
+
+
+@pytest.fixture(autouse=True)
+def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGITSHIP_API_KEY", "LOGITSHIP_SHIPPING_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -36,8 +43,11 @@ def every_flag() -> list[Any]:
 
 
 @pytest.mark.parametrize(("flag", "field"), every_flag())
-def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[ServerConfig]) -> None:
+def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[ServerConfig], tmp_path: Path) -> None:
     default = getattr(ServerConfig(), field)
+    allowed = tmp_path / "allowed"
+    allowed.touch()
+    also = {"enable_custom_logit_processor": True} if field == "shipping_api_key" else {}
     written: list[str] = {
         "dtype": ["bfloat16"],
         "logprobs_mode": ["processed_logprobs"],
@@ -45,13 +55,14 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "log_level": ["error"],
         "max_model_len": ["7"],
         "random_seed": ["7"],
+        "allow_processor": [str(allowed)],
     }.get(field) or ([] if default is False else [OTHER_VALUES.get(type(default), "other")])
-    assert cli.main(["serve", flag, *written]) == 0
+    assert cli.main(["serve", flag, *written, *("--enable-custom-logit-processor" for _ in also)]) == 0
     value = getattr(configs[0], field)
     read = tuple(written) if isinstance(default, tuple) else type(value)(written[0]) if written else True
     assert value == read
-    assert value != default or field == "processor_isolation"
-    assert dataclasses.replace(configs[0], **{field: default}) == ServerConfig()
+    assert value != default
+    assert dataclasses.replace(configs[0], **{field: default}) == ServerConfig(**also)
 
 
 def test_every_field_has_a_flag() -> None:
@@ -72,6 +83,38 @@ def test_nothing_said_is_the_default(configs: list[ServerConfig]) -> None:
     assert configs[0].port == 30000
 
 
+def test_several_keys_at_once_and_one_by_one(configs: list[ServerConfig]) -> None:
+    ship = ["--enable-custom-logit-processor", "--shipping-api-key", "s"]
+    assert cli.main(["serve", "--api-key", "a", "b", "--api-key", "c", *ship, "--shipping-api-key", "t"]) == 0
+    assert (configs[0].api_key, configs[0].shipping_api_key) == (("a", "b", "c"), ("s", "t"))
+
+
+def test_keys_in_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGITSHIP_API_KEY", "a,b")
+    monkeypatch.setenv("LOGITSHIP_SHIPPING_API_KEY", "s")
+    ship = "--enable-custom-logit-processor"
+    assert cli.main(["serve", ship]) == 0
+    assert cli.main(["serve", ship, "--api-key", "c"]) == 0
+    assert cli.main(["serve", ship, "--shipping-api-key", "t"]) == 0
+    monkeypatch.setenv("LOGITSHIP_SHIPPING_API_KEY", "")
+    assert cli.main(["serve"]) == 0
+    assert cli.main(["demo"]) == 0  # it talks to itself
+    keys = [(config.api_key, config.shipping_api_key) for config in configs]
+    assert keys == [(("a", "b"), ("s",)), (("c",), ("s",)), (("a", "b"), ("t",)), (("a", "b"), ()), ((), ())]
+
+
+def test_a_hole_in_the_environments_keys(
+    configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGITSHIP_API_KEY", "hush,")
+    with pytest.raises(SystemExit):
+        cli.main(["serve"])
+    told = capsys.readouterr().err
+    assert "api_key: a key is empty" in told
+    assert "hush" not in told
+    assert configs == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -81,6 +124,9 @@ def test_nothing_said_is_the_default(configs: list[ServerConfig]) -> None:
         (["serve", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["serve", "--processor-isolation", "magic"], "invalid choice: 'magic'"),
         (["serve", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["serve", "--shipping-api-key", "s"], "set enable_custom_logit_processor as well"),
+        (["serve", "--allow-processor", "./nowhere"], "allow_processor: ./nowhere cannot be read"),
+        (["serve", "--sandbox-cpu-time", "nan"], "sandbox_cpu_time must be above 0"),
         (["serve", "--port"], "expected one argument"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "the following arguments are required: COMMAND"),

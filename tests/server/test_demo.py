@@ -83,7 +83,15 @@ def test_receipts_are_lined_up() -> None:
 
 
 def test_the_demos_server_is_for_this_machine_alone() -> None:
-    config = demo_config(ServerConfig(host="0.0.0.0", port=80, api_key="secret", model_path="some/model"))
-    assert (config.host, config.port, config.api_key) == ("127.0.0.1", 0, None)
+    given = ServerConfig(
+        host="0.0.0.0",
+        port=80,
+        api_key="secret",
+        shipping_api_key="another",
+        enable_custom_logit_processor=True,
+        model_path="some/model",
+    )
+    config = demo_config(given)
+    assert (config.host, config.port, config.api_key, config.shipping_api_key) == ("127.0.0.1", 0, (), ())
     assert config.enable_custom_logit_processor
     assert config.model_path == "some/model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import subprocess
@@ -17,7 +18,9 @@ import httpx
 import orjson
 import pytest
 
+from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.http_server import HTTPServer
 
 DEADLINE = 120.0
 LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))
@@ -45,7 +48,8 @@ class Serving:
     def __init__(self, model: Path, *flags: str) -> None:
         command = [LOGITSHIP, "serve", "--model-path", str(model), "--port", "0"]
         self.process = subprocess.Popen(
-            [*command, "--device", "cpu", "--enable-custom-logit-processor", *flags],
+            # The processor of these tests waits for a file.
+            [*command, "--device", "cpu", "--enable-custom-logit-processor", "--processor-isolation", "none", *flags],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -174,3 +178,23 @@ def test_a_port_that_is_taken(serve: Callable[..., Serving], model_folder: Path)
     )
     assert second.returncode != 0
     assert "address already in use" in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"processor_isolation": "none"}, True),
+        ({"processor_isolation": "sandbox"}, False),
+        ({"processor_isolation": "none", "enable_custom_logit_processor": False}, False),
+    ],
+)
+def test_a_warning_where_nothing_isolates_shipped_code(
+    settings: dict[str, Any],
+    warns: bool,
+    make_engine: Callable[..., AsyncEngine],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine()
+    engine.config = dataclasses.replace(engine.config, **settings)
+    HTTPServer(engine)
+    assert ("run inside this process" in caplog.text) == warns

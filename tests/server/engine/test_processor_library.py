@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ import pytest
 from logitship.builtin_processors.registry import Registry, installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_string import InstalledProcessor, RegisteredProcessor, SourceProcessor, parse
+from logitship.client.processor_string import (
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    RegisteredProcessor,
+    SourceProcessor,
+    parse,
+)
 from logitship.sampler.in_process_host import InProcessHost
 from logitship.sampler.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.server.engine.callable_library import CallableLibrary
-from logitship.server.engine.processor_library import ProcessorLibrary
+from logitship.server.engine.processor_library import ProcessorLibrary, ProcessorNotAllowed
 from logitship.server.engine.registered_processors import RegisteredProcessors
 
 NAME = "disallowed_tokens"
@@ -25,12 +33,16 @@ NewLibrary = Callable[..., ProcessorLibrary]
 
 @pytest.fixture
 def new_library() -> NewLibrary:
-    def make(registry: Registry | None = None, max_entries: int = 2) -> ProcessorLibrary:
+    def make(
+        registry: Registry | None = None, max_entries: int = 2, allowed_digests: frozenset[str] | None = None
+    ) -> ProcessorLibrary:
         host = InProcessHost(SGLANG_NAMES)
         cache = ProcessorCache(host, max_entries=max_entries, max_bytes=1 << 20)
         registered = RegisteredProcessors(max_entries=2, max_bytes=1 << 20)
         callables = CallableLibrary(None, None)
-        return ProcessorLibrary(registry or installed_processors(), cache, host, 100, registered, callables)
+        return ProcessorLibrary(
+            registry or installed_processors(), cache, host, 100, registered, callables, allowed_digests
+        )
 
     return make
 
@@ -48,10 +60,10 @@ class {name}(CustomLogitProcessor):
 
 def test_an_installed_processor_by_name(new_library: NewLibrary) -> None:
     library = new_library()
-    processor = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]})
+    processor = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, "")
     assert processor.name == NAME
     assert type(processor.instance) is installed_processors().get(NAME)
-    assert library.acquire(InstalledProcessor(NAME), {"token_ids": [4]}) is processor
+    assert library.acquire(InstalledProcessor(NAME), {"token_ids": [4]}, "") is processor
     library.release(processor)
     library.release(processor)
     assert library.cache_stats().entries == 0
@@ -59,19 +71,19 @@ def test_an_installed_processor_by_name(new_library: NewLibrary) -> None:
 
 def test_its_parameters_are_checked(new_library: NewLibrary) -> None:
     with pytest.raises(ValueError, match="token id 100 is outside the vocabulary"):
-        new_library().acquire(InstalledProcessor(NAME), {"token_ids": [100]})
+        new_library().acquire(InstalledProcessor(NAME), {"token_ids": [100]}, "")
     with pytest.raises(ValueError, match="token_ids: missing"):
-        new_library().acquire(InstalledProcessor(NAME), None)
+        new_library().acquire(InstalledProcessor(NAME), None, "")
 
 
 def test_an_unknown_name_lists_the_known_ones(new_library: NewLibrary) -> None:
     with pytest.raises(ProcessorLoadError, match=f"'nonsense'; installed are: .*{NAME}"):
-        new_library().acquire(InstalledProcessor("nonsense"), None)
+        new_library().acquire(InstalledProcessor("nonsense"), None, "")
 
 
 def test_an_unknown_digest(new_library: NewLibrary) -> None:
     with pytest.raises(ProcessorLoadError, match="is registered"):
-        new_library().acquire(RegisteredProcessor(f"sha256:{'0' * 64}"), None)
+        new_library().acquire(RegisteredProcessor(f"sha256:{'0' * 64}"), None, "")
 
 
 def test_sglangs_reference_to_its_own_ships_no_code(new_library: NewLibrary) -> None:
@@ -81,7 +93,7 @@ def test_sglangs_reference_to_its_own_ships_no_code(new_library: NewLibrary) -> 
     by_reference = [parse(text) for text in texts if not library.ships_code(parse(text))]
     assert by_reference
     assert len(by_reference) < len(texts)
-    processors = [library._load(string)[0] for string in by_reference]
+    processors = [library._load(string, "")[0] for string in by_reference]
     assert {processor.name for processor in processors} <= set(installed_processors())
     assert library.cache_stats().misses == 0
 
@@ -98,11 +110,11 @@ def strings_in(value: Any) -> list[str]:
 def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> None:
     library = new_library(max_entries=1)
     assert library.ships_code(shipped("A"))
-    processor = library.acquire(shipped("A"), None)
+    processor = library.acquire(shipped("A"), None, "")
     with pytest.raises(ProcessorCacheFull):
-        library.acquire(shipped("B"), None)
+        library.acquire(shipped("B"), None, "")
     library.release(processor)
-    library.release(library.acquire(shipped("B"), None))
+    library.release(library.acquire(shipped("B"), None, ""))
     assert library.cache_stats().evictions == 1
     library.clear()
     assert library.cache_stats().entries == 0
@@ -110,8 +122,8 @@ def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> 
 
 def test_one_that_is_shipped_under_an_installed_name_is_another(new_library: NewLibrary) -> None:
     library = new_library()
-    installed = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]})
-    impostor = library.acquire(shipped(NAME), None)
+    installed = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, "")
+    impostor = library.acquire(shipped(NAME), None, "")
     assert impostor.name == installed.name
     assert impostor.digest != installed.digest
     library.release(impostor)
@@ -130,8 +142,65 @@ def test_threads_that_come_together_get_the_same_installed_one(new_library: NewL
 
     library = new_library(Registry([Slow]))
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(library.acquire, InstalledProcessor(NAME), {"token_ids": [3]}) for _ in range(2)]
+        futures = [pool.submit(library.acquire, InstalledProcessor(NAME), {"token_ids": [3]}, "") for _ in range(2)]
         first, second = (future.result() for future in futures)
     assert first is second
     library.release(first)
     library.release(second)
+
+
+def test_tenants_have_an_instance_each_of_a_shipped_class_and_share_installed_ones(new_library: NewLibrary) -> None:
+    library = new_library()
+    one, two = (library.acquire(shipped("A"), None, tenant) for tenant in ("one", "two"))
+    assert one.digest == two.digest
+    assert type(one.instance) is not type(two.instance)
+    assert library.acquire(shipped("A"), None, "one") is one
+    installed = [library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, tenant) for tenant in ("one", "two")]
+    assert installed[0] is installed[1]
+    for processor in (one, one, two, *installed):
+        library.release(processor)
+    library.clear()
+    assert library.cache_stats().entries == 0
+
+
+def test_a_registered_string_is_there_for_all_tenants_and_loaded_for_each(new_library: NewLibrary) -> None:
+    library = new_library()
+    registered = library.register(shipped("A"), "one")
+    two = library.acquire(RegisteredProcessor(registered.digest), None, "two")
+    assert two.digest == registered.digest
+    assert (registered.tenant, two.tenant) == ("one", "two")
+    assert library.acquire(RegisteredProcessor(registered.digest), None, "one") is registered
+
+
+ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A"))
+
+
+@pytest.mark.parametrize("string", [shipped("A"), ANOTHER_PYTHON])
+def test_only_what_is_allowed_is_loaded(string: ProcessorString, new_library: NewLibrary) -> None:
+    library = new_library(allowed_digests=frozenset({shipped("A").digest}))
+    library.release(library.acquire(string, None, ""))
+    digest = library.register(string, "").digest
+    library.release(library.acquire(RegisteredProcessor(digest), None, ""))
+    for use in (library.register, lambda string, tenant: library.acquire(string, None, tenant)):
+        with pytest.raises(ProcessorNotAllowed, match=rf"the processor {shipped('B').digest} .*--allow-processor"):
+            use(shipped("B"), "")
+    assert library.cache_stats().misses == 1
+
+
+def test_what_counts_is_what_runs(new_library: NewLibrary) -> None:
+    """The pickle is allowed, but the string has the server run its source."""
+    harmless = PickledProcessor(b"harmless", python="3.1", source=shipped("A"))
+    library = new_library(allowed_digests=frozenset({harmless.digest}))
+    for string in (harmless, replace(harmless, source=shipped("B"))):
+        with pytest.raises(ProcessorNotAllowed, match="sha256:"):
+            library.acquire(string, None, "")
+    assert library.cache_stats().misses == 0
+
+
+def test_installed_processors_need_no_permission(new_library: NewLibrary) -> None:
+    library = new_library(allowed_digests=frozenset())
+    installed = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, "")
+    by_reference = library.acquire(parse(installed_processors().get(NAME).to_str()), {"token_ids": [3]}, "")
+    assert by_reference is installed
+    with pytest.raises(ProcessorNotAllowed):
+        library.acquire(shipped("A"), None, "")

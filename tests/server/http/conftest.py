@@ -178,8 +178,10 @@ class FakeEngine(AsyncEngine):
         """A stream was closed."""
         self.requests: list[GenerationRequest] = []
         self.closed: list[str] = []
-        self.aborted: list[str | None] = []
-        self.registered: list[ProcessorString] = []
+        self.aborted: list[tuple[str | None, str]] = []
+        """Request id (None: all) and tenant."""
+        self.registered: list[tuple[ProcessorString, str]] = []
+        """Processor string and tenant."""
         self.refusals: dict[str, Exception] = {}
         """What `submit` raises for a request id."""
         self.refuse_all: Exception | None = None
@@ -202,14 +204,14 @@ class FakeEngine(AsyncEngine):
     def ships_code(self, string: ProcessorString) -> bool:
         return not isinstance(string, InstalledProcessor)
 
-    async def register(self, string: ProcessorString) -> tuple[str, str]:
+    async def register(self, string: ProcessorString, tenant: str = "") -> tuple[str, str]:
         if isinstance(string, PickledProcessor) and string.payload == b"no pickle":
             raise BadRequest("cannot be unpickled")
-        self.registered.append(string)
+        self.registered.append((string, tenant))
         return "sha256:" + "2" * 64, "Mine"
 
-    def abort(self, rid: str | None) -> None:
-        self.aborted.append(rid)
+    def abort(self, rid: str | None, tenant: str = "") -> None:
+        self.aborted.append((rid, tenant))
 
     async def flush_cache(self) -> bool:
         return self.idle

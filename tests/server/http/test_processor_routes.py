@@ -17,7 +17,7 @@ def test_register(shipping_client: Any, shipping_engine: Any) -> None:
     expected = [PickledProcessor(b"\x80"), SourceProcessor("class A: ...", "A"), InstalledProcessor("min_p")]
     for form in (PICKLED, SOURCE, {"name": "min_p"}):
         assert shipping_client.ok(URL, form) == {"digest": "sha256:" + "2" * 64, "name": "Mine"}
-    assert shipping_engine.registered == expected
+    assert shipping_engine.registered == [(string, "") for string in expected]
 
 
 @pytest.mark.parametrize("form", [PICKLED, SOURCE])
@@ -59,7 +59,7 @@ def test_size_limit(shipping_client: Any) -> None:
 
 
 def test_busy(shipping_client: Any, shipping_engine: Any) -> None:
-    async def full(string: Any) -> tuple[str, str]:
+    async def full(string: Any, tenant: str) -> tuple[str, str]:
         raise ServiceUnavailable("all in use: try again later")
 
     shipping_engine.register = full

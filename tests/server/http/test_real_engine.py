@@ -17,7 +17,8 @@ import openai
 import orjson
 import pytest
 
-from logitship import BadRequestError, Client, CustomLogitProcessor, RegisteredProcessor
+from logitship import BadRequestError, Client, CustomLogitProcessor, PermissionDeniedError, RegisteredProcessor
+from logitship.client.processor_string import parse
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http_server import running_server
 
@@ -486,6 +487,70 @@ def test_api_key(serve: Callable[..., Served]) -> None:
     sdk = openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0)
     with sdk, pytest.raises(openai.AuthenticationError):
         sdk.models.list()
+
+
+def test_what_a_key_may_ship(serve: Callable[..., Served]) -> None:
+    """Refused and served alike to the official SDK and to our client."""
+    served = serve(**SHIPPING, api_key="generates", shipping_api_key="ships")
+    extra = {"custom_logit_processor": Force.to_str(), "custom_params": {"token_id": 104}, "ignore_eos": True}
+    for key in ("ships", "generates"):
+        with (
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as sdk,
+            Client(served.url, api_key=key) as client,
+            ExitStack() as refused,
+        ):
+            if key == "ships":
+                digest = client.register(Force).digest
+            else:
+                refused.enter_context(pytest.raises(openai.PermissionDeniedError, match="--shipping-api-key"))
+            completion = sdk.completions.create(model="tiny", prompt="a", max_tokens=2, extra_body=extra)
+            assert completion.usage is not None
+            assert completion.usage.completion_tokens == 2
+    with Client(served.url, api_key="generates") as client:
+        for ship in (
+            lambda: client.generate(PROMPT, processor=Force, params={"token_id": 104}),
+            lambda: client.register(Force),
+        ):
+            with pytest.raises(PermissionDeniedError, match="--shipping-api-key") as denied:
+                ship()
+            assert (denied.value.status_code, denied.value.type) == (403, "permission_error")
+        registered = RegisteredProcessor(digest)
+        generation = client.generate(PROMPT, processor=registered, params={"token_id": 104}, max_new_tokens=2)
+        assert generation.receipts[0].digest == digest
+
+
+def test_a_key_aborts_its_own_requests_alone(serve: Callable[..., Served], gate: Gate) -> None:
+    served = serve(**SHIPPING, api_key=["one", "two"])
+    keys = {key: {"Authorization": f"Bearer {key}"} for key in ("one", "two")}
+    served.http.headers.update(keys["one"])  # for what the helpers ask
+
+    def generate(key: str) -> Any:
+        return served.http.post("/generate", json=gate.body(rid="x"), headers=keys[key]).json()["meta_info"]
+
+    with ThreadPoolExecutor() as pool:
+        running = {key: pool.submit(generate, key) for key in keys}
+        gate.permit_until_running(served, 2)
+        served.abort({"rid": "x"})
+        served.abort({"abort_all": True})
+        gate.open()
+        ended = {key: each.result(DEADLINE) for key, each in running.items()}
+    assert {key: each["finish_reason"]["type"] for key, each in ended.items()} == {"one": "abort", "two": "length"}
+    assert {each["id"] for each in ended.values()} == {"x"}
+
+
+def test_only_what_the_operator_allows_runs(serve: Callable[..., Served], tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed"
+    allowed.write_text(f"{parse(Force.to_str()).digest}  # Force\n")
+    served = serve(**SHIPPING, allow_processor=str(allowed))
+    with Client(served.url) as client:
+        client.register(Force)
+        options: dict[str, Any] = {"params": {"token_id": 104}, "max_new_tokens": 2}
+        assert [receipt.name for receipt in client.generate(PROMPT, processor=Force, **options).receipts] == ["Force"]
+        with pytest.raises(PermissionDeniedError, match=r"custom_logit_processor: the processor sha256:\w+ is not"):
+            client.generate(PROMPT, processor={"source": "class A: ...", "class_name": "A"})
+        with pytest.raises(PermissionDeniedError, match="--allow-processor"):
+            client.register({"source": "class A: ...", "class_name": "A"})
+        assert client.generate(PROMPT, processor="disallowed_tokens", params={"token_ids": [5]}).receipts
 
 
 def test_an_unexpected_error_is_logged_once(

@@ -19,7 +19,9 @@ def test_model_info(path: str, client: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 def test_server_info_keeps_the_key_to_itself(path: str, make_fake_engine: Any, speak: Any) -> None:
-    client = speak(make_fake_engine(api_key="secret"))
+    client = speak(
+        make_fake_engine(api_key="secret", shipping_api_key="secret too", enable_custom_logit_processor=True)
+    )
     answer = client.http.get(path, headers={"Authorization": "Bearer secret"})
     info = answer.json()
     assert info["max_num_seqs"] == 32
@@ -74,7 +76,7 @@ def test_flush_cache(client: Any, engine: Any) -> None:
 def test_abort(client: Any, engine: Any) -> None:
     assert client.post("/abort_request", {"rid": "r"}).status_code == 200
     assert client.post("/abort_request", {"rid": "", "abort_all": True}).status_code == 200
-    assert engine.aborted == ["r", None]
+    assert engine.aborted == [("r", ""), (None, "")]
     answer = client.post("/abort_request", {"rid": ""})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "rid"

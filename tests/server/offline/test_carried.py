@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from transformers import LogitsProcessor as HFLogitsProcessor
 
 from logitship import CustomLogitProcessor
+from logitship.server.offline.errors import InvalidRequest
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
@@ -144,3 +146,26 @@ def test_callables_by_name(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyP
     named = SamplingParams(max_tokens=2, logits_processors=["callables_of_mine.forced"])
     assert tokens(quiet(llm, "hello", named)) == [[60, 60]]
     monkeypatch.delitem(sys.modules, "callables_of_mine")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            SamplingParams(custom_logit_processor=Add, custom_params={"by": object()}),
+            "custom_params: holds a value of type object",
+        ),
+        (
+            SamplingParams(logits_processors=[{"processor": Add, "params": {"by": torch.tensor(1)}}]),
+            r"logits_processors\[0\]\.params: holds a value of type torch\.Tensor",
+        ),
+        (
+            SamplingParams(custom_logit_processor=Add, extra_args={"by": object()}),
+            "extra_args: holds a value of type object",
+        ),
+    ],
+)
+def test_what_cannot_go_to_a_sandbox_is_refused_by_name(llm: LLM, params: SamplingParams, message: str) -> None:
+    llm._engine.config = dataclasses.replace(llm._engine.config, processor_isolation="sandbox")
+    with pytest.raises(InvalidRequest, match=message):
+        quiet(llm, "a", params)

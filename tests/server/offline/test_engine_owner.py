@@ -31,6 +31,7 @@ def test_the_options_reach_the_engine(
         max_num_seqs=2,
         enable_custom_logit_processor=True,
         logits_processor_pattern=".*",
+        processor_isolation="none",
     )
     assert owner.get_tokenizer() is loaded_model.tokenizer.hf_tokenizer
     owner.shutdown()

@@ -11,8 +11,9 @@ from logitship.server.offline.options import read_options
 
 def test_the_callers_own_code_is_on_by_default() -> None:
     assert read_options(DEFAULT_MODEL, (), {}) == ServerConfig(
-        enable_custom_logit_processor=True, logits_processor_pattern=".*"
+        enable_custom_logit_processor=True, logits_processor_pattern=".*", processor_isolation="none"
     )
+    assert read_options(DEFAULT_MODEL, (), {"processor_isolation": "sandbox"}).processor_isolation == "sandbox"
     assert not read_options(DEFAULT_MODEL, (), {"enable_custom_logit_processor": False}).enable_custom_logit_processor
 
 
@@ -39,6 +40,7 @@ def test_spellings_of_vllm_and_sglang() -> None:
         (DEFAULT_MODEL, {"max_num_seq": 3}, "max_num_seq: unknown option, did you mean max_num_seqs?"),
         (DEFAULT_MODEL, {"zzz": 3}, "zzz: unknown option"),
         (DEFAULT_MODEL, {"port": 3}, "port: is an option of `logitship serve`"),
+        (DEFAULT_MODEL, {"shipping_api_key": "k"}, "shipping_api_key: is an option of `logitship serve`"),
         (DEFAULT_MODEL, {"seed": 3, "random_seed": 3}, "random_seed: sets random_seed a second time"),
         ("m", {"model_path": "m"}, "model_path: sets model_path a second time"),
     ],

@@ -1,0 +1,33 @@
+"""The operator's list of shipped processors that may run: `--allow-processor`.
+
+One digest a line, as `sha256:` and 64 hexadecimal digits. Blank lines are ignored, and so is what follows a `#`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def read_allowed_digests(path: str) -> frozenset[str]:
+    """The digests in a file. An empty file allows nothing.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is no digest; names the file and the line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"allow_processor: {path} cannot be read: {error}") from None
+    digests = set()
+    for number, line in enumerate(lines, 1):
+        digest = line.partition("#")[0].strip()
+        if digest and not _DIGEST.fullmatch(digest):
+            raise ValueError(
+                f"allow_processor: {path}, line {number}: {digest[:80]!r} is not 'sha256:' and 64 hexadecimal digits "
+                "(lower case)"
+            )
+        digests.add(digest)
+    return frozenset(digests - {""})

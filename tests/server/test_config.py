@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitship.server.config import ServerConfig
+
+DIGEST = "sha256:" + "a" * 64
+SHIPPING = {"enable_custom_logit_processor": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("one", ("one",)), (("one",), ("one",)), (["one", "two"], ("one", "two")), ((), ())],
+)
+@pytest.mark.parametrize("field", ["api_key", "shipping_api_key"])
+def test_keys_become_a_tuple(field: str, given: Any, kept: tuple[str, ...]) -> None:
+    config = ServerConfig(**{field: given}, **SHIPPING)  # type: ignore[arg-type]
+    assert getattr(config, field) == kept
+    assert getattr(dataclasses.replace(config, port=1), field) == kept
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret ", "\tsecret", ("fine", "")])
+@pytest.mark.parametrize("field", ["api_key", "shipping_api_key"])
+def test_a_key_that_no_request_can_send(field: str, key: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: a key is empty") as refused:
+        ServerConfig(**{field: key}, **SHIPPING)
+    assert "secret" not in str(refused.value)
+
+
+def test_keys_are_not_shown() -> None:
+    shown = repr(ServerConfig(api_key="secret", shipping_api_key=("secret", "secrets"), **SHIPPING))  # type: ignore[arg-type]
+    assert "secret" not in shown
+    assert "port=30000" in shown
+
+
+def test_shipping_keys_without_shipping() -> None:
+    with pytest.raises(ValueError, match=r"shipping_api_key: .*set enable_custom_logit_processor"):
+        ServerConfig(shipping_api_key="secret")
+
+
+def test_allowed_digests_are_read_once_at_the_start(tmp_path: Path) -> None:
+    assert ServerConfig().allowed_digests is None
+    file = tmp_path / "allowed"
+    file.write_text(DIGEST)
+    config = ServerConfig(allow_processor=str(file))
+    file.unlink()
+    assert config.allowed_digests == {DIGEST}
+    with pytest.raises(ValueError, match=r"allow_processor: .*allowed cannot be read"):
+        ServerConfig(allow_processor=str(file))
+    file.write_text("nonsense")
+    with pytest.raises(ValueError, match="line 1: 'nonsense' is not"):
+        dataclasses.replace(config, port=1)
+
+
+@pytest.mark.parametrize("field", ["sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
+def test_a_sandbox_has_time_and_not_for_ever(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be above 0 and finite"):
+        ServerConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["max_sandboxes", "sandbox_memory"])
+def test_sandboxes_and_their_memory(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be 1 or greater"):
+        ServerConfig(**{field: 0})  # type: ignore[arg-type]
+
+
+def test_sandboxes_are_the_default() -> None:
+    config = ServerConfig()
+    assert config.processor_isolation == "sandbox"
+    assert (config.max_sandboxes, config.sandbox_memory) == (64, 1 << 30)
+    assert (config.sandbox_cpu_time, config.sandbox_step_timeout, config.sandbox_load_timeout) == (2.0, 1.0, 10.0)
