@@ -55,4 +55,3 @@ class InProcessHost(LocalHost):
             shipped_class=type(processor.instance),
         )
         return logits
-

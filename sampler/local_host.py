@@ -71,10 +71,10 @@ class LocalHost(ABC):
             ProcessorFault: it raised, or returned something other than a float tensor of that shape on that device.
         """
 
-    def ensure(self, processor: LoadedProcessor) -> None:
+    def ensure(self, processor: LoadedProcessor) -> None:  # noqa: B027  # nothing to do, nor in a subclass
         """See `ProcessorHost.ensure`: what runs here is always ready."""
 
-    def unload(self, processor: LoadedProcessor) -> None:
+    def unload(self, processor: LoadedProcessor) -> None:  # noqa: B027
         """See `ProcessorHost.unload`: it goes with its last reference."""
 
     def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> LocalRow:

@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         for names, text in flags:
             _add_flag(group, names, text)
     _add_flag(demo, *_FLAGS["model"][0])
-    _add_flag(demo, *next(flag for flag in _FLAGS["processors"] if flag[0] == ("--processor-isolation",)))
+    _add_flag(demo, *next(flag for flag in _FLAGS["isolation"] if flag[0] == ("--processor-isolation",)))
     return parser
 
 

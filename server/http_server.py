@@ -92,16 +92,18 @@ def running_server(config: ServerConfig, engine: AsyncEngine | None = None) -> I
 
     Args:
         config: with port 0, a free port is taken.
-        engine: an engine that is built already, instead of one built from `config`.
+        engine: an engine that is built already, instead of one built from `config`. It ends with the server.
 
     Yields:
         The base URL.
     """
-    server = HTTPServer(engine or build_engine(config))
+    engine = engine or build_engine(config)
+    server = HTTPServer(engine)
     thread = threading.Thread(target=server.run, name="logitship-http", daemon=True)
     thread.start()
     while not server.ready.wait(0.1):
         if not thread.is_alive():
+            engine.stop()
             raise RuntimeError(f"the server did not start on {config.host}:{config.port}")
     try:
         yield f"http://{config.host}:{server.bound_port}"

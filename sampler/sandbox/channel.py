@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import marshal
+import os
 import socket
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -67,19 +69,30 @@ class Channel:
         Raises:
             ChannelClosed: the other side is gone.
         """
+        descriptors: list[int] = []
         try:
-            header, descriptors, _, _ = socket.recv_fds(
-                self.connection, HEADER.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            header, descriptors = self._receive_with_descriptors()
             header += self._read(HEADER.size - len(header))
             note, _, size = HEADER.unpack(header)
             return Note(note), marshal.loads(self._read(size)), descriptors
-        except OSError as error:
+        except (ChannelClosed, OSError) as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise ChannelClosed(str(error)) from None
 
     def close(self) -> None:
         """Close this end."""
         self.connection.close()
+
+    def _receive_with_descriptors(self) -> tuple[bytes, list[int]]:
+        # Not `socket.recv_fds`, which ignores its flags in Python 3.11: the descriptors would be inherited.
+        room = socket.CMSG_LEN(_MOST_DESCRIPTORS * array("i").itemsize)
+        data, ancillary, _, _ = self.connection.recvmsg(HEADER.size, room, socket.MSG_CMSG_CLOEXEC)
+        descriptors = array("i")
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(content)
+        return data, descriptors.tolist()
 
     def _read(self, size: int) -> bytes:
         data = bytearray()

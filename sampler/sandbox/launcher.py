@@ -29,7 +29,7 @@ from logitship.client.scrub import known_folders
 from logitship.sampler.request_view import ModelView
 
 from .channel import Channel, ChannelClosed, Note
-from .kernel import limits, namespaces
+from .kernel import limits, namespaces, privileges
 from .template import Setup, Template
 
 
@@ -72,6 +72,7 @@ def start_template(setup: Setup, channel: Channel, descriptor: int) -> None:
         return
     # In between, a process enters the template's namespaces: only its children are in a new process namespace.
     try:
+        privileges.die_with_parent(signal.SIGKILL)  # and the template with this one
         channel.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         entered = namespaces.enter()

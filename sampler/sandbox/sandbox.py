@@ -62,9 +62,6 @@ class Sandbox:
     """One locked process. Calls are made by one thread at a time; `kill` and `cpu_seconds_outside_calls` by any.
 
     Whatever goes wrong, the process is killed, and this and all later calls raise `SandboxDied` with the first reason.
-
-    Attributes:
-        logits: float32 [max_rows, vocab], the region. The sandbox may change it at any time.
     """
 
     def __init__(self, template: TemplateProcess, max_rows: int, vocab_size: int) -> None:
@@ -85,7 +82,8 @@ class Sandbox:
             on_failure.callback(os.close, self._process.pidfd)
             self._stat = f"/proc/{_pid(self._process.pidfd)}/stat"
             on_failure.pop_all()
-        self.logits = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size).view(max_rows, -1)
+        region_as_tensor = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size)
+        self._logits: torch.Tensor | None = region_as_tensor.view(max_rows, -1)
         self._connection.setblocking(False)
         self._lock = threading.Lock()
         self._death: SandboxDied | None = None
@@ -93,7 +91,20 @@ class Sandbox:
         self._outbox = bytearray()
         self._call: _Call | None = None
         self._seconds_in_calls = 0.0
+        self._lowest_balance = 0.0
         self._closed = False
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The region, float32 [max_rows, vocab]. The sandbox may change it at any time.
+
+        Raises:
+            SandboxDied: it was closed.
+        """
+        logits = self._logits
+        if logits is None:
+            raise self.death
+        return logits
 
     @property
     def alive(self) -> bool:
@@ -198,10 +209,14 @@ class Sandbox:
                 self._closed = True
                 os.close(self._process.pidfd)
                 self._connection.close()
-                self.logits = torch.empty(0)  # the mapping goes with its last view
+                self._logits = None  # the mapping goes with its last view
 
     def cpu_seconds_outside_calls(self) -> float:
-        """CPU time that it used while nobody had asked it for anything."""
+        """CPU time that it used of late while nobody had asked it for anything. For one thread, which asks regularly.
+
+        Time of calls in which it did not compute is no credit for later: only what has been used since the time when
+        there was none left over counts, as in the waiting time of a queue (Lindley 1952).
+        """
         call = self._call
         in_calls = self._seconds_in_calls + (time.perf_counter() - call.began if call else 0.0)
         try:
@@ -209,7 +224,9 @@ class Sandbox:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:  # it has ended
             return 0.0
-        return (int(fields[11]) + int(fields[12])) * _TICK - in_calls  # utime, stime
+        balance = (int(fields[11]) + int(fields[12])) * _TICK - in_calls  # utime, stime
+        self._lowest_balance = min(self._lowest_balance, balance)
+        return balance - self._lowest_balance
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -291,8 +308,11 @@ def wait_for_any(sandboxes: Sequence[Sandbox]) -> None:
     for sandbox in sandboxes:
         call = sandbox._call
         assert call is not None
-        poll.register(sandbox._connection, select.POLLIN | (select.POLLOUT if call.unsent else 0))
         first_deadline = min(first_deadline, call.deadline)
+        try:
+            poll.register(sandbox._connection, select.POLLIN | (select.POLLOUT if call.unsent else 0))
+        except ValueError:  # another thread closed it just now
+            return
     poll.poll(max(0.0, first_deadline - time.perf_counter()) * 1e3)
 
 
@@ -303,10 +323,11 @@ def _is_readable(descriptor: int) -> bool:
 
 
 def _signal_name(number: int) -> str:
-    if number not in signal.valid_signals():
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
         return f"signal {number}"
-    name = signal.strsignal(number)
-    return f"{signal.Signals(number).name}" if name is None else f"{signal.Signals(number).name} ({name.lower()})"
+    return f"{name} ({(signal.strsignal(number) or name).lower()})"
 
 
 _ANSWERS = frozenset(Answer)

@@ -7,7 +7,6 @@ import logging
 import marshal
 import threading
 import time
-import weakref
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -30,8 +29,8 @@ from .template_process import TemplateError, TemplateProcess
 logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 200
-_LONGEST_REFUSAL = 8192
-"""Characters."""
+_LONGEST_TEXT = 8192
+"""Characters of what a sandbox says."""
 
 WATCH_INTERVAL = 0.25
 """Seconds between two looks at what the sandboxes do while nobody asks them for anything."""
@@ -57,6 +56,7 @@ class _Place:
 
     Attributes:
         digest: the processor's identity.
+        tenant: whose it is.
         load_message: the body of LOAD.
         lock: held while a sandbox is started.
         sandbox: the last one that was started; None until there was one.
@@ -64,8 +64,9 @@ class _Place:
         revival: a thread that starts the next one, on behalf of a step.
     """
 
-    def __init__(self, digest: str, load_message: bytes) -> None:
+    def __init__(self, digest: str, tenant: str, load_message: bytes) -> None:
         self.digest = digest
+        self.tenant = tenant
         self.load_message = load_message
         self.lock = threading.Lock()
         self.sandbox: Sandbox | None = None
@@ -82,11 +83,13 @@ class _Place:
         """What its rows are told of the end of its sandbox."""
         return self.fault_of(died.kind, died.reason)
 
-    def fault_of(self, kind: str, reason: str, traceback: str = "") -> ProcessorFault:
-        """A fault of this processor."""
-        return ProcessorFault(
-            f"processor {self.name} {reason}", digest=self.digest, name=self.name, kind=kind, traceback=traceback
-        )
+    def fault_of(self, kind: str, reason: str) -> ProcessorFault:
+        """A fault of this processor, for a reason that goes on a sentence."""
+        return self.told_fault(kind, f"processor {self.name} {reason}", "")
+
+    def told_fault(self, kind: str, message: str, traceback: str) -> ProcessorFault:
+        """A fault of this processor, in the words of its sandbox."""
+        return ProcessorFault(message, digest=self.digest, name=self.name, kind=kind, traceback=traceback)
 
 
 class SandboxRow:
@@ -158,7 +161,8 @@ class SandboxHost:
         self._max_rows = max_rows
         self._vocab_size = vocab_size
         self._handles = itertools.count()
-        self._sandboxes: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+        self._sandboxes: set[Sandbox] = set()
+        self._unreported: dict[Sandbox, _Place] = {}
         self._under_way: list[_SandboxRun] = []
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="logitship-sandboxes", daemon=True)
@@ -169,7 +173,7 @@ class SandboxHost:
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
-        place = _Place(runnable.digest, _load_message(runnable))
+        place = _Place(runnable.digest, tenant, _load_message(runnable))
         self._start(place)
         return LoadedProcessor(runnable.digest, place.name, self, place, tenant=tenant)
 
@@ -183,7 +187,7 @@ class SandboxHost:
         place: _Place = processor.instance
         with place.lock:
             if place.sandbox is not None:
-                place.sandbox.close()
+                self._end(place.sandbox)
 
     def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> SandboxRow:
         """See `ProcessorHost.attach`."""
@@ -208,7 +212,7 @@ class SandboxHost:
         self._stopped.set()
         self._template.close()
         for sandbox in list(self._sandboxes):
-            sandbox.close()
+            self._end(sandbox)
         self._watcher.join()
 
     def _start(self, place: _Place) -> None:
@@ -225,14 +229,27 @@ class SandboxHost:
             except (OSError, TemplateError) as error:
                 raise ProcessorLoadError(f"no sandbox can be started: {error}") from None
             self._sandboxes.add(sandbox)
+            self._unreported[sandbox] = place
             try:
                 place.name = _loaded(sandbox, place.load_message, self._limits.load_timeout)
             except ProcessorLoadError:
-                sandbox.close()
+                self._end(sandbox)
                 raise
             if place.sandbox is not None:
-                place.sandbox.close()
+                self._end(place.sandbox)
             place.sandbox = sandbox
+
+    def _end(self, sandbox: Sandbox) -> None:
+        self._report(sandbox)
+        sandbox.close()
+        self._sandboxes.discard(sandbox)
+        self._unreported.pop(sandbox, None)
+
+    def _report(self, sandbox: Sandbox) -> None:
+        """Tell the operator of a sandbox that died, once."""
+        if not sandbox.alive and (place := self._unreported.pop(sandbox, None)) is not None:
+            who = f"of tenant {place.tenant}" if place.tenant else "of all clients"
+            logger.warning("processor %s (%s, %s) %s", place.name or "?", place.digest, who, sandbox.death.reason)
 
     def _living(self, place: _Place) -> Sandbox:
         """A place's sandbox. If it died, a step waits for the next one, but no longer than for an answer.
@@ -272,12 +289,13 @@ class SandboxHost:
         return revival
 
     def _watch(self) -> None:
-        """Kill sandboxes that compute while nobody asks them for anything."""
+        """Kill sandboxes that compute while nobody asks them for anything, and report those that died."""
         limit = self._limits.cpu_time
         while not self._stopped.wait(WATCH_INTERVAL):
             for sandbox in list(self._sandboxes):
-                if sandbox.alive and sandbox.cpu_seconds_outside_calls() > limit:
+                if sandbox.check() and sandbox.cpu_seconds_outside_calls() > limit:
                     sandbox.kill("cpu_time", f"used over {limit:g} s of CPU between its calls: its process was killed")
+                self._report(sandbox)
 
 
 class _SandboxRun:
@@ -366,8 +384,8 @@ class _SandboxRun:
 
     def _ask(self, kind: Kind, body: bytes, timeout: float) -> None:
         assert self._sandbox is not None
-        self._copy_in()
         try:
+            self._copy_in()
             self._sandbox.begin(kind, body, timeout)
         except SandboxDied as died:
             self.fail(self._places, died)
@@ -426,7 +444,7 @@ def _loaded(sandbox: Sandbox, message: bytes, timeout: float) -> str:
         raise ProcessorLoadError(f"the processor {died.reason} (while it was loaded)") from None
     text = scrub(body.decode(errors="replace"))
     if answer is Answer.REFUSED:
-        raise ProcessorLoadError(text[:_LONGEST_REFUSAL])
+        raise ProcessorLoadError(text[:_LONGEST_TEXT])
     return "".join(text.split())[:_LONGEST_NAME] or "?"
 
 
@@ -445,9 +463,7 @@ def _read_faults(body: bytes, place: _Place, num_rows: int) -> dict[int, Process
             case [[*rows], "exception" | "bad_result" as kind, str(message), str(traceback)] if all(
                 type(row) is int and 0 <= row < num_rows for row in rows
             ):
-                fault = ProcessorFault(
-                    scrub(message), digest=place.digest, name=place.name, kind=kind, traceback=scrub(traceback)
-                )
+                fault = place.told_fault(kind, scrub(message)[:_LONGEST_TEXT], scrub(traceback)[-_LONGEST_TEXT:])
                 faults |= dict.fromkeys(rows, fault)
             case _:
                 raise ValueError("not a fault")

@@ -71,8 +71,8 @@ class Template:
         """Serve the server until it closes the channel. Its end is the end of all sandboxes."""
         try:
             privileges.die_with_parent(signal.SIGKILL)
+            readable = readable_paths()  # while the folder that the server runs in is known, which is none of them
             os.chdir("/")  # where the server runs is nobody's business
-            readable = readable_paths()
             jailed = "mount" in self._entered and jail_root.enter(readable)
             self._drops_uid = privileges.can_become(_FIRST_UID, _FIRST_UID)
             found = dataclasses.replace(

@@ -152,10 +152,13 @@ def _faults_json(faults: Mapping[int, ProcessorFault]) -> bytes:
     rows_of: dict[ProcessorFault, list[int]] = {}
     for row, fault in faults.items():
         rows_of.setdefault(fault, []).append(row)
-    # JSON may need six bytes for a character.
-    room = (LONGEST_ANSWER // len(rows_of) - 200) // 6 // 2
+    # JSON may need six bytes for a character. Of hundreds of faults, no text is left.
+    room = max(0, LONGEST_ANSWER // len(rows_of) - 200) // 6 // 2
     return orjson.dumps(
-        [[rows, fault.kind, fault.message[:room], fault.traceback[-room:]] for fault, rows in rows_of.items()]
+        [
+            [rows, fault.kind, fault.message[:room], fault.traceback[max(0, len(fault.traceback) - room) :]]
+            for fault, rows in rows_of.items()
+        ]
     )
 
 

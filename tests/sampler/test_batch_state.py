@@ -22,14 +22,14 @@ from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.client.processor_string import ProcessorString
 from logitship.sampler.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.local_host import LocalHost
 from logitship.sampler.logits_processors import LogitsProcessors
 from logitship.sampler.persistent_batch import PersistentBatch
-from logitship.sampler.local_host import LocalHost
 from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.request_view import ModelView
 from logitship.sampler.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.request_view import ModelView
 from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 
 VOCAB = 12

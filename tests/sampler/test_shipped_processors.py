@@ -11,8 +11,8 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.interface import BatchUpdate
 from logitship.sampler.persistent_batch import PersistentBatch
 from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.request_view import ModelView
+from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 
 VOCAB = 8

@@ -8,16 +8,19 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+_PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 _SYSTEM_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64")
 
 
 def readable_paths() -> tuple[Path, ...]:
     """The directories of Python's library, of installed packages and of the system's libraries, sorted.
 
-    Entries of `sys.path` are among them, but never the working directory, a home folder, `/` or another folder right
-    below it: an operator who starts the server in such a place does not mean to show it to clients.
+    Entries of `sys.path` are among them if packages were installed there. The folder of the server's own script is such
+    an entry too, and so are those of `PYTHONPATH`: whoever keeps an `.env` beside their script does not mean to show it
+    to clients. For the same reason, the working directory, a home folder, `/` and folders right below it never are.
     """
-    return tuple(sorted(set(_libraries()) | {path for path in _import_path() if not _is_too_wide(path)}))
+    entries = {path for path in _import_path() if _holds_packages(path) and not _is_too_wide(path)}
+    return tuple(sorted(set(_libraries()) | entries))
 
 
 def _libraries() -> Iterator[Path]:
@@ -33,6 +36,11 @@ def _import_path() -> Iterator[Path]:
     for entry in sys.path:
         if os.path.isabs(entry) and os.path.isdir(entry):
             yield Path(entry)
+
+
+def _holds_packages(path: Path) -> bool:
+    # An installer leaves a `*.dist-info` beside each package.
+    return path.name in _PACKAGE_FOLDERS or next(path.glob("*.dist-info"), None) is not None
 
 
 def _is_too_wide(path: Path) -> bool:

@@ -17,6 +17,10 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     folders = {name: tmp_path / name for name in ("library", "work", "work/inside", "home", "home/packages")}
     for folder in folders.values():
         folder.mkdir()
+        (folder / "package-1.0.dist-info").mkdir()  # as an installer leaves it
+    for name in ("script", "site-packages"):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
     folders["above"] = tmp_path
     (tmp_path / "link").symlink_to(folders["work"])
     folders["link"] = tmp_path / "link"
@@ -43,9 +47,13 @@ def test_all_are_directories_in_order() -> None:
     assert all(path.is_absolute() and path.is_dir() for path in readable)
 
 
-def test_entries_of_the_import_path_are_readable(entries: dict[str, Path]) -> None:
-    readable = readable_paths()
-    assert {entries["library"], entries["work/inside"], entries["home/packages"]} <= set(readable)
+def test_entries_of_the_import_path_with_packages_are_readable(entries: dict[str, Path]) -> None:
+    names = ("library", "work/inside", "home/packages", "site-packages")
+    assert {entries[name] for name in names} <= set(readable_paths())
+
+
+def test_the_folder_of_a_script_is_not(entries: dict[str, Path]) -> None:
+    assert entries["script"] not in readable_paths()
 
 
 @pytest.mark.parametrize("name", ["work", "link", "home", "above"])

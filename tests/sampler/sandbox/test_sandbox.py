@@ -1,0 +1,395 @@
+"""The server's side of one sandbox, against a test that plays the other side: honest, slow, or with any lie."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from logitship.sampler.sandbox import sandbox as sandbox_module
+from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
+from logitship.sampler.sandbox.template_process import ForkedProcess, TemplateError
+
+LONG = 60.0
+
+
+class Peer:
+    """Stands for the template, and plays the sandbox.
+
+    Attributes:
+        connection: the sandbox's end.
+        region: descriptor of its region.
+        status: of its process, which is one that does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(["sleep", "1000"])
+        self.status: Future[int | None] = Future()
+
+    def fork(self, connection: int, region: int) -> ForkedProcess:
+        self.connection = socket.socket(fileno=os.dup(connection))
+        self.connection.settimeout(LONG)
+        self.region = os.dup(region)
+        return ForkedProcess(os.pidfd_open(self.process.pid), self.status)
+
+    def read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += self.connection.recv(size - len(data))
+        return data
+
+    def read_message(self) -> tuple[int, int, bytes]:
+        kind, number, size = HEADER.unpack(self.read(HEADER.size))
+        return kind, number, self.read(size)
+
+    def killed(self) -> bool:
+        return self.process.wait(LONG) == -signal.SIGKILL
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        os.close(self.region)
+
+
+def make() -> tuple[Sandbox, Peer]:
+    peer = Peer()
+    return Sandbox(peer, max_rows=2, vocab_size=3), peer  # type: ignore[arg-type]  # it forks, as a template does
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Sandbox, Peer]]:
+    sandbox, peer = make()
+    yield sandbox, peer
+    sandbox.close()
+    peer.close()
+
+
+def died(sandbox: Sandbox) -> SandboxDied:
+    with pytest.raises(SandboxDied) as raised:
+        sandbox.finish()
+    return raised.value
+
+
+def test_a_call_and_its_answer(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    for number, body in enumerate((b"", b"some", b"x" * LONGEST_ANSWER), 1):
+        sandbox.begin(Kind.STEP, b"rows", LONG)
+        assert peer.read_message() == (Kind.STEP, number, b"rows")
+        peer.connection.sendall(pack(Answer.DONE, number, body))
+        assert sandbox.finish() == (Answer.DONE, body)
+    assert sandbox.alive
+    assert sandbox.check()
+
+
+def test_what_has_no_answer_travels_first(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.tell(Kind.ATTACH, b"one")
+    sandbox.tell(Kind.DETACH, b"two")
+    sandbox.begin(Kind.STEP, b"", LONG)
+    assert [peer.read_message()[::2] for _ in range(3)] == [(2, b"one"), (3, b"two"), (4, b"")]
+
+
+def test_what_has_no_answer_can_travel_alone(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.tell(Kind.DETACH, b"gone")
+    sandbox.flush()
+    assert peer.read_message() == (Kind.DETACH, 0, b"gone")
+
+
+def test_the_region_is_shared_and_nobody_changes_its_size(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.logits.copy_(torch.arange(6.0).view(2, 3))
+    with mmap.mmap(peer.region, 0) as memory:
+        view = torch.frombuffer(memory, dtype=torch.float32, count=6)
+        assert view.tolist() == [0, 1, 2, 3, 4, 5]
+        view[4] = 40
+        del view
+    assert sandbox.logits[1, 1] == 40
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(peer.region, size)
+
+
+def test_an_answer_in_pieces(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", LONG)
+    for byte in pack(Answer.FAULTS, 1, b"[]"):
+        assert sandbox.advance() is None
+        peer.connection.sendall(bytes([byte]))
+    assert sandbox.advance() == (Answer.FAULTS, b"[]")
+
+
+def test_a_call_longer_than_what_the_kernel_holds(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    body = os.urandom(4 << 20)
+    reader = threading.Thread(
+        target=lambda: peer.connection.sendall(pack(Answer.DONE, peer.read_message()[1], b"all of it"))
+    )
+    sandbox.begin(Kind.LOAD, body, LONG)
+    reader.start()
+    assert sandbox.finish() == (Answer.DONE, b"all of it")
+    reader.join()
+
+
+def test_an_answer_before_the_call_was_sent_in_full_does_not_count(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    peer.connection.sendall(pack(Answer.DONE, 1))
+    sandbox.begin(Kind.LOAD, bytes(4 << 20), 0.05)
+    assert died(sandbox).kind == "deadline"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pack(Answer.DONE, 2),
+        pack(Answer.DONE, 0),
+        pack(Answer.DONE, 1, b"body") + b"!",
+        pack(Answer.DONE, 1) + pack(Answer.DONE, 2),
+        pack(0, 1),
+        pack(99, 1),
+        HEADER.pack(Answer.DONE, 1, LONGEST_ANSWER + 1),
+        HEADER.pack(Answer.DONE, 1, (1 << 64) - 1),
+        b"\xff" * 200,
+        bytes(1 << 17),
+        b"HTTP/1.1 200 OK\r\n\r\n",
+    ],
+    ids=lambda answer: f"{answer[:20]!r}",
+)
+def test_what_no_worker_answers(pair: tuple[Sandbox, Peer], answer: bytes) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", LONG)
+    peer.connection.sendall(answer)
+    end = died(sandbox)
+    assert (end.kind, end.reason) == ("protocol", "answered what no worker answers: its process was killed")
+    assert peer.killed()
+
+
+def test_something_said_before_it_was_asked(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    peer.connection.sendall(pack(Answer.DONE, 0))
+    sandbox.begin(Kind.STEP, b"", LONG)
+    peer.connection.sendall(pack(Answer.DONE, 1))
+    assert died(sandbox).kind == "protocol"
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=100),
+            st.builds(pack, st.integers(0, 6), st.integers(0, 3), st.binary(max_size=50)),
+            st.builds(HEADER.pack, st.integers(0, 6), st.integers(0, 3), st.integers(0, (1 << 64) - 1)),
+        ),
+        max_size=4,
+    )
+)
+def test_any_bytes_are_an_answer_or_the_end(pieces: list[bytes]) -> None:
+    sandbox, peer = make()
+    sandbox.begin(Kind.STEP, b"", LONG)
+    for piece in pieces:
+        peer.connection.sendall(piece)
+    peer.connection.close()
+    peer.status.set_result(0)
+    try:
+        kind, body = sandbox.finish()
+    except SandboxDied:
+        assert sandbox.death.kind in ("protocol", "crash")
+    else:
+        assert b"".join(pieces) == pack(kind, 1, body)
+        assert kind in Answer
+    sandbox.close()
+    peer.close()
+
+
+def test_no_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", 0.05)
+    began = time.monotonic()
+    end = died(sandbox)
+    assert time.monotonic() - began > 0.02
+    assert (end.kind, end.reason) == ("deadline", "gave no answer within 0.05 s: its process was killed")
+    assert peer.killed()
+
+
+def test_half_an_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", 0.05)
+    peer.connection.sendall(pack(Answer.DONE, 1, b"body")[:-1])
+    assert died(sandbox).kind == "deadline"
+
+
+def test_an_answer_that_came_in_time_may_be_read_late(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", 0.001)
+    peer.connection.sendall(pack(Answer.DONE, 1))
+    late = time.monotonic() + 0.01
+    while time.monotonic() < late:
+        pass
+    assert sandbox.finish() == (Answer.DONE, b"")
+
+
+def test_the_nearest_deadline_ends_the_waiting(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, _ = pair
+    other, other_peer = make()
+    sandbox.begin(Kind.STEP, b"", LONG)
+    other.begin(Kind.STEP, b"", 0.05)
+    wait_for_any([sandbox, other])
+    assert sandbox.advance() is None
+    assert died(other).kind == "deadline"
+    assert sandbox.alive
+    other.close()
+    other_peer.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (3 << 8, "ended its process with exit status 3"),
+        (0, "ended its process with exit status 0"),
+        (signal.SIGSEGV, "ended its process: SIGSEGV (segmentation fault)"),
+        (signal.SIGSYS, "ended its process: SIGSYS (bad system call)"),
+        (40, "ended its process: signal 40"),
+        (None, "was lost: the process that sandboxes come from ended"),
+    ],
+)
+def test_how_a_process_ended(pair: tuple[Sandbox, Peer], status: int | None, reason: str) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", LONG)
+    peer.status.set_result(status)
+    peer.connection.close()
+    end = died(sandbox)
+    assert end.kind == "crash"
+    assert end.reason.startswith(reason)
+
+
+def test_a_process_that_only_closes_its_connection(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox, peer = pair
+    monkeypatch.setattr(sandbox_module, "_STATUS_TIMEOUT", 0.01)
+    peer.connection.close()
+    sandbox.begin(Kind.STEP, b"", LONG)
+    assert died(sandbox).reason == "closed its connection: its process was killed"
+    assert peer.killed()
+
+
+def test_an_end_while_nobody_asks_is_seen_when_one_looks(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    peer.process.kill()
+    peer.process.wait()
+    peer.status.set_result(signal.SIGKILL)
+    assert sandbox.alive
+    assert not sandbox.check()
+    assert sandbox.death.reason.startswith("ended its process: SIGKILL")
+
+
+def test_whoever_waits_is_woken_by_a_kill(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", LONG)
+
+    def kill_once_it_waits() -> None:
+        peer.read_message()
+        sandbox.kill("cpu_time", "took too much")
+
+    killer = threading.Thread(target=kill_once_it_waits)
+    killer.start()
+    end = died(sandbox)
+    killer.join()
+    assert (end.kind, end.reason) == ("cpu_time", "took too much")
+
+
+def test_the_first_reason_is_the_one_that_is_told(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.kill("deadline", "was slow")
+    sandbox.kill("crash", "was killed")
+    assert peer.killed()
+    peer.status.set_result(signal.SIGKILL)
+    with pytest.raises(SandboxDied, match="was slow"):
+        sandbox.begin(Kind.STEP, b"", LONG)
+    assert sandbox.death.kind == "deadline"
+
+
+def test_a_call_that_was_given_up_ends_it(pair: tuple[Sandbox, Peer]) -> None:
+    """The step failed elsewhere: nobody will read the answer, and the next call must not take it for its own."""
+    sandbox, peer = pair
+    sandbox.begin(Kind.STEP, b"", LONG)
+    with pytest.raises(SandboxDied, match="in the middle of a call"):
+        sandbox.begin(Kind.STEP, b"", LONG)
+    assert peer.killed()
+
+
+def test_nothing_is_left_after_close() -> None:
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    sandbox, peer = make()
+    sandbox.close()
+    sandbox.close()
+    assert not sandbox.check()
+    sandbox.tell(Kind.DETACH, b"")
+    sandbox.flush()
+    assert peer.killed()
+    peer.close()
+    with pytest.raises(SandboxDied, match="was unloaded"):
+        sandbox.logits.zero_()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("error", [TemplateError, OSError])
+def test_nothing_is_left_where_there_is_no_process(error: type[Exception]) -> None:
+    class Refusing:
+        def fork(self, connection: int, region: int) -> ForkedProcess:
+            raise error("there is none")
+
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(error, match="there is none"):
+        Sandbox(Refusing(), 2, 3)  # type: ignore[arg-type]
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@contextlib.contextmanager
+def computing(script: str) -> Iterator[tuple[Sandbox, Callable[[], float]]]:
+    """A sandbox whose process runs a script. What it used outside its calls, asked again until it can be seen."""
+    sandbox, peer = make()
+    process = subprocess.Popen(["sh", "-c", script])
+    sandbox._stat = f"/proc/{process.pid}/stat"
+
+    def used() -> float:
+        return sandbox.cpu_seconds_outside_calls()
+
+    yield sandbox, used
+    process.kill()
+    process.wait()
+    assert used() == 0.0
+    sandbox.close()
+    peer.close()
+
+
+def test_cpu_time_outside_calls_counts() -> None:
+    with computing("while :; do :; done") as (_, used):
+        deadline = time.monotonic() + LONG
+        while used() < 0.05:
+            assert time.monotonic() < deadline
+
+
+def test_cpu_time_in_calls_does_not_count() -> None:
+    with computing("while :; do :; done") as (sandbox, used):
+        sandbox.begin(Kind.STEP, b"", LONG)
+        poll = select.poll()
+        poll.poll(200)  # it computes meanwhile
+        assert used() < 0.15

@@ -1,0 +1,185 @@
+"""What runs in a sandbox, run here: nothing in it needs the locks."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import socket
+import threading
+from array import array
+from typing import Any
+
+import dill
+import orjson
+import pytest
+import torch
+
+from logitship.client.processor_string import PYTHON
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, StepRow, pack, pack_step
+from logitship.sampler.sandbox.worker import Worker, serve
+
+ROWS, VOCAB = 4, 6
+MODEL = ModelView(VOCAB, frozenset({1}), "the tokenizer")
+HEADER_LINES = "import torch\nfrom logitship import CustomLogitProcessor\n\nclass P(CustomLogitProcessor):\n"
+
+
+def source(body: str) -> bytes:
+    """The body of LOAD for a class whose `__call__` has this body."""
+    lines = "".join(f"        {line}\n" for line in body.splitlines())
+    text = f"{HEADER_LINES}    def __call__(self, logits, custom_param_list=None):\n{lines}"
+    return marshal.dumps(("source", text, "P", b"", None))
+
+
+def attach(handle: int, output: tuple[int, ...] = (), **params: Any) -> bytes:
+    values = (handle, f"r{handle}", params, array("q", [7, 8]).tobytes(), array("q", output).tobytes(), {"top_k": 3})
+    return marshal.dumps(values)
+
+
+def loaded(body: str) -> tuple[Worker, torch.Tensor]:
+    logits = torch.zeros(ROWS, VOCAB)
+    worker = Worker(logits, MODEL, {})
+    assert worker.handle(Kind.LOAD, source(body)) == (Answer.LOADED, b"P")
+    return worker, logits
+
+
+def step(worker: Worker, *rows: StepRow) -> tuple[Answer, bytes]:
+    answer = worker.handle(Kind.STEP, pack_step(rows))
+    assert answer is not None
+    return answer
+
+
+def test_it_edits_the_rows_of_a_call_and_no_other() -> None:
+    worker, logits = loaded("return logits + torch.tensor([[p['by']] for p in custom_param_list])")
+    for handle in range(3):
+        assert worker.handle(Kind.ATTACH, attach(handle, by=10.0 * handle)) is None
+    assert step(worker, StepRow(2, []), StepRow(1, [])) == (Answer.DONE, b"")
+    assert logits[:, 0].tolist() == [20, 10, 0, 0]
+
+
+def test_a_view_follows_its_sequence() -> None:
+    worker, logits = loaded(
+        "req = custom_param_list[0]['__req__']\n"
+        "assert (req.rid, req.origin_input_ids, req.sampling_params.top_k) == ('r5', [7, 8], 3)\n"
+        "assert (req.eos_token_ids, req.vocab_size, req.tokenizer) == ({1}, 6, 'the tokenizer')\n"
+        "req.state['calls'] = req.state.get('calls', 0) + 1\n"
+        "logits[0, :3] = torch.tensor([len(req.output_ids), req.output_ids[-1], req.state['calls']])\n"
+        "return logits"
+    )
+    worker.handle(Kind.ATTACH, attach(5, (4,)))
+    seen = []
+    for new in ([], [9], [], [10, 11]):
+        assert step(worker, StepRow(5, new)) == (Answer.DONE, b"")
+        seen.append(logits[0, :3].tolist())
+    assert seen == [[1, 4, 1], [2, 9, 2], [2, 9, 3], [4, 11, 4]]
+
+
+def test_what_it_does_to_its_view_is_undone_by_the_next_token() -> None:
+    worker, _ = loaded(
+        "req = custom_param_list[0]['__req__']\nassert req.output_ids == req.state.get('expected', [4])\n"
+        "req.state['expected'] = [*req.output_ids, 5]\ndel req.output_ids\nreturn logits"
+    )
+    worker.handle(Kind.ATTACH, attach(5, (4,)))
+    for new in ([], [5], [5], [5]):
+        assert step(worker, StepRow(5, new))[0] is Answer.DONE
+
+
+def test_a_sequence_that_left_is_forgotten() -> None:
+    worker, _ = loaded("return logits")
+    worker.handle(Kind.ATTACH, attach(5))
+    worker.handle(Kind.DETACH, marshal.dumps(5))
+    worker.handle(Kind.DETACH, marshal.dumps(6))
+    with pytest.raises(KeyError):
+        step(worker, StepRow(5, []))
+
+
+def test_one_row_that_fails_is_told_at_once() -> None:
+    worker, _ = loaded("raise ValueError('no such luck')")
+    worker.handle(Kind.ATTACH, attach(5))
+    answer, body = step(worker, StepRow(5, []))
+    assert answer is Answer.FAULTS
+    (((rows, kind, message, traceback)),) = orjson.loads(body)
+    assert (rows, kind, message) == ([0], "exception", "processor P raised ValueError: no such luck")
+    assert "raise ValueError('no such luck')" in traceback
+
+
+def test_of_several_rows_each_is_tried_again() -> None:
+    worker, logits = loaded(
+        "logits += 1\nfor params in custom_param_list:\n    if params['bad']:\n        return None\nreturn logits"
+    )
+    for handle in range(3):
+        worker.handle(Kind.ATTACH, attach(handle, bad=handle == 1))
+    rows = [StepRow(handle, [handle]) for handle in range(3)]
+    assert step(worker, *rows) == (Answer.AGAIN, b"")
+    logits.zero_()
+    answer = worker.handle(Kind.RETRY, b"")
+    assert answer is not None
+    assert answer[0] is Answer.FAULTS
+    (((told, kind, message, traceback)),) = orjson.loads(answer[1])
+    assert (told, kind, traceback) == ([1], "bad_result", "")
+    assert message.startswith("processor P returned NoneType")
+    assert logits[0, 0] == logits[2, 0] == 1
+
+
+@pytest.mark.parametrize("num_rows", [2, 30, 600])
+def test_faults_fit_into_an_answer(num_rows: int) -> None:
+    worker = Worker(torch.zeros(num_rows, VOCAB), MODEL, {})
+    worker.handle(Kind.LOAD, source("raise ValueError(str(custom_param_list[0]['number']) + '\\U0001d54f' * 100_000)"))
+    for handle in range(num_rows):
+        worker.handle(Kind.ATTACH, attach(handle, number=handle))
+    assert step(worker, *(StepRow(handle, []) for handle in range(num_rows)))[0] is Answer.AGAIN
+    answer = worker.handle(Kind.RETRY, b"")
+    assert answer is not None
+    assert answer[0] is Answer.FAULTS
+    assert len(answer[1]) <= LONGEST_ANSWER
+    assert [rows for rows, *_ in orjson.loads(answer[1])] == [[row] for row in range(num_rows)]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (marshal.dumps(("source", "1 / 0", "P", b"", None)), "ZeroDivisionError"),
+        (marshal.dumps(("source", "raise SystemExit(3)", "P", b"", None)), "SystemExit: 3"),
+        (marshal.dumps(("source", "raise KeyboardInterrupt", "P", b"", None)), "KeyboardInterrupt"),
+        (marshal.dumps(("source", "P = 1", "P", b"", None)), "not a class"),
+        (marshal.dumps(("pickled", b"no pickle", PYTHON)), "."),
+        (marshal.dumps(("pickled", dill.dumps(dict), PYTHON)), "CustomLogitProcessor"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(body: bytes, says: str) -> None:
+    answer = Worker(torch.zeros(ROWS, VOCAB), MODEL, {}).handle(Kind.LOAD, body)
+    assert answer is not None
+    assert answer[0] is Answer.REFUSED
+    assert says == "." or says in answer[1].decode()
+
+
+def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(Exception):
+        pass
+
+    def end(status: int) -> None:
+        assert status == 0
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30)
+    ended = threading.Event()
+
+    def run() -> None:
+        with pytest.raises(Ended):
+            serve(theirs.fileno(), Worker(torch.zeros(ROWS, VOCAB), MODEL, {}))
+        ended.set()
+
+    serving = threading.Thread(target=run)
+    serving.start()
+    ours.sendall(pack(Kind.LOAD, 1, source("return logits")) + pack(Kind.ATTACH, 0, attach(5)))
+    ours.sendall(pack(Kind.STEP, 2, pack_step([StepRow(5, [])])))
+    answers = b""
+    while len(answers) < 2 * HEADER.size + 1:
+        answers += ours.recv(100)
+    assert answers == pack(Answer.LOADED, 1, b"P") + pack(Answer.DONE, 2)
+    ours.close()
+    serving.join(30)
+    assert ended.is_set()
+    theirs.close()

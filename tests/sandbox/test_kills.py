@@ -1,0 +1,390 @@
+"""SIGKILL of any process of the sandboxes at any moment, and every way in which a server ends.
+
+Nothing hangs, every request ends with its tokens or with a typed error, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitship.client.processor_string import SourceProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox import template_process
+from logitship.sampler.sandbox.sandbox import Sandbox
+from logitship.sampler.sandbox.template_process import TemplateProcess
+from logitship.server.config import ServerConfig
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.build import build_engine
+from logitship.server.engine.messages import FinishReason, GenerationRequest, ProcessorRequest
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.engine.model_runner import ModelRunner
+from logitship.server.errors import BadRequest
+
+KILLS = 200
+LENGTH = 12
+PATIENCE = 30.0
+"""Seconds after which a request counts as hanging. It takes a fraction of one."""
+WEIGHTS = {"sandbox": 150, "template": 36, "between": 8, "launcher": 6}
+"""How often each is killed. A launcher takes the longest to come back: it imports torch."""
+NUMBERS = itertools.count()
+
+COUNTDOWN = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class Countdown(CustomLogitProcessor):
+    '''Forces the number of tokens before this one; fails if the history is not exact.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            req = params["__req__"]
+            position = len(req.origin_input_ids) + len(req.output_ids)
+            assert req.state.setdefault("next", position) == position
+            req.state["next"] = position + 1
+            row[:] = -float("inf")
+            row[(position + params["plus"]) % req.vocab_size] = 0.0
+        return logits
+""",
+    "Countdown",
+)
+BAN = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class Ban(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        result = logits.clone()
+        for row, params in zip(result, custom_param_list):
+            row[params["token_ids"]] = -float("inf")
+        return result
+""",
+    "Ban",
+)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A request that is sent again and again.
+
+    Attributes:
+        ever_new: each time with another class, so that each time a sandbox is forked.
+    """
+
+    name: str
+    seed: int
+    tenant: str = ""
+    processors: tuple[tuple[SourceProcessor, dict[str, Any]], ...] = ()
+    ever_new: bool = False
+
+    def request(self) -> GenerationRequest:
+        number = next(NUMBERS)
+        return GenerationRequest(
+            rid=f"{self.name} {number}",
+            tenant=self.tenant,
+            prompt_token_ids=[4 + byte for byte in self.name.encode()],
+            processors=tuple(
+                ProcessorRequest(self._string(string, number), params) for string, params in self.processors
+            ),
+            sampling_params=SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=self.seed),
+        )
+
+    def _string(self, string: SourceProcessor, number: int) -> SourceProcessor:
+        return SourceProcessor(f"# {number}\n{string.source}", string.class_name) if self.ever_new else string
+
+
+PLAIN = [Stream(f"without a processor {number}", number) for number in range(4)]
+SANDBOXED = [
+    Stream("ban", 10, processors=((BAN, {"token_ids": [40]}),)),
+    Stream("ban others", 11, processors=((BAN, {"token_ids": [41, 42]}),)),
+    Stream("ban, another tenant", 12, "a", ((BAN, {"token_ids": [40]}),)),
+    Stream("ban, a third tenant", 13, "b", ((BAN, {"token_ids": [43]}),)),
+    Stream("countdown", 14, processors=((COUNTDOWN, {"plus": 0}),)),
+    Stream("countdown, another tenant", 15, "a", ((COUNTDOWN, {"plus": 7}),)),
+    Stream("countdown, a fourth tenant", 16, "c", ((COUNTDOWN, {"plus": 9}),)),
+    Stream("ever new", 18, processors=((BAN, {"token_ids": [60]}),), ever_new=True),
+    Stream("both", 17, processors=((BAN, {"token_ids": [50]}), (COUNTDOWN, {"plus": 3}))),
+]
+
+
+async def run_through(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishReason]:
+    """A request's tokens, and why it ended. It must end soon, if only with an error."""
+    tokens: list[int] = []
+    async with asyncio.timeout(PATIENCE):
+        async for chunk in await engine.submit(request):
+            tokens += chunk.token_ids
+            last = chunk
+    assert last.finish_reason is not None
+    return tokens, last.finish_reason
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(280):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def config(**settings: Any) -> ServerConfig:
+    defaults: dict[str, Any] = {
+        "model_path": "tiny",
+        "max_num_seqs": 16,
+        "random_seed": 0,
+        "enable_custom_logit_processor": True,
+        "processor_isolation": "sandbox",
+        "sandbox_memory": 64 << 20,
+        "max_sandboxes": 12,
+    }
+    return ServerConfig(**(defaults | settings))
+
+
+class Trap:
+    """Does something at a certain moment of the engine's work: once a place in it was passed for the nth time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._lock = threading.Lock()
+        self._armed: tuple[str, int, Callable[[], bool]] | None = None
+        self.sprung = threading.Event()
+        for cls, method, before, after in (
+            (ModelRunner, "forward", "before the model", "after the model"),
+            (Sandbox, "begin", "before a call is sent", "while a call is under way"),
+            (Sandbox, "advance", "before an answer is read", "after an answer was read"),
+            (Sandbox, "tell", "before a sequence comes or goes", "after a sequence came or went"),
+            (TemplateProcess, "fork", "before a fork", "after a fork"),
+        ):
+            patch.setattr(cls, method, self._watched(getattr(cls, method), before, after))
+
+    def _watched(self, method: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        self.places = (*getattr(self, "places", ()), before, after)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            self._pass(before)
+            try:
+                return method(*arguments, **options)
+            finally:
+                self._pass(after)
+
+        return watched
+
+    def arm(self, place: str, passes: int, action: Callable[[], bool]) -> None:
+        """Do `action` on passing there; once more at the next pass if it answers False."""
+        self.sprung.clear()
+        self._armed = place, passes, action
+
+    def _pass(self, place: str) -> None:
+        with self._lock:
+            if self._armed is None or self._armed[0] != place:
+                return
+            _, passes, action = self._armed
+            if passes > 0 or not action():
+                self._armed = place, max(passes - 1, 0), action
+                return
+            self._armed = None
+        self.sprung.set()
+
+
+def kill(process: int, mark: str) -> bool:
+    """SIGKILL a process, if it still is the one that is meant."""
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(process)
+        try:
+            if mark.encode() in Path(f"/proc/{process}/cmdline").read_bytes():
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                return True
+        finally:
+            os.close(pidfd)
+    return False
+
+
+class Load:
+    """Streams that run again and again. Counts how their requests ended.
+
+    Args:
+        expected: the tokens of each stream where nothing is killed.
+    """
+
+    def __init__(self, engine: AsyncEngine, expected: dict[str, list[int]]) -> None:
+        self._engine = engine
+        self._expected = expected
+        self._stopping = False
+        self._succeeded = asyncio.Event()
+        self.ends: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            for stream in PLAIN + SANDBOXED:
+                group.create_task(self._run(stream))
+            yield
+            self._stopping = True
+
+    async def until_sandboxes_work(self) -> None:
+        self._succeeded.clear()
+        await self._succeeded.wait()
+
+    async def _run(self, stream: Stream) -> None:
+        while not self._stopping:
+            try:
+                tokens, reason = await run_through(self._engine, stream.request())
+            except BadRequest as refused:
+                assert stream in SANDBOXED
+                self.ends[f"refused: {refused.param}"] += 1
+                continue
+            expected = self._expected[stream.name]
+            assert tokens == expected[: len(tokens)], stream.name
+            if reason.error is None:
+                assert (reason.kind, len(tokens)) == ("length", LENGTH)
+                self.ends["whole"] += 1
+                if stream in SANDBOXED:
+                    self._succeeded.set()
+                continue
+            assert stream in SANDBOXED, (stream.name, reason)
+            assert reason.error.type == "ProcessorFault", reason
+            assert reason.error.kind in ("crash", "load"), reason
+            self.ends[reason.error.kind] += 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds that it could leak."""
+
+    descriptors: Counter[str]
+    regions: int
+    threads: int
+    children: int
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        return cls(
+            descriptors=Counter(descriptor_kinds()),
+            regions=Path("/proc/self/maps").read_text().count("memfd:logitship"),
+            threads=sum(thread.name.startswith("logitship") for thread in threading.enumerate()),
+            children=sum(child_of_this_process(folder) for folder in Path("/proc").iterdir()),
+            shared_memory=frozenset(os.listdir("/dev/shm")),
+        )
+
+
+def descriptor_kinds() -> Iterator[str]:
+    """`socket`, `anon_inode:[pidfd]`, `/memfd`, and so on."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            yield os.readlink(f"/proc/self/fd/{descriptor}").rsplit(":[", 1)[0].split(" ")[0]
+
+
+def child_of_this_process(folder: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        # Zombies too.
+        return int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+    return False
+
+
+async def undisturbed(engine: AsyncEngine) -> dict[str, list[int]]:
+    streams = PLAIN + SANDBOXED
+    results = await asyncio.gather(*(run_through(engine, stream.request()) for stream in streams))
+    assert all(reason.kind == "length" for _, reason in results)
+    return {stream.name: tokens for stream, (tokens, _) in zip(streams, results, strict=True)}
+
+
+async def held_by_idle(engine: AsyncEngine) -> Held:
+    """With the sandboxes that `undisturbed` needs, and no other."""
+    assert await engine.flush_cache()
+    await undisturbed(engine)
+    return await asyncio.get_running_loop().run_in_executor(None, Held.now)
+
+
+@pytest.fixture
+def trap() -> Iterator[Trap]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Trap(patch)
+
+
+def test_two_hundred_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, trap: Trap) -> None:
+    chance = random.Random(4)
+    killed: Counter[str] = Counter()
+    at_first = Held.now()
+    engine = build_engine(config(), loaded_model)
+
+    def kill_one() -> bool:
+        (wanted,) = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        processes = sorted(sandbox_processes.of(wanted))
+        if not processes or not kill(chance.choice(processes), sandbox_processes.mark):
+            return False
+        killed[wanted] += 1
+        return True
+
+    async def scene() -> tuple[Counter[str], Held, Held]:
+        expected = await undisturbed(engine)
+        loop = asyncio.get_running_loop()
+        before = await held_by_idle(engine)
+        load = Load(engine, expected)
+        async with load.running():
+            for _ in range(KILLS):
+                await load.until_sandboxes_work()
+                trap.arm(chance.choice(trap.places), chance.randrange(8), kill_one)
+                await loop.run_in_executor(None, trap.sprung.wait, PATIENCE)
+                assert trap.sprung.is_set()
+        assert await undisturbed(engine) == expected
+        return load.ends, before, await held_by_idle(engine)
+
+    ends, before, after = run(scene())
+    assert killed.total() == KILLS
+    assert set(killed) == set(WEIGHTS)
+    assert ends["whole"] > KILLS
+    assert ends["crash"] > KILLS // 4, "the kills hit nobody"
+    assert after == before
+    assert before.regions > 0
+    assert all(end in ("whole", "crash", "load") or end.startswith("refused: processors[") for end in ends)
+    engine.stop()
+    assert not sandbox_processes.roles()
+    assert Held.now() == at_first
+
+
+def test_two_engines_do_not_disturb_each_other(loaded_model: LoadedModel, sandbox_processes: Any) -> None:
+    first = build_engine(config(), loaded_model)
+    firsts = sandbox_processes.roles()
+    second = build_engine(config(), loaded_model)
+    seconds = sandbox_processes.roles().keys() - firsts.keys()
+
+    async def scene() -> None:
+        expected = await undisturbed(first)
+        assert await undisturbed(second) == expected
+        for process in seconds:
+            kill(process, sandbox_processes.mark)
+            assert await undisturbed(first) == expected
+        assert await undisturbed(second) == expected
+        second.stop()
+        assert await undisturbed(first) == expected
+
+    run(scene())
+    assert firsts.items() <= sandbox_processes.roles().items()
+    first.stop()
+    assert not sandbox_processes.roles()
+
+
+@pytest.mark.parametrize("stuck", ["launcher", "between", "template", "sandbox"])
+def test_the_engine_ends_processes_that_are_stopped(
+    loaded_model: LoadedModel, sandbox_processes: Any, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    monkeypatch.setattr(template_process, "END_TIMEOUT", 0.2)
+    engine = build_engine(config(), loaded_model)
+    run(undisturbed(engine))
+    for process in sandbox_processes.of(stuck):
+        os.kill(process, signal.SIGSTOP)
+    engine.stop()
+    sandbox_processes.wait_for_end()

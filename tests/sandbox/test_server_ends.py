@@ -1,0 +1,172 @@
+"""However a server ends, or fails to start, no process of its sandboxes outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logitship.server.engine.model_loader import LoadedModel
+
+DEADLINE = 60.0
+STREAMS = 8
+LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))
+SLOW = {
+    "class_name": "Slow",
+    "source": """
+import time
+from logitship import CustomLogitProcessor
+
+class Slow(CustomLogitProcessor):
+    '''Slow enough that the requests still run when the server ends.'''
+    def __call__(self, logits, custom_param_list=None):
+        time.sleep(0.02)
+        return logits
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def model_folder(loaded_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    loaded_model.model.save_pretrained(folder)
+    loaded_model.tokenizer.hf_tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Serving:
+    """A `logitship serve` process that runs shipped code in sandboxes."""
+
+    def __init__(self, model: str, mark: str, *flags: str) -> None:
+        command = [LOGITSHIP, "serve", "--model-path", model, "--device", "cpu", "--enable-custom-logit-processor"]
+        self.process = subprocess.Popen(
+            [*command, *flags],
+            env=os.environ | {"PYTHONPATH": mark},  # which marks the processes that it starts
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def url(self) -> str:
+        """Where it serves, once it does."""
+        assert self.process.stderr is not None
+        log = ""
+        for line in self.process.stderr:
+            log += line
+            if "running on http" in line:
+                found = re.search(r"http://[\d.]+:\d+", line)
+                assert found
+                return found[0]
+        raise AssertionError(log)
+
+    def failure(self) -> str:
+        """What it says when it does not start."""
+        log = self.process.communicate(timeout=DEADLINE)[1]
+        assert self.process.returncode != 0
+        return log
+
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def processes(sandbox_processes: Any, tmp_path: Path) -> Any:
+    """Those of this test's server alone."""
+    return dataclasses.replace(sandbox_processes, mark=str(tmp_path))
+
+
+@pytest.fixture
+def serve(model_folder: Path, processes: Any) -> Iterator[Callable[..., Serving]]:
+    """Starts servers, which are killed after the test if they still run."""
+    started: list[Serving] = []
+
+    def start(*flags: str, model: str = str(model_folder)) -> Serving:
+        started.append(Serving(model, processes.mark, "--port", "0", *flags))
+        return started[-1]
+
+    yield start
+    for serving in started:
+        serving.close()
+
+
+async def under_load(url: str, end: Callable[[], None]) -> list[str | Exception]:
+    """Call `end` when every stream has had a token. What each stream ended with: its last event, or an exception."""
+    begun = [asyncio.Event() for _ in range(STREAMS)]
+    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+    body = {"input_ids": [5, 6], "sampling_params": sampling, "custom_logit_processor": SLOW, "stream": True}
+
+    async def read(client: httpx.AsyncClient, event: asyncio.Event) -> str | Exception:
+        last = ""
+        try:
+            async with client.stream("POST", "/generate", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    last = line or last
+                    event.set()
+        except httpx.TransportError as error:
+            return error
+        return last
+
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE) as client, asyncio.timeout(DEADLINE):
+        reading = [asyncio.create_task(read(client, event)) for event in begun]
+        for event in begun:
+            await event.wait()
+        end()
+        return await asyncio.gather(*reading)
+
+
+def test_sigkill_of_the_server(serve: Callable[..., Serving], processes: Any) -> None:
+    serving = serve()
+    url = serving.url()
+
+    def end() -> None:
+        assert set(processes.roles().values()) == {"launcher", "between", "template", "sandbox"}
+        serving.process.kill()
+
+    ends = asyncio.run(under_load(url, end))
+    assert all(isinstance(each, httpx.TransportError) for each in ends)
+    processes.wait_for_end()
+
+
+def test_sigkill_of_a_server_that_is_starting(serve: Callable[..., Serving], processes: Any) -> None:
+    serving = serve()
+    while "launcher" not in processes.roles().values():
+        assert serving.process.poll() is None
+    serving.process.kill()
+    processes.wait_for_end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything(serve: Callable[..., Serving], processes: Any, number: signal.Signals) -> None:
+    serving = serve("--shutdown-timeout", "0.1")
+    ends = asyncio.run(under_load(serving.url(), lambda: serving.process.send_signal(number)))
+    assert ends == ["data: [DONE]"] * STREAMS
+    assert serving.process.wait(DEADLINE) == 0
+    assert not processes.roles(), "the server did not wait for them"
+
+
+def test_a_port_that_is_taken(serve: Callable[..., Serving], processes: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        serving = serve("--port", str(taken.getsockname()[1]))
+        assert "address already in use" in serving.failure()
+    processes.wait_for_end()
+
+
+def test_a_model_that_is_not_there(serve: Callable[..., Serving], processes: Any, tmp_path: Path) -> None:
+    serving = serve(model=str(tmp_path / "nothing"))
+    assert "nothing" in serving.failure()
+    assert not processes.roles()
