@@ -184,6 +184,7 @@ def test_a_kernel_that_protects_too_little(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, template: TemplateProcess) -> None:
     monkeypatch.setenv("LOGITSHIP_API_KEY", "a-secret-key")
     other = make()
+    other.set_up(MODEL)  # before its program runs, its environment cannot be read
     launcher: Any = other._launcher
     environment = Path(f"/proc/{launcher.pid}/environ").read_bytes()
     other.close()
