@@ -1,0 +1,556 @@
+"""Where hostile processors are let loose, and what they would change if they got out.
+
+- `world` is what they attack: sockets that wait, files, a process, secrets. `world.changes(report)` says what became of
+  it, seen from outside.
+- `sandboxed` runs a processor as the server does, `unsandboxed` the same one in a process without a sandbox: the
+  control, in which the attack must succeed, so that the test can fail.
+- `attacker.py` is what the processors carry.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import dataclasses
+import errno
+import inspect
+import json
+import os
+import re
+import resource
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.errors import ProcessorFault, ProcessorLoadError
+from logitship.client.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.processor_host import HostedSequence, LoadedProcessor
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.template_process import ForkedProcess, TemplateProcess
+
+HERE = Path(__file__).parent
+VOCAB = 8192
+MAX_ROWS = 4
+MEMORY_LIMIT = 256 << 20
+PATIENT = SandboxLimits(cpu_time=20.0, step_timeout=20.0, load_timeout=20.0)
+HASTY = SandboxLimits(cpu_time=0.3, step_timeout=0.5, load_timeout=1.0)
+MODEL = ModelView(VOCAB, frozenset({1}), None)
+ENDS_IN = 10.0
+"""Seconds, for what takes milliseconds."""
+
+SECRET = f"SECRET-{secrets.token_hex(16)}"
+HELD_BY_THIS_PROCESS = [bytearray(SECRET.encode())]
+
+IN_A_CALL = """
+class P(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        attacker.run(attempt, W)
+        return attacker.tell(logits)
+"""
+"""What a hostile processor looks like unless a test says otherwise: `attempt` is made in each call."""
+
+
+@dataclasses.dataclass
+class Report:
+    """What came back of a processor.
+
+    Attributes:
+        pid: of the process that it ran in.
+        outcomes: what it says of its attempts.
+        load_error: why it was not loaded, or "".
+        faults: what it was at fault for, a text each.
+        kinds: of the faults; empty for controls.
+        status: how the process ended, of a control that did, as `os.waitstatus_to_exitcode` says it.
+        seen: everything that came back, as bytes.
+    """
+
+    pid: int = 0
+    outcomes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    load_error: str = ""
+    faults: list[str] = dataclasses.field(default_factory=list)
+    kinds: list[str] = dataclasses.field(default_factory=list)
+    status: int | None = None
+    seen: bytes = b""
+
+    @property
+    def answer(self) -> str:
+        """What came of the first attempt: the name of the kernel's error, an exception, or `returned …`."""
+        if not self.outcomes:
+            return "nothing was told"
+        first = self.outcomes[0]
+        if "returned" in first:
+            return f"returned {first['returned']}"
+        return errno.errorcode.get(first["errno"], "") or str(first["raised"])
+
+    def take_logits(self, data: bytes) -> None:
+        """Read what `attacker.tell` wrote."""
+        self.seen += data
+        row = torch.frombuffer(bytearray(data), dtype=torch.float32)[:VOCAB]
+        length = int(row[0]) if row[0].isfinite() else 0
+        if 0 < length < VOCAB:
+            text = bytes(row[1 : 1 + length].to(torch.uint8).tolist())
+            self.outcomes = json.loads(text)
+            self.seen += text
+
+
+class World:
+    """What there is to attack."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(8)
+        # Not below pytest's own, which only its owner may enter: nothing but the sandbox is to stand in the way.
+        self.folder = Path(tempfile.mkdtemp(prefix=f"canary-{self.token}-", dir="/tmp"))
+        self.shared_memory = Path(f"/dev/shm/canary-{self.token}")
+        self._make_files()
+        self._make_sockets()
+        self.victim = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(HERE / "victim.py"), SECRET, str(self.secret_file)],
+            env={"API_KEY": SECRET},
+            stdout=subprocess.PIPE,
+        )
+        assert self.victim.stdout is not None
+        self.secret_at, self.secret_descriptor = map(int, self.victim.stdout.readline().split())
+        self.signals: list[int] = []
+        self._handlers = {
+            number: signal.signal(number, lambda number, _: self.signals.append(number))
+            for number in (signal.SIGUSR1, signal.SIGIO)
+        }
+        self._before = self._state()
+
+    def _make_files(self) -> None:
+        self.folder.chmod(0o777)
+        self.secret_file = self.folder / "secret.txt"
+        self.plain_file = self.folder / "plain.txt"
+        self.inner = self.folder / "inner"
+        self.secret_file.write_text(f"# {SECRET}\n")
+        self.plain_file.write_text("as it was\n")
+        self.inner.mkdir()
+        (self.inner / f"{SECRET}.name").touch()
+        (self.folder / "link").symlink_to(SECRET)
+        (self.folder / "canary.py").write_text(f"KEY = {SECRET!r}\n")
+        shutil.copy(_ctypes.__file__, self.folder / "library.so")
+        torch.save({"key": SECRET}, self.folder / "secret.pt")
+        for path in (self.plain_file, self.secret_file, self.inner):
+            path.chmod(0o777)
+        self.time_ns = secrets.randbelow(10**18)
+        os.utime(self.plain_file, ns=(self.time_ns, self.time_ns))
+
+    def _make_sockets(self) -> None:
+        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.udp = socket.socket(type=socket.SOCK_DGRAM)
+        self.udp.bind(("127.0.0.1", 0))
+        self.path = socket.socket(socket.AF_UNIX)
+        self.path.bind(str(self.folder / "socket"))
+        (self.folder / "socket").chmod(0o777)
+        self.abstract = socket.socket(socket.AF_UNIX)
+        self.abstract.bind(f"\0canary-{self.token}")
+        for each in (self.path, self.abstract):
+            each.listen()
+        for each in (self.tcp, self.udp, self.path, self.abstract):
+            each.setblocking(False)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.free_port = free.getsockname()[1]
+
+    def told(self) -> dict[str, Any]:
+        """What hostile processors know of it: everything but the secret."""
+        return {
+            "folder": str(self.folder),
+            "secret_file": str(self.secret_file),
+            "secret_tensor": str(self.folder / "secret.pt"),
+            "plain_file": str(self.plain_file),
+            "inner": str(self.inner),
+            "library": str(self.folder / "library.so"),
+            "shared_memory": str(self.shared_memory),
+            "tcp_port": self.tcp.getsockname()[1],
+            "udp_port": self.udp.getsockname()[1],
+            "free_port": self.free_port,
+            "abstract": f"canary-{self.token}",
+            "server": os.getpid(),
+            "victim": self.victim.pid,
+            "secret_at": self.secret_at,
+            "secret_descriptor": self.secret_descriptor,
+        }
+
+    def changes(self, report: Report) -> list[str]:
+        """What is not as it was, in words; empty if all is."""
+        found = []
+        for name, listener in (("TCP", self.tcp), ("Unix", self.path), ("abstract", self.abstract)):
+            with contextlib.suppress(BlockingIOError):
+                listener.accept()[0].close()
+                found.append(f"{name} connection")
+        with contextlib.suppress(BlockingIOError):
+            self.udp.recv(100)
+            found.append("UDP datagram")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", self.free_port)) == 0:
+                found.append("TCP listener")
+        now = self._state()
+        found += [f"changed: {name}" for name in {**self._before, **now} if self._before.get(name) != now.get(name)]
+        if SECRET.encode() in report.seen:
+            found.append("the secret came back")
+        if str(self.time_ns).encode() in report.seen:
+            found.append("file times came back")
+        if f"process-{self.victim.pid}-".encode() in report.seen:
+            found.append("process numbers came back")
+        if self.signals:
+            found.append("the server was signalled")
+        if report.pid:
+            found += [f"started: {each}" for each in started_by(report.pid)]
+        return found
+
+    def changes_until(self, change: str, report: Report) -> list[str]:
+        """`changes`, waited for until one of them is as this pattern says. A signal, say, takes a moment to arrive."""
+        found: list[str] = []
+        deadline = time.monotonic() + ENDS_IN
+        while not any(re.fullmatch(change, each) for each in found) and time.monotonic() < deadline:
+            found += self.changes(report)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.victim.wait(0.01)
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        """Of the files and of the victim."""
+        pid = self.victim.pid
+        state: dict[str, Any] = {}
+        for path in (self.folder, *self.folder.rglob("*")):
+            found = path.lstat()
+            owned = (found.st_mode, found.st_uid, found.st_nlink, found.st_mtime_ns)
+            attributes = os.listxattr(path, follow_symlinks=False)
+            content = path.read_bytes() if path.is_file() else b""
+            state[path.name.replace(SECRET, "…")] = (owned, attributes, content)
+        state["/dev/shm"] = self.shared_memory.exists()
+        state["the victim ended"] = self.victim.poll() is not None
+        with contextlib.suppress(OSError):
+            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            state["the victim's tracer"] = status["TracerPid"]
+            state["the victim's nice value"] = os.getpriority(os.PRIO_PROCESS, pid)
+            state["the victim's processors"] = os.sched_getaffinity(pid)
+            state["the victim's scheduling"] = os.sched_getscheduler(pid)
+            state["the victim's limits"] = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        return state
+
+    def close(self) -> None:
+        """Clear it all away."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.victim.kill()
+        self.victim.communicate()
+        for each in (self.tcp, self.udp, self.path, self.abstract):
+            each.close()
+        self.shared_memory.unlink(missing_ok=True)
+        shutil.rmtree(self.folder)
+
+
+def started_by(pid: int) -> list[str]:
+    """The processes and the further threads that a process has."""
+    found = [f"process {child}" for child in children_of(pid)]
+    with contextlib.suppress(OSError):
+        found += [f"thread {task}" for task in os.listdir(f"/proc/{pid}/task") if task != str(pid)]
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that have this one as their parent."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent_of(int(name)) == pid]
+
+
+def parent_of(pid: int) -> int:
+    """0 if there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def pid_of(pidfd: int) -> int:
+    """The number of a process, as this process sees it; -1 once it has ended."""
+    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pid:"))
+
+
+class ObservedTemplate(TemplateProcess):
+    """Remembers the processes that it forked."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            names="logitship.builtin_processors.sglang_names:SGLANG_NAMES",
+            max_rows=MAX_ROWS,
+            memory_limit=MEMORY_LIMIT,
+        )
+        self.forked: list[ForkedProcess] = []
+
+    def fork(self, connection: int, region: int) -> ForkedProcess:
+        self.forked.append(super().fork(connection, region))
+        return self.forked[-1]
+
+
+class Jail:
+    """The sandboxes of all tests: their template, and the host that a server has, with much time and with little."""
+
+    def __init__(self) -> None:
+        self.template = ObservedTemplate()
+        self.template.start()
+        self.protections = self.template.set_up(MODEL)
+        self.host = SandboxHost(self.template, PATIENT, MAX_ROWS, VOCAB)
+        self.hasty_host = SandboxHost(self.template, HASTY, MAX_ROWS, VOCAB)
+        first = self.host.load(source_of(nothing))
+        self.template_pid = parent_of(pid_of(self.template.forked[-1].pidfd))
+        self.template_pidfd = os.pidfd_open(self.template_pid)
+        self.host.unload(first)
+
+    def template_alive(self) -> bool:
+        """Whether the template is still the one that it was."""
+        return not select.select([self.template_pidfd], [], [], 0)[0]
+
+    def close(self) -> None:
+        """End all: the template goes too, and with it whatever it could have left."""
+        self.hasty_host.close()
+        self.host.close()
+        assert select.select([self.template_pidfd], [], [], ENDS_IN)[0]
+        os.close(self.template_pidfd)
+
+
+def nothing(world: Any) -> None:
+    """The attempt of a processor that makes none."""
+
+
+def source_of(
+    attempt: Callable[..., object], told: dict[str, Any] | None = None, frame: str = IN_A_CALL
+) -> SourceProcessor:
+    """A hostile processor.
+
+    Args:
+        attempt: a function of one argument, the world as they know it. Its source travels: it imports what it needs,
+            and the helpers of `attacker.py` from `attacker`.
+        told: what the world is.
+        frame: makes `P` of it, with the names `attempt`, `W` and `attacker`.
+    """
+    body = textwrap.dedent(inspect.getsource(attempt)).replace(f"def {attempt.__name__}(", "def attempt(", 1)
+    tools = (HERE / "attacker.py").read_text()
+    source = f"""
+from __future__ import annotations
+import gc, json, sys, types
+import torch
+from logitship import CustomLogitProcessor
+attacker = types.ModuleType("attacker")
+exec({tools!r}, vars(attacker))
+sys.modules["attacker"] = attacker
+W = types.SimpleNamespace(**json.loads({json.dumps(told or {})!r}))
+{body}
+{frame}
+"""
+    return SourceProcessor(source, "P")
+
+
+class Sandboxed:
+    """Runs processors as the server does."""
+
+    model = MODEL
+    secret = SECRET
+
+    def __init__(self, jail: Jail, host: SandboxHost, world: World) -> None:
+        self.jail = jail
+        self.host = host
+        self._world = world
+        self._loaded: list[LoadedProcessor] = []
+
+    def __call__(
+        self, attempt: Callable[[Any], object], *, frame: str = IN_A_CALL, calls: int = 1, **told: Any
+    ) -> Report:
+        """Run an attempt."""
+        return self.run(self.source(attempt, frame, **told), calls=calls)
+
+    def source(self, attempt: Callable[[Any], object], frame: str = IN_A_CALL, **told: Any) -> SourceProcessor:
+        """The processor of an attempt."""
+        return source_of(attempt, self._world.told() | told, frame)
+
+    def run(self, string: SourceProcessor | PickledProcessor, *, calls: int = 1) -> Report:
+        """Load a processor, and call it on rows of zeros."""
+        try:
+            processor = self.load(string)
+        except ProcessorLoadError as error:
+            return Report(load_error=str(error), seen=str(error).encode())
+        return self.call(processor, calls=calls)
+
+    def call(self, processor: LoadedProcessor, *, calls: int = 1) -> Report:
+        """Call a processor on rows of zeros."""
+        report = Report()
+        row = self.attach(processor)
+        for _ in range(calls):
+            logits = torch.zeros(1, VOCAB)
+            for fault in self.step(processor, logits, [row]).values():
+                report.faults.append(f"{fault}\n{fault.traceback}")
+                report.kinds.append(fault.kind)
+                report.seen += f"{fault}{fault.traceback}{fault.name}".encode()
+            report.take_logits(logits.numpy().tobytes())
+        # All that the server could ever read, whether it does or not.
+        report.seen += processor.name.encode() + processor.instance.sandbox.logits.numpy().tobytes()
+        report.pid = self.pid_of(processor)
+        return report
+
+    def load(self, string: SourceProcessor | PickledProcessor, tenant: str = "") -> LoadedProcessor:
+        """Load a processor; it is unloaded after the test."""
+        self._loaded.append(self.host.load(string, tenant))
+        return self._loaded[-1]
+
+    def attach(self, processor: LoadedProcessor, **params: Any) -> Any:
+        """A sequence that carries the processor, with these parameters."""
+        return self.host.attach(processor, HostedSequence("rid", params, [5, 6], [], SamplingParams(), MODEL))
+
+    def step(self, processor: LoadedProcessor, logits: torch.Tensor, rows: list[Any]) -> dict[int, ProcessorFault]:
+        """A call: edits the logits, returns the faults."""
+        return dict(self.host.begin(processor, logits, rows).finish().faults)
+
+    def pid_of(self, processor: LoadedProcessor) -> int:
+        """The process that a processor runs in; -1 once it has ended."""
+        return pid_of(processor.instance.sandbox._process.pidfd)
+
+    def has_ended(self, processor: LoadedProcessor) -> bool:
+        """Whether its process ends by itself, or because the server killed it."""
+        return bool(select.select([processor.instance.sandbox._process.pidfd], [], [], ENDS_IN)[0])
+
+    def clear(self) -> None:
+        """Unload all, and see that nothing is left of it."""
+        for each in self._loaded:
+            self.host.unload(each)
+        while self.jail.template.forked:
+            self.jail.template.forked.pop().status.result(ENDS_IN)
+        assert self._world.changes(Report()) == []
+        assert children_of(self.jail.template_pid) == []
+        assert self.jail.template_alive()
+
+
+class Unsandboxed:
+    """Runs processors in a child of a process that holds the secret, with nothing in their way."""
+
+    def __init__(self, process: subprocess.Popen[bytes], world: World) -> None:
+        self._process = process
+        self._world = world
+
+    def __call__(
+        self,
+        attempt: Callable[[Any], object],
+        *,
+        frame: str = IN_A_CALL,
+        calls: int = 1,
+        end: bool = False,
+        **told: Any,
+    ) -> Report:
+        """Run an attempt."""
+        return self.run(source_of(attempt, self._world.told() | told, frame), calls=calls, end=end)
+
+    def run(self, string: SourceProcessor | PickledProcessor, *, calls: int = 1, end: bool = False) -> Report:
+        """Load a processor, call it on rows of zeros and, if wanted, let go of it."""
+        if isinstance(string, SourceProcessor):
+            plan = {"source": string.source, "pickle": string.captured.hex()}
+        else:
+            plan = {"source": None, "pickle": string.payload.hex()}
+        answer = self._ask({**plan, "calls": calls, "vocab": VOCAB, "end": end})
+        report = Report(answer["pid"], load_error=answer.get("load_error", ""), faults=answer.get("faults", []))
+        report.status = answer.get("status")
+        report.seen += f"{report.load_error}{report.faults}".encode()
+        if answer.get("logits"):
+            report.take_logits(bytes.fromhex(answer["logits"]))
+        return report
+
+    def clear(self) -> None:
+        """End the last one, with all that it started."""
+        self._ask({})
+
+    def _ask(self, plan: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(plan).encode() + b"\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+
+@pytest.fixture(scope="session")
+def held_secrets() -> Iterator[None]:
+    """The secret is in this process's environment, memory and open files before anything of the sandbox starts."""
+    os.environ["LOGITSHIP_API_KEY"] = SECRET
+    descriptor = os.memfd_create("secret", 0)
+    os.write(descriptor, SECRET.encode())
+    os.set_inheritable(descriptor, True)
+    yield
+    os.close(descriptor)
+    del os.environ["LOGITSHIP_API_KEY"]
+
+
+@pytest.fixture(scope="session")
+def jail(held_secrets: None) -> Iterator[Jail]:
+    """One template for all tests."""
+    jail = Jail()
+    yield jail
+    jail.close()
+
+
+@pytest.fixture(scope="session")
+def control_process(held_secrets: None) -> Iterator[subprocess.Popen[bytes]]:
+    """See `unsandboxed.py`."""
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "unsandboxed.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        close_fds=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    ) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[list[World]]:
+    """The world of now: it is made anew when a test changed it."""
+    worlds = [World()]
+    yield worlds
+    worlds.pop().close()
+
+
+@pytest.fixture
+def world(worlds: list[World]) -> Iterator[World]:
+    """Something to attack, unharmed."""
+    yield worlds[0]
+    if worlds[0].changes(Report()):
+        worlds.pop().close()
+        worlds.append(World())
+
+
+@pytest.fixture
+def sandboxed(jail: Jail, world: World) -> Iterator[Sandboxed]:
+    """Runs hostile processors in sandboxes. Afterwards nothing is left of them, and the template lives."""
+    sandboxed = Sandboxed(jail, jail.host, world)
+    yield sandboxed
+    sandboxed.clear()
+
+
+@pytest.fixture
+def hastily(jail: Jail, world: World) -> Iterator[Sandboxed]:
+    """As `sandboxed`, with little time."""
+    sandboxed = Sandboxed(jail, jail.hasty_host, world)
+    yield sandboxed
+    sandboxed.clear()
+
+
+@pytest.fixture
+def unsandboxed(control_process: subprocess.Popen[bytes], world: World) -> Iterator[Unsandboxed]:
+    """Runs the same processors without a sandbox. What they did lasts until the end of the test."""
+    unsandboxed = Unsandboxed(control_process, world)
+    yield unsandboxed
+    unsandboxed.clear()

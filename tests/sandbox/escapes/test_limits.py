@@ -1,0 +1,384 @@
+"""A processor takes no more memory, descriptors or time than it is given, whatever it does about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+MEBIBYTES = 400
+"""More than the 256 that the sandboxes of these tests get."""
+
+
+# Memory
+
+
+def bytes_of_memory(w: SimpleNamespace) -> None:
+    import sys
+
+    sys.held = []
+    for _ in range(w.mebibytes):
+        sys.held.append(b"x" * (1 << 20))
+
+
+def tensors(w: SimpleNamespace) -> None:
+    import sys
+
+    import torch
+
+    sys.held = []
+    for _ in range(w.mebibytes):
+        sys.held.append(torch.ones(1 << 18))
+
+
+def one_tensor(w: SimpleNamespace) -> None:
+    import sys
+
+    import torch
+
+    sys.held = torch.ones(w.mebibytes << 18)
+
+
+def shared_mapping(w: SimpleNamespace) -> None:
+    import mmap
+    import sys
+
+    sys.held = mmap.mmap(-1, w.mebibytes << 20)
+    for page in range(0, w.mebibytes << 20, mmap.PAGESIZE):
+        sys.held[page] = 1
+
+
+def many_mappings(w: SimpleNamespace) -> None:
+    import mmap
+    import sys
+
+    sys.held = []
+    for _ in range(w.mebibytes):
+        sys.held.append(mmap.mmap(-1, 1 << 20))
+        sys.held[-1].write(b"x" * (1 << 20))
+
+
+def mapping_of_a_library(w: SimpleNamespace) -> None:
+    """Private copies of pages of a file."""
+    import ctypes
+    import os
+
+    from attacker import kernel
+
+    file = os.open(os.__file__, os.O_RDONLY)
+    for _ in range(w.mebibytes << 20 >> 14):
+        ctypes.memset(kernel({"x86_64": 9, "aarch64": 222}, 0, 1 << 14, 3, 2, file, 0), 1, 1 << 14)  # mmap, MAP_PRIVATE
+
+
+def memory_of_libc(w: SimpleNamespace) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.malloc.restype = ctypes.c_void_p
+    for _ in range(w.mebibytes):
+        place = libc.malloc(1 << 20)
+        if not place:
+            raise OSError(ctypes.get_errno(), "malloc")
+        ctypes.memset(place, 1, 1 << 20)
+
+
+def text_that_grows(w: SimpleNamespace) -> None:
+    import sys
+
+    sys.held = "x"
+    while len(sys.held) < w.mebibytes << 20:
+        sys.held *= 2
+
+
+MEMORY: list[Any] = [
+    (bytes_of_memory, "MemoryError: "),
+    (tensors, "RuntimeError: .*DefaultCPUAllocator: can't allocate memory.*"),
+    (one_tensor, "RuntimeError: .*DefaultCPUAllocator: can't allocate memory.*"),
+    (shared_mapping, "ENOMEM"),
+    (many_mappings, "ENOMEM|MemoryError: "),
+    (mapping_of_a_library, "ENOMEM"),
+    (memory_of_libc, "ENOMEM"),
+    (text_that_grows, "MemoryError: "),
+]
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", "")
+
+
+def nothing(w: SimpleNamespace) -> None: ...
+
+
+def most_memory(pid: int) -> int:
+    """Mebibytes that a process had at most."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) // 1024
+
+
+@pytest.mark.parametrize(("attempt", "refusal"), MEMORY, ids=name_of)
+def test_memory_has_a_limit(attempt: Any, refusal: str, world: Any, sandboxed: Any) -> None:
+    report = sandboxed(attempt, mebibytes=MEBIBYTES)
+    taken = most_memory(report.pid) - most_memory(sandboxed(nothing).pid)
+    assert re.fullmatch(refusal, report.answer, re.DOTALL)
+    assert taken < 280
+    assert world.changes(report) == []
+
+
+@pytest.mark.parametrize(("attempt", "refusal"), MEMORY, ids=name_of)
+def test_without_a_sandbox_memory_has_none(attempt: Any, refusal: str, unsandboxed: Any) -> None:
+    before = most_memory(unsandboxed(nothing).pid)
+    assert most_memory(unsandboxed(attempt, mebibytes=MEBIBYTES).pid) - before > 380
+
+
+def reserve_without_using(w: SimpleNamespace) -> None:
+    import mmap
+
+    mmap.mmap(-1, 100 << 30, flags=mmap.MAP_PRIVATE | 0x4000)  # MAP_NORESERVE
+
+
+def descriptors(w: SimpleNamespace) -> None:
+    import os
+
+    for _ in range(100):
+        os.open(os.__file__, os.O_RDONLY)
+
+
+def copies_of_descriptors(w: SimpleNamespace) -> None:
+    import fcntl
+
+    for _ in range(100):
+        fcntl.fcntl(0, fcntl.F_DUPFD, 3)
+
+
+def a_higher_limit(w: SimpleNamespace) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS))
+
+
+def a_higher_limit_by_the_other_call(w: SimpleNamespace) -> None:
+    import os
+    import resource
+
+    resource.prlimit(os.getpid(), resource.RLIMIT_AS, (1 << 40, 1 << 40))
+
+
+def more_of_the_processor(w: SimpleNamespace) -> None:
+    import os
+
+    os.nice(1)
+
+
+def other_processors(w: SimpleNamespace) -> None:
+    import os
+
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
+
+
+def alarm(w: SimpleNamespace) -> None:
+    import signal
+
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+
+
+def locked_memory(w: SimpleNamespace) -> None:
+    from attacker import kernel
+
+    kernel({"x86_64": 9, "aarch64": 222}, 0, 1 << 20, 3, 0x2022, -1, 0)  # mmap, MAP_LOCKED
+
+
+@pytest.mark.parametrize(
+    ("attempt", "refusal"),
+    [
+        (reserve_without_using, "ENOMEM"),
+        (descriptors, "EMFILE"),
+        (copies_of_descriptors, "EMFILE"),
+        (a_higher_limit, "ValueError: not allowed to raise maximum limit"),
+        (a_higher_limit_by_the_other_call, "EPERM"),
+        (more_of_the_processor, "EPERM"),
+        (other_processors, "EPERM"),
+        (alarm, "EPERM"),
+        (locked_memory, "EPERM|EAGAIN"),
+    ],
+    ids=name_of,
+)
+def test_a_limit_is_a_limit(attempt: Any, refusal: str, world: Any, sandboxed: Any, unsandboxed: Any) -> None:
+    report = sandboxed(attempt)
+    assert re.fullmatch(refusal, report.answer)
+    assert world.changes(report) == []
+    assert unsandboxed(attempt).answer == "returned None"
+
+
+# Time
+
+
+def loop(w: SimpleNamespace) -> None:
+    while True:
+        pass
+
+
+def loop_that_catches_everything(w: SimpleNamespace) -> None:
+    while True:
+        try:
+            loop(w)
+        except BaseException:  # noqa: BLE001
+            continue
+
+
+def sleep(w: SimpleNamespace) -> None:
+    import time
+
+    time.sleep(1000)
+
+
+def sleep_deaf(w: SimpleNamespace) -> None:
+    import contextlib
+    import signal
+
+    for number in signal.valid_signals():
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    import time
+
+    time.sleep(1000)
+
+
+def stuck_in_c(w: SimpleNamespace) -> None:
+    import re
+
+    re.match(r"(a+)+b", "a" * 60)
+
+
+def large_number(w: SimpleNamespace) -> int:
+    return 7 ** (7**12) % 3
+
+
+def lock_that_nobody_opens(w: SimpleNamespace) -> None:
+    import threading
+
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def wait_for_its_connection(w: SimpleNamespace) -> None:
+    import os
+
+    from attacker import sockets
+
+    while True:
+        os.read(sockets()[0], 100)
+
+
+def endless_tensor_work(w: SimpleNamespace) -> None:
+    import torch
+
+    x = torch.ones(1000, 1000)
+    while True:
+        x @ x
+
+
+SLOW: list[Any] = [
+    *(loop, loop_that_catches_everything, sleep, sleep_deaf, stuck_in_c, large_number, lock_that_nobody_opens),
+    *(wait_for_its_connection, endless_tensor_work),
+]
+
+
+@pytest.mark.parametrize("attempt", SLOW, ids=name_of)
+def test_a_call_has_a_deadline(attempt: Any, world: Any, hastily: Any) -> None:
+    processor = hastily.load(hastily.source(attempt))
+    report = hastily.call(processor)
+    assert report.kinds == ["deadline"]
+    assert hastily.has_ended(processor)
+    assert world.changes(report) == []
+
+
+BODY = """
+attempt(W)
+class P(CustomLogitProcessor): ...
+"""
+
+
+@pytest.mark.parametrize("attempt", [loop, sleep_deaf, stuck_in_c], ids=name_of)
+def test_loading_has_a_deadline(attempt: Any, world: Any, hastily: Any) -> None:
+    report = hastily(attempt, frame=BODY)
+    assert "gave no answer within 1 s: its process was killed (while it was loaded)" in report.load_error
+    assert world.changes(report) == []
+
+
+def answer_and_loop(w: SimpleNamespace) -> None:
+    from attacker import answer, call_number
+
+    answer(3, call_number())
+    while True:
+        pass
+
+
+def answer_and_loop_in_many_ways(w: SimpleNamespace) -> None:
+    """With much that costs time of the kernel instead of its own."""
+    import os
+
+    from attacker import answer, call_number
+
+    answer(3, call_number())
+    while True:
+        os.stat("/")
+
+
+@pytest.mark.parametrize("attempt", [answer_and_loop, answer_and_loop_in_many_ways], ids=name_of)
+def test_computing_between_calls_has_an_end(attempt: Any, world: Any, hastily: Any) -> None:
+    processor = hastily.load(hastily.source(attempt))
+    assert hastily.call(processor).faults == []
+    assert hastily.has_ended(processor)
+    assert processor.instance.sandbox.death.kind == "cpu_time"
+
+
+# Text
+
+
+LARGE = {
+    "message": "raise ValueError('x' * (50 << 20))",
+    "message that grows when it is read": "raise Error",
+    "name of the exception": "raise type('x' * (1 << 20), (Exception,), {})",
+    "many notes": "error = ValueError(); error.__notes__ = ['x' * 10000] * 10000; raise error",
+    "long chain": "error = ValueError('x' * 10000)\n        for _ in range(10000):\n"
+    "            new = ValueError('x' * 10000); new.__cause__ = error; error = new\n        raise error",
+    "deep recursion": "self(logits)",
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_what_is_told_of_an_error_is_short(what: str, sandboxed: Any) -> None:
+    frame = f"""
+class Error(Exception):
+    def __str__(self):
+        return 'x' * (50 << 20)
+class P(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        {LARGE[what]}
+"""
+    report = sandboxed(nothing, frame=frame)
+    assert report.kinds == ["exception"]
+    assert len(report.faults[0]) < 20_000
+
+
+def test_a_long_name_is_cut(sandboxed: Any) -> None:
+    frame = "P = type('x' * (1 << 20) + '\\x1b', (CustomLogitProcessor,), {'__call__': lambda self, logits, _: logits})"
+    processor = sandboxed.load(sandboxed.source(nothing, frame=frame))
+    assert processor.name == "x" * 200
+
+
+def test_descriptors_seen_from_outside(sandboxed: Any) -> None:
+    report = sandboxed(copies_of_descriptors)
+    with contextlib.suppress(PermissionError):  # not even its own user may look into it
+        assert len(os.listdir(f"/proc/{report.pid}/fd")) <= 32
+    limits = Path(f"/proc/{report.pid}/limits").read_text()
+    assert re.search(r"Max open files\s+32\s+32", limits)
+    assert re.search(r"Max processes\s+0\s+0", limits)

@@ -1,0 +1,88 @@
+"""Of the folder that a server is started from, a processor sees nothing, however Python came to know of it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+SERVER = '''
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor_string import SourceProcessor
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.template_process import TemplateProcess
+
+SOURCE = """
+import os
+def tried(attempt, *arguments):
+    try:
+        return attempt(*arguments)
+    except OSError as error:
+        return f"error {error.errno}"
+def read(path):
+    with open(path) as file:
+        return file.read()
+folder = FOLDER
+found = [tried(os.listdir, folder), tried(read, folder + "/.env"), tried(read, ".env"), tried(os.getcwd)]
+raise ValueError(repr(found))
+"""
+
+if __name__ == "__main__":
+    template = TemplateProcess(
+        names="logitship.builtin_processors.sglang_names:SGLANG_NAMES", max_rows=1, memory_limit=1 << 28
+    )
+    template.start()
+    template.set_up(ModelView(64, frozenset({1}), None))
+    host = SandboxHost(template, SandboxLimits(), 1, 64)
+    try:
+        host.load(SourceProcessor(SOURCE, "P"))
+    except ProcessorLoadError as error:
+        print(error)
+    host.close()
+'''
+
+
+@pytest.fixture
+def project() -> Iterator[Path]:
+    """A folder with the script of a server and a secret beside it, which everybody may read."""
+    folder = Path(tempfile.mkdtemp(prefix="project-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    (folder / "serve.py").write_text(SERVER.replace("FOLDER", repr(str(folder))))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "inside"),
+    [
+        pytest.param(["{}/serve.py"], False, id="a script"),
+        pytest.param(["-m", "serve"], True, id="a module, in the current folder"),
+    ],
+)
+def test_the_folder_of_the_server_is_hidden(arguments: list[str], inside: bool, project: Path) -> None:
+    secret = f"SECRET-{secrets.token_hex(16)}"
+    (project / ".env").write_text(f"API_KEY={secret}")
+    arguments = [each.format(project) for each in arguments]
+    path = os.pathsep.join([str(project), str(ROOT / "src")])
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=project if inside else "/usr",
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert secret not in run.stdout
+    assert "ValueError: ['error " in run.stdout, run.stderr  # it did look, and was not even told the names
+    assert "serve.py" not in run.stdout
+    assert run.stdout.count("error 2'") + run.stdout.count("error 13'") >= 3

@@ -1,0 +1,103 @@
+"""Runs hostile processors without a sandbox, as `--processor-isolation none` would: the controls of the tests.
+
+A line of JSON on standard input says what to do: `{"source", "pickle", "calls", "end"}`, of which `end` lets go of
+everything. A forked child does it, and stays until the next line comes; an empty `{}` only ends the last one. The
+answer is a line too: `{"pid", "load_error", "faults", "logits"}`, or the `"status"` of a child that ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy
+import torch
+
+from logitship.client.author_errors import author_traceback, error_text
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.loading import instantiate, load_class
+from logitship.client.processor_string import PickledProcessor, SourceProcessor
+
+SECRET = os.environ.get("LOGITSHIP_API_KEY", "")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    numpy.random.default_rng().random()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    child = 0
+    for line in sys.stdin.buffer:
+        end(child)
+        plan = json.loads(line)
+        child, answer = run(plan) if plan else (0, {})
+        print(json.dumps(answer), flush=True)
+    end(child)
+
+
+def run(plan: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os.setsid()
+        try:
+            done = do(plan)
+            os.write(writing, json.dumps(done).encode() + b"\n")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        answer = file.readline()  # a process that it started may keep the pipe open
+    if answer:
+        return child, {"pid": child, **json.loads(answer)}
+    # It died, or is another program now.
+    return 0, {"pid": 0, "status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
+
+
+def do(plan: dict[str, Any]) -> dict[str, Any]:
+    ours, theirs = socket.socketpair()  # what a sandbox has too: a connection
+    string: SourceProcessor | PickledProcessor = PickledProcessor(bytes.fromhex(plan["pickle"]))
+    if plan["source"] is not None:
+        string = SourceProcessor(plan["source"], "P", bytes.fromhex(plan["pickle"]))
+    done: dict[str, Any] = {"load_error": "", "faults": [], "logits": ""}
+    try:
+        processor = instantiate(load_class(string))
+    except ProcessorLoadError as error:
+        done["load_error"] = str(error)
+        return done
+    logits, params = torch.zeros(1, plan["vocab"]), {}
+    for _ in range(plan["calls"]):
+        logits.zero_()
+        try:
+            processor(logits, [params])
+        except BaseException as error:  # noqa: BLE001  # as in the sandbox, which goes on
+            done["faults"].append(f"{error_text(error)}\n{author_traceback(error)}")
+    done["logits"] = logits.numpy().tobytes().hex()
+    if plan["end"]:
+        params.clear()
+        del processor
+        gc.collect()
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
+        atexit._run_exitfuncs()
+    ours.close()
+    theirs.close()
+    return done
+
+
+def end(child: int) -> None:
+    if child:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+main()
