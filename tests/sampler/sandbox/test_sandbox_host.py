@@ -24,6 +24,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox import sandbox_host
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.sandboxed_processor import SandboxedProcessor, read_faults
 from logitship.sampler.sandbox.template_process import TemplateProcess
 from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.server.tokenizer import Tokenizer
@@ -317,9 +318,9 @@ FAULT = st.tuples(
     | st.lists(FAULT, max_size=3).map(lambda value: json.dumps(value).encode())
 )
 def test_what_a_sandbox_says_of_its_faults_is_that_or_an_error(body: bytes) -> None:
-    place = sandbox_host._Place("sha256:0", "", b"")
+    place = SandboxedProcessor("sha256:0", "", b"")
     try:
-        told = sandbox_host._read_faults(body, place, 3)
+        told = read_faults(body, place, 3)
     except ValueError:
         return
     for row, fault in told.items():
@@ -334,7 +335,7 @@ def test_what_a_sandbox_says_of_its_faults_is_that_or_an_error(body: bytes) -> N
 
 def test_deeply_nested_faults_are_an_error() -> None:
     with pytest.raises(ValueError, match="depth limit"):
-        sandbox_host._read_faults(b"[" * 60000, sandbox_host._Place("", "", b""), 3)
+        read_faults(b"[" * 60000, SandboxedProcessor("", "", b""), 3)
 
 
 # The same batch, once in this process and once in sandboxes.

@@ -1,0 +1,199 @@
+"""A call of a sandbox: the sequences that it is told of, the rows that go in, and what comes out."""
+
+from __future__ import annotations
+
+import marshal
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from logitship.client.errors import ProcessorFault
+from logitship.sampler.processor_host import HostedSequence, RunOutcome
+from logitship.sampler.sampling_params import SamplingParams
+
+from .protocol import Answer, Kind, StepRow, pack_step
+from .sandbox import Sandbox, SandboxDied, wait_for_any
+from .sandboxed_processor import SandboxedProcessor, read_faults
+
+
+class SandboxRow:
+    """A sequence whose processor runs in a sandbox.
+
+    Attributes:
+        sequence: what the engine says of it.
+        handle: its number in the sandbox.
+        sandbox: the one that knows it; None until its first call.
+        num_known: how many of its output tokens that one knows.
+    """
+
+    def __init__(self, sequence: HostedSequence, handle: int) -> None:
+        self.sequence = sequence
+        self.handle = handle
+        self.sandbox: Sandbox | None = None
+        self.num_known = 0
+
+    def sync(self) -> None:
+        """See `HostedRow.sync`: the tokens travel with the next call."""
+
+    def close(self) -> None:
+        """See `HostedRow.close`."""
+        if self.sandbox is not None and self.sandbox.alive:
+            self.sandbox.tell(Kind.DETACH, marshal.dumps(self.handle))
+            self.sandbox.flush()  # there may be no other call: the sequence's state goes now
+
+    def attach_message(self) -> bytes:
+        """The body of ATTACH.
+
+        Raises:
+            ValueError: the parameters are not plain values.
+        """
+        sequence = self.sequence
+        self.num_known = len(sequence.output_token_ids)
+        return marshal.dumps(
+            (
+                self.handle,
+                sequence.rid,
+                dict(sequence.params),
+                array("q", sequence.prompt_token_ids).tobytes(),
+                array("q", sequence.output_token_ids).tobytes(),
+                {name: getattr(sequence.sampling_params, name) for name in _SAMPLING_FIELDS},
+            )
+        )
+
+    def new_tokens(self) -> list[int]:
+        """The output tokens that the sandbox has not been told yet. From now on they count as told."""
+        tokens = self.sequence.output_token_ids[self.num_known :]
+        self.num_known += len(tokens)
+        return tokens
+
+
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "processors")
+
+
+class SandboxRun:
+    """A call of a sandbox that was begun. See `Run`.
+
+    Args:
+        logits: float32 [rows, vocab]; edited in place when the call is finished.
+        under_way: all runs that wait for an answer. Whoever waits for one serves them all, so that none misses its
+            deadline because another does.
+    """
+
+    def __init__(
+        self, processor: SandboxedProcessor, logits: torch.Tensor, timeout: float, under_way: list[SandboxRun]
+    ) -> None:
+        self._processor = processor
+        self._logits = logits
+        self._timeout = timeout
+        self._under_way = under_way
+        self._faults: dict[int, ProcessorFault] = {}
+        self._sandbox: Sandbox | None = None
+        self._places: list[int] = []
+        self._answer: tuple[Answer, bytes] | None = None
+        self._is_retry = False
+        self._began = self._ended = time.perf_counter()
+
+    def fail(self, places: Sequence[int], died: SandboxDied) -> None:
+        """Give rows the fault of a sandbox that died."""
+        self._faults |= dict.fromkeys(places, self._processor.fault(died))
+
+    def begin(self, sandbox: Sandbox | SandboxDied, rows: Sequence[SandboxRow]) -> None:
+        """Copy the rows into the region, and ask."""
+        steps = []
+        for place, row in enumerate(rows):
+            if row.sandbox is None:
+                if isinstance(sandbox, SandboxDied):
+                    self.fail([place], sandbox)
+                    continue
+                try:
+                    sandbox.tell(Kind.ATTACH, row.attach_message())
+                except ValueError as error:
+                    self._faults[place] = self._processor.fault_of(
+                        "exception", f"cannot be given its parameters: {error}"
+                    )
+                    continue
+                row.sandbox = sandbox
+            elif row.sandbox is not sandbox:  # its state died with another sandbox
+                self.fail([place], row.sandbox.death)
+                continue
+            self._places.append(place)
+            steps.append(StepRow(row.handle, row.new_tokens()))
+        if steps:
+            assert isinstance(sandbox, Sandbox)
+            self._sandbox = sandbox
+            # One whose step was given up before it was finished: asking again ends that call, and the sandbox.
+            self._under_way[:] = [run for run in self._under_way if run._sandbox is not sandbox]
+            self._ask(Kind.STEP, pack_step(steps), self._timeout)
+
+    def finish(self) -> RunOutcome:
+        """See `Run.finish`."""
+        while self in self._under_way:
+            for run in list(self._under_way):
+                run.advance()
+            if self in self._under_way:
+                wait_for_any([run._sandbox for run in self._under_way if run._sandbox is not None])
+        if self._answer is not None:
+            try:
+                self._take(*self._answer)
+            except SandboxDied as died:
+                self.fail(self._places, died)
+        return RunOutcome(self._ended - self._began, self._faults)
+
+    def advance(self) -> None:
+        """Take note of the answer, if it is here. Never waits."""
+        assert self._sandbox is not None
+        try:
+            answer = self._sandbox.advance()
+        except SandboxDied as died:
+            self._under_way.remove(self)
+            self.fail(self._places, died)
+            return
+        if answer is None:
+            return
+        self._under_way.remove(self)
+        self._ended = time.perf_counter()
+        if answer[0] is Answer.AGAIN and not self._is_retry:
+            self._is_retry = True
+            self._ask(Kind.RETRY, b"", self._began + self._timeout - self._ended)
+        else:
+            self._answer = answer
+
+    def _ask(self, kind: Kind, body: bytes, timeout: float) -> None:
+        assert self._sandbox is not None
+        try:
+            self._copy_in()
+            self._sandbox.begin(kind, body, timeout)
+        except SandboxDied as died:
+            self.fail(self._places, died)
+        else:
+            self._under_way.append(self)
+
+    def _copy_in(self) -> None:
+        assert self._sandbox is not None
+        everything = len(self._places) == len(self._logits)
+        rows = self._logits if everything else self._logits[self._places]
+        self._sandbox.logits[: len(self._places)].copy_(rows)
+
+    def _take(self, answer: Answer, body: bytes) -> None:
+        assert self._sandbox is not None
+        if answer is Answer.FAULTS:
+            try:
+                told = read_faults(body, self._processor, len(self._places))
+            except ValueError:
+                raise self._sandbox.distrust() from None
+            self._faults |= {self._places[row]: fault for row, fault in told.items()}
+        elif answer is not Answer.DONE:
+            raise self._sandbox.distrust()
+        self._copy_out()
+
+    def _copy_out(self) -> None:
+        assert self._sandbox is not None
+        result = self._sandbox.logits[: len(self._places)]
+        # A copy: from here on, what the sandbox does to the region changes nothing.
+        if len(self._places) == len(self._logits):
+            self._logits.copy_(result)
+        else:
+            self._logits[self._places] = result.to(self._logits.device)
