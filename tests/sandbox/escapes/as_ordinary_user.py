@@ -33,12 +33,18 @@ def open_the_way(needed: list[Path]) -> None:
     if not namespaces.unshare("mount"):
         raise SystemExit("no mount namespace can be made: run the tests as an ordinary user, or with CAP_SYS_ADMIN")
     syscall("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-    ways = {path for each in needed for path in (each, each.resolve())} | {Path.cwd()}
+    needed = [path for each in needed for path in (each, each.resolve())]
+    # Of a folder that is closed itself, such as a new virtual environment of root's, what is in it.
+    ways = {way for each in needed for way in ([each] if may_enter(each) else each.iterdir())} | {Path.cwd()}
     while closed := sorted({above for path in ways for above in path.parents if not may_enter(above)}):
         below = {path: os.open(path, os.O_PATH) for path in ways if closed[0] in path.parents}
         syscall("mount", b"tmpfs", bytes(closed[0]), b"tmpfs", 0, b"mode=0755")
         for path, original in sorted(below.items()):
-            path.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if stat.S_ISDIR(os.fstat(original).st_mode):
+                path.mkdir(exist_ok=True)
+            else:
+                path.touch()
             syscall("mount", f"/proc/self/fd/{original}".encode(), bytes(path), None, MS_BIND | MS_REC, None)
             os.close(original)
 
