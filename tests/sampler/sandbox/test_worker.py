@@ -16,7 +16,7 @@ import torch
 
 from logitship.client.processor_string import PYTHON
 from logitship.sampler.request_view import ModelView
-from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, StepRow, pack, pack_step
+from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from logitship.sampler.sandbox.worker import Worker, serve
 
 ROWS, VOCAB = 4, 6
@@ -43,8 +43,8 @@ def loaded(body: str) -> tuple[Worker, torch.Tensor]:
     return worker, logits
 
 
-def step(worker: Worker, *rows: StepRow) -> tuple[Answer, bytes]:
-    answer = worker.handle(Kind.STEP, pack_step(rows))
+def step(worker: Worker, *rows: tuple[int, list[int]]) -> tuple[Answer, bytes]:
+    answer = worker.handle(Kind.STEP, marshal.dumps(rows))
     assert answer is not None
     return answer
 
@@ -53,7 +53,7 @@ def test_it_edits_the_rows_of_a_call_and_no_other() -> None:
     worker, logits = loaded("return logits + torch.tensor([[p['by']] for p in custom_param_list])")
     for handle in range(3):
         assert worker.handle(Kind.ATTACH, attach(handle, by=10.0 * handle)) is None
-    assert step(worker, StepRow(2, []), StepRow(1, [])) == (Answer.DONE, b"")
+    assert step(worker, (2, []), (1, [])) == (Answer.DONE, b"")
     assert logits[:, 0].tolist() == [20, 10, 0, 0]
 
 
@@ -69,7 +69,7 @@ def test_a_view_follows_its_sequence() -> None:
     worker.handle(Kind.ATTACH, attach(5, (4,)))
     seen = []
     for new in ([], [9], [], [10, 11]):
-        assert step(worker, StepRow(5, new)) == (Answer.DONE, b"")
+        assert step(worker, (5, new)) == (Answer.DONE, b"")
         seen.append(logits[0, :3].tolist())
     assert seen == [[1, 4, 1], [2, 9, 2], [2, 9, 3], [4, 11, 4]]
 
@@ -81,7 +81,7 @@ def test_what_it_does_to_its_view_is_undone_by_the_next_token() -> None:
     )
     worker.handle(Kind.ATTACH, attach(5, (4,)))
     for new in ([], [5], [5], [5]):
-        assert step(worker, StepRow(5, new))[0] is Answer.DONE
+        assert step(worker, (5, new))[0] is Answer.DONE
 
 
 def test_a_sequence_that_left_is_forgotten() -> None:
@@ -90,13 +90,13 @@ def test_a_sequence_that_left_is_forgotten() -> None:
     worker.handle(Kind.DETACH, marshal.dumps(5))
     worker.handle(Kind.DETACH, marshal.dumps(6))
     with pytest.raises(KeyError):
-        step(worker, StepRow(5, []))
+        step(worker, (5, []))
 
 
 def test_one_row_that_fails_is_told_at_once() -> None:
     worker, _ = loaded("raise ValueError('no such luck')")
     worker.handle(Kind.ATTACH, attach(5))
-    answer, body = step(worker, StepRow(5, []))
+    answer, body = step(worker, (5, []))
     assert answer is Answer.FAULTS
     (((rows, kind, message, traceback)),) = orjson.loads(body)
     assert (rows, kind, message) == ([0], "exception", "processor P raised ValueError: no such luck")
@@ -109,7 +109,7 @@ def test_of_several_rows_each_is_tried_again() -> None:
     )
     for handle in range(3):
         worker.handle(Kind.ATTACH, attach(handle, bad=handle == 1))
-    rows = [StepRow(handle, [handle]) for handle in range(3)]
+    rows = [(handle, [handle]) for handle in range(3)]
     assert step(worker, *rows) == (Answer.AGAIN, b"")
     logits.zero_()
     answer = worker.handle(Kind.RETRY, b"")
@@ -127,7 +127,7 @@ def test_faults_fit_into_an_answer(num_rows: int) -> None:
     worker.handle(Kind.LOAD, source("raise ValueError(str(custom_param_list[0]['number']) + '\\U0001d54f' * 100_000)"))
     for handle in range(num_rows):
         worker.handle(Kind.ATTACH, attach(handle, number=handle))
-    assert step(worker, *(StepRow(handle, []) for handle in range(num_rows)))[0] is Answer.AGAIN
+    assert step(worker, *((handle, []) for handle in range(num_rows)))[0] is Answer.AGAIN
     answer = worker.handle(Kind.RETRY, b"")
     assert answer is not None
     assert answer[0] is Answer.FAULTS
@@ -174,7 +174,7 @@ def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPat
     serving = threading.Thread(target=run)
     serving.start()
     ours.sendall(pack(Kind.LOAD, 1, source("return logits")) + pack(Kind.ATTACH, 0, attach(5)))
-    ours.sendall(pack(Kind.STEP, 2, pack_step([StepRow(5, [])])))
+    ours.sendall(pack(Kind.STEP, 2, marshal.dumps([(5, [])])))
     answers = b""
     while len(answers) < 2 * HEADER.size + 1:
         answers += ours.recv(100)

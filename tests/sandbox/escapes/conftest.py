@@ -484,13 +484,13 @@ class Unsandboxed:
 @pytest.fixture(scope="session")
 def held_secrets() -> Iterator[None]:
     """The secret is in this process's environment, memory and open files before anything of the sandbox starts."""
-    os.environ["LOGITSHIP_API_KEY"] = SECRET
+    os.environ["SECRET_OF_THE_SERVER"] = SECRET
     descriptor = os.memfd_create("secret", 0)
     os.write(descriptor, SECRET.encode())
     os.set_inheritable(descriptor, True)
     yield
     os.close(descriptor)
-    del os.environ["LOGITSHIP_API_KEY"]
+    del os.environ["SECRET_OF_THE_SERVER"]
 
 
 @pytest.fixture(scope="session")

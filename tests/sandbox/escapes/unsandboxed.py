@@ -25,7 +25,7 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.loading import instantiate, load_class
 from logitship.client.processor_string import PickledProcessor, SourceProcessor
 
-SECRET = os.environ.get("LOGITSHIP_API_KEY", "")
+SECRET = os.environ.get("SECRET_OF_THE_SERVER", "")
 
 
 def main() -> None:
