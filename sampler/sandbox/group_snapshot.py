@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -26,11 +27,14 @@ class GroupMember(Protocol):
         view: the same `__req__`.
         restorable: True at first. False from when its values were found to be too large or not plain, so that they are
             not looked at in every step.
+        kept: None at first; then the parameters as they were, in containers of its own; empty once they have changed.
+            Those of most processors never do, and to compare them costs a fraction of writing them down.
     """
 
     params: dict[str, Any]
     view: RequestView
     restorable: bool
+    kept: dict[str, Any] | None
 
 
 class GroupSnapshot:
@@ -53,6 +57,9 @@ class GroupSnapshot:
             values = _pickled(places)
         self._places = places if values is not None else []
         self._values = values or _NO_VALUES
+        for place in self._places:
+            if place.member.kept is None:
+                place.member.kept = _copy_of(place.member.params)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -64,7 +71,7 @@ class GroupSnapshot:
             The rows whose members are as they were. The others were not restorable, or lost tokens.
         """
         if self._values is _NO_VALUES:
-            return {place.row for place in self._places if _restore(place, {}, {})}
+            return {place.row for place in self._places if _restore(place, None, {})}
         values = pickle.loads(self._values)
         return {place.row for place, old in zip(self._places, values, strict=True) if _restore(place, *old)}
 
@@ -105,12 +112,8 @@ def _is_restorable(place: _Place) -> bool:
 
 
 def _pickled(places: Sequence[_Place]) -> bytes | None:
-    """The parameters and states; `_NO_VALUES` if there are none; None if some are not plain."""
-    values = []
-    for place in places:
-        params = place.member.params.copy()
-        params.pop("__req__", None)
-        values.append((params, place.state))
+    """The parameters that change, and the states; `_NO_VALUES` if there are none; None if some are not plain."""
+    values = [(_changing_params(place.member), place.state) for place in places]
     if not any(params or state for params, state in values):
         return _NO_VALUES
     file = io.BytesIO()
@@ -121,7 +124,31 @@ def _pickled(places: Sequence[_Place]) -> bytes | None:
     return file.getvalue()
 
 
-def _restore(place: _Place, params: dict[str, Any], state: dict[Any, Any]) -> bool:
+def _changing_params(member: GroupMember) -> dict[str, Any] | None:
+    """The parameters, without `__req__`; None if they are as they were kept."""
+    if member.kept:
+        try:
+            if member.params == member.kept:
+                return None
+        # Whatever was put in there may not know what it equals.
+        except Exception:  # noqa: BLE001
+            pass
+        member.kept = {}
+    params = member.params.copy()
+    params.pop("__req__", None)
+    return params
+
+
+def _copy_of(params: dict[str, Any]) -> dict[str, Any]:
+    """A copy with containers of its own, and the same `__req__` and atoms; empty if it cannot be made."""
+    view = params.get("__req__")
+    try:
+        return copy.deepcopy(params, {id(view): view})
+    except RecursionError:  # a pickle may be nested deeper than this
+        return {}
+
+
+def _restore(place: _Place, params: dict[str, Any] | None, state: dict[Any, Any]) -> bool:
     if len(place.prompt) < place.num_prompt or len(place.output) < place.num_output:
         return False
     del place.prompt[place.num_prompt :], place.output[place.num_output :]
@@ -130,6 +157,8 @@ def _restore(place: _Place, params: dict[str, Any], state: dict[Any, Any]) -> bo
     view.origin_input_ids, view.output_ids, view.state = place.prompt, place.output, place.state
     place.state.clear()
     place.state.update(state)
+    if params is None:
+        params = _copy_of(place.member.kept or {})
     place.member.params.clear()
     place.member.params.update(params, __req__=view)
     return True

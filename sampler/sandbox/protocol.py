@@ -9,7 +9,7 @@ server → sandbox                                            answer
 LOAD     a processor string, in pieces                      LOADED (its name) or REFUSED (why)
 ATTACH   a sequence: parameters, prompt, output so far      none
 DETACH   a sequence that left                               none
-STEP     rows, and the tokens that each gained              DONE, FAULTS, or AGAIN: send the rows once more
+STEP     of each row: sequence, and tokens that it gained   DONE, FAULTS, or AGAIN: send the rows once more
 RETRY    the rows are in the region once more               DONE or FAULTS
 ```
 
@@ -26,9 +26,6 @@ Guarantees:
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 HEADER = struct.Struct("<IIQ")
@@ -63,38 +60,3 @@ class Answer(IntEnum):
 def pack(kind: int, number: int, body: bytes = b"") -> bytes:
     """A message."""
     return HEADER.pack(kind, number, len(body)) + body
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """A row of a call.
-
-    Attributes:
-        handle: the sequence, by the number that `ATTACH` gave it.
-        new_tokens: the output tokens that it gained since it was last spoken of.
-    """
-
-    handle: int
-    new_tokens: Sequence[int]
-
-
-def pack_step(rows: Sequence[StepRow]) -> bytes:
-    """The body of STEP."""
-    numbers = array("q", [len(rows)])
-    numbers.extend(row.handle for row in rows)
-    numbers.extend(len(row.new_tokens) for row in rows)
-    for row in rows:
-        numbers.extend(row.new_tokens)
-    return numbers.tobytes()
-
-
-def unpack_step(body: bytes) -> list[StepRow]:
-    """`pack_step` undone."""
-    numbers = array("q")
-    numbers.frombytes(body)
-    n = numbers[0]
-    rows, position = [], 1 + 2 * n
-    for handle, count in zip(numbers[1 : 1 + n], numbers[1 + n : position], strict=True):
-        rows.append(StepRow(handle, numbers[position : position + count].tolist()))
-        position += count
-    return rows

@@ -14,7 +14,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.processor_host import HostedSequence, RunOutcome
 from logitship.sampler.sampling_params import SamplingParams
 
-from .protocol import Answer, Kind, StepRow, pack_step
+from .protocol import Answer, Kind
 from .sandbox import Sandbox, SandboxDied, wait_for_any
 from .sandboxed_processor import SandboxedProcessor, read_faults
 
@@ -102,31 +102,33 @@ class SandboxRun:
 
     def begin(self, sandbox: Sandbox | SandboxDied, rows: Sequence[SandboxRow]) -> None:
         """Copy the rows into the region, and ask."""
-        steps = []
+        told = []
         for place, row in enumerate(rows):
-            if row.sandbox is None:
-                if isinstance(sandbox, SandboxDied):
-                    self.fail([place], sandbox)
-                    continue
-                try:
-                    sandbox.tell(Kind.ATTACH, row.attach_message())
-                except ValueError as error:
-                    self._faults[place] = self._processor.fault_of(
-                        "exception", f"cannot be given its parameters: {error}"
-                    )
-                    continue
-                row.sandbox = sandbox
-            elif row.sandbox is not sandbox:  # its state died with another sandbox
-                self.fail([place], row.sandbox.death)
-                continue
-            self._places.append(place)
-            steps.append(StepRow(row.handle, row.new_tokens()))
-        if steps:
+            if row.sandbox is sandbox or self._introduce(sandbox, row, place):
+                self._places.append(place)
+                told.append((row.handle, row.new_tokens()))
+        if told:
             assert isinstance(sandbox, Sandbox)
             self._sandbox = sandbox
             # One whose step was given up before it was finished: asking again ends that call, and the sandbox.
             self._under_way[:] = [run for run in self._under_way if run._sandbox is not sandbox]
-            self._ask(Kind.STEP, pack_step(steps), self._timeout)
+            self._ask(Kind.STEP, marshal.dumps(told), self._timeout)
+
+    def _introduce(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, place: int) -> bool:
+        """Tell a sandbox of a sequence that it does not know. False if that is not possible: the row has a fault."""
+        if row.sandbox is not None:  # its state died with another sandbox
+            self.fail([place], row.sandbox.death)
+        elif isinstance(sandbox, SandboxDied):
+            self.fail([place], sandbox)
+        else:
+            try:
+                sandbox.tell(Kind.ATTACH, row.attach_message())
+            except ValueError as error:
+                self._faults[place] = self._processor.fault_of("exception", f"cannot be given its parameters: {error}")
+            else:
+                row.sandbox = sandbox
+                return True
+        return False
 
     def finish(self) -> RunOutcome:
         """See `Run.finish`."""

@@ -10,7 +10,7 @@ import marshal
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 import torch
@@ -24,7 +24,7 @@ from logitship.sampler.author_code import edit
 from logitship.sampler.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
-from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack, unpack_step
+from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from .row_retry import RowRetry
 
 _LONGEST_NAME = 200
@@ -37,13 +37,14 @@ class Member:
     Attributes:
         params: what the processor receives for its row, `__req__` included.
         output_ids: the view's own list of output tokens.
-        restorable: see `GroupMember`.
+        restorable, kept: see `GroupMember`.
     """
 
     params: dict[str, Any]
     view: RequestView
     output_ids: list[int]
     restorable: bool = True
+    kept: dict[str, Any] | None = None
 
     def extend(self, tokens: list[int]) -> None:
         """Take over new output tokens."""
@@ -110,10 +111,10 @@ class Worker:
         self._members[handle] = Member({**params, "__req__": view}, view, view.output_ids)
 
     def _step(self, body: bytes) -> tuple[Answer, bytes]:
-        rows = unpack_step(body)
-        members = [self._members[row.handle] for row in rows]
-        for row, member in zip(rows, members, strict=True):
-            member.extend(list(row.new_tokens))
+        rows: list[tuple[int, list[int]]] = marshal.loads(body)
+        members = [self._members[handle] for handle, _ in rows]
+        for (_, new_tokens), member in zip(rows, members, strict=True):
+            member.extend(new_tokens)
         faults = self._retry.attempt(self._logits[: len(members)], members)
         if faults is None:
             self._failed = members
@@ -136,11 +137,12 @@ def serve(connection: int, worker: Worker) -> None:
     Args:
         connection: file descriptor of a stream socket.
     """
-    while True:
-        kind, number, size = HEADER.unpack(_read(connection, HEADER.size))
-        answer = worker.handle(kind, _read(connection, size))
-        if answer is not None:
-            _write(connection, pack(answer[0], number, answer[1][:LONGEST_ANSWER]))
+    with open(connection, "rb", closefd=False) as stream:  # buffered: a message takes one system call
+        while True:
+            kind, number, size = HEADER.unpack(_read(stream, HEADER.size))
+            answer = worker.handle(kind, _read(stream, size))
+            if answer is not None:
+                _write(connection, pack(answer[0], number, answer[1][:LONGEST_ANSWER]))
 
 
 def _told(faults: Mapping[int, ProcessorFault]) -> tuple[Answer, bytes]:
@@ -162,14 +164,11 @@ def _faults_json(faults: Mapping[int, ProcessorFault]) -> bytes:
     )
 
 
-def _read(connection: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = os.read(connection, size - len(data))
-        if not piece:
-            os._exit(0)  # the server is gone: nothing is left to do, least of all the author's atexit functions
-        data += piece
-    return bytes(data)
+def _read(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        os._exit(0)  # the server is gone: nothing is left to do, least of all the author's atexit functions
+    return data
 
 
 def _write(connection: int, data: bytes) -> None:

@@ -74,9 +74,11 @@ plain = st.recursive(leaves, containers, max_leaves=12)
 values = st.dictionaries(st.text(max_size=5).filter(lambda key: key != "__req__"), plain, max_size=4)
 
 
-@given(st.lists(st.tuples(values, values), min_size=1, max_size=4))
-def test_plain_values_come_back_exactly(given: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+@given(st.lists(st.tuples(values, values), min_size=1, max_size=4), st.integers(0, 2))
+def test_plain_values_come_back_exactly(given: list[tuple[dict[str, Any], dict[str, Any]]], earlier: int) -> None:
     members = [member(*copy.deepcopy(one)) for one in given]
+    for _ in range(earlier):
+        GroupSnapshot(members)
     dicts = [(one.params, one.view.state) for one in members]
     snapshot = GroupSnapshot(members)
     for one in members:
@@ -148,6 +150,57 @@ def test_what_is_not_plain_is_not_kept_and_not_looked_at_again(name: str, where:
     odd.view.state.clear()
     odd.params.pop("value", None)
     assert GroupSnapshot([odd]).restore() == set()
+
+
+def test_parameters_that_change_are_kept_as_they_are_now() -> None:
+    one = member({"steps": [0], "table": {"a": [1]}})
+    for step in range(4):
+        one.params["steps"].append(step)
+        snapshot = GroupSnapshot([one])
+        for _ in range(2):
+            one.params["table"]["a"].append("spoilt")
+            one.params["steps"].clear()
+        assert snapshot.restore() == {0}
+        assert one.params == {"steps": [0, *range(step + 1)], "table": {"a": [1]}, "__req__": one.view}
+
+
+def test_parameters_that_stay_are_restored_again_and_again() -> None:
+    one = member({"table": {"a": [1]}})
+    for _ in range(4):
+        snapshot = GroupSnapshot([one])
+        one.params["table"]["a"].append("spoilt")
+        one.params["more"] = 1
+        assert snapshot.restore() == {0}
+        assert one.params == {"table": {"a": [1]}, "__req__": one.view}
+
+
+class EqualsNothing:
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("odd", [EqualsNothing(), torch.zeros(2), np.zeros(2)])
+def test_parameters_that_cannot_be_compared(odd: Any) -> None:
+    one, other = member({"a": 1}), member({"a": 1})
+    GroupSnapshot([one, other])
+    one.params["a"] = odd
+    assert GroupSnapshot([one, other]).restore() == {1}
+    assert one.params["a"] is odd
+
+
+def test_parameters_that_are_nested_too_deep_to_compare() -> None:
+    deep: list[Any] = []
+    for _ in range(400):
+        deep = [deep]
+    one = member({"deep": deep})
+    for _ in range(3):
+        snapshot = GroupSnapshot([one])
+        assert len(snapshot) == 1
+        one.params["deep"] = 0
+        assert snapshot.restore() == {0}
+        assert len(str(one.params["deep"])) == 2 * 401
 
 
 def test_what_is_too_large_is_not_kept() -> None:
