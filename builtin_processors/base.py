@@ -2,75 +2,66 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from logitship.client.processor import CustomLogitProcessor
+from logitship.sampler.processor_host import PREPARED_KEY
+
+from .params import ModelFacts, ProcessorParams
 
 
 class BuiltinProcessor(CustomLogitProcessor):
-    """A row-level processor that a request can ask for by name, without shipping code."""
+    """A row-level processor that a request can ask for by name, without shipping code.
+
+    What a row needs beside its history is made once, at admission (`prepare`), and shared by the request's sequences.
+    What changes with the history belongs in `__req__.state`, follows the new tokens only, and also follows when tokens
+    are taken back: see `StateHistory`.
+    """
 
     name: ClassVar[str]
     """What a request writes: `{"name": "<name>"}`."""
-    params_schema: ClassVar[dict[str, Any]]
-    """JSON Schema (draft 2020-12) of the request's `custom_params`. Token ids are below the vocabulary size besides."""
+    Params: ClassVar[type[ProcessorParams]]
+    """The request's `custom_params`."""
+    params_schema: ClassVar[dict[str, Any] | None]
+    """JSON Schema (draft 2020-12) of `Params`."""
+    is_mask: ClassVar[bool] = False
+    """True if all it does is to set logits to -inf, on the grounds of the history alone: a grammar, a tree. Masks run
+    before a request's other processors, and after them once more, so that whatever these force or raise, only what the
+    masks allow is drawn."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the schema."""
+        super().__init_subclass__(**kwargs)
+        if "Params" in vars(cls):
+            cls.params_schema = cls.Params.json_schema()
 
     @classmethod
-    @abstractmethod
-    def validate_params(cls, params: Mapping[str, Any] | None, *, vocab_size: int) -> None:
-        """Check a request's `custom_params` at admission.
+    def check_model(cls, model: ModelFacts) -> None:  # most work with any
+        """Refuse a model that the processor cannot work with.
 
-        Keys that the processor does not know are left alone: a request's processors share one `custom_params`.
+        Raises:
+            ValueError: says why.
+        """
+
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> Any:
+        """Check a request's `custom_params`, and make what its rows need. May take long; never on the step path.
+
+        Returns:
+            `Params`, or what a subclass makes of it. Nobody changes it any more: the request's sequences share it.
 
         Raises:
             ValueError: names the parameter and says what was expected; the request is refused with this message.
         """
-        raise NotImplementedError
+        self.check_model(model)
+        return self.Params.read(params, model)
 
+    def prepared(self, params: dict[str, Any]) -> Any:
+        """What `prepare` made for a row.
 
-def require_token_ids(params: Mapping[str, Any] | None, key: str, *, vocab_size: int) -> list[int]:
-    """The list of token ids in `params[key]`.
-
-    Raises:
-        ValueError: it is missing, not a list, or one of its items is not a token of the vocabulary.
-    """
-    value = _required(params, key, "a list of token ids")
-    if not isinstance(value, list):
-        raise ValueError(f"{key}: expected a list of token ids, got {_shown(value)}")
-    for item in value:
-        if not _is_integer(item):
-            raise ValueError(f"{key}: expected integers, got {_shown(item)}")
-        if not 0 <= item < vocab_size:
-            raise ValueError(f"{key}: token id {item} is outside the vocabulary (0 to {vocab_size - 1})")
-    return value
-
-
-def require_count(params: Mapping[str, Any] | None, key: str, *, expected: str) -> int:
-    """The integer, 0 or greater, in `params[key]`.
-
-    Raises:
-        ValueError: it is missing, not an integer, or negative. The message says that `expected` was.
-    """
-    value = _required(params, key, expected)
-    if not _is_integer(value) or value < 0:
-        raise ValueError(f"{key}: expected {expected}, got {_shown(value)}")
-    return int(value)
-
-
-def _required(params: Mapping[str, Any] | None, key: str, expected: str) -> Any:
-    # A processor without its parameter would do nothing, and a misspelt parameter would pass without a word.
-    if params is None or key not in params:
-        raise ValueError(f"{key}: missing from custom_params, expected {expected}")
-    return params[key]
-
-
-def _is_integer(value: Any) -> bool:
-    # True and False are integers to Python, but not to JSON.
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        Args:
+            params: of the row, `__req__` included.
+        """
+        if PREPARED_KEY not in params:  # it was called by something else than a server
+            params[PREPARED_KEY] = self.prepare(params, params["__req__"])
+        return params[PREPARED_KEY]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from pydantic import ValidationInfo, field_validator
 
 from logitship.client.shipped_names import SGLANG_MODULE
 
-from .base import BuiltinProcessor, require_token_ids
+from .base import BuiltinProcessor
+from .params import ProcessorParams, TokenIds, model_of
+
+
+class DisallowedTokensParams(ProcessorParams):
+    """See `DisallowedTokensLogitsProcessor`."""
+
+    token_ids: TokenIds
+    """Tokens that must not be drawn."""
+
+    @field_validator("token_ids")
+    @classmethod
+    def _leave_one(cls, token_ids: list[int], info: ValidationInfo) -> list[int]:
+        if len(set(token_ids)) >= model_of(info).vocab_size:
+            raise ValueError("every token of the vocabulary is disallowed, leave at least one to draw")
+        return token_ids
 
 
 class DisallowedTokensLogitsProcessor(BuiltinProcessor):
@@ -21,25 +36,7 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
     _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "DisallowedTokensLogitsProcessor")
 
     name = "disallowed_tokens"
-    params_schema: ClassVar[dict[str, Any]] = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "type": "object",
-        "properties": {
-            "token_ids": {
-                "type": "array",
-                "items": {"type": "integer", "minimum": 0},
-                "description": "Tokens that must not be drawn.",
-            }
-        },
-        "required": ["token_ids"],
-    }
-
-    @classmethod
-    def validate_params(cls, params: Mapping[str, Any] | None, *, vocab_size: int) -> None:
-        """Check `token_ids`: a list of tokens of the vocabulary that leaves one to draw."""
-        token_ids = require_token_ids(params, "token_ids", vocab_size=vocab_size)
-        if len(set(token_ids)) >= vocab_size:
-            raise ValueError("token_ids: every token of the vocabulary is disallowed, leave at least one to draw")
+    Params = DisallowedTokensParams
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Mask each row's own tokens, in place, with one write for all rows."""

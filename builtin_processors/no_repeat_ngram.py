@@ -14,7 +14,19 @@ import torch
 
 from logitship.client.shipped_names import SGLANG_MODULE
 
-from .base import BuiltinProcessor, require_count, require_token_ids
+from .base import BuiltinProcessor
+from .params import Count, ProcessorParams, TokenIds
+
+
+class NoRepeatNGramParams(ProcessorParams):
+    """See `DeepseekOCRNoRepeatNGramLogitProcessor`."""
+
+    ngram_size: Count
+    """n, in tokens. 0: nothing is banned."""
+    window_size: Count
+    """How many of the last tokens are searched. 0: nothing is banned."""
+    whitelist_token_ids: TokenIds | None = None
+    """Tokens that may always repeat."""
 
 
 class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
@@ -27,32 +39,7 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
     _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "DeepseekOCRNoRepeatNGramLogitProcessor")
 
     name = "no_repeat_ngram"
-    params_schema: ClassVar[dict[str, Any]] = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "type": "object",
-        "properties": {
-            "ngram_size": {"type": "integer", "minimum": 0, "description": "n, in tokens. 0: nothing is banned."},
-            "window_size": {
-                "type": "integer",
-                "minimum": 0,
-                "description": "How many of the last tokens are searched. 0: nothing is banned.",
-            },
-            "whitelist_token_ids": {
-                "type": ["array", "null"],
-                "items": {"type": "integer", "minimum": 0},
-                "description": "Tokens that may always repeat.",
-            },
-        },
-        "required": ["ngram_size", "window_size"],
-    }
-
-    @classmethod
-    def validate_params(cls, params: Mapping[str, Any] | None, *, vocab_size: int) -> None:
-        """Check `ngram_size`, `window_size` and `whitelist_token_ids`."""
-        for key in ("ngram_size", "window_size"):
-            require_count(params, key, expected="an integer, 0 or greater")
-        if params is not None and params.get("whitelist_token_ids") is not None:
-            require_token_ids(params, "whitelist_token_ids", vocab_size=vocab_size)
+    Params = NoRepeatNGramParams
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Ban each row's repeating tokens, in place, with one write for all rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
@@ -32,11 +32,20 @@ class Registry:
 
     def __init__(self, processors: Iterable[type[BuiltinProcessor]] = ()) -> None:
         self._by_name: dict[str, type[CustomLogitProcessor]] = {}
+        self._makers: dict[str, Callable[[], CustomLogitProcessor]] = {}
         for processor in processors:
             self.add(processor.name, processor)
 
-    def add(self, name: str, processor: type[CustomLogitProcessor]) -> None:
+    def add(
+        self,
+        name: str,
+        processor: type[CustomLogitProcessor],
+        make: Callable[[], CustomLogitProcessor] | None = None,
+    ) -> None:
         """Install `processor` under `name`.
+
+        Args:
+            make: makes it; None: it is made without arguments.
 
         Raises:
             ValueError: another processor has that name.
@@ -44,6 +53,16 @@ class Registry:
         holder = self._by_name.setdefault(name, processor)
         if holder is not processor:
             raise ValueError(f"cannot install {processor.__name__} as {name!r}: {holder.__name__} has that name")
+        self._makers[name] = make or processor
+
+    def make(self, name: str) -> CustomLogitProcessor:
+        """A new instance of the processor installed under `name`.
+
+        Raises:
+            ProcessorLoadError: there is none.
+        """
+        self.get(name)
+        return self._makers[name]()
 
     def get(self, name: str) -> type[CustomLogitProcessor]:
         """The processor installed under `name`.

@@ -7,13 +7,24 @@ step; here a step reads the tokens that are new.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 
 from logitship.client.shipped_names import SGLANG_MODULE
 
-from .base import BuiltinProcessor, require_count
+from .base import BuiltinProcessor
+from .params import Expects, ModelFacts, ProcessorParams
+
+
+class ThinkingBudgetParams(ProcessorParams):
+    """See `ThinkingBudgetLogitProcessor`."""
+
+    thinking_budget: Annotated[
+        Annotated[int, Field(ge=0)] | None, Expects("an integer, 0 or greater, or null for no limit")
+    ]
+    """Most tokens after the start of thinking. null: no limit."""
 
 
 class ThinkingBudgetLogitProcessor(BuiltinProcessor):
@@ -29,34 +40,20 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
     THINKING_END_TOKEN_ID: ClassVar[int]
     NEW_LINE_TOKEN_ID: ClassVar[int]
 
-    params_schema: ClassVar[dict[str, Any]] = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "type": "object",
-        "properties": {
-            "thinking_budget": {
-                "type": ["integer", "null"],
-                "minimum": 0,
-                "description": "Most tokens after the start of thinking. null: no limit.",
-            }
-        },
-        "required": ["thinking_budget"],
-    }
+    Params = ThinkingBudgetParams
 
     @classmethod
-    def validate_params(cls, params: Mapping[str, Any] | None, *, vocab_size: int) -> None:
-        """Check `thinking_budget`, and that the model has the tokens that this class forces."""
+    def check_model(cls, model: ModelFacts) -> None:
+        """Refuse a model that has not the tokens that this class forces."""
         for attribute in ("THINKING_START_TOKEN_ID", "THINKING_END_TOKEN_ID", "NEW_LINE_TOKEN_ID"):
             token_id = getattr(cls, attribute, None)
             if token_id is None:
                 raise ValueError(f"{cls.__name__} has no {attribute}: use the subclass for the model")
-            if not 0 <= token_id < vocab_size:
+            if not 0 <= token_id < model.vocab_size:
                 raise ValueError(
                     f"{cls.__name__} is not for this model: its {attribute} {token_id} is outside the vocabulary "
-                    f"(0 to {vocab_size - 1})"
+                    f"(0 to {model.vocab_size - 1})"
                 )
-        if params is not None and "thinking_budget" in params and params["thinking_budget"] is None:
-            return
-        require_count(params, "thinking_budget", expected="an integer, 0 or greater, or null for no limit")
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Force the next token on each row whose budget is spent, in place."""

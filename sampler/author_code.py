@@ -5,7 +5,7 @@ What is caught here is what a careless author does. Code that means harm has the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CoroutineType
 from typing import Any, TypeVar
 
@@ -125,14 +125,19 @@ def exception_fault(
     )
 
 
-def non_finite_fault(row: torch.Tensor, *, name: str, digest: str = "") -> ProcessorFault:
-    """The fault of a processor that left a row [vocab] with NaN, with +inf, or with -inf alone."""
+def non_finite_fault(row: torch.Tensor, *, name: str, digest: str = "", before: Sequence[str] = ()) -> ProcessorFault:
+    """The fault of a processor that left a row [vocab] with NaN, with +inf, or with -inf alone.
+
+    Args:
+        before: names of what may have forbidden tokens before it.
+    """
     if row.isnan().any():
         found = "returned NaN"
     elif row.isposinf().any():
         found = "returned +inf (to force a token, forbid all others)"
     else:
-        found = "left no token: every logit of the row is -inf"
+        left = f" of those that {', '.join(before)} had left" if before else ""
+        found = f"left no token{left}: every logit of the row is -inf"
     return ProcessorFault(f"processor {name} {found}", digest=digest, name=name, kind="non_finite")
 
 

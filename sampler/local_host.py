@@ -13,7 +13,7 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 
-from .processor_host import HostedRow, HostedSequence, LoadedProcessor, RunOutcome
+from .processor_host import PREPARED_KEY, HostedRow, HostedSequence, LoadedProcessor, RunOutcome
 from .request_view import OutputFollower, RequestView
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class LocalRow:
         )
         # Deep: processors keep state in their parameters, and a request's `n` continuations share what it sent.
         self.params: dict[str, Any] = {**copy.deepcopy(dict(sequence.params)), "__req__": view}
+        if sequence.prepared is not None:
+            self.params[PREPARED_KEY] = sequence.prepared
         self._output = OutputFollower(view, sequence.output_token_ids)
 
     def sync(self) -> None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
 
+PREPARED_KEY = "__prepared__"
+"""What an installed processor finds under, in a row's parameters, what it made of them at admission."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedProcessor:
     """A processor that its host is ready to run.
@@ -32,6 +36,10 @@ class LoadedProcessor:
         host: who runs it.
         instance: whatever the host needs for that. Nobody else touches it.
         per_sequence: it was made for one sequence and runs on that one's row alone, whoever has the same digest.
+        is_mask: it only ever sets logits to -inf, on the grounds of the history alone: it runs before a request's other
+            processors, and once more after them.
+        is_trusted: it comes with logitship. What it leaves is not checked after its call, which takes a look at all
+            logits, but at the end of the step, with those of all rows.
         tenant: whose it is. Two tenants never share a loaded processor, because a class may keep things on itself.
     """
 
@@ -40,6 +48,8 @@ class LoadedProcessor:
     host: ProcessorHost
     instance: Any
     per_sequence: bool = False
+    is_mask: bool = False
+    is_trusted: bool = False
     tenant: str = ""
 
     @property
@@ -59,6 +69,7 @@ class HostedSequence:
         output_token_ids: the engine's own list of output tokens, which grows.
         sampling_params: the request's sampling parameters.
         model: what processors may know of the model.
+        prepared: what an installed processor made of the parameters at admission; None for all others.
     """
 
     rid: str
@@ -67,6 +78,7 @@ class HostedSequence:
     output_token_ids: list[int]
     sampling_params: SamplingParams
     model: ModelView
+    prepared: Any = None
 
 
 class HostedRow(Protocol):

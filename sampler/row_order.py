@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from .shipped_processors import in_run_order
+
 if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
@@ -22,7 +24,8 @@ def group_key(params: SamplingParams) -> GroupKey:
     A processor that belongs to one sequence is a group of one row wherever that stands: "" holds its place, and is left
     out at the end.
     """
-    names = ["" if use.processor.per_sequence else use.processor.group_name for use in params.processors]
+    in_order = in_run_order(params.processors)
+    names = ["" if use.processor.per_sequence else use.processor.group_name for use in in_order]
     while names and not names[-1]:
         names.pop()
     return tuple(names)

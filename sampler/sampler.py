@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +21,16 @@ from .sampling_batch import LogprobRows, RandomRows, SamplingBatch
 
 
 class NoTokenLeftError(LogitshipError):
-    """Every token of the row is forbidden."""
+    """Every token of the row is forbidden.
 
-    def __init__(self) -> None:
+    Args:
+        forbidding: names of what forbids tokens in the request: its fields and processors.
+    """
+
+    def __init__(self, forbidding: Sequence[str] = ()) -> None:
+        who = ", ".join(forbidding) or "the model or an installed batch processor"
         super().__init__(
-            "no token is left to draw: every logit is -inf. What the request forbids (allowed_token_ids, bad_words, "
-            "logit_bias, min_tokens, its processors) covers the whole vocabulary: forbid less"
+            f"no token is left to draw: every logit is -inf. Together, {who} forbid the whole vocabulary: forbid less"
         )
 
 
@@ -78,7 +83,8 @@ class Sampler:
        an installed one fails end their requests, here and in step 9.
     3. Repetition, frequency and presence penalties.
     4. (Kept for the thinking budget, so that the numbers stay those of the contract.)
-    5. Shipped processors, group by group, in the order of each request's list.
+    5. Shipped and built-in processors, group by group: first the masks among a request's (grammars, trees), then the
+       others in the order of its list, then the masks again.
     6. Forbid all but `allowed_token_ids` again: forcing a token obeys masks. Then each row must have a finite logit and
        neither NaN nor +inf; one that fails ends its own request, and zeros take its place in the steps below.
     7. Greedy rows take the most likely token.
@@ -204,7 +210,10 @@ class Sampler:
         peak = logits.amax(dim=-1, keepdim=True)
         unusable = (~torch.isfinite(peak)).nonzero()[:, 0]
         for row in unusable.tolist():
-            faults.setdefault(row, NoTokenLeftError() if peak[row].isneginf() else NonFiniteLogitsError())
+            empty = peak[row].isneginf()
+            faults.setdefault(
+                row, NoTokenLeftError(self._batch.params_of(row).forbidding) if empty else NonFiniteLogitsError()
+            )
         logits[unusable] = 0.0
         peak[unusable] = 0.0
         return peak

@@ -160,6 +160,10 @@ class SamplingBatch:
         penalties = [_penalty_params(rows[number].params) for number in self._counts]
         self._penalties = np.array(penalties, dtype=np.float32).reshape(-1, 3)
 
+    def params_of(self, row: int) -> SamplingParams:
+        """What the request at a row asks for."""
+        return self._rows[row].params
+
     def bad_word_endings(self) -> tuple[list[int], list[int]]:
         """Rows and, for each, a token that would complete a bad word there now."""
         rows: list[int] = []

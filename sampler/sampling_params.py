@@ -167,6 +167,22 @@ class SamplingParams:
         """Every token that may end the sequence: the model's end tokens and the request's own."""
         return frozenset((*self.stop_token_ids, *self.eos_token_ids))
 
+    @property
+    def forbidding(self) -> tuple[str, ...]:
+        """Names of what may forbid tokens in this request: fields, and the processors that it carries."""
+        return self.forbidding_fields + tuple(dict.fromkeys(use.processor.name for use in self.processors))
+
+    @property
+    def forbidding_fields(self) -> tuple[str, ...]:
+        """Names of the fields in use that may forbid tokens."""
+        fields = {
+            "allowed_token_ids": self.allowed_token_ids is not None,
+            "bad_words": bool(self.bad_words_token_ids),
+            "logit_bias": bool(self.logit_bias),
+            "min_tokens": self.min_tokens > 0,
+        }
+        return tuple(name for name, used in fields.items() if used)
+
     # SGLang's names for the same things: row-level processors read these.
     @property
     def max_new_tokens(self) -> int | None:

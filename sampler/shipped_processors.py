@@ -7,7 +7,7 @@ once a step with the rows of its group and nothing else.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -20,7 +20,7 @@ from logitship.client.records import Receipt
 from .author_code import non_finite_fault
 from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
-from .processor_host import HostedRow, HostedSequence, LoadedProcessor, Run
+from .processor_host import HostedRow, HostedSequence, LoadedProcessor, Run, RunOutcome
 from .request_view import ModelView
 from .sampling_params import SamplingParams
 
@@ -32,6 +32,7 @@ class ProcessorUse:
     Attributes:
         params: the request's parameters for it, `custom_params` in SGLang's words.
         rid: the request id.
+        prepared: what an installed processor made of `params` at admission; None for all others.
         steps: decoding steps to which it was applied so far.
         seconds: time spent so far: a call's time divided by its rows.
     """
@@ -39,6 +40,7 @@ class ProcessorUse:
     processor: LoadedProcessor
     params: dict[str, Any]
     rid: str
+    prepared: Any = None
     steps: int = 0
     seconds: float = 0.0
 
@@ -50,21 +52,28 @@ class ProcessorUse:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """A use in its place, and the sequence at the processor's host."""
+    """A use in its place, and the sequence at the processor's host.
+
+    Attributes:
+        before: names of what may have forbidden tokens before it: fields of the request, and earlier processors.
+    """
 
     use: ProcessorUse
     hosted: HostedRow
+    before: tuple[str, ...]
 
 
 @dataclass
 class _Group:
-    """All rows of one processor, at one place in its requests' lists.
+    """All rows of one processor, at one place in the order in which its requests' processors run.
 
     Attributes:
+        again: it is a mask that ran before the others already.
         rows: row numbers, ascending.
     """
 
     processor: LoadedProcessor
+    again: bool = False
     rows: list[int] = field(default_factory=list)
     members: list[_Row] = field(default_factory=list)
 
@@ -76,7 +85,7 @@ class _Group:
     def without(self, rows: Container[int]) -> _Group:
         """The same without some rows."""
         kept = [(row, member) for row, member in zip(self.rows, self.members, strict=True) if row not in rows]
-        return _Group(self.processor, [row for row, _ in kept], [member for _, member in kept])
+        return _Group(self.processor, self.again, [row for row, _ in kept], [member for _, member in kept])
 
 
 @dataclass(frozen=True)
@@ -155,8 +164,9 @@ class ShippedProcessors(LogitsProcessor):
     def _attach(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> list[_Row] | None:
-        rows = []
-        for use in self._uses(params):
+        rows: list[_Row] = []
+        before = [*params.forbidding_fields]
+        for use in in_run_order(self._uses(params)):
             sequence = HostedSequence(
                 rid=use.rid,
                 params=use.params,
@@ -164,8 +174,10 @@ class ShippedProcessors(LogitsProcessor):
                 output_token_ids=output_token_ids,
                 sampling_params=params,
                 model=self._model,
+                prepared=use.prepared,
             )
-            rows.append(_Row(use, use.processor.host.attach(use.processor, sequence)))
+            rows.append(_Row(use, use.processor.host.attach(use.processor, sequence), tuple(before)))
+            before.append(use.processor.name)
         return rows or None
 
     def _close_those_gone(self) -> None:
@@ -175,16 +187,16 @@ class ShippedProcessors(LogitsProcessor):
         self._members = members
 
     def _grouped(self) -> list[list[_Group]]:
-        """The groups, stage by stage: a request's first processor is in stage 0. Stages run in order."""
-        stages: defaultdict[int, dict[tuple[str, int | None], _Group]] = defaultdict(dict)
+        """The groups, stage by stage: what of a request runs first is in stage (False, 0). Stages run in order."""
+        stages: defaultdict[tuple[bool, int], dict[tuple[str, int | None], _Group]] = defaultdict(dict)
         for row, members in sorted(self._rows.items()):
-            for stage, member in enumerate(members):
+            for (again, number), member in _stages(members):
                 processor = member.use.processor
                 key = (processor.group_name, row if processor.per_sequence else None)
-                group = stages[stage].setdefault(key, _Group(processor))
+                group = stages[again, number].setdefault(key, _Group(processor, again))
                 group.rows.append(row)
                 group.members.append(member)
-        return [list(groups.values()) for _, groups in sorted(stages.items())]
+        return [list(groups.values()) for _, groups in sorted(stages.items(), key=lambda item: item[0])]
 
     def _begin(self, group: _Group, logits: torch.Tensor) -> _Begun:
         # Detached: a processor that writes values with a gradient must not tie all the logits to it.
@@ -199,17 +211,47 @@ class ShippedProcessors(LogitsProcessor):
         share = outcome.seconds / len(group.rows)
         for place, member in enumerate(group.members):
             if place not in outcome.faults:
-                member.use.steps += 1
+                member.use.steps += not group.again
                 member.use.seconds += share
+        if not group.processor.is_trusted or outcome.faults:
+            self._check(begun, outcome)
+        if not group.adjacent:
+            logits[group.rows] = begun.logits
+
+    def _check(self, begun: _Begun, outcome: RunOutcome) -> None:
+        """Put zeros into the rows that a processor failed on, or made unusable."""
+        group = begun.group
         # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
         # only where nothing else is left.
         finite = torch.isfinite(begun.logits.amax(dim=-1)).tolist()
         for place, (row, is_finite) in enumerate(zip(group.rows, finite, strict=True)):
             fault = outcome.faults.get(place)
             if fault is None and not is_finite:
-                fault = non_finite_fault(begun.logits[place], name=group.processor.name, digest=group.processor.digest)
+                fault = non_finite_fault(
+                    begun.logits[place],
+                    name=group.processor.name,
+                    digest=group.processor.digest,
+                    before=group.members[place].before,
+                )
             if fault is not None:
                 self._faults[row] = fault
                 begun.logits[place] = 0.0
-        if not group.adjacent:
-            logits[group.rows] = begun.logits
+
+
+def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
+    """A request's processors as they run: masks first. The masks run once more, after the others."""
+    return sorted(uses, key=lambda use: not use.processor.is_mask)
+
+
+def _stages(members: Sequence[_Row]) -> Iterator[tuple[tuple[bool, int], _Row]]:
+    """What runs on a row, each with its stage.
+
+    Args:
+        members: in run order.
+    """
+    for number, member in enumerate(members):
+        yield (False, number), member
+    masks = [member for member in members if member.use.processor.is_mask]
+    if len(masks) < len(members):
+        for number, member in enumerate(masks):
+            yield (True, number), member

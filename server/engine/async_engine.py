@@ -33,7 +33,6 @@ from .messages import (
     FinishReason,
     GenerationChunk,
     GenerationRequest,
-    ProcessorRequest,
 )
 from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
 from .sequence import Sequence
@@ -257,19 +256,19 @@ class AsyncEngine:
         uses: list[list[ProcessorUse]] = [[] for _ in range(request.n)]
         for place, wanted in enumerate(request.processors):
             with _load_errors_refused(param=f"processors[{place}]"):
-                processors = self._acquire(active, wanted)
-            params = wanted.params or {} if isinstance(wanted, ProcessorRequest) else {}
-            for sequence_uses, processor in zip(uses, processors, strict=True):
-                sequence_uses.append(ProcessorUse(processor, dict(params), request.rid))
+                for sequence_uses, use in zip(uses, self._uses(active, wanted), strict=True):
+                    sequence_uses.append(use)
         return uses
 
-    def _acquire(self, active: _ActiveRequest, wanted: CarriedProcessor) -> list[LoadedProcessor]:
-        """A processor for each sequence: the same for all, or one callable each."""
+    def _uses(self, active: _ActiveRequest, wanted: CarriedProcessor) -> list[ProcessorUse]:
+        """A use for each sequence, of the same processor, or of a callable of its own."""
+        request = active.request
         if isinstance(wanted, CallableRequest):
-            return [self._library.callables.make(wanted) for _ in range(active.request.n)]
-        processor = self._library.acquire(wanted.string, wanted.params, active.request.tenant)
+            return [ProcessorUse(self._library.callables.make(wanted), {}, request.rid) for _ in range(request.n)]
+        processor = self._library.acquire(wanted.string, request.tenant)
         active.processors.append(processor)
-        return [processor] * active.request.n
+        prepared = self._library.prepare(processor, wanted.params)
+        return [ProcessorUse(processor, dict(wanted.params or {}), request.rid, prepared) for _ in range(request.n)]
 
     def _sequence(self, active: _ActiveRequest, index: int, uses: list[ProcessorUse]) -> Sequence:
         request = active.request

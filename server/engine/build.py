@@ -101,7 +101,7 @@ def _library(
         registry,
         ProcessorCache(shipped_host, **_cache_bounds(config)),
         InProcessHost(SGLANG_NAMES),
-        loaded.vocab_size,
+        _model_view(loaded),
         RegisteredProcessors(**bounds),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
         config.allowed_digests,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from inspect import isabstract
 from typing import Any
@@ -20,6 +20,7 @@ from logitship.client.processor_string import (
 )
 from logitship.sampler.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processor_host import LoadedProcessor, ProcessorHost
+from logitship.sampler.request_view import ModelView
 
 from .callable_library import CallableLibrary
 from .registered_processors import RegisteredProcessors
@@ -40,7 +41,7 @@ class ProcessorLibrary:
         registry: the installed processors.
         cache: loads and keeps shipped ones.
         installed_host: runs the installed ones: they are the operator's own and need no isolation.
-        vocab_size: checks the token ids in the parameters of installed processors.
+        model: what installed processors check their parameters against.
         registered: keeps the strings of registered ones.
         callables: makes request-level ones by name.
         allowed_digests: of the only shipped processors that may run; None: any may.
@@ -51,7 +52,7 @@ class ProcessorLibrary:
         registry: Registry,
         cache: ProcessorCache,
         installed_host: ProcessorHost,
-        vocab_size: int,
+        model: ModelView,
         registered: RegisteredProcessors,
         callables: CallableLibrary,
         allowed_digests: frozenset[str] | None = None,
@@ -59,11 +60,15 @@ class ProcessorLibrary:
         self._registry = registry
         self._cache = cache
         self._installed_host = installed_host
-        self._vocab_size = vocab_size
+        self._model = model
         self._registered = registered
         self._allowed_digests = allowed_digests
         self.callables = callables
         self._installed: dict[str, LoadedProcessor] = {}
+
+    def installed(self) -> Iterator[tuple[str, type[CustomLogitProcessor]]]:
+        """The installed processors that a request can ask for, by name."""
+        return ((name, self._registry.get(name)) for name in self._registry)
 
     def ships_code(self, string: ProcessorString) -> bool:
         """False if the processor is installed, asked for by name, by SGLang's reference to its own, or by digest."""
@@ -91,19 +96,29 @@ class ProcessorLibrary:
             self.release(processor)
         return processor
 
-    def acquire(self, string: ProcessorString, params: Mapping[str, Any] | None, tenant: str) -> LoadedProcessor:
+    def acquire(self, string: ProcessorString, tenant: str) -> LoadedProcessor:
         """A processor ready to run; give it back with `release`.
 
         Raises:
             ProcessorLoadError: it cannot be loaded, or nothing has that name or digest.
             ProcessorNotAllowed: it is shipped, and not on the operator's list.
-            InvalidParams: an installed processor does not take these parameters.
             ProcessorCacheFull: there is no room for another shipped one.
         """
-        processor, string = self._load(string, tenant)
-        if isinstance(string, InstalledProcessor):
-            self._validate(self._registry.get(string.name), params)
-        return processor
+        return self._load(string, tenant)[0]
+
+    def prepare(self, processor: LoadedProcessor, params: Mapping[str, Any] | None) -> Any:
+        """What a processor that comes with logitship makes of a request's parameters; None for others.
+
+        Raises:
+            InvalidParams: it does not take them.
+        """
+        # Only of what is installed: what is shipped may derive from a built-in class, and is not run here.
+        if processor is not self._installed.get(processor.name) or not isinstance(processor.instance, BuiltinProcessor):
+            return None
+        try:
+            return processor.instance.prepare(params, self._model)
+        except ValueError as error:
+            raise InvalidParams(str(error)) from error
 
     def release(self, processor: LoadedProcessor) -> None:
         """Say that one user of `processor` is done."""
@@ -117,13 +132,6 @@ class ProcessorLibrary:
     def clear(self) -> None:
         """Forget every shipped processor that is not in use."""
         self._cache.clear()
-
-    def _validate(self, cls: type[CustomLogitProcessor], params: Mapping[str, Any] | None) -> None:
-        if issubclass(cls, BuiltinProcessor):
-            try:
-                cls.validate_params(params, vocab_size=self._vocab_size)
-            except ValueError as error:
-                raise InvalidParams(str(error)) from error
 
     def _load(self, string: ProcessorString, tenant: str) -> tuple[LoadedProcessor, ProcessorString]:
         """A processor, and the string of exactly what runs: its digest is the processor's."""
@@ -148,8 +156,16 @@ class ProcessorLibrary:
     def _installed_processor(self, name: str) -> LoadedProcessor:
         if name not in self._installed:
             digest = f"sha256:{sha256(f'installed:{name}'.encode()).hexdigest()}"
-            instance = self._registry.get(name)()
-            made = LoadedProcessor(digest, name, self._installed_host, instance)
+            instance = self._registry.make(name)
+            builtin = instance if isinstance(instance, BuiltinProcessor) else None
+            made = LoadedProcessor(
+                digest,
+                name,
+                self._installed_host,
+                instance,
+                is_mask=builtin is not None and builtin.is_mask,
+                is_trusted=builtin is not None,
+            )
             self._installed.setdefault(name, made)  # another thread may have been faster: there is one of each
         return self._installed[name]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from logitship.builtin_processors import DisallowedTokensLogitsProcessor
+from logitship.sampler.request_view import ModelView
 
 VOCAB_SIZE = 12
 MakeRow = Callable[..., dict[str, Any]]
@@ -75,7 +76,9 @@ def test_without_rows_nothing_happens() -> None:
 
 @pytest.mark.parametrize("token_ids", [[], [0], [VOCAB_SIZE - 1], [2, 2], list(range(1, VOCAB_SIZE)), [1] * 50])
 def test_accepts(token_ids: list[int]) -> None:
-    DisallowedTokensLogitsProcessor.validate_params({"token_ids": token_ids, "other": 1}, vocab_size=VOCAB_SIZE)
+    DisallowedTokensLogitsProcessor().prepare(
+        {"token_ids": token_ids, "other": 1}, ModelView(VOCAB_SIZE, frozenset(), None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,4 +102,4 @@ def test_accepts(token_ids: list[int]) -> None:
 )
 def test_refuses(params: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DisallowedTokensLogitsProcessor.validate_params(params, vocab_size=VOCAB_SIZE)
+        DisallowedTokensLogitsProcessor().prepare(params, ModelView(VOCAB_SIZE, frozenset(), None))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from logitship.builtin_processors import DeepseekOCRNoRepeatNGramLogitProcessor
+from logitship.sampler.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 Sglang = Callable[..., list[Any]]
@@ -145,7 +146,7 @@ def test_one_sequence_may_carry_two_sizes(make_row: MakeRow) -> None:
     ],
 )
 def test_accepts(params: dict[str, Any]) -> None:
-    DeepseekOCRNoRepeatNGramLogitProcessor.validate_params(params, vocab_size=VOCAB_SIZE)
+    DeepseekOCRNoRepeatNGramLogitProcessor().prepare(params, ModelView(VOCAB_SIZE, frozenset(), None))
 
 
 @pytest.mark.parametrize(
@@ -165,4 +166,4 @@ def test_accepts(params: dict[str, Any]) -> None:
 )
 def test_refuses(params: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DeepseekOCRNoRepeatNGramLogitProcessor.validate_params(params, vocab_size=VOCAB_SIZE)
+        DeepseekOCRNoRepeatNGramLogitProcessor().prepare(params, ModelView(VOCAB_SIZE, frozenset(), None))

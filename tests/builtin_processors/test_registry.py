@@ -16,6 +16,7 @@ from logitship.builtin_processors import (
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.shipped_names import SGLANG_MODULE
+from logitship.sampler.request_view import ModelView
 
 INSTALLED = [installed_processors().get(name) for name in installed_processors()]
 
@@ -76,7 +77,7 @@ def test_what_every_installed_processor_has(processor: type[BuiltinProcessor]) -
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert set(schema["required"]) <= set(schema["properties"])
     with pytest.raises(ValueError, match=f"^{schema['required'][0]}: missing from custom_params"):
-        processor.validate_params(None, vocab_size=300_000)
+        processor().prepare(None, ModelView(300_000, frozenset(), None))
 
 
 def test_exports_are_sorted_and_complete() -> None:

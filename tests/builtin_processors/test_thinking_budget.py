@@ -15,6 +15,7 @@ from logitship.builtin_processors import (
     Qwen3ThinkingBudgetLogitProcessor,
     ThinkingBudgetLogitProcessor,
 )
+from logitship.sampler.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 Sglang = Callable[..., list[Any]]
@@ -158,7 +159,7 @@ def test_model_tokens_are_sglangs(model: type[ThinkingBudgetLogitProcessor], mak
 
 @pytest.mark.parametrize("params", [{"thinking_budget": 0}, {"thinking_budget": 10**9}, {"thinking_budget": None}])
 def test_accepts(params: dict[str, Any]) -> None:
-    SmallThinkingBudget.validate_params(params, vocab_size=VOCAB_SIZE)
+    SmallThinkingBudget().prepare(params, ModelView(VOCAB_SIZE, frozenset(), None))
 
 
 @pytest.mark.parametrize(
@@ -174,18 +175,18 @@ def test_accepts(params: dict[str, Any]) -> None:
 )
 def test_refuses(params: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SmallThinkingBudget.validate_params(params, vocab_size=VOCAB_SIZE)
+        SmallThinkingBudget().prepare(params, ModelView(VOCAB_SIZE, frozenset(), None))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_refuses_a_model_without_its_tokens(model: type[ThinkingBudgetLogitProcessor]) -> None:
     """SGLang admits the request and stops with an IndexError in its step."""
     needed = max(model.THINKING_START_TOKEN_ID, model.THINKING_END_TOKEN_ID, model.NEW_LINE_TOKEN_ID) + 1
-    model.validate_params({"thinking_budget": 5}, vocab_size=needed)
+    model().prepare({"thinking_budget": 5}, ModelView(needed, frozenset(), None))
     with pytest.raises(ValueError, match=f"{model.__name__} is not for this model"):
-        model.validate_params({"thinking_budget": 5}, vocab_size=needed - 1)
+        model().prepare({"thinking_budget": 5}, ModelView(needed - 1, frozenset(), None))
 
 
 def test_refuses_the_base_class() -> None:
     with pytest.raises(ValueError, match="has no THINKING_START_TOKEN_ID: use the subclass for the model"):
-        ThinkingBudgetLogitProcessor.validate_params({"thinking_budget": 5}, vocab_size=VOCAB_SIZE)
+        ThinkingBudgetLogitProcessor().prepare({"thinking_budget": 5}, ModelView(VOCAB_SIZE, frozenset(), None))

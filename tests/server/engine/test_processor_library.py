@@ -23,8 +23,9 @@ from logitship.client.processor_string import (
 )
 from logitship.sampler.in_process_host import InProcessHost
 from logitship.sampler.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.sampler.request_view import ModelView
 from logitship.server.engine.callable_library import CallableLibrary
-from logitship.server.engine.processor_library import ProcessorLibrary, ProcessorNotAllowed
+from logitship.server.engine.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
 from logitship.server.engine.registered_processors import RegisteredProcessors
 
 NAME = "disallowed_tokens"
@@ -41,7 +42,13 @@ def new_library() -> NewLibrary:
         registered = RegisteredProcessors(max_entries=2, max_bytes=1 << 20)
         callables = CallableLibrary(None, None)
         return ProcessorLibrary(
-            registry or installed_processors(), cache, host, 100, registered, callables, allowed_digests
+            registry or installed_processors(),
+            cache,
+            host,
+            ModelView(100, frozenset(), None),
+            registered,
+            callables,
+            allowed_digests,
         )
 
     return make
@@ -60,30 +67,34 @@ class {name}(CustomLogitProcessor):
 
 def test_an_installed_processor_by_name(new_library: NewLibrary) -> None:
     library = new_library()
-    processor = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, "")
+    processor = library.acquire(InstalledProcessor(NAME), "")
     assert processor.name == NAME
     assert type(processor.instance) is installed_processors().get(NAME)
-    assert library.acquire(InstalledProcessor(NAME), {"token_ids": [4]}, "") is processor
+    assert library.acquire(InstalledProcessor(NAME), "") is processor
     library.release(processor)
     library.release(processor)
     assert library.cache_stats().entries == 0
 
 
 def test_its_parameters_are_checked(new_library: NewLibrary) -> None:
-    with pytest.raises(ValueError, match="token id 100 is outside the vocabulary"):
-        new_library().acquire(InstalledProcessor(NAME), {"token_ids": [100]}, "")
-    with pytest.raises(ValueError, match="token_ids: missing"):
-        new_library().acquire(InstalledProcessor(NAME), None, "")
+    library = new_library()
+    processor = library.acquire(InstalledProcessor(NAME), "")
+    assert library.prepare(processor, {"token_ids": [3]}).token_ids == [3]
+    with pytest.raises(InvalidParams, match="token id 100 is outside the vocabulary"):
+        library.prepare(processor, {"token_ids": [100]})
+    with pytest.raises(InvalidParams, match="token_ids: missing"):
+        library.prepare(processor, None)
+    assert library.prepare(library.acquire(shipped(NAME), ""), None) is None
 
 
 def test_an_unknown_name_lists_the_known_ones(new_library: NewLibrary) -> None:
     with pytest.raises(ProcessorLoadError, match=f"'nonsense'; installed are: .*{NAME}"):
-        new_library().acquire(InstalledProcessor("nonsense"), None, "")
+        new_library().acquire(InstalledProcessor("nonsense"), "")
 
 
 def test_an_unknown_digest(new_library: NewLibrary) -> None:
     with pytest.raises(ProcessorLoadError, match="is registered"):
-        new_library().acquire(RegisteredProcessor(f"sha256:{'0' * 64}"), None, "")
+        new_library().acquire(RegisteredProcessor(f"sha256:{'0' * 64}"), "")
 
 
 def test_sglangs_reference_to_its_own_ships_no_code(new_library: NewLibrary) -> None:
@@ -110,11 +121,11 @@ def strings_in(value: Any) -> list[str]:
 def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> None:
     library = new_library(max_entries=1)
     assert library.ships_code(shipped("A"))
-    processor = library.acquire(shipped("A"), None, "")
+    processor = library.acquire(shipped("A"), "")
     with pytest.raises(ProcessorCacheFull):
-        library.acquire(shipped("B"), None, "")
+        library.acquire(shipped("B"), "")
     library.release(processor)
-    library.release(library.acquire(shipped("B"), None, ""))
+    library.release(library.acquire(shipped("B"), ""))
     assert library.cache_stats().evictions == 1
     library.clear()
     assert library.cache_stats().entries == 0
@@ -122,8 +133,8 @@ def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> 
 
 def test_one_that_is_shipped_under_an_installed_name_is_another(new_library: NewLibrary) -> None:
     library = new_library()
-    installed = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, "")
-    impostor = library.acquire(shipped(NAME), None, "")
+    installed = library.acquire(InstalledProcessor(NAME), "")
+    impostor = library.acquire(shipped(NAME), "")
     assert impostor.name == installed.name
     assert impostor.digest != installed.digest
     library.release(impostor)
@@ -142,7 +153,7 @@ def test_threads_that_come_together_get_the_same_installed_one(new_library: NewL
 
     library = new_library(Registry([Slow]))
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(library.acquire, InstalledProcessor(NAME), {"token_ids": [3]}, "") for _ in range(2)]
+        futures = [pool.submit(library.acquire, InstalledProcessor(NAME), "") for _ in range(2)]
         first, second = (future.result() for future in futures)
     assert first is second
     library.release(first)
@@ -151,11 +162,11 @@ def test_threads_that_come_together_get_the_same_installed_one(new_library: NewL
 
 def test_tenants_have_an_instance_each_of_a_shipped_class_and_share_installed_ones(new_library: NewLibrary) -> None:
     library = new_library()
-    one, two = (library.acquire(shipped("A"), None, tenant) for tenant in ("one", "two"))
+    one, two = (library.acquire(shipped("A"), tenant) for tenant in ("one", "two"))
     assert one.digest == two.digest
     assert type(one.instance) is not type(two.instance)
-    assert library.acquire(shipped("A"), None, "one") is one
-    installed = [library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, tenant) for tenant in ("one", "two")]
+    assert library.acquire(shipped("A"), "one") is one
+    installed = [library.acquire(InstalledProcessor(NAME), tenant) for tenant in ("one", "two")]
     assert installed[0] is installed[1]
     for processor in (one, one, two, *installed):
         library.release(processor)
@@ -166,10 +177,10 @@ def test_tenants_have_an_instance_each_of_a_shipped_class_and_share_installed_on
 def test_a_registered_string_is_there_for_all_tenants_and_loaded_for_each(new_library: NewLibrary) -> None:
     library = new_library()
     registered = library.register(shipped("A"), "one")
-    two = library.acquire(RegisteredProcessor(registered.digest), None, "two")
+    two = library.acquire(RegisteredProcessor(registered.digest), "two")
     assert two.digest == registered.digest
     assert (registered.tenant, two.tenant) == ("one", "two")
-    assert library.acquire(RegisteredProcessor(registered.digest), None, "one") is registered
+    assert library.acquire(RegisteredProcessor(registered.digest), "one") is registered
 
 
 ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A"))
@@ -178,10 +189,10 @@ ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A")
 @pytest.mark.parametrize("string", [shipped("A"), ANOTHER_PYTHON])
 def test_only_what_is_allowed_is_loaded(string: ProcessorString, new_library: NewLibrary) -> None:
     library = new_library(allowed_digests=frozenset({shipped("A").digest}))
-    library.release(library.acquire(string, None, ""))
+    library.release(library.acquire(string, ""))
     digest = library.register(string, "").digest
-    library.release(library.acquire(RegisteredProcessor(digest), None, ""))
-    for use in (library.register, lambda string, tenant: library.acquire(string, None, tenant)):
+    library.release(library.acquire(RegisteredProcessor(digest), ""))
+    for use in (library.register, lambda string, tenant: library.acquire(string, tenant)):
         with pytest.raises(ProcessorNotAllowed, match=rf"the processor {shipped('B').digest} .*--allow-processor"):
             use(shipped("B"), "")
     assert library.cache_stats().misses == 1
@@ -193,14 +204,14 @@ def test_what_counts_is_what_runs(new_library: NewLibrary) -> None:
     library = new_library(allowed_digests=frozenset({harmless.digest}))
     for string in (harmless, replace(harmless, source=shipped("B"))):
         with pytest.raises(ProcessorNotAllowed, match="sha256:"):
-            library.acquire(string, None, "")
+            library.acquire(string, "")
     assert library.cache_stats().misses == 0
 
 
 def test_installed_processors_need_no_permission(new_library: NewLibrary) -> None:
     library = new_library(allowed_digests=frozenset())
-    installed = library.acquire(InstalledProcessor(NAME), {"token_ids": [3]}, "")
-    by_reference = library.acquire(parse(installed_processors().get(NAME).to_str()), {"token_ids": [3]}, "")
+    installed = library.acquire(InstalledProcessor(NAME), "")
+    by_reference = library.acquire(parse(installed_processors().get(NAME).to_str()), "")
     assert by_reference is installed
     with pytest.raises(ProcessorNotAllowed):
-        library.acquire(shipped("A"), None, "")
+        library.acquire(shipped("A"), "")

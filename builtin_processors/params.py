@@ -1,0 +1,119 @@
+"""The parameters of installed processors: a pydantic model each, whose errors say what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
+
+
+class ModelFacts(Protocol):
+    """What a processor may know of the model: a `ModelView`, or a request's `__req__`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of columns of the logits."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int] | set[int]:
+        """The model's end tokens."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, a Hugging Face one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Expects:
+    """Metadata of a field's type: what it must be, in words that follow "expected"."""
+
+    words: str
+
+
+class ProcessorParams(BaseModel):
+    """What a request sends along for an installed processor. Nothing is converted: `"5"` is no number.
+
+    A field's type carries `Expects`. What the vocabulary decides is checked by validators that ask `model_of`.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def read(cls, params: Mapping[str, Any] | None, model: ModelFacts) -> Self:
+        """Check a request's `custom_params`.
+
+        Keys that the processor does not know are left alone: a request's processors share one `custom_params`.
+
+        Raises:
+            ValueError: names the parameter and says what was expected.
+        """
+        given = {name: params[name] for name in cls.model_fields if name in (params or {})} if params else {}
+        try:
+            return cls.model_validate(given, context={"model": model})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+        raise ValueError(cls._explained(first))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema (draft 2020-12)."""
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | cls.model_json_schema()
+
+    @classmethod
+    def _explained(cls, error: Any) -> str:
+        location, reason = error["loc"], error["msg"].removeprefix("Value error, ")
+        if not location:
+            return str(reason)
+        name = str(location[0])
+        words = next((each.words for each in cls.model_fields[name].metadata if isinstance(each, Expects)), None)
+        if error["type"] == "missing":
+            # A processor without its parameter would do nothing, and a misspelt one would pass without a word.
+            return f"{name}: missing from custom_params" + (f", expected {words}" if words else "")
+        if error["type"] != "value_error":
+            reason = f"expected {words or reason}, got {shown(error['input'])}"
+        return f"{name}: {reason}"
+
+
+def model_of(info: ValidationInfo) -> ModelFacts:
+    """The model, inside a validator."""
+    model: ModelFacts = info.context["model"]  # type: ignore[index]  # `read` gives it
+    return model
+
+
+def shown(value: Any) -> str:
+    """A value in an error message, cut to a sane size."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_token_ids(value: Any, info: ValidationInfo) -> list[int]:
+    """Check a list of tokens of the vocabulary.
+
+    Raises:
+        ValueError: it is no list, or one of its items is not a token of the vocabulary.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"expected a list of token ids, got {shown(value)}")
+    vocab_size = model_of(info).vocab_size
+    for item in value:
+        # True and False are integers to Python, but not to JSON.
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise ValueError(f"expected integers, got {shown(item)}")
+        if not 0 <= item < vocab_size:
+            raise ValueError(f"token id {item} is outside the vocabulary (0 to {vocab_size - 1})")
+    return value
+
+
+Count = Annotated[int, Field(ge=0), Expects("an integer, 0 or greater")]
+TokenIds = Annotated[
+    list[int],
+    PlainValidator(check_token_ids, json_schema_input_type=list[Annotated[int, Field(ge=0)]]),
+    Expects("a list of token ids"),
+]
