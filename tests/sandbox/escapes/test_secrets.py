@@ -54,7 +54,7 @@ def text_in_raw_memory(w: SimpleNamespace) -> list[bytes]:
     found = []
     for start in sorted({id(each) // 4096 for each in gc.get_objects()}):
         for page in range(start - 2, start + 20):
-            if len(pages) < 20_000 and page not in pages and is_mapped(page * 4096):
+            if len(pages) < 200_000 and page not in pages and is_mapped(page * 4096):
                 found += re.findall(b"[S]ECRET-[0-9a-f]{32}", ctypes.string_at(page * 4096, 4096))
                 pages.add(page)
     assert len(pages) > 1000
