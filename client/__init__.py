@@ -21,7 +21,7 @@ from .errors import (
 )
 from .processor import CustomLogitProcessor
 from .processor_string import InstalledProcessor, RegisteredProcessor
-from .records import FinishReason, Generation, GenerationChunk, Model, Receipt, TokenLogprob, Usage
+from .records import FinishReason, Generation, GenerationChunk, InstalledInfo, Model, Receipt, TokenLogprob, Usage
 
 __all__ = [
     "APIStatusError",
@@ -34,6 +34,7 @@ __all__ = [
     "Generation",
     "GenerationChunk",
     "GenerationError",
+    "InstalledInfo",
     "InstalledProcessor",
     "InternalServerError",
     "LogitshipError",

@@ -14,9 +14,17 @@ from . import requests
 from .errors import TransportError
 from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
 from .processor_string import RegisteredProcessor
-from .records import Generation, GenerationChunk, Model
+from .records import Generation, GenerationChunk, InstalledInfo, Model
 from .requests import HttpRequest
-from .responses import parse_error, parse_generate, parse_models, parse_openai, parse_registered, read_answer
+from .responses import (
+    parse_error,
+    parse_generate,
+    parse_installed,
+    parse_models,
+    parse_openai,
+    parse_registered,
+    read_answer,
+)
 from .retries import RetryPolicy
 from .streaming import Dialect, OpenAIDialect, SGLangDialect, StreamReader
 from .transport import (
@@ -135,6 +143,10 @@ class AsyncClient:
     async def register(self, processor: ProcessorLike) -> RegisteredProcessor:
         """See `Client.register`."""
         return await self._call(requests.register(processor), parse_registered)
+
+    async def processors(self) -> list[InstalledInfo]:
+        """See `Client.processors`."""
+        return await self._call(requests.get("/v1/processors"), parse_installed)
 
     async def models(self) -> list[Model]:
         """See `Client.models`."""

@@ -14,9 +14,17 @@ from . import requests
 from .errors import TransportError
 from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
 from .processor_string import RegisteredProcessor
-from .records import Generation, GenerationChunk, Model
+from .records import Generation, GenerationChunk, InstalledInfo, Model
 from .requests import HttpRequest
-from .responses import parse_error, parse_generate, parse_models, parse_openai, parse_registered, read_answer
+from .responses import (
+    parse_error,
+    parse_generate,
+    parse_installed,
+    parse_models,
+    parse_openai,
+    parse_registered,
+    read_answer,
+)
 from .retries import RetryPolicy
 from .streaming import Dialect, OpenAIDialect, SGLangDialect, StreamReader
 from .transport import (
@@ -153,6 +161,10 @@ class Client:
     def register(self, processor: ProcessorLike) -> RegisteredProcessor:
         """Upload a processor once; pass what this returns as `processor=` from then on: it sends only the digest."""
         return self._call(requests.register(processor), parse_registered)
+
+    def processors(self) -> list[InstalledInfo]:
+        """The processors that the server has installed: pass a name as `processor=`."""
+        return self._call(requests.get("/v1/processors"), parse_installed)
 
     def models(self) -> list[Model]:
         """The models that the server serves."""

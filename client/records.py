@@ -25,6 +25,23 @@ class Receipt:
 
 
 @dataclass(frozen=True)
+class InstalledInfo:
+    """A processor that a server has installed: a request asks for it by name and ships no code.
+
+    Attributes:
+        name: what a request says: `{"name": "<name>"}`.
+        description: what it does, in a sentence or two; "" if its class does not say.
+        params_schema: JSON Schema of its parameters; None if its class has none.
+        is_mask: it only forbids tokens, and does so before and after the request's other processors.
+    """
+
+    name: str
+    description: str
+    params_schema: dict[str, Any] | None
+    is_mask: bool = False
+
+
+@dataclass(frozen=True)
 class FinishReason:
     """Why a continuation ended.
 

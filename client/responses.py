@@ -12,7 +12,7 @@ from .errors import LogitshipError, TransportError
 from .logprobs import openai_logprobs, sglang_logprobs
 from .problems import Problem, problem_in
 from .processor_string import RegisteredProcessor
-from .records import FinishReason, Generation, Model, Receipt, Usage
+from .records import FinishReason, Generation, InstalledInfo, Model, Receipt, Usage
 
 T = TypeVar("T")
 
@@ -70,6 +70,14 @@ def parse_openai(data: Any, *, many: bool) -> Generation | list[Generation]:
 def parse_models(data: Any) -> list[Model]:
     """The answer of `/v1/models`."""
     return [Model(entry["id"], entry.get("max_model_len"), entry) for entry in data["data"]]
+
+
+def parse_installed(data: Any) -> list[InstalledInfo]:
+    """The answer of `GET /v1/processors`."""
+    return [
+        InstalledInfo(entry["name"], entry["description"], entry["params_schema"], entry["is_mask"])
+        for entry in data["data"]
+    ]
 
 
 def parse_registered(data: Any) -> RegisteredProcessor:

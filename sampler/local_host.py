@@ -35,10 +35,12 @@ class LocalRow:
             sampling_params=sequence.sampling_params,
             model=sequence.model,
         )
-        # Deep: processors keep state in their parameters, and a request's `n` continuations share what it sent.
-        self.params: dict[str, Any] = {**copy.deepcopy(dict(sequence.params)), "__req__": view}
-        if sequence.prepared is not None:
-            self.params[PREPARED_KEY] = sequence.prepared
+        params = dict(sequence.params)
+        if sequence.prepared is None:
+            # Deep: processors keep state in their parameters, and a request's `n` continuations share what it sent.
+            self.params: dict[str, Any] = {**copy.deepcopy(params), "__req__": view}
+        else:
+            self.params = {**params, "__req__": view, PREPARED_KEY: sequence.prepared}
         self._output = OutputFollower(view, sequence.output_token_ids)
 
     def sync(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import ProcessorString
+from logitship.client.records import InstalledInfo
 from logitship.sampler.plugins import Plugin
 from logitship.sampler.processor_cache import ProcessorCacheFull
 from logitship.sampler.processor_host import LoadedProcessor
@@ -128,6 +129,10 @@ class AsyncEngine:
     def ships_code(self, string: ProcessorString) -> bool:
         """True if a request with this processor needs `--enable-custom-logit-processor`."""
         return self._library.ships_code(string)
+
+    def installed_processors(self) -> list[InstalledInfo]:
+        """The processors that a request can ask for by name."""
+        return self._library.installed()
 
     def check_callable(self, wanted: CallableRequest) -> None:
         """Refuse a callable by a name that the operator did not allow.
@@ -267,7 +272,7 @@ class AsyncEngine:
             return [ProcessorUse(self._library.callables.make(wanted), {}, request.rid) for _ in range(request.n)]
         processor = self._library.acquire(wanted.string, request.tenant)
         active.processors.append(processor)
-        prepared = self._library.prepare(processor, wanted.params)
+        prepared = self._library.prepare(processor, wanted.params, own=wanted.own)
         return [ProcessorUse(processor, dict(wanted.params or {}), request.rid, prepared) for _ in range(request.n)]
 
     def _sequence(self, active: _ActiveRequest, index: int, uses: list[ProcessorUse]) -> Sequence:

@@ -13,10 +13,15 @@ from logitship.sampler.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class ProcessorRequest:
-    """A processor that a request carries, not loaded yet, and its parameters."""
+    """A processor that a request carries, not loaded yet, and its parameters.
+
+    Attributes:
+        own: the parameters are for it alone; otherwise they are the `custom_params` that all processors see.
+    """
 
     string: ProcessorString
     params: dict[str, Any] | None = None
+    own: bool = False
 
 
 @dataclass(frozen=True)

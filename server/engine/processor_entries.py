@@ -65,9 +65,10 @@ def read_entry(
         raise BadRequest(f"{at}.params: must be an object", param=f"{at}.params")
     if RESERVED_KEY in (own or {}):
         raise BadRequest(f"{at}.params: the key {RESERVED_KEY!r} is the server's own", param=f"{at}.params")
-    return read_processor(
-        entry["processor"], params if own is None else own, f"{at}.processor", max_processor_size=max_processor_size
-    )
+    string = _parse(entry["processor"], max_processor_size, f"{at}.processor")
+    if own is not None:
+        return ProcessorRequest(string, dict(own), own=True)
+    return ProcessorRequest(string, None if params is None else dict(params))
 
 
 def read_processor(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Mapping
 from hashlib import sha256
-from inspect import isabstract
+from inspect import getdoc, isabstract
 from typing import Any
 
 from logitship.builtin_processors.base import BuiltinProcessor
@@ -18,6 +19,7 @@ from logitship.client.processor_string import (
     RegisteredProcessor,
     SourceProcessor,
 )
+from logitship.client.records import InstalledInfo
 from logitship.sampler.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processor_host import LoadedProcessor, ProcessorHost
 from logitship.sampler.request_view import ModelView
@@ -66,9 +68,9 @@ class ProcessorLibrary:
         self.callables = callables
         self._installed: dict[str, LoadedProcessor] = {}
 
-    def installed(self) -> Iterator[tuple[str, type[CustomLogitProcessor]]]:
-        """The installed processors that a request can ask for, by name."""
-        return ((name, self._registry.get(name)) for name in self._registry)
+    def installed(self) -> list[InstalledInfo]:
+        """The installed processors, by name."""
+        return [_info(name, self._registry.get(name)) for name in self._registry]
 
     def ships_code(self, string: ProcessorString) -> bool:
         """False if the processor is installed, asked for by name, by SGLang's reference to its own, or by digest."""
@@ -106,8 +108,11 @@ class ProcessorLibrary:
         """
         return self._load(string, tenant)[0]
 
-    def prepare(self, processor: LoadedProcessor, params: Mapping[str, Any] | None) -> Any:
+    def prepare(self, processor: LoadedProcessor, params: Mapping[str, Any] | None, *, own: bool = False) -> Any:
         """What a processor that comes with logitship makes of a request's parameters; None for others.
+
+        Args:
+            own: the parameters are for it alone. One that it does not know is then a mistake.
 
         Raises:
             InvalidParams: it does not take them.
@@ -115,6 +120,8 @@ class ProcessorLibrary:
         # Only of what is installed: what is shipped may derive from a built-in class, and is not run here.
         if processor is not self._installed.get(processor.name) or not isinstance(processor.instance, BuiltinProcessor):
             return None
+        if own:
+            _check_known(processor.instance, params or {})
         try:
             return processor.instance.prepare(params, self._model)
         except ValueError as error:
@@ -177,3 +184,23 @@ class ProcessorLibrary:
             if cls is not None and issubclass(cls, BuiltinProcessor) and not isabstract(cls):
                 return cls.name
         return None
+
+
+def _info(name: str, cls: type[CustomLogitProcessor]) -> InstalledInfo:
+    schema = cls.params_schema
+    return InstalledInfo(
+        name,
+        " ".join((getdoc(cls) or "").partition("\n\n")[0].split()),
+        None if schema is None else dict(schema),
+        issubclass(cls, BuiltinProcessor) and cls.is_mask,
+    )
+
+
+def _check_known(processor: BuiltinProcessor, params: Mapping[str, Any]) -> None:
+    known = processor.Params.model_fields
+    if unknown := sorted(set(params) - set(known)):
+        close = difflib.get_close_matches(unknown[0][:80], known, n=1)
+        raise InvalidParams(
+            f"{unknown[0][:80]}: {processor.name} has no such parameter"
+            + (f", did you mean {close[0]}?" if close else f": it takes {', '.join(known)}")
+        )

@@ -1,7 +1,8 @@
-"""logitship's own routes: processors that are uploaded once and then named by their digest."""
+"""logitship's own routes: the installed processors, and those that are uploaded once and then named by their digest."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -45,6 +46,11 @@ PROCESSOR_SCHEMA: dict[str, Any] = {
 def processor_router(engine: AsyncEngine) -> APIRouter:
     """The routes, bound to `engine`."""
     router = APIRouter(prefix="/v1/processors", tags=["Processors"])
+
+    @router.get("")
+    async def installed() -> Response:
+        """The processors that a request can ask for by name, with the JSON Schema of their parameters."""
+        return JSONResponse({"object": "list", "data": [asdict(each) for each in engine.installed_processors()]})
 
     @router.post("", openapi_extra=json_body(PROCESSOR_SCHEMA))
     async def register(request: Request) -> Response:

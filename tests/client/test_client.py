@@ -22,7 +22,7 @@ from logitship.client.errors import (
     TransportError,
 )
 from logitship.client.processor_string import RegisteredProcessor
-from logitship.client.records import Generation, GenerationChunk
+from logitship.client.records import Generation, GenerationChunk, InstalledInfo
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -159,6 +159,7 @@ def test_the_small_methods(call: Either) -> None:
         httpx.Response(200),
         httpx.Response(200, text="Cache flushed."),
         ok({"digest": DIGEST, "name": "P"}),
+        ok({"data": [{"name": "ban", "description": "Bans.", "params_schema": {}, "is_mask": True}]}),
     )
     assert [model.id for model in call(server, "models")] == ["m"]
     assert call(server, "model_info") == {"model_path": "m"}
@@ -167,6 +168,7 @@ def test_the_small_methods(call: Either) -> None:
     call(server, "abort_all")
     call(server, "flush_cache")
     assert call(server, "register", "min_p") == RegisteredProcessor(DIGEST)
+    assert call(server, "processors") == [InstalledInfo("ban", "Bans.", {}, True)]
     assert [(request.method, request.url.path) for request in server.requests] == [
         ("GET", "/v1/models"),
         ("GET", "/get_model_info"),
@@ -175,6 +177,7 @@ def test_the_small_methods(call: Either) -> None:
         ("POST", "/abort_request"),
         ("POST", "/flush_cache"),
         ("POST", "/v1/processors"),
+        ("GET", "/v1/processors"),
     ]
 
 

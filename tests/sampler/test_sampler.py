@@ -339,6 +339,7 @@ def test_forcing_obeys_the_masks() -> None:
     [(row, fault)] = result.faults
     assert row == 1
     assert isinstance(fault, NoTokenLeftError)
+    assert "Together, allowed_token_ids forbid" in str(fault)
 
 
 def test_raw_logprobs_are_those_before_any_edit() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -451,3 +452,89 @@ def test_random_schedules_against_each_request_alone(
             if row in faults:
                 batch.rows.remove(request)
                 del alone[request]
+
+
+def only(*token_ids: int) -> Any:
+    """A mask that leaves these tokens."""
+
+    def mask(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
+        forbidden = torch.ones(VOCAB, dtype=torch.bool)
+        forbidden[list(token_ids)] = False
+        return logits.masked_fill_(forbidden, float("-inf"))
+
+    return mask
+
+
+def forcing(token_id: int) -> Any:
+    def force(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
+        logits.fill_(float("-inf"))
+        logits[:, token_id] = 0.0
+        return logits
+
+    return force
+
+
+@pytest.fixture
+def load_mask(load: Load) -> Load:
+    """A mask, or with `is_mask=False` another processor that comes with logitship."""
+
+    def loaded(call: Any, name: str, is_mask: bool = True) -> LoadedProcessor:
+        return replace(load(call, name), is_mask=is_mask, is_trusted=True)
+
+    return loaded
+
+
+def left(row: torch.Tensor) -> list[int]:
+    return row.isfinite().nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_masks_run_before_the_others_and_once_more_after_them(
+    first: bool, new_shipped: NewShipped, shipping: Shipping, load: Load, load_mask: Load
+) -> None:
+    seen: list[list[int]] = []
+
+    def raise_all(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
+        seen.append(left(logits[0]))
+        return torch.ones_like(logits)
+
+    mask, other = (load_mask(only(2, 5), "Mask"), {}), (load(raise_all, "Raise"), {})
+    request = shipping("a", *((mask, other) if first else (other, mask)))
+    batch = Batch(new_shipped(), request, shipping("b", mask), shipping("c"))
+    result, faults = batch.step(logits_of(3))
+    assert faults == {}
+    assert seen == [[2, 5]]
+    assert [left(row) for row in result] == [[2, 5], [2, 5], list(range(VOCAB))]
+    # A step counts once, however often a mask runs in it.
+    assert {use.processor.name: use.steps for use in request.sampling_params.processors} == {"Mask": 1, "Raise": 1}
+
+
+def test_masks_intersect(new_shipped: NewShipped, shipping: Shipping, load_mask: Load) -> None:
+    one, two = load_mask(only(1, 2, 3), "One"), load_mask(only(2, 3, 4), "Two")
+    result, _ = Batch(new_shipped(), shipping("a", (one, {}), (two, {})), shipping("b", (two, {}))).step(logits_of(2))
+    assert [left(row) for row in result] == [[2, 3], [2, 3, 4]]
+
+
+def test_what_comes_with_logitship_leaves_the_check_to_the_sampler(
+    new_shipped: NewShipped, shipping: Shipping, load_mask: Load
+) -> None:
+    mask, force = load_mask(only(1), "Mask"), load_mask(forcing(2), "Force", False)
+    result, faults = Batch(new_shipped(), shipping("a", (force, {}), (mask, {}))).step(logits_of(1))
+    assert faults == {}
+    assert left(result[0]) == []
+
+
+def test_a_shipped_processor_that_leaves_nothing_of_what_masks_left(
+    new_shipped: NewShipped, shipping: Shipping, load: Load, load_mask: Load
+) -> None:
+    ban = load(only(*range(1, VOCAB)), "Ban")
+    request = shipping("a", (ban, {}), (load_mask(only(0), "Mask"), {}))
+    request.sampling_params = replace(request.sampling_params, allowed_token_ids=[0], min_tokens=2)
+    batch = Batch(new_shipped(), request, shipping("b", (ban, {})))
+    result, faults = batch.step(logits_of(2))
+    assert list(faults) == [0]
+    assert faults[0].message == (
+        "processor Ban left no token of those that allowed_token_ids, min_tokens, Mask had left: every logit of the "
+        "row is -inf"
+    )
+    assert left(result[1]) == list(range(1, VOCAB))

@@ -24,7 +24,7 @@ def test_each_kind_in_order() -> None:
         "zoo.cite",
         {"processor": '{"name": "disallowed_tokens"}'},
     )
-    assert first == ProcessorRequest(SourceProcessor("class P: ...", "P"), {"a": 1})
+    assert first == ProcessorRequest(SourceProcessor("class P: ...", "P"), {"a": 1}, own=True)
     assert second == CallableRequest("zoo.Cite", (1,), {"boost": 2.0})
     assert third == CallableRequest("zoo.cite")
     assert fourth == ProcessorRequest(InstalledProcessor("disallowed_tokens"), None)

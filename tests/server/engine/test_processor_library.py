@@ -87,6 +87,23 @@ def test_its_parameters_are_checked(new_library: NewLibrary) -> None:
     assert library.prepare(library.acquire(shipped(NAME), ""), None) is None
 
 
+def test_parameters_of_its_own_are_all_known(new_library: NewLibrary) -> None:
+    library = new_library()
+    processor = library.acquire(InstalledProcessor(NAME), "")
+    library.prepare(processor, {"token_ids": [3], "other": 1})
+    with pytest.raises(InvalidParams, match=r"^token_id: .* no such parameter, did you mean token_ids\?$"):
+        library.prepare(processor, {"token_ids": [3], "token_id": 1}, own=True)
+    with pytest.raises(InvalidParams, match=r"^x: disallowed_tokens has no such parameter: it takes token_ids$"):
+        library.prepare(processor, {"x": 1}, own=True)
+
+
+def test_what_is_installed_is_listed_with_its_schema(new_library: NewLibrary) -> None:
+    listed = {each.name: each for each in new_library().installed()}
+    assert list(listed) == list(installed_processors())
+    assert listed[NAME].description.startswith("Sets the logits of `token_ids` to -inf")
+    assert listed[NAME].params_schema == installed_processors().get(NAME).params_schema
+
+
 def test_an_unknown_name_lists_the_known_ones(new_library: NewLibrary) -> None:
     with pytest.raises(ProcessorLoadError, match=f"'nonsense'; installed are: .*{NAME}"):
         new_library().acquire(InstalledProcessor("nonsense"), "")

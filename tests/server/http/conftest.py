@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from logitship.client.processor_string import InstalledProcessor, PickledProcessor, ProcessorString
-from logitship.client.records import Receipt
+from logitship.client.records import InstalledInfo, Receipt
 from logitship.server.config import ServerConfig
 from logitship.server.engine.admission import Limits, check
 from logitship.server.engine.async_engine import AsyncEngine
@@ -203,6 +203,9 @@ class FakeEngine(AsyncEngine):
 
     def ships_code(self, string: ProcessorString) -> bool:
         return not isinstance(string, InstalledProcessor)
+
+    def installed_processors(self) -> list[InstalledInfo]:
+        return [InstalledInfo("ban", "Bans tokens.", {"type": "object"}, True), InstalledInfo("own", "", None)]
 
     async def register(self, string: ProcessorString, tenant: str = "") -> tuple[str, str]:
         if isinstance(string, PickledProcessor) and string.payload == b"no pickle":

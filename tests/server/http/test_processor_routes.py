@@ -13,6 +13,16 @@ PICKLED = {"callable": "80"}
 SOURCE = {"source": "class A: ...", "class_name": "A"}
 
 
+def test_what_is_installed(client: Any) -> None:
+    assert client.http.get(URL).json() == {
+        "object": "list",
+        "data": [
+            {"name": "ban", "description": "Bans tokens.", "params_schema": {"type": "object"}, "is_mask": True},
+            {"name": "own", "description": "", "params_schema": None, "is_mask": False},
+        ],
+    }
+
+
 def test_register(shipping_client: Any, shipping_engine: Any) -> None:
     expected = [PickledProcessor(b"\x80"), SourceProcessor("class A: ...", "A"), InstalledProcessor("min_p")]
     for form in (PICKLED, SOURCE, {"name": "min_p"}):
