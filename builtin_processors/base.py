@@ -34,7 +34,7 @@ class BuiltinProcessor(CustomLogitProcessor):
         """Make the schema."""
         super().__init_subclass__(**kwargs)
         if "Params" in vars(cls):
-            cls.params_schema = cls.Params.json_schema()
+            cls.params_schema = cls.Params.as_json_schema()
 
     @classmethod
     def check_model(cls, model: ModelFacts) -> None:  # most work with any

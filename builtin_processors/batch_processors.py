@@ -14,6 +14,7 @@ from logitship.sampler.plugins import LOGITSPROCS_GROUP, Plugin, PluginSpec, loa
 from .logit_bias import LogitBiasLogitsProcessor
 from .min_p import MinPLogitsProcessor
 from .min_tokens import MinTokensLogitsProcessor
+from .thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
@@ -85,7 +86,9 @@ def make_logits_processors(
 ) -> LogitsProcessors:
     """Make the built-in batch processors, then the operator's, in order.
 
-    Under speculative decoding only min-tokens is made: requests with min-p or a logit bias are refused there.
+    Under speculative decoding only min-tokens is made: requests with min-p, a logit bias or a thinking budget are
+    refused there. The thinking budget is made where `vllm_config` has a `reasoning_config`; requests with one are
+    refused elsewhere.
 
     Args:
         plugins: what `load_plugins` gave; row-level ones wait for requests that ask for them.
@@ -95,10 +98,9 @@ def make_logits_processors(
     Raises:
         PluginLoadError: one of them cannot be made.
     """
-    builtin = [MinTokensLogitsProcessor] if vllm_config.speculative_config else BUILTIN_LOGITS_PROCESSORS
     return LogitsProcessors(
         [
-            *(cls(vllm_config, device, is_pin_memory) for cls in builtin),
+            *(cls(vllm_config, device, is_pin_memory) for cls in _builtin(vllm_config)),
             *(
                 wrap(plugin.make(vllm_config, device, is_pin_memory, tokenizer), plugin.name)
                 for plugin in plugins
@@ -106,3 +108,11 @@ def make_logits_processors(
             ),
         ]
     )
+
+
+def _builtin(vllm_config: Any) -> list[type[LogitsProcessor]]:
+    if vllm_config.speculative_config:
+        return [MinTokensLogitsProcessor]
+    if vllm_config.reasoning_config is None:
+        return BUILTIN_LOGITS_PROCESSORS
+    return [*BUILTIN_LOGITS_PROCESSORS, ThinkingTokenBudgetLogitsProcessor]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import ValidationInfo, field_validator
 
 from logitship.client.shipped_names import SGLANG_MODULE
 
 from .base import BuiltinProcessor
-from .params import ProcessorParams, TokenIds, model_of
+from .params import ModelFacts, ProcessorParams, TokenIds, model_of
+from .parts.row_edits import forbid_tokens, on_device
 
 
 class DisallowedTokensParams(ProcessorParams):
@@ -37,30 +42,45 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
 
     name = "disallowed_tokens"
     Params = DisallowedTokensParams
+    is_mask = True
+
+    _last: _Positions | None = None  # of the class: a subclass need not call a constructor that SGLang's has not
+
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> DisallowedTokens:
+        """See `BuiltinProcessor.prepare`."""
+        checked = DisallowedTokensParams.read(params, model)
+        return DisallowedTokens(np.unique(np.array(checked.token_ids, dtype=np.int64)))
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """Mask each row's own tokens, in place, with one write for all rows."""
+        """Forbid each row's own tokens, in place, with one write for all rows."""
         if not custom_param_list:
             return logits
-        columns = [_token_index(params, logits.device) for params in custom_param_list]
-        if len(columns) == 1:
-            logits[0, columns[0]] = -torch.inf
-            return logits
-        counts = torch.tensor([len(column) for column in columns], device=logits.device)
-        rows = torch.repeat_interleave(counts, output_size=sum(map(len, columns)))
-        logits[rows, torch.cat(columns)] = -torch.inf
+        wanted = [self.prepared(params) for params in custom_param_list]
+        # The same rows come step after step, and their lists may be half the vocabulary each.
+        last = self._last
+        if last is None or last.wanted != wanted or last.device != logits.device:
+            last = self._last = _Positions(wanted, logits.device)
+        forbid_tokens(logits, last.positions)
         return logits
 
 
-def _token_index(params: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """The row's `token_ids` as int64 [number of ids], made once a sequence: the list may be half the vocabulary."""
-    token_ids = params["token_ids"]
-    state = params["__req__"].state
-    known = state.get("disallowed_tokens")
-    # The list is compared by identity: a sequence may carry this processor twice, with different lists.
-    if known is not None and known[0] is token_ids and known[1].device == device:
-        index: torch.Tensor = known[1]
-        return index
-    index = torch.tensor(token_ids, dtype=torch.int64, device=device)
-    state["disallowed_tokens"] = (token_ids, index)
-    return index
+@dataclass(frozen=True, eq=False)
+class DisallowedTokens:
+    """What a request asks for: int64 [any], each token once. Compared by identity, which costs nothing."""
+
+    token_ids: npt.NDArray[np.int64]
+
+
+class _Positions:
+    """Where the logits of a batch are forbidden.
+
+    Args:
+        wanted: what each row asks for; at least one.
+    """
+
+    def __init__(self, wanted: list[DisallowedTokens], device: torch.device) -> None:
+        self.wanted = wanted
+        self.device = device
+        lists = [each.token_ids for each in wanted]
+        rows = np.repeat(np.arange(len(lists)), [len(token_ids) for token_ids in lists])
+        self.positions = on_device(rows, np.concatenate(lists), device)

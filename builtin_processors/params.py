@@ -62,7 +62,7 @@ class ProcessorParams(BaseModel):
         raise ValueError(cls._explained(first))
 
     @classmethod
-    def json_schema(cls) -> dict[str, Any]:
+    def as_json_schema(cls) -> dict[str, Any]:
         """JSON Schema (draft 2020-12)."""
         return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | cls.model_json_schema()
 

@@ -7,23 +7,48 @@ from collections.abc import Callable, Iterable, Iterator
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
 
+from .any_model_thinking_budget import TokenizerThinkingBudgetLogitProcessor
 from .base import BuiltinProcessor
+from .cite_from_prompt import CiteFromPromptLogitsProcessor
 from .disallowed_tokens import DisallowedTokensLogitsProcessor
+from .force_last_phrase import ForceLastPhraseLogitsProcessor
+from .gen_length import GenLengthLogitsProcessor
+from .grammar import GrammarProcessor
+from .max_time import MaxTimeLogitsProcessor
+from .multi_sequence import MultiSequenceLogitsProcessor
+from .multiple_choice import MultipleChoiceLogitsProcessor
 from .no_repeat_ngram import DeepseekOCRNoRepeatNGramLogitProcessor
+from .prevent_hallucination import PreventHallucinationLogitsProcessor
+from .think_mode import StrictThinkModeLogitsProcessor, ThinkModeLogitsProcessor
 from .thinking_budget import (
     DeepSeekR1ThinkingBudgetLogitProcessor,
     Glm4MoeThinkingBudgetLogitProcessor,
     InklingThinkingBudgetLogitProcessor,
     Qwen3ThinkingBudgetLogitProcessor,
 )
+from .tree import TreeLogitsProcessor
+from .trigger_phrase import TriggerPhraseLogitsProcessor
 
 BUILTIN_PROCESSORS: tuple[type[BuiltinProcessor], ...] = (
+    CiteFromPromptLogitsProcessor,
     DeepSeekR1ThinkingBudgetLogitProcessor,
     DeepseekOCRNoRepeatNGramLogitProcessor,
     DisallowedTokensLogitsProcessor,
+    ForceLastPhraseLogitsProcessor,
+    GenLengthLogitsProcessor,
     Glm4MoeThinkingBudgetLogitProcessor,
+    GrammarProcessor,
     InklingThinkingBudgetLogitProcessor,
+    MaxTimeLogitsProcessor,
+    MultiSequenceLogitsProcessor,
+    MultipleChoiceLogitsProcessor,
+    PreventHallucinationLogitsProcessor,
     Qwen3ThinkingBudgetLogitProcessor,
+    StrictThinkModeLogitsProcessor,
+    ThinkModeLogitsProcessor,
+    TokenizerThinkingBudgetLogitProcessor,
+    TreeLogitsProcessor,
+    TriggerPhraseLogitsProcessor,
 )
 
 

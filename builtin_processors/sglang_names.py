@@ -18,8 +18,12 @@ from .base import BuiltinProcessor
 from .registry import BUILTIN_PROCESSORS
 from .thinking_budget import ThinkingBudgetLogitProcessor
 
-_INSTALLED: Mapping[str, type[BuiltinProcessor]] = {processor.__name__: processor for processor in BUILTIN_PROCESSORS}
-_CLASSES: tuple[type, ...] = (CustomLogitProcessor, ThinkingBudgetLogitProcessor, *BUILTIN_PROCESSORS)
+_INSTALLED: Mapping[str, type[BuiltinProcessor]] = {
+    processor.__name__: processor
+    for processor in BUILTIN_PROCESSORS
+    if vars(processor).get("_pickles_as") == (SGLANG_MODULE, processor.__name__)
+}
+_CLASSES: tuple[type, ...] = (CustomLogitProcessor, ThinkingBudgetLogitProcessor, *_INSTALLED.values())
 SGLANG_NAMES: Mapping[tuple[str, str], type] = MappingProxyType(
     {(SGLANG_MODULE, processor.__name__): processor for processor in _CLASSES}
 )

@@ -1,7 +1,7 @@
 """A limit on the tokens between a model's "start thinking" and "end thinking" tokens.
 
 The parameter, the class names and the behaviour on every history are SGLang's. SGLang reads the whole history in each
-step; here a step reads the tokens that are new.
+step; here a step reads the tokens that are new. For other models there is `any_model_thinking_budget.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from logitship.client.shipped_names import SGLANG_MODULE
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
+from .parts.row_edits import force_tokens
 
 
 class ThinkingBudgetParams(ProcessorParams):
@@ -62,10 +63,7 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
             for row, params in enumerate(custom_param_list or ())
             if (token_id := self._forced_token(params)) is not None
         }
-        if forced:
-            rows = list(forced)
-            logits[rows] = -torch.inf
-            logits[rows, list(forced.values())] = 0.0
+        force_tokens(logits, forced)
         return logits
 
     def _forced_token(self, params: Mapping[str, Any]) -> int | None:

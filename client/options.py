@@ -63,6 +63,8 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Mapping[str, float]
     allowed_token_ids: list[int]
     bad_words: list[str]
+    thinking_token_budget: int
+    """Most tokens that the model may think before its end of the thinking is forced."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     """Log-probabilities before any edit of the logits, or after all of them."""
     json_schema: str
@@ -75,6 +77,8 @@ class GenerateOptions(ProcessorOptions, SamplingOptions, total=False):
 
     rid: str | list[str]
     """Request id of your choice, for `abort`. For a batch a list, or one that `_0`, `_1`, … are appended to."""
+    max_thinking_tokens: int
+    """SGLang's name of `thinking_token_budget`."""
     return_logprob: bool
     logprob_start_len: int
     """First prompt token whose log-probability is returned; -1: none of the prompt's."""
@@ -102,6 +106,7 @@ class _OpenAIOptions(ProcessorOptions, total=False):
     logit_bias: Mapping[int, float] | Mapping[str, float]
     allowed_token_ids: list[int]
     bad_words: list[str]
+    thinking_token_budget: int
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     response_format: Mapping[str, Any]
     user: str

@@ -82,7 +82,7 @@ class Sampler:
     2. Batch processors that can change the most likely token: min-tokens, logit bias, installed ones. The rows on which
        an installed one fails end their requests, here and in step 9.
     3. Repetition, frequency and presence penalties.
-    4. (Kept for the thinking budget, so that the numbers stay those of the contract.)
+    4. Batch processors that force tokens: the thinking budget.
     5. Shipped and built-in processors, group by group: first the masks among a request's (grammars, trees), then the
        others in the order of its list, then the masks again.
     6. Forbid all but `allowed_token_ids` again: forcing a token obeys masks. Then each row must have a finite logit and
@@ -150,6 +150,9 @@ class Sampler:
             logits = processor.apply(logits)
         # 3
         self._penalise(logits)
+        # 4
+        for processor in self._processors.forcing:
+            logits = processor.apply(logits)
         # 5
         logits = self._apply_shipped(logits, faults)
         # 6

@@ -49,6 +49,10 @@ def _biases(value: Any) -> dict[int, float]:
     return dict(value or {})
 
 
+def _budget(value: Any) -> Any:
+    return None if type(value) is int and value == -1 else value
+
+
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "stop": _strings,
     "stop_token_ids": _token_ids,
@@ -56,6 +60,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": _optional_token_ids,
     "bad_words_token_ids": _sequences,
     "logit_bias": _biases,
+    "thinking_token_budget": _budget,
 }
 """Callers write lists and single strings, as vLLM takes them; what is kept can neither change nor be shared."""
 
@@ -92,6 +97,9 @@ class SamplingParams:
     """None: up to the model's length. 0: draw nothing, which is how a prompt's log-probabilities are asked for."""
     min_tokens: int = 0
     """No end token and no stop token before this many output tokens."""
+    thinking_token_budget: int | None = None
+    """Most tokens between the start and the end of the model's thinking; then its end is forced. None or -1: any
+    number. Needs a server that knows how the model writes start and end."""
     stop: Sequence[str] = ()
     stop_token_ids: Collection[int] = frozenset()
     eos_token_ids: Collection[int] = frozenset()
@@ -145,6 +153,12 @@ class SamplingParams:
             "min_tokens",
             "must not be greater than max_tokens",
         )
+        budget = self.thinking_token_budget
+        _require(
+            budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0),
+            "thinking_token_budget",
+            "must be an integer: 0 or greater, or -1 for no limit",
+        )
         _require(all(self.stop), "stop", "must not contain an empty string")
         _require(
             all(abs(bias) <= _FLOAT32_MAX for bias in self.logit_bias.values()),
@@ -180,6 +194,7 @@ class SamplingParams:
             "bad_words": bool(self.bad_words_token_ids),
             "logit_bias": bool(self.logit_bias),
             "min_tokens": self.min_tokens > 0,
+            "thinking_token_budget": self.thinking_token_budget is not None,
         }
         return tuple(name for name, used in fields.items() if used)
 

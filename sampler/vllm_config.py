@@ -110,6 +110,30 @@ class ParallelConfig(_Config):
     rank: int = 0
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReasoningConfig(_Config):
+    """How the model writes the start and the end of its thinking.
+
+    Attributes:
+        reasoning_parser: vLLM's name for the two; "" if they were given.
+        reasoning_end_str: what is forced where a thinking budget is spent.
+        reasoning_end_token_ids: the same as tokens.
+        natural_reasoning_end_token_ids: what ends the thinking besides: what the model writes by itself.
+    """
+
+    reasoning_start_str: str
+    reasoning_end_str: str
+    reasoning_start_token_ids: list[int]
+    reasoning_end_token_ids: list[int]
+    natural_reasoning_end_token_ids: list[int]
+    reasoning_parser: str = ""
+
+    @property
+    def enabled(self) -> bool:
+        """True: the tokens are known."""
+        return True
+
+
 @dataclass(frozen=True, eq=False)
 class VllmConfig(_Config):
     """The first argument of a batch processor's constructor.
@@ -117,7 +141,7 @@ class VllmConfig(_Config):
     Attributes:
         model_config: None only where a processor is made without a model.
         speculative_config: None: no drafts.
-        reasoning_config: None: reasoning is not told apart.
+        reasoning_config: None: nobody said how the model writes its thinking.
         lora_config: None: no adapters.
         quant_config: None: what the model's file says.
         additional_config: empty.
@@ -128,7 +152,7 @@ class VllmConfig(_Config):
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     speculative_config: Any = None
-    reasoning_config: Any = None
+    reasoning_config: ReasoningConfig | None = None
     lora_config: Any = None
     quant_config: Any = None
     additional_config: Mapping[str, Any] = field(default_factory=dict)
@@ -152,6 +176,7 @@ def vllm_config(
     max_logprobs: int = 20,
     logprobs_mode: str = "raw_logprobs",
     logits_processors: Sequence[Any] = (),
+    reasoning_config: ReasoningConfig | None = None,
 ) -> VllmConfig:
     """The configuration of an engine, in vLLM's form.
 
@@ -184,4 +209,5 @@ def vllm_config(
         scheduler_config=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
         model_config=model_config,
         device_config=DeviceConfig(device),
+        reasoning_config=reasoning_config,
     )

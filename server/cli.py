@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     if command == "serve":
-        options = {**_keys_of_environment(), **options}
+        options = {**_of_environment(), **options}
     try:
         import torch  # noqa: F401  # the client alone is installed without it
     except ImportError:
@@ -37,10 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _keys_of_environment() -> dict[str, list[str]]:
-    """API keys from where other users of the machine do not see them, as they see command lines."""
-    names = {"api_key": "LOGITSHIP_API_KEY", "shipping_api_key": "LOGITSHIP_SHIPPING_API_KEY"}
-    return {field: os.environ[name].split(",") for field, name in names.items() if os.environ.get(name)}
+def _of_environment() -> dict[str, str | list[str]]:
+    """API keys, from where other users of the machine do not see them, and what RTP-LLM takes from there."""
+    keys = {"api_key": "LOGITSHIP_API_KEY", "shipping_api_key": "LOGITSHIP_SHIPPING_API_KEY"}
+    found: dict[str, str | list[str]] = {
+        field: os.environ[name].split(",") for field, name in keys.items() if os.environ.get(name)
+    }
+    if os.environ.get("TREE_DECODE_CONFIG"):
+        found["tree_decode_config"] = os.environ["TREE_DECODE_CONFIG"]
+    return found
 
 
 def _frozen(value: Any) -> Any:
@@ -90,12 +95,21 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "sampling": [
         (("--max-logprobs",), "most log-probabilities that a request may ask for at each position"),
         (("--logprobs-mode",), "before any edit (raw), or after all of them (processed), unless the request says"),
+        (
+            ("--reasoning-config",),
+            'start and end of the model\'s thinking, for budgets: {"reasoning_start_str": …, "reasoning_end_str": …}',
+        ),
     ],
     "processors": [
         (("--enable-custom-logit-processor",), "run processors that come with requests: read docs/security.md first"),
         (("--logits-processors",), "batch processors to install: module:Class, or JSON with qualname, args, kwargs"),
         (("--logits-processor-pattern",), "callables that requests may name: a regular expression, matched in full"),
         (("--allow-processor",), "a file with the digests of the only processors that may be shipped, one a line"),
+        (
+            ("--tree-decode-config", "--tree_decode_config"),
+            "a file with a tree of tokens that every request follows; or in $TREE_DECODE_CONFIG",
+        ),
+        (("--tree",), "trees of tokens that requests can ask for by name"),
         (("--max-processor-size",), "longest processor string, in bytes"),
         (("--processor-cache-entries",), "most shipped processors kept loaded, and most registered ones"),
         (("--processor-cache-bytes",), "most bytes of shipped processors kept loaded, and of registered ones"),
@@ -150,7 +164,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_METAVARS = {"allow_processor": "FILE", "logits_processors": "NAME"}
+_METAVARS = {
+    "allow_processor": "FILE",
+    "tree": "NAME=FILE",
+    "tree_decode_config": "FILE",
+    "logits_processors": "NAME",
+    "reasoning_config": "JSON",
+}
 """Where the last word of the flag says too little."""
 
 

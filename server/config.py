@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from logitship.sampler.sampling_params import LogprobsMode
 
 from .allowed_processors import read_allowed_digests
+from .reasoning_config import ReasoningStrings, read_reasoning_config
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -46,6 +47,9 @@ class ServerConfig:
     # Sampling
     max_logprobs: int = 20
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    reasoning_config: str | Mapping[str, str] | None = None
+    """How the model writes the start and the end of its thinking, see `read_reasoning_config`; a dict or JSON text.
+    None: requests cannot have a `thinking_token_budget`."""
 
     # Processors
     enable_custom_logit_processor: bool = False
@@ -56,6 +60,10 @@ class ServerConfig:
     """Requests may name the callables whose qualified names this regular expression matches in full. None: no name."""
     allow_processor: str | None = None
     """A file with the digests that alone may run as shipped code, see `allowed_digests`. None: any may."""
+    tree_decode_config: str | None = None
+    """A file with a tree of tokens that every request follows; looked for in the model's folder first."""
+    tree: Sequence[str] = ()
+    """Trees that requests can ask for, each as `NAME=FILE`, see `named_trees`."""
     max_processor_size: int = 1 << 20
     """Longest processor string, in bytes."""
     processor_cache_entries: int = 256
@@ -97,12 +105,32 @@ class ServerConfig:
         """What stands in `allow_processor`, read once, when the record is made. None: there is no such file."""
         return None if self.allow_processor is None else read_allowed_digests(self.allow_processor)
 
+    @cached_property
+    def reasoning_strings(self) -> ReasoningStrings | None:
+        """What stands in `reasoning_config`."""
+        return None if self.reasoning_config is None else read_reasoning_config(self.reasoning_config)
+
+    @cached_property
+    def named_trees(self) -> dict[str, str]:
+        """What stands in `tree`: name → file."""
+        trees: dict[str, str] = {}
+        for entry in self.tree:
+            name, _, file = entry.partition("=")
+            if not name or not file:
+                raise ValueError(f"tree: expected NAME=FILE, got {entry!r}")
+            if name in (*trees, self.tree_decode_config):
+                raise ValueError(f"tree: two trees are named {name!r}")
+            trees[name] = file
+        return trees
+
     def __post_init__(self) -> None:
-        for name in ("api_key", "shipping_api_key"):
-            keys = getattr(self, name)
-            object.__setattr__(self, name, (keys,) if isinstance(keys, str) else tuple(keys))
+        for name in ("api_key", "shipping_api_key", "tree"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        self.named_trees  # noqa: B018  # its mistakes should show before the model is loaded
         self._check_numbers()
         self._check_who_may_ship()
+        self.reasoning_strings  # noqa: B018  # its mistakes should show before the model is loaded
         try:
             re.compile(self.logits_processor_pattern or "")
         except re.error as error:

@@ -38,6 +38,10 @@ NOT_RUN = {
         "logitship serve --enable-custom-logit-processor",
         "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor",
     ],
+    "sampling.md": [
+        "logitship serve --model Qwen/Qwen3-0.6B \\\n"
+        """  --reasoning-config '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'""",
+    ],
     "server.md": [
         "export LOGITSHIP_API_KEY=first-key,second-key LOGITSHIP_SHIPPING_API_KEY=third-key\n"
         "logitship serve --enable-custom-logit-processor",
@@ -84,6 +88,7 @@ def base_url(loaded_model: LoadedModel) -> Iterator[str]:
         max_num_seqs=4,
         random_seed=0,
         enable_custom_logit_processor=True,
+        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
         log_level="error",
     )
     with running_server(config, build_engine(config, loaded_model)) as url:

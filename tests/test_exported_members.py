@@ -43,7 +43,15 @@ def test_the_package_exports_what_the_client_does() -> None:
     assert set(names_of(logitship)) == {*names_of(logitship.client), "__version__"}
 
 
-NEED_THE_SERVER = ["AsyncLLM", "CompletionOutput", "LLM", "RequestOutput", "SamplingParams", "enable_vllm_names"]
+NEED_THE_SERVER = [
+    "AsyncLLM",
+    "CompletionOutput",
+    "LLM",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "enable_vllm_names",
+]
 
 
 @pytest.mark.parametrize("name", NEED_THE_SERVER)

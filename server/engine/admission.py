@@ -31,12 +31,14 @@ class Limits:
         max_model_len: longest prompt and output together, in tokens.
         max_logprobs: most log-probabilities that a request may ask for at each position.
         speculative: the engine checks several draft tokens in a step.
+        knows_thinking: the operator said how the model writes the start and the end of its thinking.
     """
 
     vocab_size: int
     max_model_len: int
     max_logprobs: int
     speculative: bool = False
+    knows_thinking: bool = False
 
 
 def check(request: GenerationRequest, limits: Limits) -> None:
@@ -58,6 +60,12 @@ def check(request: GenerationRequest, limits: Limits) -> None:
         )
     if params.min_tokens > room:
         raise BadRequest(f"there is room for {room} tokens", param="min_tokens")
+    if params.thinking_token_budget is not None and not limits.knows_thinking:
+        raise BadRequest(
+            "this server does not know how the model writes its thinking: start it with --reasoning-config "
+            """'{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}', or as the model writes them""",
+            param="thinking_token_budget",
+        )
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:
             raise BadRequest(f"this server gives at most {limits.max_logprobs}", param=name)
@@ -147,6 +155,8 @@ def _check_speculative(request: GenerationRequest) -> None:
             "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding.",
             param="min_p" if request.sampling_params.min_p > 0 else "logit_bias",
         )
+    if request.sampling_params.thinking_token_budget is not None:
+        raise BadRequest("is not supported with speculative decoding: leave it out", param="thinking_token_budget")
     if request.processors:
         raise BadRequest(STR_SPEC_DEC_REJECTS_LOGITSPROCS, param="processors")
 

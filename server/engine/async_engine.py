@@ -72,13 +72,26 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         library: ProcessorLibrary,
         plugins: Iterable[Plugin] = (),
+        carried_by_all: Iterable[CarriedProcessor] = (),
     ) -> None:
+        """Make an engine that is not running yet.
+
+        Args:
+            plugins: the installed batch processors.
+            carried_by_all: what every request carries beside its own processors.
+        """
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
         self._library = library
         self._plugins = tuple(plugins)
-        self._limits = Limits(model.vocab_size, model.max_model_len, config.max_logprobs)
+        self._carried_by_all = tuple(carried_by_all)
+        self._limits = Limits(
+            model.vocab_size,
+            model.max_model_len,
+            config.max_logprobs,
+            knows_thinking=config.reasoning_strings is not None,
+        )
         self._random = random.Random(config.random_seed)
         # By tenant and id: what one calls its requests is no other's business.
         self._active: dict[tuple[str, str], _ActiveRequest] = {}
@@ -116,6 +129,8 @@ class AsyncEngine:
                 `processors`, `processors[i]` or `processors[i].params`; None where a batch processor refused.
         """
         self.check(request)
+        # At the end: a refusal names the request's own ones by their places.
+        request = dataclasses.replace(request, processors=(*request.processors, *self._carried_by_all))
         stream = GenerationStream(request.n, lambda: self._cancel(active))
         active = _ActiveRequest(request, stream, request.n)
         self._reserve(active)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import partial
 
 from logitship.builtin_processors.batch_processors import make_logits_processors
-from logitship.builtin_processors.registry import installed_processors
+from logitship.builtin_processors.grammar import GrammarProcessor
+from logitship.builtin_processors.registry import Registry, installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
+from logitship.builtin_processors.tree import TreeLogitsProcessor
+from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.sampler.guarded_processor import GuardedProcessor
 from logitship.sampler.in_process_host import InProcessHost
 from logitship.sampler.persistent_batch import PersistentBatch
@@ -18,7 +24,7 @@ from logitship.sampler.sampler import Sampler
 from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
 from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
 from logitship.sampler.shipped_processors import ShippedProcessors
-from logitship.sampler.vllm_config import VllmConfig, vllm_config
+from logitship.sampler.vllm_config import ReasoningConfig, VllmConfig, vllm_config
 from logitship.server.config import ServerConfig
 from logitship.server.errors import SHIPPING_IS_OFF, StartError
 from logitship.server.vllm_names import enable_vllm_names
@@ -31,8 +37,10 @@ from .info import ModelInfo
 from .model_loader import LoadedModel, load_model
 from .model_runner import ModelRunner
 from .processor_library import ProcessorLibrary
+from .reasoning_markers import resolve_reasoning_config
 from .registered_processors import RegisteredProcessors
 from .scheduler import Scheduler
+from .trees import carried_by_all, load_trees
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +58,11 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
         StartError: the model cannot be loaded or served; the message says what to do.
     """
     plugins = _load_plugins(config)
+    registry = _registry(plugins, load_trees(config))
     template = _start_template(config)  # beside the loading of the model: both take seconds
     try:
         loaded = loaded or load_model(config)
-        return _built(config, loaded, plugins, _shipped_host(config, loaded, template))
+        return _built(config, loaded, plugins, registry, _shipped_host(config, loaded, template))
     except BaseException:
         if template is not None:
             template.close()
@@ -61,10 +70,18 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
 
 
 def _built(
-    config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin], shipped_host: ProcessorHost
+    config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin], registry: Registry, shipped_host: ProcessorHost
 ) -> AsyncEngine:
+    reasoning = _reasoning_config(config, loaded)
+    if reasoning is not None:
+        registry.add(GrammarProcessor.name, GrammarProcessor, partial(GrammarProcessor, ReasoningMarkers.of(reasoning)))
     async_engine = AsyncEngine(
-        config, _model_info(config, loaded), loaded.tokenizer, _library(config, loaded, plugins, shipped_host), plugins
+        config,
+        _model_info(config, loaded),
+        loaded.tokenizer,
+        _library(config, loaded, registry, shipped_host),
+        plugins,
+        carried_by_all(config),
     )
     runner = ModelRunner(loaded.model, config.max_num_seqs, async_engine.model.max_model_len)
     async_engine.start(
@@ -89,13 +106,18 @@ def _load_plugins(config: ServerConfig) -> list[Plugin]:
         raise StartError(str(error)) from error
 
 
-def _library(
-    config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin], shipped_host: ProcessorHost
-) -> ProcessorLibrary:
+def _registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Registry:
     registry = installed_processors()
+    registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))
     for plugin in plugins:
         if plugin.is_row_level:
             registry.add(plugin.name, plugin.target)
+    return registry
+
+
+def _library(
+    config: ServerConfig, loaded: LoadedModel, registry: Registry, shipped_host: ProcessorHost
+) -> ProcessorLibrary:
     bounds = {"max_entries": config.processor_cache_entries, "max_bytes": config.processor_cache_bytes}
     return ProcessorLibrary(
         registry,
@@ -181,7 +203,13 @@ def _vllm_config(config: ServerConfig, model: ModelInfo, loaded: LoadedModel) ->
         max_logprobs=config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         logits_processors=config.logits_processors,
+        reasoning_config=_reasoning_config(config, loaded),
     )
+
+
+def _reasoning_config(config: ServerConfig, loaded: LoadedModel) -> ReasoningConfig | None:
+    strings = config.reasoning_strings
+    return None if strings is None else resolve_reasoning_config(strings, loaded.tokenizer, loaded.vocab_size)
 
 
 def _sampler(config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin]) -> Sampler:

@@ -19,6 +19,7 @@ from logitship.server.errors import SHIPPING_IS_OFF, BadRequest
 
 from .auth import Caller, check_key_may_ship
 from .schema import SamplingFields
+from .structured_outputs import Constraint
 
 
 async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool) -> Prompt:
@@ -169,6 +170,7 @@ def read_processors(
     index: int | None,
     params: Mapping[str, Any] | None,
     params_at: str,
+    constraint: Constraint | None = None,
 ) -> Carried:
     """The processors of one prompt.
 
@@ -179,6 +181,7 @@ def read_processors(
         index: which of the body's prompts; None if it has a single one, which is not in a list.
         params: `custom_params`: what every processor sees that has no parameters of its own.
         params_at: path of that in the request body.
+        constraint: what the output is constrained to: the first of the processors.
 
     Raises:
         BadRequest: not a processor, or one that ships or names code that the server does not take.
@@ -198,7 +201,7 @@ def read_processors(
         processors = read_entries(several, at, max_processor_size=limit, params=params)
         places = [f"{at}[{i}]" for i in range(len(processors))]
         own = [isinstance(each, Mapping) and each.get("params") is not None for each in several]
-        names = {f"processors[{i}].params": f"{places[i]}.params" if own[i] else params_at for i in range(len(own))}
+        params_places = [f"{place}.params" if has else params_at for place, has in zip(places, own, strict=True)]
     else:
         at = one_at
         values = one if isinstance(one, list) else [] if one is None else [one]
@@ -207,12 +210,16 @@ def read_processors(
             read_processor(value, params, place, max_processor_size=limit)
             for value, place in zip(values, places, strict=True)
         )
-        names = {f"processors[{i}].params": params_at for i in range(len(values))}
+        params_places = [params_at] * len(values)
     for processor, place in zip(processors, places, strict=True):
         check_may_run(engine, caller, processor, place)
-    return Carried(
-        processors, {"processors": at, **names, **{f"processors[{i}]": place for i, place in enumerate(places)}}
-    )
+    if constraint is not None:
+        processors = (constraint.processor, *processors)
+        places, params_places = [constraint.at, *places], [constraint.at, *params_places]
+    names = {"processors": at}
+    for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
+        names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
+    return Carried(processors, names)
 
 
 def _one_list_a_prompt(value: Any) -> bool:

@@ -26,6 +26,7 @@ from .admission import (
 from .auth import Caller
 from .openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
 from .running import Submission
+from .structured_outputs import constraint_of
 
 Body = TypeVar("Body", bound=OpenAIFields)
 
@@ -73,10 +74,13 @@ async def read_completion(
     check_batch(engine.config, len(given), "prompt", body.n)
     if is_batch:
         check_processor_lists(body, len(given))
+    constraint = constraint_of(body)
     request_id = _request_id(body, "cmpl")
     request = OpenAIRequest(request_id, engine.model.name, body, [], [])
     for i, value in enumerate(given):
-        carried = read_processors(engine, caller, body, i if is_batch else None, body.custom_params, "custom_params")
+        carried = read_processors(
+            engine, caller, body, i if is_batch else None, body.custom_params, "custom_params", constraint
+        )
         names = {**_names(body), **carried.names, "prompt": f"prompt[{i}]" if is_batch else "prompt"}
         prompt = await read_prompt(engine, value, names["prompt"], add_special_tokens=body.add_special_tokens)
         request.prompts.append(prompt)
@@ -110,7 +114,7 @@ async def read_chat(
     check_batch(engine.config, 1, "messages", body.n)
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    carried = read_processors(engine, caller, body, None, body.custom_params, "custom_params")
+    carried = read_processors(engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body))
     names = {
         **_names(body),
         **carried.names,
@@ -200,6 +204,7 @@ async def _submission(
         min_tokens=body.min_tokens,
         seed=body.seed,
         include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
+        thinking_token_budget=body.thinking_token_budget,
         extra_args=body.vllm_xargs or None,
         **values,
     )

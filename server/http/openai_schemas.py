@@ -7,19 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import FailFast, Field, PlainValidator, model_validator
 
 from .schema import Count, FieldError, RequestModel, SamplingFields, Seed, is_token_ids
+from .structured_outputs import OpenAIGrammarFields
 
-_STRUCTURED_OUTPUT: dict[str, tuple[object, ...]] = {
-    "ebnf": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "json_schema": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-}
-_UNSUPPORTED: dict[str, tuple[object, ...]] = _STRUCTURED_OUTPUT | {
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
@@ -46,7 +36,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = _STRUCTURED_OUTPUT | {
     "stop_regex": ([],),
     "store": (False,),
     "stream_interval": (1,),
-    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
@@ -65,7 +54,7 @@ class StreamOptions(RequestModel):
     """Send the token counts so far in every event."""
 
 
-class OpenAIFields(SamplingFields):
+class OpenAIFields(SamplingFields, OpenAIGrammarFields):
     """What both routes take."""
 
     without_effect: ClassVar = frozenset(

@@ -48,15 +48,16 @@ class RequestModel(BaseModel):
     def _take_known_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("must be a JSON object")
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {}
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in known:
                 if value is not None or name in cls.nullable:
                     kept[name] = value
             elif name in cls.unsupported:
                 _refuse_unless_harmless(name, value, cls.unsupported[name])
             elif name not in cls.without_effect:
-                raise FieldError(name, _unknown(name, [*cls.model_fields, *cls.unsupported]))
+                raise FieldError(name, _unknown(name, [*known, *cls.unsupported]))
         return kept
 
 
@@ -208,5 +209,7 @@ class SamplingFields(RequestModel):
     """Texts that must not appear in the output."""
     logprobs_mode: LogprobsMode | None = None
     """Log-probabilities before any edit of the logits, or after all of them. Left out: as the server was started."""
+    thinking_token_budget: int | None = None
+    """Most tokens that the model may think before its end of the thinking is forced; -1: any number."""
     custom_params: dict[str, Any] | None = None
     """Parameters of the processor."""

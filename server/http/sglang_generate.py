@@ -27,6 +27,7 @@ from .auth import Caller
 from .running import Submission
 from .schema import parse_model
 from .sglang_schemas import GenerateRequest, SGLangSamplingParams
+from .structured_outputs import constraint_of
 
 _NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(SamplingParams)} | {
     "bad_words": "bad_words",
@@ -144,8 +145,11 @@ class _Reader:
             i if self.is_batch else None,
             sampling.custom_params,
             f"{sampling_at}.custom_params",
+            constraint_of(sampling, sampling_at),
         )
         names = {**_names(at, sampling_at), **carried.names}
+        if body.max_thinking_tokens is not None:
+            names["thinking_token_budget"] = "max_thinking_tokens"
         prompt = await read_prompt(self._engine, self._prompts[i], at, add_special_tokens=True)
         start = _logprob_start(entry(body.logprob_start_len, i), len(prompt.token_ids))
         top = entry(body.top_logprobs_num, i) if entry(body.return_logprob, i) else None
@@ -157,6 +161,7 @@ class _Reader:
             min_tokens=sampling.min_new_tokens,
             seed=sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
             include_stop_str_in_output=sampling.no_stop_trim,
+            thinking_token_budget=_thinking_token_budget(body, sampling),
             logprobs=top,
             prompt_logprobs=None if start is None else top,
             prompt_logprobs_start=start or 0,
@@ -177,6 +182,16 @@ class _Reader:
 def _names(prompt_at: str, sampling_at: str) -> dict[str, str]:
     inside = {field: f"{sampling_at}.{name}" for field, name in _NAMES_IN_SAMPLING_PARAMS.items()}
     return {**inside, **_NAMES_BESIDE_THEM, "prompt": prompt_at}
+
+
+def _thinking_token_budget(body: GenerateRequest, sampling: SGLangSamplingParams) -> int | None:
+    one, other = body.max_thinking_tokens, sampling.thinking_token_budget
+    if None not in (one, other) and one != other:
+        raise BadRequest(
+            "max_thinking_tokens: is not the same as thinking_token_budget in sampling_params",
+            param="max_thinking_tokens",
+        )
+    return other if one is None else one
 
 
 def _logprob_start(given: int, prompt_tokens: int) -> int | None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator
 
 from .schema import RequestModel, SamplingFields, Seed, is_token_ids, one_or_list
+from .structured_outputs import GrammarFields
 
 OneOrMoreTexts = Annotated[
     str | list[str], PlainValidator(one_or_list(str, "a string"), json_schema_input_type=str | list[str])
@@ -36,14 +37,11 @@ InputIds = Annotated[
 ]
 
 
-class SGLangSamplingParams(SamplingFields):
+class SGLangSamplingParams(SamplingFields, GrammarFields):
     """`sampling_params` of `/generate`."""
 
     unsupported: ClassVar = {
         "beam_width": (1,),
-        "ebnf": (),
-        "json_schema": (),
-        "regex": (),
         "stop_regex": ([],),
         "stream_interval": (1,),
         "structural_tag": (),
@@ -80,7 +78,6 @@ class GenerateRequest(RequestModel):
         "lora_id": (),
         "lora_path": (),
         "max_dynamic_patch": (),
-        "max_thinking_tokens": (),
         "min_dynamic_patch": (),
         "modalities": ([],),
         "priority": (),
@@ -115,6 +112,8 @@ class GenerateRequest(RequestModel):
     of prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of installed batch processors, as vLLM names them."""
+    max_thinking_tokens: int | None = None
+    """SGLang's name of `thinking_token_budget`, for all prompts."""
     stream: bool = False
     """Answer with server-sent events, each with the whole text so far."""
     rid: OneOrMoreTexts | None = None

@@ -12,6 +12,7 @@ from logitship.server.engine.messages import CallableRequest, CarriedProcessor
 from logitship.server.engine.processor_entries import read_entry, read_processor
 
 from .sampling_params import SamplingParams
+from .structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,15 @@ def read_carried(params: SamplingParams, to_string: ProcessorStrings, max_proces
         given = one if isinstance(one, list | tuple) else [one]
         places = [at] if given is not one else [f"{at}[{i}]" for i in range(len(given))]
         processors = [reader.processor(*each) for each in zip(given, places, strict=True)]
+    own = [one is None and _has_own_params(params.logits_processors[i]) for i in range(len(places))]
+    params_places = [f"{place}.params" if has else "custom_params" for place, has in zip(places, own, strict=True)]
+    if isinstance(params.structured_outputs, StructuredOutputsParams):
+        constraint = params.structured_outputs.constraint
+        processors.insert(0, constraint.processor)
+        places, params_places = [constraint.at, *places], [constraint.at, *params_places]
     names = {"processors": at}
-    for i, place in enumerate(places):
-        names[f"processors[{i}]"] = place
-        has_own = one is None and _has_own_params(params.logits_processors[i])
-        names[f"processors[{i}].params"] = f"{place}.params" if has_own else "custom_params"
+    for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
+        names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
     return Carried(tuple(processors), names)
 
 

@@ -16,7 +16,7 @@ from logitship.server.errors import BadRequest, RequestRefused
 
 from .carried import Carried, read_carried
 from .errors import error_of_refusal
-from .sampling_params import SGLANG_NAMES, SamplingParams
+from .sampling_params import SGLANG_CONSTRAINTS, SGLANG_NAMES, SamplingParams
 
 PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Prompt
 """A text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": [...]}`."""
@@ -101,10 +101,11 @@ class RequestBuilder:
         return [sampling] * count
 
     def _sampling(self, given: Any, at: str, to_string: ProcessorStrings) -> _Sampling:
-        names = dict(_FIELD_NAMES)
+        names, places = dict(_FIELD_NAMES), dict[str, str]()
         with refusals_translated():
             if isinstance(given, Mapping):
                 names |= {field: f"{at}.{name}" for field, name in SGLANG_NAMES.items()}
+                places = {place: f"{at}.{name}" for place, name in SGLANG_CONSTRAINTS.items()}
                 given = SamplingParams.from_sglang(given, at)
             if not isinstance(given, SamplingParams):
                 raise TypeError(f"{at}: expected logitship.SamplingParams or a dict, not {type(given).__name__}")
@@ -114,7 +115,8 @@ class RequestBuilder:
                 logprobs_mode=given.logprobs_mode or self._engine.config.logprobs_mode,
             )
             carried = read_carried(params, to_string, self._engine.config.max_processor_size)
-        return _Sampling(params, carried, names | dict(carried.names))
+        names |= {field: places.get(place, place) for field, place in carried.names.items()}
+        return _Sampling(params, carried, names)
 
     def _request(self, given: PromptLike, at: str, sampling: _Sampling, request_id: str) -> OfflineRequest:
         names = {**sampling.names, "prompt": at}

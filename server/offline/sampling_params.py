@@ -13,6 +13,9 @@ from logitship.sampler.sampling_params import SamplingParams as EngineSamplingPa
 from logitship.server.engine.processor_entries import RESERVED_KEY
 from logitship.server.http.schema import parse_model
 from logitship.server.http.sglang_schemas import SGLangSamplingParams
+from logitship.server.http.structured_outputs import constraint_of
+
+from .structured_outputs import StructuredOutputsParams
 
 _UNSUPPORTED = {
     "detokenize": True,
@@ -24,8 +27,6 @@ _UNSUPPORTED = {
     "repetition_detection": None,
     "skip_reading_prefix_cache": None,
     "stream_interval": None,
-    "structured_outputs": None,
-    "thinking_token_budget": None,
     "trace_decode_token_ids": None,
     "watermarking": None,
 }
@@ -64,6 +65,9 @@ class SamplingParams(EngineSamplingParams):
     or the callable itself: a function of `(output_token_ids, logits)` or `(prompt_token_ids, output_token_ids, logits)`
     as in vLLM V0, or a Hugging Face `LogitsProcessor`. A callable is made or copied anew for each continuation."""
 
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the output is constrained to: a JSON schema, a regular expression, … Also as a dict."""
+
     detokenize: bool = True
     flat_logprobs: bool = False
     logprob_token_ids: None = None
@@ -73,8 +77,6 @@ class SamplingParams(EngineSamplingParams):
     repetition_detection: None = None
     skip_reading_prefix_cache: None = None
     stream_interval: None = None
-    structured_outputs: None = None
-    thinking_token_budget: None = None
     trace_decode_token_ids: None = None
     watermarking: None = None
 
@@ -87,6 +89,11 @@ class SamplingParams(EngineSamplingParams):
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
         self._check_processors()
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            kind = type(self.structured_outputs).__name__
+            raise InvalidSamplingParams("structured_outputs", f"must be StructuredOutputsParams or a dict, not {kind}")
         if RESERVED_KEY in (self.custom_params or {}):
             raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is the engine's own")
         super().__post_init__()
@@ -115,6 +122,7 @@ class SamplingParams(EngineSamplingParams):
         """
         ours = {name: values[name] for name in _BESIDE_SGLANGS if name in values}
         read = parse_model(SGLangSamplingParams, {k: v for k, v in values.items() if k not in ours}, at)
+        is_constrained = constraint_of(read, at) is not None
         shared = {field.name for field in dataclasses.fields(cls)} & set(SGLangSamplingParams.model_fields)
         return cls(
             **{name: getattr(read, name) for name in shared - {"seed"}},
@@ -122,6 +130,9 @@ class SamplingParams(EngineSamplingParams):
             min_tokens=read.min_new_tokens,
             seed=read.seed if read.sampling_seed is None else read.sampling_seed,
             include_stop_str_in_output=read.no_stop_trim,
+            structured_outputs=StructuredOutputsParams(read.json_schema, read.regex, grammar=read.ebnf)
+            if is_constrained
+            else None,
             **ours,
         )
 
@@ -141,3 +152,9 @@ SGLANG_NAMES = {
     "seed": "sampling_seed",
 }
 """SGLang's names of fields that it calls differently."""
+SGLANG_CONSTRAINTS = {
+    "structured_outputs.json": "json_schema",
+    "structured_outputs.regex": "regex",
+    "structured_outputs.grammar": "ebnf",
+}
+"""SGLang's names of what stands elsewhere here."""

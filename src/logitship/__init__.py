@@ -1,7 +1,8 @@
 """Send a logits processor with your request to an LLM server.
 
-`__all__` comes from `logitship.client`, and needs nothing else. `LLM`, `AsyncLLM`, `SamplingParams`, `RequestOutput`,
-`CompletionOutput` and `enable_vllm_names` come from `logitship.server` when they are asked for.
+`__all__` comes from `logitship.client`, and needs nothing else. `LLM`, `AsyncLLM`, `SamplingParams`,
+`StructuredOutputsParams`, `RequestOutput`, `CompletionOutput` and `enable_vllm_names` come from `logitship.server` when
+they are asked for.
 """
 
 from typing import TYPE_CHECKING
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from logitship.server.offline.outputs import CompletionOutput as CompletionOutput
     from logitship.server.offline.outputs import RequestOutput as RequestOutput
     from logitship.server.offline.sampling_params import SamplingParams as SamplingParams
+    from logitship.server.offline.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from logitship.server.vllm_names import enable_vllm_names as enable_vllm_names
 
     __version__: str
@@ -86,6 +88,7 @@ else:
         "LLM": "logitship.server.offline.llm",
         "RequestOutput": "logitship.server.offline.outputs",
         "SamplingParams": "logitship.server.offline.sampling_params",
+        "StructuredOutputsParams": "logitship.server.offline.structured_outputs",
         "enable_vllm_names": "logitship.server.vllm_names",
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,17 +12,38 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from logitship.sampler.request_view import ModelView
 
 
 @pytest.fixture
 def make_row() -> Callable[..., dict[str, Any]]:
-    """A row's entry of `custom_param_list`. `state` is the sequence's own: hand in the same one at each step."""
+    """A row's entry of `custom_param_list`. `state` is the sequence's own: hand in the same one at each step.
+
+    What processors may know of the model can be given, too: `vocab_size`, `eos_token_ids`, `tokenizer`.
+    """
 
     def make(
-        params: dict[str, Any], prompt: list[int], output: list[int], state: dict[str, Any] | None = None
+        params: dict[str, Any],
+        prompt: list[int],
+        output: list[int],
+        state: dict[str, Any] | None = None,
+        *,
+        vocab_size: int = 100,
+        eos_token_ids: frozenset[int] = frozenset(),
+        tokenizer: Any = None,
     ) -> dict[str, Any]:
         request = SimpleNamespace(
-            rid="r", origin_input_ids=prompt, output_ids=output, state={} if state is None else state
+            rid="r",
+            origin_input_ids=prompt,
+            output_ids=output,
+            state={} if state is None else state,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            tokenizer=tokenizer,
         )
         return {**params, "__req__": request}
 
@@ -54,3 +76,60 @@ def sglang() -> Iterator[Callable[..., list[Any]]]:
 
         yield run
         stdin.close()
+
+
+@pytest.fixture(scope="session")
+def recorded_logits() -> Callable[[Any], torch.Tensor]:
+    """Reads logits of `rtp_llm.json`: lists, or what they mostly are and what some are instead.
+
+    The least float32, which RTP-LLM writes where it forces or forbids, is read as -inf. See `think_mode.py` for why.
+    """
+
+    def number(value: float | str) -> float:
+        return -math.inf if isinstance(value, str) else value
+
+    def read(recorded: Any) -> torch.Tensor:
+        if isinstance(recorded, list):
+            return torch.tensor([[number(value) for value in row] for row in recorded], dtype=torch.float32)
+        if "per_row" in recorded:
+            filled = [row["default"] for row in recorded["per_row"]]
+            overrides = [row["overrides"] for row in recorded["per_row"]]
+        else:
+            filled, overrides = [recorded["fill"]] * recorded["rows"], recorded["overrides"]
+        logits = torch.tensor([[number(fill)] for fill in filled], dtype=torch.float32).repeat(1, recorded["vocab"])
+        for row, values in enumerate(overrides):
+            for token, value in values.items():
+                logits[row, int(token)] = number(value)
+        return logits
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def zoo_recording() -> dict[str, Any]:
+    """What logits-processor-zoo's own classes did, step by step."""
+    recording: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "zoo.json").read_text())
+    return recording
+
+
+@pytest.fixture(scope="session")
+def zoo_models(zoo_recording: dict[str, Any]) -> dict[bool | None, ModelView]:
+    """The recording's model, by its tokenizer's `add_prefix_space`. None: whether it adds one is not known."""
+    recorded = zoo_recording["tokenizer"]
+    models = {}
+    for add_prefix_space in (False, None):
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(recorded["tokenizer_json"])),
+            eos_token="</s>",
+            pad_token="<pad>",
+            unk_token="<unk>",
+        )
+        tokenizer.add_prefix_space = add_prefix_space
+        models[add_prefix_space] = ModelView(48, frozenset({recorded["eos_token_id"]}), tokenizer)
+    return models
+
+
+@pytest.fixture(scope="session")
+def zoo_model(zoo_models: dict[bool | None, ModelView]) -> ModelView:
+    """The recording's model: a vocabulary of 48 tokens, and 2 as its end token."""
+    return zoo_models[False]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from logitship.builtin_processors.batch_processors import (
     make_logits_processors,
 )
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.guarded_processor import GuardedProcessor
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.logits_processors import LogitsProcessors
 from logitship.sampler.plugins import load_plugins
-from logitship.sampler.vllm_config import SchedulerConfig, VllmConfig
+from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 
 CPU = torch.device("cpu")
 CONFIG = VllmConfig(SchedulerConfig(max_num_seqs=4))
@@ -48,12 +50,28 @@ def speculating(speculative_config: object) -> VllmConfig:
 
 
 def types(processors: LogitsProcessors) -> list[type]:
-    return [type(processor) for processor in (*processors.non_argmax_invariant, *processors.argmax_invariant)]
+    return [type(processor) for processor in processors.all]
 
 
 def test_built_in_ones_come_first() -> None:
     made = build_logitsprocs(CONFIG, CPU, False, False, [Nothing])
     assert types(made) == [*BUILTIN_LOGITS_PROCESSORS, Nothing]
+
+
+def test_the_thinking_budget_is_made_where_markers_are_known() -> None:
+    reasoning = ReasoningConfig(
+        reasoning_start_str="<a>",
+        reasoning_end_str="</a>",
+        reasoning_start_token_ids=[1],
+        reasoning_end_token_ids=[2],
+        natural_reasoning_end_token_ids=[2],
+    )
+    config = dataclasses.replace(CONFIG, reasoning_config=reasoning)
+    (made,) = build_logitsprocs(config, CPU, False, False).forcing
+    assert type(made) is ThinkingTokenBudgetLogitsProcessor
+    assert build_logitsprocs(CONFIG, CPU, False, False).forcing == []
+    drafting = dataclasses.replace(config, speculative_config={"method": "ngram"})
+    assert types(build_logitsprocs(drafting, CPU, False, False)) == [MinTokensLogitsProcessor]
 
 
 def test_row_level_ones_wait_for_requests() -> None:

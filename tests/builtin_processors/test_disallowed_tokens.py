@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -8,64 +7,90 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.builtin_processors import DisallowedTokensLogitsProcessor
+from logitship.builtin_processors import DisallowedTokensLogitsProcessor, disallowed_tokens
+from logitship.builtin_processors.parts.row_edits import on_device
 from logitship.sampler.request_view import ModelView
 
 VOCAB_SIZE = 12
 MakeRow = Callable[..., dict[str, Any]]
+Sglang = Callable[..., list[Any]]
 
 
-def test_each_row_loses_its_own_tokens(make_row: MakeRow) -> None:
+def disallowing(make_row: MakeRow, token_ids: list[int]) -> dict[str, Any]:
+    return make_row({"token_ids": token_ids}, [1], [], vocab_size=VOCAB_SIZE)
+
+
+def as_case(logits: torch.Tensor, *rows: dict[str, Any]) -> dict[str, Any]:
+    """What SGLang's process takes."""
+    plain = [{"params": {"token_ids": row["token_ids"]}, "prompt": [1], "output": []} for row in rows]
+    return {"logits": logits.tolist(), "rows": plain}
+
+
+def test_each_row_loses_its_own_tokens(make_row: MakeRow, sglang: Sglang) -> None:
+    """As SGLang does with a row by itself. Rows come and go between the steps of one instance."""
     generator = random.Random(0)
-    lists = [generator.choices(range(VOCAB_SIZE), k=generator.randrange(8)) for _ in range(9)]
-    logits = torch.randn(9, VOCAB_SIZE)
-    expected = logits.clone()
-    for row, token_ids in enumerate(lists):
-        expected[row, token_ids] = -torch.inf
-
-    result = DisallowedTokensLogitsProcessor()(logits, [make_row({"token_ids": ids}, [1], []) for ids in lists])
-
-    assert result is logits
-    assert torch.equal(result, expected)
+    processor = DisallowedTokensLogitsProcessor()
+    pool = [disallowing(make_row, generator.choices(range(VOCAB_SIZE), k=generator.randrange(8))) for _ in range(20)]
+    cases, results = [], []
+    for _ in range(200):
+        if generator.random() < 0.7:
+            rows = generator.choices(pool, k=generator.randrange(1, 9))
+        logits = torch.randn(len(rows), VOCAB_SIZE)
+        cases += [as_case(logits[[i]], row) for i, row in enumerate(rows)]
+        result = processor(logits, rows)
+        assert result is logits
+        results += [[row] for row in result.tolist()]
+    assert results == sglang("DisallowedTokensLogitsProcessor", cases)
 
 
 @pytest.mark.parametrize("token_ids", [[], [3], [3, 3, 0, 11]])
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_rows_that_agree_get_what_sglang_gives(
-    make_row: MakeRow, sglang: Callable[..., list[Any]], token_ids: list[int], num_rows: int
+    make_row: MakeRow, sglang: Sglang, token_ids: list[int], num_rows: int
 ) -> None:
     logits = torch.randn(num_rows, VOCAB_SIZE)
-    rows = [{"params": {"token_ids": token_ids}, "prompt": [1], "output": []}] * num_rows
-    (theirs,) = sglang("DisallowedTokensLogitsProcessor", [{"logits": logits.tolist(), "rows": rows}])
-
-    ours = DisallowedTokensLogitsProcessor()(logits, [make_row(**row) for row in rows])
-
-    assert ours.tolist() == theirs
+    rows = [disallowing(make_row, token_ids) for _ in range(num_rows)]
+    (theirs,) = sglang("DisallowedTokensLogitsProcessor", [as_case(logits, *rows)])
+    assert DisallowedTokensLogitsProcessor()(logits, rows).tolist() == theirs
 
 
-def test_rows_that_differ_stop_sglang(sglang: Callable[..., list[Any]]) -> None:
-    """The difference that `test_each_row_loses_its_own_tokens` is about is still there."""
-    rows = [{"params": {"token_ids": [i]}, "prompt": [1], "output": []} for i in range(2)]
-    logits = [[0.0] * VOCAB_SIZE] * 2
-    assert sglang("DisallowedTokensLogitsProcessor", [{"logits": logits, "rows": rows}]) == ["AssertionError"]
+def test_rows_that_differ_stop_sglang(make_row: MakeRow, sglang: Sglang) -> None:
+    """Why `test_each_row_loses_its_own_tokens` asks it for one row at a time."""
+    rows = [disallowing(make_row, [i]) for i in range(2)]
+    assert sglang("DisallowedTokensLogitsProcessor", [as_case(torch.zeros(2, VOCAB_SIZE), *rows)]) == ["AssertionError"]
 
 
-def test_the_list_is_converted_once_a_sequence(make_row: MakeRow) -> None:
-    token_ids, state = [4, 5], dict[str, Any]()
+def test_positions_are_made_once_for_the_same_rows(make_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def count(*arguments: Any) -> Any:
+        made.append(arguments)
+        return on_device(*arguments)
+
+    monkeypatch.setattr(disallowed_tokens, "on_device", count)
     processor = DisallowedTokensLogitsProcessor()
-    processor(torch.zeros(1, VOCAB_SIZE), [make_row({"token_ids": token_ids}, [1], [], state)])
-    first = copy.copy(state)
-    processor(torch.zeros(1, VOCAB_SIZE), [make_row({"token_ids": token_ids}, [1], [2], state)])
-    assert state["disallowed_tokens"] is first["disallowed_tokens"]
+    rows = [disallowing(make_row, [i]) for i in range(3)]
+    for batch, total in ((rows, 1), (rows, 1), (rows[1:], 2), (rows[:2], 3), (rows[:2], 3)):
+        processor(torch.zeros(len(batch), VOCAB_SIZE), batch)
+        assert len(made) == total
 
 
 def test_two_lists_on_one_sequence_both_count(make_row: MakeRow) -> None:
-    state: dict[str, Any] = {}
-    processor = DisallowedTokensLogitsProcessor()
     logits = torch.zeros(1, VOCAB_SIZE)
+    processor = DisallowedTokensLogitsProcessor()
     for token_ids in ([1], [2], [1]):
-        processor(logits, [make_row({"token_ids": token_ids}, [0], [], state)])
+        processor(logits, [disallowing(make_row, token_ids)])
     assert logits[0].isinf().nonzero().flatten().tolist() == [1, 2]
+
+
+def test_a_subclass_needs_no_constructor_of_ours(make_row: MakeRow) -> None:
+    """SGLang's class has none to call."""
+
+    class Mine(DisallowedTokensLogitsProcessor):
+        def __init__(self) -> None:
+            self.calls = 0
+
+    assert Mine()(torch.zeros(1, VOCAB_SIZE), [disallowing(make_row, [4])])[0].isinf().sum() == 1
 
 
 def test_without_rows_nothing_happens() -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from logitship.builtin_processors import DeepseekOCRNoRepeatNGramLogitProcessor
+from logitship.builtin_processors.no_repeat_ngram import NGramIndex
 from logitship.sampler.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
@@ -119,6 +122,27 @@ def test_taking_tokens_back_does_not_read_the_history_again(make_row: MakeRow) -
     prompt.reads = 0
     processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, [5], state)])
     assert prompt.reads <= 3
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 6),
+    st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 2), max_size=12)), max_size=12),
+)
+def test_the_index_is_that_of_the_window(ngram_size: int, more: int, changes: list[tuple[int, list[int]]]) -> None:
+    """Tokens are taken back, also more than the window holds, and others appended."""
+    window_size = ngram_size + more
+    index, prompt, output = NGramIndex(ngram_size, window_size), [0, 1, 0, 1], list[int]()
+    for taken_back, new in changes:
+        del output[max(0, len(output) - taken_back) :]
+        for token in [None, *new]:
+            output += [] if token is None else [token]
+            index.follow(prompt, output)
+            window = (prompt + output)[-window_size:]
+            ngrams = [window[start : start + ngram_size] for start in range(len(window) - ngram_size + 1)]
+            prefix = window[len(window) - ngram_size + 1 :] if len(window) >= ngram_size else None
+            assert index.followers() == {ngram[-1] for ngram in ngrams if ngram[:-1] == prefix}
+            assert len(index) == len({tuple(ngram[:-1]) for ngram in ngrams})
 
 
 def test_the_window_forgets(make_row: MakeRow) -> None:

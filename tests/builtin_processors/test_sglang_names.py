@@ -31,7 +31,10 @@ from logitship.client.shipped_names import SGLANG_MODULE
 STRINGS: dict[str, str] = json.loads(
     (Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text(encoding="utf-8")
 )["strings"]
-INSTALLED = [installed_processors().get(name) for name in installed_processors()]
+INSTALLED = [
+    processor for name in installed_processors() if "_pickles_as" in vars(processor := installed_processors().get(name))
+]
+"""Those that SGLang has too."""
 REFERENCE = bytes.fromhex(json.loads(STRINGS["DisallowedTokensLogitsProcessor"])["callable"])
 
 

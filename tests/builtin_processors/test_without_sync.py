@@ -14,15 +14,34 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from logitship.builtin_processors import installed_processors
 from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
 from logitship.builtin_processors.min_p import MinPLogitsProcessor
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 VOCAB_SIZE = 50
-PROCESSORS: list[type[LogitsProcessor]] = [MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor]
+PROCESSORS: list[type[LogitsProcessor]] = [
+    MinTokensLogitsProcessor,
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    ThinkingTokenBudgetLogitsProcessor,
+]
+CONFIG = VllmConfig(
+    SchedulerConfig(max_num_seqs=4),
+    reasoning_config=ReasoningConfig(
+        reasoning_start_str="0",
+        reasoning_end_str="8 9",
+        reasoning_start_token_ids=[0],
+        reasoning_end_token_ids=[8, 9],
+        natural_reasoning_end_token_ids=[8, 9],
+    ),
+)
 
 WAITING = (
     "local_scalar_dense",  # item(), bool(), int(), float(), tolist() of one number
@@ -97,7 +116,9 @@ def test_on_a_device_without_data_the_host_cannot_mix_in_its_own() -> None:
 
 def updates() -> Iterator[tuple[int, BatchUpdate | None, list[list[int]]]]:
     """A small life of a batch: number of rows, the update, and the outputs to extend after the step."""
-    rich = SamplingParams(min_tokens=2, stop_token_ids={1, 5}, logit_bias={3: 1.5, 7: -2.0}, min_p=0.2)
+    rich = SamplingParams(
+        min_tokens=2, stop_token_ids={1, 5}, logit_bias={3: 1.5, 7: -2.0}, min_p=0.2, thinking_token_budget=0
+    )
     plain = SamplingParams()
     outputs: list[list[int]] = [[] for _ in range(5)]
 
@@ -117,7 +138,7 @@ def updates() -> Iterator[tuple[int, BatchUpdate | None, list[list[int]]]]:
 @pytest.mark.parametrize("processor_type", PROCESSORS)
 def test_apply_does_not_wait(processor_type: type[LogitsProcessor], device: torch.device) -> None:
     torch.manual_seed(0)
-    processor = processor_type(None, device, False)
+    processor = processor_type(CONFIG, device, False)
     for rows, update, outputs in updates():
         processor.update_state(update)
         logits = torch.randn(rows, VOCAB_SIZE, device=device)
@@ -152,7 +173,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("processor_type", PROCESSORS)
 def test_update_state_copies_without_waiting(processor_type: type[LogitsProcessor], pin_memory: bool) -> None:
-    processor = processor_type(None, META, pin_memory)
+    processor = processor_type(CONFIG, META, pin_memory)
     copies = Copies()
     for _, update, _ in updates():
         with copies:
@@ -163,7 +184,7 @@ def test_update_state_copies_without_waiting(processor_type: type[LogitsProcesso
 
 def test_nothing_is_copied_while_nothing_changes() -> None:
     for processor_type in PROCESSORS:
-        processor = processor_type(None, META, False)
+        processor = processor_type(CONFIG, META, False)
         for _, update, _ in itertools.islice(updates(), 2):
             processor.update_state(update)
         copies = Copies()
@@ -182,3 +203,52 @@ def test_draft_rows_are_copied_without_waiting(pin_memory: bool) -> None:
     with copies:
         processor.apply_with_spec_decode(torch.empty(4, VOCAB_SIZE, device=META), [2, 1, 1])
     assert copies.seen == [(pin_memory, True)] * 2
+
+
+class NoWaitingButCopies(NoWaiting):
+    """Lets copies to the device pass for which the host does not wait."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].device == CPU and (kwargs or {}).get("non_blocking"):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+ROW_LEVEL: list[tuple[str, dict[str, Any]]] = [
+    ("cite_from_prompt", {"conditional_boost_factor": 1.0}),
+    ("disallowed_tokens", {"token_ids": [3, 5]}),
+    ("force_last_phrase", {"phrase": "So final"}),
+    ("gen_length", {"boost_factor": 1.0, "complete_sentences": True}),
+    ("max_time", {"max_time": 0.0}),
+    ("multiple_choice", {"boost_first_words": 0.5}),
+    ("no_repeat_ngram", {"ngram_size": 2, "window_size": 9}),
+    ("prevent_hallucination", {"phrase": "Thanks", "tolerate": 0}),
+    ("multi_sequence", {"eos_token_ids": [6]}),
+    (
+        "strict_think_mode",
+        {"max_thinking_tokens": 2, "end_think_token_ids": [8, 9], "begin_think_token_ids": [7]},
+    ),
+    ("think_mode", {"max_thinking_tokens": 2, "end_think_token_ids": [8, 9]}),
+    ("thinking_budget", {"thinking_budget": 0, "start": [21], "end": [8, 9], "newline": [6]}),
+    ("tree", {"tree": {"prefix_dict": {"225": [6, 4], "225_6": [5]}}}),
+    ("trigger_phrase", {"phrase": "So final", "trigger_token_phrase": "fig", "trigger_time": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), ROW_LEVEL)
+def test_row_level_processors_do_not_wait(
+    name: str, params: dict[str, Any], zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]
+) -> None:
+    processor = installed_processors().make(name)
+    prompt = [4, 12, 6, 20, 4, 13, 6, 21]
+    rows = [
+        make_row(params, prompt, [], vocab_size=48, eos_token_ids={2}, tokenizer=zoo_model.tokenizer) for _ in range(3)
+    ]
+    for members in ([0], [0, 1, 2], [0, 1, 2], [2, 0]):
+        logits = torch.empty(len(members), 48, device=META)
+        with NoWaitingButCopies():
+            assert processor(logits, [rows[member] for member in members]) is logits
+        for member in members:
+            rows[member]["__req__"].output_ids.append(6)

@@ -53,6 +53,16 @@ def test_prompts_go_where_sglang_wants_them(prompt: Any, field: str) -> None:
     assert len({"text", "input_ids"} & body.keys()) == 1
 
 
+def test_both_names_of_the_thinking_budget() -> None:
+    assert generate_body("Hi", thinking_token_budget=5)["sampling_params"] == {"thinking_token_budget": 5}
+    body = generate_body("Hi", max_thinking_tokens=5)
+    assert (body["max_thinking_tokens"], body["sampling_params"]) == (5, {})
+    completion = requests.completions("Hi", None, CompletionOptions(thinking_token_budget=5), stream=False)
+    assert completion.json["thinking_token_budget"] == 5
+    chat = requests.chat([{"role": "user"}], None, ChatOptions(thinking_token_budget=5), stream=False)
+    assert chat.json["thinking_token_budget"] == 5
+
+
 def test_sampling_parameters_and_the_rest_are_told_apart() -> None:
     body = generate_body("Hi", 2, temperature=0.5, seed=7, stop=["."], return_logprob=True, rid="r1", top_k=None)
     assert body["sampling_params"] == {"temperature": 0.5, "sampling_seed": 7, "stop": ["."], "n": 2}

@@ -17,6 +17,7 @@ def real_server() -> Iterator[str]:
         port=0,
         enable_custom_logit_processor=True,
         processor_isolation="none",
+        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
         max_model_len=1024,
         random_seed=0,
         log_level="warning",

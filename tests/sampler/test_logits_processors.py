@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
-from logitship.sampler.logits_processors import LogitsProcessors
+from logitship.sampler.logits_processors import ForcingLogitsProcessor, LogitsProcessors
 
 
 class Recorder(LogitsProcessor):
@@ -21,18 +21,24 @@ class Recorder(LogitsProcessor):
         self.updates.append(batch_update)
 
 
+class Forcer(Recorder, ForcingLogitsProcessor):
+    pass
+
+
 def test_split_keeps_the_order() -> None:
     a, b, c, d = Recorder(True), Recorder(False), Recorder(True), Recorder(False)
-    processors = LogitsProcessors([a, b, c, d])
+    e, f = Forcer(False), Forcer(False)
+    processors = LogitsProcessors([a, e, b, c, f, d])
     assert processors.non_argmax_invariant == [b, d]
+    assert processors.forcing == [e, f]
     assert processors.argmax_invariant == [a, c]
-    assert list(processors.all) == [b, d, a, c]
+    assert list(processors.all) == [b, d, e, f, a, c]
 
 
 def test_every_processor_hears_of_every_step() -> None:
-    recorders = [Recorder(True), Recorder(False)]
+    recorders = [Recorder(True), Recorder(False), Forcer(False)]
     processors = LogitsProcessors(recorders)
     update = BatchUpdate(0, [], [], [])
     processors.update_state(update)
     processors.update_state(None)
-    assert [recorder.updates for recorder in recorders] == [[update, None], [update, None]]
+    assert [recorder.updates for recorder in recorders] == [[update, None]] * 3

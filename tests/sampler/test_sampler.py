@@ -13,7 +13,7 @@ from logitship.builtin_processors.min_p import MinPLogitsProcessor
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
-from logitship.sampler.logits_processors import LogitsProcessors
+from logitship.sampler.logits_processors import ForcingLogitsProcessor, LogitsProcessors
 from logitship.sampler.sampler import (
     NonFiniteLogitsError,
     NoTokenLeftError,
@@ -68,6 +68,10 @@ class Edit(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         self.updated = batch_update
+
+
+class Forcing(Edit, ForcingLogitsProcessor):
+    """The same at step 4."""
 
 
 class Shipped(Edit):
@@ -291,14 +295,16 @@ def test_processors_run_in_the_order_of_the_contract() -> None:
         return edit
 
     changing, invariant = Edit(note("changing")), Edit(note("invariant"), invariant=True)
+    forcing = Forcing(note("forcing"))
     shipped = Shipped(note("shipped"))
     params = SamplingParams(temperature=0.5, seed=1, presence_penalty=1.0, allowed_token_ids=frozenset({0, 1, 2}))
-    sampler = Sampler(4, CPU, LogitsProcessors([invariant, changing]), shipped)
+    sampler = Sampler(4, CPU, LogitsProcessors([invariant, forcing, changing]), shipped)
     sampler.update_state(BatchUpdate(1, [], [(0, params, [], [2])], []))
     sampler.sample(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
-    assert order == ["changing", "shipped", "invariant"]
+    assert order == ["changing", "forcing", "shipped", "invariant"]
     assert changing.seen[0].tolist() == [[1.0, 2.0, 3.0, -INF]]  # after the masks, before the penalties
-    assert shipped.seen[0].tolist() == [[1.0, 2.0, 2.0, -INF]]  # after the penalties
+    assert forcing.seen[0].tolist() == [[1.0, 2.0, 2.0, -INF]]  # after the penalties
+    assert shipped.seen[0].tolist() == [[1.0, 2.0, 2.0, -INF]]
     assert invariant.seen[0].tolist() == [[2.0, 4.0, 4.0, -INF]]  # after the temperature
 
 

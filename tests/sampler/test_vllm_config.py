@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.sampler.vllm_config import ModelConfig, SchedulerConfig, VllmConfig, vllm_config
+from logitship.sampler.vllm_config import ModelConfig, ReasoningConfig, SchedulerConfig, VllmConfig, vllm_config
 
 
 def make(**changes: Any) -> VllmConfig:
@@ -65,6 +65,20 @@ def test_what_was_not_said_is_as_in_vllm() -> None:
     assert (model.tokenizer_mode, model.tokenizer_revision, model.trust_remote_code) == ("auto", None, False)
     assert (model.seed, model.logprobs_mode, model.logits_processors) == (0, "raw_logprobs", None)
     assert (model.hf_config, model.hf_text_config) == (None, None)
+
+
+def test_how_the_model_writes_its_thinking() -> None:
+    reasoning = ReasoningConfig(
+        reasoning_start_str="<think>",
+        reasoning_end_str="Time is up.</think>",
+        reasoning_start_token_ids=[2],
+        reasoning_end_token_ids=[7, 3],
+        natural_reasoning_end_token_ids=[3],
+    )
+    assert make().reasoning_config is None
+    config = make(reasoning_config=reasoning)
+    assert config.reasoning_config is reasoning
+    assert (reasoning.enabled, reasoning.reasoning_parser) == (True, "")
 
 
 def test_a_setting_that_is_not_here_is_refused_with_what_is() -> None:

@@ -13,7 +13,7 @@ from logitship.server.config import ServerConfig
 
 @pytest.fixture(autouse=True)
 def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOGITSHIP_API_KEY", "LOGITSHIP_SHIPPING_API_KEY"):
+    for name in ("LOGITSHIP_API_KEY", "LOGITSHIP_SHIPPING_API_KEY", "TREE_DECODE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -56,6 +56,8 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "max_model_len": ["7"],
         "random_seed": ["7"],
         "allow_processor": [str(allowed)],
+        "tree": ["cities=cities.json"],
+        "reasoning_config": ['{"reasoning_parser": "qwen3"}'],
     }.get(field) or ([] if default is False else [OTHER_VALUES.get(type(default), "other")])
     assert cli.main(["serve", flag, *written, *("--enable-custom-logit-processor" for _ in also)]) == 0
     value = getattr(configs[0], field)
@@ -103,6 +105,19 @@ def test_keys_in_the_environment(configs: list[ServerConfig], monkeypatch: pytes
     assert keys == [(("a", "b"), ("s",)), (("c",), ("s",)), (("a", "b"), ("t",)), (("a", "b"), ()), ((), ())]
 
 
+def test_the_tree_in_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("tree.json", ""):
+        monkeypatch.setenv("TREE_DECODE_CONFIG", value)
+        assert cli.main(["serve"]) == 0
+        assert cli.main(["serve", "--tree-decode-config", "other.json"]) == 0
+    assert [config.tree_decode_config for config in configs] == ["tree.json", "other.json", None, "other.json"]
+
+
+def test_trees(configs: list[ServerConfig]) -> None:
+    assert cli.main(["serve", "--tree", "a=a.json", "b=b=b.json", "--tree", "c=/c"]) == 0
+    assert configs[0].named_trees == {"a": "a.json", "b": "b=b.json", "c": "/c"}
+
+
 def test_a_hole_in_the_environments_keys(
     configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +142,13 @@ def test_a_hole_in_the_environments_keys(
         (["serve", "--shipping-api-key", "s"], "set enable_custom_logit_processor as well"),
         (["serve", "--allow-processor", "./nowhere"], "allow_processor: ./nowhere cannot be read"),
         (["serve", "--sandbox-cpu-time", "nan"], "sandbox_cpu_time must be above 0"),
+        (["serve", "--reasoning-config", "qwen3"], "reasoning_config: is not JSON"),
         (["serve", "--port"], "expected one argument"),
+        (["serve", "--tree", "a.json"], "tree: expected NAME=FILE, got 'a.json'"),
+        (["serve", "--tree", "=a.json"], "tree: expected NAME=FILE"),
+        (["serve", "--tree", "a="], "tree: expected NAME=FILE"),
+        (["serve", "--tree", "a=1", "a=2"], "tree: two trees are named 'a'"),
+        (["serve", "--tree", "a=1", "--tree-decode-config", "a"], "tree: two trees are named 'a'"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "the following arguments are required: COMMAND"),
     ],

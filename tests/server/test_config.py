@@ -32,6 +32,16 @@ def test_a_key_that_no_request_can_send(field: str, key: Any) -> None:
     assert "secret" not in str(refused.value)
 
 
+def test_trees_by_name() -> None:
+    config = ServerConfig(tree="cities=a=b.json")
+    assert (config.tree, config.named_trees) == (("cities=a=b.json",), {"cities": "a=b.json"})
+    assert ServerConfig(tree=["a=1", "b=2"]).named_trees == {"a": "1", "b": "2"}
+    with pytest.raises(ValueError, match=r"^tree: two trees are named 'a'$"):
+        ServerConfig(tree=["a=1", "a=1"])
+    with pytest.raises(ValueError, match=r"^tree: expected NAME=FILE, got 'a\.json'$"):
+        ServerConfig(tree="a.json")
+
+
 def test_keys_are_not_shown() -> None:
     shown = repr(ServerConfig(api_key="secret", shipping_api_key=("secret", "secrets"), **SHIPPING))  # type: ignore[arg-type]
     assert "secret" not in shown

@@ -190,7 +190,16 @@ class FakeEngine(AsyncEngine):
         self.accepting = True
 
     async def submit(self, request: GenerationRequest) -> GenerationStream:
-        check(request, Limits(self.model.vocab_size, self.model.max_model_len, self.config.max_logprobs))
+        knows_thinking = self.config.reasoning_strings is not None
+        check(
+            request,
+            Limits(
+                self.model.vocab_size,
+                self.model.max_model_len,
+                self.config.max_logprobs,
+                knows_thinking=knows_thinking,
+            ),
+        )
         if self.refuse_all is not None:
             raise self.refuse_all
         if request.rid in self.refusals:

@@ -53,6 +53,15 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 12
 
 
+def test_a_thinking_budget(make_llm: MakeLLM) -> None:
+    llm = make_llm(reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"})
+    budgets = [SamplingParams(temperature=0, max_tokens=4, thinking_token_budget=budget) for budget in (0, 7, None)]
+    ended, later, never = tokens(quiet(llm, ["<think>hello"] * 3, budgets))
+    assert (ended[0], later[2], 3 in never) == (3, 3, False)
+    with pytest.raises(InvalidRequest, match="thinking_token_budget: this server does not know"):
+        quiet(make_llm(), "hello", SamplingParams(thinking_token_budget=5))
+
+
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert quiet(llm, []) == []
 

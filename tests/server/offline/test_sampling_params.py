@@ -46,6 +46,7 @@ def test_what_vllm_has_and_this_engine_has_not_is_refused(name: str) -> None:
         ({"n": 0}, "n: must be an integer"),
         ({"n": True}, "n: must be an integer"),
         ({"n": 1.0}, "n: must be an integer"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget: must be an integer: 0 or greater, or -1"),
         ({"temperature": -1}, "temperature: must be 0"),
         ({"custom_params": {"__req__": 1}}, "custom_params: the key '__req__'"),
         ({"custom_logit_processor": "a", "logits_processors": ["b"]}, "logits_processors: give either this or"),
@@ -100,6 +101,7 @@ def test_sglangs_names() -> None:
             "custom_logit_processor": "x",
             "extra_args": {"b": 2},
             "n": 3,
+            "thinking_token_budget": 7,
         }
     )
     assert params == SamplingParams(
@@ -113,6 +115,7 @@ def test_sglangs_names() -> None:
         custom_logit_processor="x",
         extra_args={"b": 2},
         n=3,
+        thinking_token_budget=7,
     )
 
 
@@ -123,8 +126,8 @@ def test_sglangs_defaults_and_other_spelling_of_the_seed() -> None:
 
 
 def test_sglangs_mistakes_are_named_by_their_path() -> None:
-    with pytest.raises(BadRequest, match=r"here.json_schema: is not supported"):
-        SamplingParams.from_sglang({"json_schema": "{}"}, "here")
+    with pytest.raises(BadRequest, match=r"here.stop_regex: is not supported"):
+        SamplingParams.from_sglang({"stop_regex": "a"}, "here")
     with pytest.raises(BadRequest, match=r"here.top_k: "):
         SamplingParams.from_sglang({"top_k": "5"}, "here")
 

@@ -5,7 +5,7 @@ import copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitship.builtin_processors.state_history import StateHistory
+from logitship.builtin_processors.parts.state_history import StateHistory
 
 tokens = st.lists(st.integers(0, 2), max_size=12)
 
@@ -53,3 +53,16 @@ def test_copies_go_on_by_themselves() -> None:
     fork = copy.deepcopy(history)
     assert history.follow([1, 2], step) == (1, 2)
     assert fork.follow([1, 3], step) == (1, 3)
+
+
+def test_a_step_knows_its_place() -> None:
+    history, places = StateHistory(0), list[int]()
+
+    def note(state: int, token: int) -> int:
+        places.append(len(history))
+        return state
+
+    history.follow([5, 6, 7], note)
+    history.follow([5, 8], note)
+    assert places == [0, 1, 2, 1]
+    assert len(history) == 2

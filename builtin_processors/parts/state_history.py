@@ -27,6 +27,10 @@ class StateHistory(Generic[S]):
         self._states = [initial]
         self._tokens: list[int] = []
 
+    def __len__(self) -> int:
+        """Number of tokens that were followed. While `step` is called: of those before its token."""
+        return len(self._tokens)
+
     def follow(self, output: Sequence[int], step: Callable[[S, int], S]) -> S:
         """The state after `output`.
 
@@ -36,7 +40,7 @@ class StateHistory(Generic[S]):
         """
         known = len(self._tokens)
         if known > len(output) or (known and output[known - 1] != self._tokens[-1]):
-            known = _common(self._tokens, output)
+            known = common_length(self._tokens, output)
             del self._states[known + 1 :], self._tokens[known:]
         if known < len(output):
             for token in output[known:]:
@@ -45,7 +49,7 @@ class StateHistory(Generic[S]):
         return self._states[-1]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common prefix."""
     shorter = min(len(one), len(other))
     return next((place for place in range(shorter) if one[place] != other[place]), shorter)

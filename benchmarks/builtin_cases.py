@@ -1,0 +1,148 @@
+"""What `builtin_step.py` times: built-in processors, each with parameters and with histories that keep it busy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from logitship.builtin_processors import installed_processors
+from logitship.builtin_processors.thinking_budget import ThinkingBudgetLogitProcessor
+from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
+from logitship.sampler.interface import LogitsProcessor
+from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
+
+VOCAB_SIZE = 202_048
+"""Holds the tokens of all models that SGLang has a thinking budget for."""
+
+NUM_DISALLOWED = 100
+NEVER = 1_000_000
+"""A budget that no history spends."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the table.
+
+    Attributes:
+        processor: the name it is installed under, or the batch processor's sampling parameter.
+        params: makes the request's parameters, given its row; a batch processor's are sampling parameters.
+        history: makes a row's first tokens, which random ones follow.
+        says: what sets this case apart from others of the processor.
+        sglang_class: what does the same in SGLang, if anything.
+        make_batch_processor: None: it is a row-level one.
+    """
+
+    processor: str
+    params: Callable[[int], dict[str, Any]]
+    history: Callable[[int], list[int]] = lambda row: []
+    says: str = ""
+    sglang_class: str | None = None
+    make_batch_processor: Callable[[], LogitsProcessor] | None = None
+
+    @property
+    def title(self) -> str:
+        """Names the line."""
+        return f"{self.processor}, {self.says}" if self.says else self.processor
+
+    def tokens(self, row: int, length: int) -> list[int]:
+        """The tokens of a row, one after the other."""
+        generator = random.Random(row)
+        begin = self.history(row)
+        # Ordinary ones: most models have their special tokens, which start and end thinking, in front or at the end.
+        return begin + [generator.randrange(1000, 100_000) for _ in range(length - len(begin))]
+
+
+def random_tokens(row: int) -> list[int]:
+    """Tokens to disallow."""
+    return random.Random(-1 - row).sample(range(VOCAB_SIZE), NUM_DISALLOWED)
+
+
+def _thinking_cases() -> list[Case]:
+    """One of each model. The block is open from the first token on, and never ends."""
+    cases = []
+    for name in installed_processors():
+        processor = installed_processors().get(name)
+        if issubclass(processor, ThinkingBudgetLogitProcessor):
+            cases.append(
+                Case(
+                    name,
+                    lambda row: {"thinking_budget": NEVER},
+                    lambda row, start=processor.THINKING_START_TOKEN_ID: [start],  # type: ignore[misc]
+                    sglang_class=processor.__name__,
+                )
+            )
+    return cases
+
+
+QWEN3_MARKERS = {"start": [151667], "end": [151668], "newline": [198]}
+LONG_MARKERS = {"start": [27, 26865, 29], "end": [522, 26865, 29], "newline": [198]}
+
+
+def _thinking_token_budget() -> LogitsProcessor:
+    reasoning = ReasoningConfig(
+        reasoning_start_str="<think>",
+        reasoning_end_str="</think>",
+        reasoning_start_token_ids=LONG_MARKERS["start"],
+        reasoning_end_token_ids=LONG_MARKERS["end"],
+        natural_reasoning_end_token_ids=LONG_MARKERS["end"],
+    )
+    config = VllmConfig(SchedulerConfig(max_num_seqs=256), reasoning_config=reasoning)
+    return ThinkingTokenBudgetLogitsProcessor(config, torch.device("cpu"), is_pin_memory=False)
+
+
+_CASES = [
+    Case(
+        "disallowed_tokens",
+        lambda row: {"token_ids": random_tokens(0)},
+        says="one list",
+        sglang_class="DisallowedTokensLogitsProcessor",
+    ),
+    Case("disallowed_tokens", lambda row: {"token_ids": random_tokens(row)}, says="each its own"),
+    Case(
+        "no_repeat_ngram",
+        lambda row: {"ngram_size": 30, "window_size": 90, "whitelist_token_ids": [128821, 128822]},
+        says="30 in 90",
+        sglang_class="DeepseekOCRNoRepeatNGramLogitProcessor",
+    ),
+    Case(
+        "no_repeat_ngram",
+        lambda row: {"ngram_size": 3, "window_size": 100_000},
+        says="3 in all",
+        sglang_class="DeepseekOCRNoRepeatNGramLogitProcessor",
+    ),
+    *_thinking_cases(),
+    Case(
+        "qwen3_thinking_budget",
+        lambda row: {"thinking_budget": 0},
+        lambda row: [151667],
+        says="spent",
+        sglang_class="Qwen3ThinkingBudgetLogitProcessor",
+    ),
+    Case(
+        "thinking_budget",
+        lambda row: {"thinking_budget": NEVER, **QWEN3_MARKERS},
+        lambda row: [151667],
+        says="one token",
+        sglang_class="Qwen3ThinkingBudgetLogitProcessor",
+    ),
+    Case(
+        "thinking_budget",
+        lambda row: {"thinking_budget": NEVER, **LONG_MARKERS},
+        lambda row: list(LONG_MARKERS["start"]),
+        says="three tokens",
+    ),
+    Case(
+        "thinking_token_budget",
+        lambda row: {"thinking_token_budget": NEVER},
+        lambda row: list(LONG_MARKERS["start"]),
+        make_batch_processor=_thinking_token_budget,
+    ),
+    Case("think_mode", lambda row: {"max_thinking_tokens": NEVER, "end_think_token_ids": LONG_MARKERS["end"]}),
+    Case("multi_sequence", lambda row: {"eos_token_ids": [2]}),
+]
+
+CASES = [case for case in _CASES if case.make_batch_processor or case.processor in installed_processors()]

@@ -1,0 +1,139 @@
+"""Answers in the words of the prompt. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+
+from .base import BuiltinProcessor
+from .params import Expects, ModelFacts, ProcessorParams
+from .parts.row_constants import RowConstants, to_device
+from .parts.text_tokens import Boost, end_token
+
+
+class CiteFromPromptParams(ProcessorParams):
+    """See `CiteFromPromptLogitsProcessor`."""
+
+    boost_factor: Boost = 1.0
+    """What is added to the logit of each token of the prompt. Below 0: other words than the prompt's."""
+    boost_eos: Annotated[bool, Expects("true or false")] = True
+    """Whether the end token is boosted, too."""
+    conditional_boost_factor: Boost = 0.0
+    """What is added, beside that, to each token that follows the last drawn one somewhere in the prompt."""
+
+
+@dataclass(frozen=True)
+class Citation:
+    """What a request asks for. `end_token`: boosted like the prompt's; None: not."""
+
+    boost_factor: float
+    conditional_boost_factor: float
+    end_token: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTokens:
+    """What is boosted in a sequence's rows.
+
+    Attributes:
+        boosted: distinct tokens, within the vocabulary.
+        boost_factor: what is added to them.
+        followers: token → the distinct tokens that follow it in the prompt, within the vocabulary. Empty if these are
+            not boosted.
+    """
+
+    boosted: tuple[int, ...]
+    boost_factor: float
+    followers: Mapping[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], wanted: Citation, vocab_size: int) -> PromptTokens:
+        """Look through a prompt."""
+        boosted = {token for token in prompt if token < vocab_size}
+        if wanted.end_token is not None:
+            boosted.add(wanted.end_token)
+        followers: dict[int, dict[int, None]] = {}
+        if wanted.conditional_boost_factor:
+            for token, follower in pairwise(prompt):
+                if follower < vocab_size:
+                    followers.setdefault(token, {})[follower] = None
+        return cls(
+            tuple(sorted(boosted)),
+            wanted.boost_factor,
+            {token: tuple(following) for token, following in followers.items()},
+        )
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Cells of the logits, each at most once, and what is added to them: int64 [n], int64 [n], float32 [n]."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    boosts: torch.Tensor
+
+    @classmethod
+    def of(cls, boosted: Sequence[tuple[int, Sequence[int], float]], device: torch.device) -> _Cells:
+        """Cells from (row, its tokens, what is added to each)."""
+        counts = [len(tokens) for _, tokens, _ in boosted]
+        return cls(
+            to_device(np.repeat([row for row, _, _ in boosted], counts), np.int64, device),
+            to_device(np.concatenate([np.array(tokens, dtype=np.int64) for _, tokens, _ in boosted]), np.int64, device),
+            to_device(np.repeat([boost for _, _, boost in boosted], counts), np.float32, device),
+        )
+
+    def add_to(self, logits: torch.Tensor) -> None:
+        """Add the boosts, in place."""
+        logits[self.rows, self.tokens] += self.boosts
+
+
+class CiteFromPromptLogitsProcessor(BuiltinProcessor):
+    """Adds `boost_factor` to the logit of each token that the prompt has, and of the end token.
+
+    With `conditional_boost_factor`, a token that follows the last drawn one somewhere in the prompt gets that, too.
+    However often a token stands in the prompt, it is boosted once.
+    """
+
+    name = "cite_from_prompt"
+    Params = CiteFromPromptParams
+
+    def __init__(self) -> None:
+        self._cells: RowConstants[PromptTokens, _Cells] = RowConstants(_prompt_cells)
+
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> Citation:
+        """See `BuiltinProcessor.prepare`."""
+        read = CiteFromPromptParams.read(params, model)
+        if read.boost_eos and not model.eos_token_ids:
+            raise ValueError("boost_eos: the model has no end token, send false")
+        return Citation(read.boost_factor, read.conditional_boost_factor, end_token(model) if read.boost_eos else None)
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Boost the tokens of the rows' prompts, in place."""
+        if not custom_param_list:
+            return logits
+        prompts = [self._prompt(params, logits.shape[1]) for params in custom_param_list]
+        self._cells.of(prompts, logits.device).add_to(logits)
+        following = [
+            (row, tokens, self.prepared(params).conditional_boost_factor)
+            for row, (params, prompt) in enumerate(zip(custom_param_list, prompts, strict=True))
+            if (output := params["__req__"].output_ids) and (tokens := prompt.followers.get(output[-1]))
+        ]
+        if following:
+            _Cells.of(following, logits.device).add_to(logits)
+        return logits
+
+    def _prompt(self, params: dict[str, Any], vocab_size: int) -> PromptTokens:
+        request = params["__req__"]
+        if self.name not in request.state:
+            request.state[self.name] = PromptTokens.of(request.origin_input_ids, self.prepared(params), vocab_size)
+        prompt: PromptTokens = request.state[self.name]
+        return prompt
+
+
+def _prompt_cells(prompts: Sequence[PromptTokens], device: torch.device) -> _Cells:
+    return _Cells.of([(row, prompt.boosted, prompt.boost_factor) for row, prompt in enumerate(prompts)], device)

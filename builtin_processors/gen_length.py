@@ -1,0 +1,70 @@
+"""Shorter or longer answers. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from .base import BuiltinProcessor
+from .params import Expects, ModelFacts
+from .parts.row_constants import to_device
+from .parts.target_token import TargetToken, TargetTokenParams
+from .parts.text_tokens import LARGEST_BOOST, Boost
+
+
+class GenLengthParams(TargetTokenParams):
+    """See `GenLengthLogitsProcessor`."""
+
+    boost_factor: Boost
+    """What is added after 10 tokens. Below 0: longer answers. From -1 to 1 is usual."""
+    p: Annotated[int, Field(ge=0, le=20), Expects("an integer from 0 to 20")] = 2
+    """The power of the number of tokens with which the boost grows."""
+
+
+@dataclass(frozen=True)
+class LengthBoost:
+    """What a request asks for: a token, and what is added to its logit."""
+
+    target: TargetToken
+    boost_factor: float
+    p: int
+
+    def after(self, num_output_tokens: int) -> float:
+        """`boost_factor * (tokens / 10) ** p`, within the range of a logit."""
+        boost: float = self.boost_factor * num_output_tokens**self.p / 10**self.p
+        return min(max(boost, -LARGEST_BOOST), LARGEST_BOOST)
+
+
+class GenLengthLogitsProcessor(BuiltinProcessor):
+    """Adds to the end token's logit what grows with the number of tokens: `boost_factor * (tokens / 10) ** p`.
+
+    Nothing is added any more once the token was drawn. With `boost_token_str` another token than the end token is
+    boosted; with `complete_sentences`, only after a full stop or a new line.
+    """
+
+    name = "gen_length"
+    Params = GenLengthParams
+
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> LengthBoost:
+        """See `BuiltinProcessor.prepare`."""
+        read = GenLengthParams.read(params, model)
+        return LengthBoost(TargetToken.of(read, model), read.boost_factor, read.p)
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Boost each row's token, in place, with one write for all rows."""
+        cells: list[tuple[int, int]] = []
+        boosts: list[float] = []
+        for row, params in enumerate(custom_param_list or ()):
+            wanted: LengthBoost = self.prepared(params)
+            if wanted.target.is_due(params, self.name):
+                cells.append((row, wanted.target.token))
+                boosts.append(wanted.after(len(params["__req__"].output_ids)))
+        if cells:
+            rows, tokens = to_device(cells, np.int64, logits.device).unbind(1)
+            logits[rows, tokens] += to_device(boosts, np.float32, logits.device)
+        return logits

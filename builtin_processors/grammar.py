@@ -1,0 +1,242 @@
+"""Constrains an output to a grammar: a JSON schema, a regular expression, EBNF, or a choice of texts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from logitship.sampler.device_tensor import copies_to
+
+from .base import BuiltinProcessor
+from .grammars import source as grammar_source
+from .grammars.compiler import GrammarCompiler
+from .grammars.cursor import GrammarCursor, Words
+from .params import Expects, ModelFacts, ProcessorParams, TokenIds, check_token_ids
+from .thinking_token_budget import ReasoningMarkers
+
+_log = logging.getLogger(__name__)
+
+MAX_GRAMMAR_LENGTH = 1 << 18
+"""Characters of a grammar. A JSON schema for OpenAI's API may have about half of that."""
+
+
+class GrammarParams(ProcessorParams):
+    """See `GrammarProcessor`. Exactly one of `json_schema`, `json_object`, `regex`, `ebnf` and `choice`."""
+
+    json_schema: Annotated[
+        dict[str, Any] | bool | str | None, Expects("a JSON schema, as an object or as JSON text")
+    ] = None
+    """A JSON schema (draft 2020-12 and older), as an object or as JSON text. true or {}: any JSON."""
+    json_object: Annotated[Literal[True] | None, Expects("true")] = None
+    """Any JSON object."""
+    regex: Annotated[str | None, Expects("a regular expression")] = None
+    """A regular expression that the whole output matches, in the syntax of Rust's `regex` crate."""
+    ebnf: Annotated[str | None, Expects("a grammar, as text")] = None
+    """A context-free grammar: EBNF as xgrammar and llama.cpp (GBNF) write it, with a rule `root ::= …`, or Lark as
+    llguidance writes it, with a rule `start: …`."""
+    choice: Annotated[list[str] | None, Expects("a list of strings")] = None
+    """Texts, one of which is the output."""
+    whitespace_pattern: Annotated[str | None, Expects("a regular expression")] = None
+    """What may stand between the parts of JSON: a regular expression. "": nothing. Left out: any white space."""
+    after: Annotated[str | TokenIds | None, Expects("a text, or a list of token ids")] = None
+    """Tokens after which the constrained text begins, such as `</think>`. Until they are drawn, one right after the
+    other, every token is allowed. A text stands for the tokens that the tokenizer makes of it. Left out: it begins at
+    once, or behind the thinking that the prompt has begun."""
+
+    @field_validator("after", mode="before")
+    @classmethod
+    def _check_after(cls, after: Any, info: ValidationInfo) -> Any:
+        if after in ("", []):
+            raise ValueError("expected at least one token: leave it out to begin at once")
+        return check_token_ids(after, info) if isinstance(after, list) else after
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(CONSTRAINTS)}; got {' and '.join(given) or 'none'}")
+        if self.whitespace_pattern is not None and given[0] not in ("json_schema", "json_object"):
+            raise ValueError(f"whitespace_pattern: goes with json_schema or json_object, not with {given[0]}")
+        return self
+
+    @property
+    def constraint(self) -> str:
+        """Name of the one that is given."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+
+    def source(self) -> str:
+        """The grammar in llguidance's words.
+
+        Raises:
+            ValueError: it is malformed, or too long.
+        """
+        given = getattr(self, self.constraint)
+        length = len(given if isinstance(given, str) else json.dumps(given))
+        if length > MAX_GRAMMAR_LENGTH:
+            raise ValueError(f"it has {length} characters, more than {MAX_GRAMMAR_LENGTH}")
+        match self.constraint:
+            case "regex":
+                return grammar_source.from_regex(given)
+            case "ebnf":
+                return grammar_source.from_ebnf(given)
+            case "choice":
+                return grammar_source.from_choice(given)
+        schema = {"type": "object"} if self.json_object else given
+        return grammar_source.from_json_schema(schema, self.whitespace_pattern)
+
+
+CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice")
+_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
+_IN_WORDS = {
+    "json_schema": "the JSON schema",
+    "json_object": "the JSON",
+    "regex": "the regular expression",
+    "ebnf": "the grammar",
+    "choice": "the choice",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedGrammar:
+    """What a request's sequences share.
+
+    Attributes:
+        key: tells it from other grammars in a sequence's state.
+        matcher: at the beginning of the text; to be copied.
+        after: the tokens after which the text begins; empty: it begins at once.
+    """
+
+    key: str
+    matcher: LLMatcher
+    after: tuple[int, ...]
+
+
+class GrammarProcessor(BuiltinProcessor):
+    """Allows the tokens with which the output stays a beginning of what the grammar describes.
+
+    When the text is complete, the model's end tokens are allowed, beside the tokens that continue it, if there are any.
+    A row whose output does not fit, because something else forced a token, is left with no token: the request ends with
+    an error. Where a prompt leaves the model thinking, the text begins behind the end of that, as in vLLM and SGLang.
+
+    The masks are computed by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser on top of a lexer
+    of derivatives of regular expressions, on the CPU, some 0.01 to 1 ms a row.
+
+    Args:
+        reasoning: how the model writes its thinking; None: nobody said.
+    """
+
+    name = "grammar"
+    Params = GrammarParams
+    is_mask = True
+
+    def __init__(self, reasoning: ReasoningMarkers | None = None) -> None:
+        self._reasoning = reasoning
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+        self._executor: LLExecutor | None = None
+
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> PreparedGrammar:
+        """Compile the grammar, or find it among those that were compiled before."""
+        read = super().prepare(params, model)
+        source = ""
+        try:
+            source = read.source()
+            matcher = self._compiler_for(model).compile(source)
+        except (ValueError, RecursionError) as error:
+            reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
+            if source.startswith(grammar_source.EXACT):  # places are those of our own Lark
+                reason = _PLACE.sub("", reason)
+            raise ValueError(f"{_IN_WORDS[read.constraint]} cannot be used: {reason}") from None
+        after = _tokens(read.after, model)
+        key = sha256(f"{after}{source}".encode()).hexdigest()
+        return PreparedGrammar(f"grammar:{key}", matcher, after)
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Mask each row by its own grammar, in place, with one write for all rows."""
+        cursors = [self._cursor(params) for params in custom_param_list or ()]
+        if not all(cursor.is_free for cursor in cursors):
+            mask_tokens(logits, self._masks(cursors))
+        return logits
+
+    def _compiler_for(self, model: ModelFacts) -> GrammarCompiler:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(model)
+            return self._compiler
+
+    def _cursor(self, params: dict[str, Any]) -> GrammarCursor:
+        """The row's cursor, up to the end of its output."""
+        prepared: PreparedGrammar = self.prepared(params)
+        request = params["__req__"]
+        cursor: GrammarCursor | None = request.state.get(prepared.key)
+        if cursor is None:
+            after = [prepared.after] if prepared.after else self._ends_of_thinking(request.origin_input_ids)
+            cursor = GrammarCursor(prepared.matcher, frozenset(request.eos_token_ids), after)
+            request.state[prepared.key] = cursor
+        cursor.follow(request.output_ids)
+        return cursor
+
+    def _ends_of_thinking(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
+        """What ends the thinking that a prompt has begun; empty if it has not."""
+        if self._reasoning is None or self._reasoning.opened_in(prompt) is None:
+            return []
+        return [self._reasoning.end.token_ids, self._reasoning.natural_end.token_ids]
+
+    def _masks(self, cursors: Sequence[GrammarCursor]) -> Words:
+        """int32 [rows, words]: those that are new since the last step are computed at the same time."""
+        assert self._compiler is not None
+        words = np.full((len(cursors), self._compiler.mask_words), -1, dtype=np.int32)
+        new = []
+        for row, cursor in enumerate(cursors):
+            if cursor.is_refused:
+                words[row] = 0
+            elif cursor.mask is not None:
+                words[row] = cursor.mask
+            elif not cursor.is_free:
+                new.append(row)
+        self._fill(words, [(cursors[row].matcher, row) for row in new])
+        for row in new:
+            # llguidance would have the text end here, which would then not fit its grammar.
+            if cursors[row].matcher.is_error():
+                _log.warning("a grammar became too complex to go on: %s", cursors[row].matcher.get_error())
+                words[row] = 0
+            cursors[row].mask = words[row]
+        return words
+
+    def _fill(self, words: Words, matchers: list[tuple[LLMatcher, int]]) -> None:
+        if len(matchers) == 1:
+            fill_next_token_bitmask(matchers[0][0], words, matchers[0][1])
+        elif matchers:
+            self._executor = self._executor or LLExecutor()
+            fill_next_token_bitmask_par(self._executor, matchers, words)
+
+
+def mask_tokens(logits: torch.Tensor, words: Words) -> None:
+    """Set the logits of all tokens but the allowed ones to -inf, in place. The host does not wait for the device.
+
+    Args:
+        logits: float32 [rows, vocab].
+        words: int32 [rows, at least vocab / 32]; see `Words`.
+    """
+    device = logits.device
+    packed = copies_to(device, pin_memory=device.type == "cuda")(words.astype("<i4", copy=False).view(np.uint8))
+    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def _tokens(after: str | list[int] | None, model: ModelFacts) -> tuple[int, ...]:
+    if isinstance(after, str):
+        return tuple(model.tokenizer.encode(after, add_special_tokens=False))
+    return tuple(after or ())

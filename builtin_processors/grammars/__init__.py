@@ -1,0 +1,1 @@
+"""Grammars: compiled under limits, and followed along an output."""

@@ -1,0 +1,72 @@
+"""An end after a time. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from .base import BuiltinProcessor
+from .params import Expects, ModelFacts
+from .parts.enforce import enforce
+from .parts.row_constants import to_device
+from .parts.target_token import TargetToken, TargetTokenParams
+
+
+class MaxTimeParams(TargetTokenParams):
+    """See `MaxTimeLogitsProcessor`."""
+
+    max_time: Annotated[float, Field(ge=0), Expects("a number of seconds, 0 or greater")]
+    """Seconds from the sequence's first token on."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """What a request asks for: a token, and when it is enforced."""
+
+    target: TargetToken
+    max_time: float
+
+
+class MaxTimeLogitsProcessor(BuiltinProcessor):
+    """Enforces the end token once more than `max_time` seconds passed since the sequence's first step.
+
+    Until it is drawn, it is enforced in each step: where a mask forbids it, the answer goes on until it is allowed.
+    Afterwards no more. With `boost_token_str` another token than the end token is enforced; with `complete_sentences`,
+    only after a full stop or a new line. The time in the queue does not count; in the original's variant for vLLM it
+    does.
+
+    Args:
+        clock: seconds from any start, never going back.
+    """
+
+    name = "max_time"
+    Params = MaxTimeParams
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> Deadline:
+        """See `BuiltinProcessor.prepare`."""
+        read = MaxTimeParams.read(params, model)
+        return Deadline(TargetToken.of(read, model), read.max_time)
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Enforce the token in the rows whose time is over, in place."""
+        rows = custom_param_list or []
+        wanted: list[Deadline] = [self.prepared(params) for params in rows]
+        now = self._clock()
+        over = [self._is_over(params, each, now) for params, each in zip(rows, wanted, strict=True)]
+        if any(over):
+            tokens = to_device(([each.target.token] for each in wanted), np.int64, logits.device)
+            enforce(logits, tokens, to_device(over, np.bool_, logits.device))
+        return logits
+
+    def _is_over(self, params: Mapping[str, Any], wanted: Deadline, now: float) -> bool:
+        started: float = params["__req__"].state.setdefault(f"{self.name}:started", now)
+        return now - started > wanted.max_time and wanted.target.is_due(params, self.name)

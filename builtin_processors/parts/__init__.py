@@ -1,0 +1,1 @@
+"""What several built-in processors are made of."""

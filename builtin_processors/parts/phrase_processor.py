@@ -1,0 +1,126 @@
+"""What processors have in common that watch the logits, and write a phrase token by token when they see a reason."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from logitship.builtin_processors.base import BuiltinProcessor
+from logitship.builtin_processors.params import Expects, ProcessorParams
+
+from .enforce import enforce
+from .row_constants import RowConstants, padded, to_device
+from .step_states import RowState, StepStates, as_batch
+from .text_tokens import PhraseTokens
+
+Times = Annotated[int, Field(ge=0, le=1_000_000_000), Expects("an integer from 0 to 1000000000")]
+
+
+class PhraseParams(ProcessorParams):
+    """See `PhraseProcessor`."""
+
+    phrase: PhraseTokens
+    """What is written."""
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """The rows' phrases.
+
+    Attributes:
+        tokens: int64 [rows, longest phrase], padded.
+        lengths: int64 [rows].
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+    def at(self, places: torch.Tensor) -> torch.Tensor:
+        """The token at each row's place, int64 [rows, 1]. Places outside give any."""
+        last = self.tokens.shape[1] - 1
+        return self.tokens.gather(1, places.to(torch.int64).clamp(0, last).unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class PhraseStep:
+    """What to do in a step.
+
+    Attributes:
+        forced: bool [rows], the rows in which a token of the phrase is enforced.
+        places: [rows], its place in the phrase. Any, where nothing is enforced.
+        state: float64 [rows, numbers of a state], the states that follow.
+    """
+
+    forced: torch.Tensor
+    places: torch.Tensor
+    state: torch.Tensor
+
+
+class PhraseProcessor(BuiltinProcessor):
+    """Enforces a phrase, one token a step. A subclass says when it starts, and how it goes on.
+
+    When that is depends on the logits, so that only the device knows it: the host asks nothing, and keeps the rows'
+    states as tensors. If tokens are taken back, the state goes back with them, by up to `STEPS_KEPT` tokens.
+
+    The phrase goes on whatever is drawn. A token of it that a mask forbids is not enforced, see `enforce`.
+    """
+
+    Params = PhraseParams
+
+    def __init__(self) -> None:
+        self._constants: RowConstants[Any, tuple[Phrases, Any]] = RowConstants(self._make_constants)
+
+    @abstractmethod
+    def initial_state(self, prepared: Any) -> Sequence[float]:
+        """The numbers that are a sequence's state before its first step."""
+
+    @abstractmethod
+    def constants(self, rows: Sequence[Any], device: torch.device) -> Any:
+        """What `advance` needs of the rows' parameters, as tensors.
+
+        Args:
+            rows: what `prepare` made.
+        """
+
+    @abstractmethod
+    def advance(self, logits: torch.Tensor, state: torch.Tensor, phrases: Phrases, constants: Any) -> PhraseStep:
+        """What to do in a step. The host must not have to wait for the device.
+
+        Args:
+            logits: float32 [rows, vocab], not to be changed.
+            state: float64 [rows, numbers of a state], not to be changed.
+        """
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Enforce the next token of the phrase in the rows that are at one, in place."""
+        if not custom_param_list:
+            return logits
+        phrases, constants = self._constants.of([self.prepared(params) for params in custom_param_list], logits.device)
+        lengths = [len(params["__req__"].output_ids) for params in custom_param_list]
+        histories = [self._history(params, logits.device) for params in custom_param_list]
+        state = as_batch([history.before(length) for history, length in zip(histories, lengths, strict=True)])
+        step = self.advance(logits, state, phrases, constants)
+        enforce(logits, phrases.at(step.places), step.forced)
+        for row, (history, length) in enumerate(zip(histories, lengths, strict=True)):
+            history.add(length, RowState(step.state, row))
+        return logits
+
+    def _history(self, params: dict[str, Any], device: torch.device) -> StepStates:
+        state = params["__req__"].state
+        if self.name not in state:
+            initial = to_device([self.initial_state(self.prepared(params))], np.float64, device)
+            state[self.name] = StepStates(RowState(initial, 0))
+        history: StepStates = state[self.name]
+        return history
+
+    def _make_constants(self, rows: Sequence[Any], device: torch.device) -> tuple[Phrases, Any]:
+        phrases = Phrases(
+            padded([row.phrase for row in rows], device), to_device((len(row.phrase) for row in rows), np.int64, device)
+        )
+        return phrases, self.constants(rows, device)

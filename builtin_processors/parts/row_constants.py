@@ -1,0 +1,48 @@
+"""Tensors that depend on the rows of a batch, and not on the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from logitship.sampler.device_tensor import copies_to
+
+R = TypeVar("R")
+C = TypeVar("C")
+
+
+class RowConstants(Generic[R, C]):
+    """What `make` gave for the last batch, as long as the next one has the same rows.
+
+    Args:
+        make: gets what belongs to each row, and the device of the logits.
+    """
+
+    def __init__(self, make: Callable[[Sequence[R], torch.device], C]) -> None:
+        self._make = make
+        self._rows: list[R] = []
+        self._device: torch.device | None = None
+        self._made: C | None = None
+
+    def of(self, rows: Sequence[R], device: torch.device) -> C:
+        """The constants of these rows, which are the same if they are the same objects in the same order."""
+        same = len(rows) == len(self._rows) and all(one is other for one, other in zip(rows, self._rows, strict=True))
+        if self._made is None or not same or device != self._device:
+            self._made = self._make(rows, device)
+            self._rows, self._device = list(rows), device
+        return self._made
+
+
+def to_device(numbers: Iterable[Any], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
+    """Numbers of the host, or lists of numbers of one length, where the logits are. The host does not wait for it."""
+    return copies_to(device, pin_memory=device.type == "cuda")(np.array(list(numbers), dtype=dtype))
+
+
+def padded(token_lists: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """int64 [rows, longest list]. Shorter lists are filled up with their own first token; none may be empty."""
+    longest = max(map(len, token_lists))
+    return to_device(([*each, *[each[0]] * (longest - len(each))] for each in token_lists), np.int64, device)

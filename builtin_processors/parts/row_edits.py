@@ -1,0 +1,56 @@
+"""Edits of several rows of the logits with one write each, without waiting for their device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from logitship.sampler.device_tensor import TokenPositions, copies_to, token_positions
+
+
+def on_device(rows: npt.ArrayLike, columns: npt.ArrayLike, device: torch.device) -> TokenPositions:
+    """Rows, and a token id for each, as an index into logits on `device`."""
+    to_device = copies_to(device, pin_memory=device.type == "cuda")
+    return to_device(np.asarray(rows, dtype=np.int64)), to_device(np.asarray(columns, dtype=np.int64))
+
+
+def forbid_tokens(logits: torch.Tensor, positions: TokenPositions) -> None:
+    """Set the logits at `positions` to -inf, in place."""
+    # Made on the device: a Python number would be copied there, and waited for.
+    logits[positions] = logits.new_full((), -torch.inf)
+
+
+def force_tokens(logits: torch.Tensor, forced: Mapping[int, int], logit: float = 0.0) -> None:
+    """Leave some rows one token each, in place: all its other tokens become -inf.
+
+    Args:
+        logits: float32 [rows, vocab].
+        forced: row → the token.
+        logit: what the token gets.
+    """
+    if forced:
+        rows, columns = on_device(list(forced), list(forced.values()), logits.device)
+        logits.index_fill_(0, rows, -torch.inf)
+        logits[rows, columns] = logits.new_full((), logit)
+
+
+def keep_only(logits: torch.Tensor, kept: Mapping[int, npt.NDArray[np.int64]]) -> None:
+    """Set all logits of some rows to -inf, but those of some tokens; in place, and without waiting for the device.
+
+    Args:
+        logits: float32 [rows, vocab].
+        kept: row → the tokens that stay as they are, int64 [any] and within the vocabulary.
+    """
+    if not kept:
+        return
+    to_device = copies_to(logits.device, pin_memory=logits.device.type == "cuda")
+    positions = token_positions(kept, to_device)
+    values = logits[positions]
+    if len(kept) == len(logits):  # all rows: twice as fast
+        logits.fill_(-torch.inf)
+    else:
+        logits.index_fill_(0, to_device(np.array(list(kept), dtype=np.int64)), -torch.inf)
+    logits[positions] = values

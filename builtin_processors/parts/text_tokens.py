@@ -1,0 +1,117 @@
+"""Texts in a request's parameters, as tokens of the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field, PlainValidator, ValidationInfo
+
+from logitship.builtin_processors.params import Expects, ModelFacts, model_of, shown
+
+
+def read_phrase(value: Any, info: ValidationInfo) -> tuple[int, ...]:
+    """The tokens of a text.
+
+    Raises:
+        ValueError: it is no text, it is empty, or the model has not its tokens.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, got {shown(value)}")
+    token_ids = _encoded(value, model_of(info))
+    if not token_ids:
+        raise ValueError(f"expected a text of at least one token, got {shown(value)}")
+    return token_ids
+
+
+def read_token(value: Any, info: ValidationInfo) -> int:
+    """The token that a text is.
+
+    Tokenizers may put a token in front of every text: one for its beginning, or one for a space. That one is left out.
+    (The original takes the last of any two tokens then.)
+
+    Raises:
+        ValueError: it is no text, or not exactly one token of the model.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text of one token, got {shown(value)}")
+    model = model_of(info)
+    token_ids = _encoded(value, model)
+    if len(token_ids) == 2 and _is_put_in_front(token_ids[0], model.tokenizer):
+        token_ids = token_ids[1:]
+    if len(token_ids) != 1:
+        raise ValueError(f"expected a text of one token, but {shown(value)} is {len(token_ids)} tokens of this model")
+    if token_ids[0] == model.tokenizer.unk_token_id and value != model.tokenizer.unk_token:
+        raise ValueError(f"expected a text of one token, but {shown(value)} is unknown to this model")
+    return token_ids[0]
+
+
+def read_token_or_end(value: Any, info: ValidationInfo) -> int:
+    """The token that a text is, or without one the end token.
+
+    Raises:
+        ValueError: see `read_token`; or the model has no end token.
+    """
+    return end_token(model_of(info)) if value is None else read_token(value, info)
+
+
+def end_token(model: ModelFacts) -> int:
+    """The token that ends an answer: of several, the tokenizer's.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    if not model.eos_token_ids:
+        raise ValueError("the model has no end token")
+    of_tokenizer = getattr(model.tokenizer, "eos_token_id", None)
+    if isinstance(of_tokenizer, int) and of_tokenizer in model.eos_token_ids:
+        return of_tokenizer
+    return min(model.eos_token_ids)
+
+
+def sentence_ends(model: ModelFacts) -> frozenset[int]:
+    """The full stop and the new line, as the model writes them at the end of a sentence.
+
+    Tokens that merely end with one, such as two new lines in one token, are not among them: the original's rule.
+    """
+    return frozenset(_encoded(text, model)[-1] for text in ("It is a sentence.", "It is a new line\n"))
+
+
+def _encoded(text: str, model: ModelFacts) -> tuple[int, ...]:
+    if model.tokenizer is None:
+        raise ValueError("the model has no tokenizer to read a text with")
+    token_ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
+    if token_ids and max(token_ids) >= model.vocab_size:
+        raise ValueError(f"{shown(text)} needs token {max(token_ids)}, which the model cannot draw")
+    return token_ids
+
+
+def _is_put_in_front(token_id: int, tokenizer: Any) -> bool:
+    if tokenizer.bos_token and token_id == tokenizer.bos_token_id:
+        return True
+    # None, or no such attribute: nobody knows, and the original takes it for a yes.
+    may_prefix_space = getattr(tokenizer, "add_prefix_space", None) is not False
+    return may_prefix_space and not tokenizer.decode([token_id]).strip()
+
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+TextOrNull: TypeAlias = Text | None
+
+PhraseTokens = Annotated[
+    tuple[int, ...],
+    PlainValidator(read_phrase, json_schema_input_type=Text),
+    Expects("a text"),
+]
+TokenOfText = Annotated[
+    int,
+    PlainValidator(read_token, json_schema_input_type=Text),
+    Expects("a text of one token"),
+]
+TokenOfTextOrEnd = Annotated[
+    int,
+    PlainValidator(read_token_or_end, json_schema_input_type=TextOrNull),
+    Expects("a text of one token, or null for the end token"),
+]
+
+LARGEST_BOOST = 1e30
+"""Added to a logit, or a few times over, it leaves a finite one."""
+Boost = Annotated[float, Field(ge=-LARGEST_BOOST, le=LARGEST_BOOST), Expects("a number from -1e30 to 1e30")]

@@ -1,0 +1,180 @@
+"""A limit on the output tokens until the end of thinking: RTP-LLM's two processors of this name.
+
+Both count from the first output token, whatever stands in the prompt, and look for the marker that ends thinking (one
+token or several) in the output. Where they force, RTP-LLM sets the other logits to the least float32, here it is -inf.
+Alone, that draws the same. Together with a mask that forbids the forced token, the former would leave the mask's tokens
+all alike, and one of them would be drawn at random; the latter leaves nothing, so that the request ends with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
+
+import torch
+
+from .base import BuiltinProcessor
+from .params import Count, Expects, ModelFacts, ProcessorParams, TokenIds, shown
+from .parts.row_edits import forbid_tokens, force_tokens, on_device
+from .parts.state_history import StateHistory
+from .parts.string_contain import StringContainAutomaton
+
+_FORCED_LOGIT = 1.0
+_DEFAULT_END_TAG = "</think>\n\n"
+
+OptionalTokenIds = Annotated[TokenIds | None, Expects("a list of token ids")]
+OptionalTag = Annotated[str | None, Expects("a string")]
+
+
+class ThinkModeParams(ProcessorParams):
+    """See `ThinkModeLogitsProcessor`."""
+
+    max_thinking_tokens: Count
+    """Most output tokens until thinking ends. 0: no limit, and nothing is done."""
+    in_think_mode: Annotated[bool, Expects("true or false")] = True
+    """false: nothing is done."""
+    end_think_token_ids: OptionalTokenIds = None
+    """The marker that ends thinking. Left out: the tokens of `end_think_tag`."""
+    end_think_tag: OptionalTag = None
+    """The marker as text; `\\n` may also be written as a backslash and an n. Left out: `</think>` and two new lines."""
+
+
+class StrictThinkModeParams(ThinkModeParams):
+    """See `StrictThinkModeLogitsProcessor`."""
+
+    begin_think_token_ids: OptionalTokenIds = None
+    """What begins thinking. Left out: the tokens of `begin_think_tag`."""
+    begin_think_tag: OptionalTag = None
+    """The same as text. Left out: nothing is forbidden because of it."""
+
+
+@dataclass(frozen=True)
+class ThinkLimit:
+    """What a request's parameters come to.
+
+    Attributes:
+        is_on: False: the rows are left alone.
+        max_tokens: the limit. A negative one, which a request cannot ask for, is spent from the start.
+        marker: finds the end of thinking in the output.
+        begin: the first token of what begins thinking; None: nothing does.
+    """
+
+    is_on: bool
+    max_tokens: int
+    marker: StringContainAutomaton
+    begin: int | None = None
+
+
+class ThinkModeLogitsProcessor(BuiltinProcessor):
+    """Forces the marker that ends thinking once `max_thinking_tokens - 1` output tokens came without it.
+
+    RTP-LLM's processor up to August 2026, which its documentation describes. The marker begins as output token number
+    `max_thinking_tokens`, counted from 1, unless the output ends with the beginning of it: then the rest is forced.
+    After the marker the row is left alone for ever.
+    """
+
+    name = "think_mode"
+    Params: ClassVar[type[ProcessorParams]] = ThinkModeParams
+
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> ThinkLimit:
+        """Check the parameters and find the marker.
+
+        Raises:
+            ValueError: a parameter is not what it should be; two say the same; the marker has no token.
+        """
+        return self._limit(super().prepare(params, model), model)
+
+    def _limit(self, wanted: ThinkModeParams, model: ModelFacts) -> ThinkLimit:
+        marker = _tokens_of(wanted, "end", model, default=_DEFAULT_END_TAG)
+        if not marker:
+            raise ValueError("end_think_token_ids: expected at least one token, without any thinking would never end")
+        return ThinkLimit(
+            wanted.in_think_mode and wanted.max_thinking_tokens != 0,
+            wanted.max_thinking_tokens,
+            StringContainAutomaton(marker),
+        )
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """Force the next token of the marker on each row whose limit is reached, in place."""
+        forced: dict[int, int] = {}
+        forbidden: list[tuple[int, int]] = []
+        for row, params in enumerate(custom_param_list or ()):
+            limit: ThinkLimit = self.prepared(params)
+            if not limit.is_on:
+                continue
+            request = params["__req__"]
+            history: StateHistory[int] = request.state.setdefault((self.name, limit), StateHistory(0))
+            status = history.follow(request.output_ids, limit.marker.step)
+            if self._forces(limit, status, len(request.output_ids)):
+                forced[row] = limit.marker.next_token(status)
+            else:
+                forbidden += [(row, token) for token in self._forbidden(limit, status)]
+        force_tokens(logits, forced, _FORCED_LOGIT)
+        if forbidden:
+            rows, tokens = zip(*forbidden, strict=True)
+            forbid_tokens(logits, on_device(rows, tokens, logits.device))
+        return logits
+
+    def _forces(self, limit: ThinkLimit, status: int, num_output: int) -> bool:
+        return not limit.marker.is_finished(status) and num_output + 1 >= limit.max_tokens
+
+    def _forbidden(self, limit: ThinkLimit, status: int) -> list[int]:
+        """The tokens that must not come next."""
+        return []
+
+
+class StrictThinkModeLogitsProcessor(ThinkModeLogitsProcessor):
+    """Forces the marker that ends thinking once `max_thinking_tokens` output tokens came without it.
+
+    RTP-LLM's class since August 2026, which its engine has not in use. Beside the limit, which is one token longer, it
+    differs from `ThinkModeLogitsProcessor` in that
+
+    - as soon as the output ends with the beginning of the marker, the rest is forced;
+    - thinking cannot begin once more: the first token of what begins it is forbidden all the time, and after the marker
+      also the marker's first token.
+
+    RTP-LLM takes a forced token for drawn before it is; here the history decides, so that tokens can be taken back. The
+    two differ where something else than the forced token is drawn, which only another processor can bring about: the
+    marker is then forced again.
+    """
+
+    name = "strict_think_mode"
+    Params = StrictThinkModeParams
+
+    def _limit(self, wanted: ThinkModeParams, model: ModelFacts) -> ThinkLimit:
+        assert isinstance(wanted, StrictThinkModeParams)
+        begin = _tokens_of(wanted, "begin", model, default="")
+        limit = super()._limit(wanted, model)
+        return replace(limit, begin=begin[0] if begin else None)
+
+    def _forces(self, limit: ThinkLimit, status: int, num_output: int) -> bool:
+        if limit.max_tokens < 0 or limit.marker.is_finished(status):
+            return False
+        return status > 0 or num_output >= limit.max_tokens
+
+    def _forbidden(self, limit: ThinkLimit, status: int) -> list[int]:
+        forbidden = [] if limit.begin is None else [limit.begin]
+        # With a negative limit there is no thinking at all.
+        if limit.marker.pattern and (limit.max_tokens < 0 or limit.marker.is_finished(status)):
+            forbidden.append(limit.marker.pattern[0])
+        return forbidden
+
+
+def _tokens_of(wanted: ThinkModeParams, which: str, model: ModelFacts, default: str) -> tuple[int, ...]:
+    """The tokens that a request's parameters give, one way or the other.
+
+    Args:
+        which: begin or end.
+        default: the tag, if it gives none.
+    """
+    token_ids, tag = getattr(wanted, f"{which}_think_token_ids"), getattr(wanted, f"{which}_think_tag")
+    if token_ids is not None:
+        if tag is not None:
+            raise ValueError(f"{which}_think_tag: expected only one of this and {which}_think_token_ids")
+        return tuple(token_ids)
+    text = (default if tag is None else tag).replace("\\n", "\n")
+    encoded = tuple(model.tokenizer.encode(text, add_special_tokens=False)) if text else ()
+    if tag and not encoded:
+        raise ValueError(f"{which}_think_tag: expected a text that the tokenizer knows, {shown(tag)} has no tokens")
+    return encoded

@@ -1,0 +1,108 @@
+"""A tree of tokens, and a sequence's way through it: RTP-LLM's tree decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import accumulate, chain
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+DEFAULT_START_TOKEN_ID = 225
+DEFAULT_END_TOKEN_ID = 2
+DEFAULT_SEP = "_"
+
+
+class Place(NamedTuple):
+    """Where in a tree a sequence is.
+
+    Attributes:
+        path: the tokens up to here, as a key of the tree: `"225_64000"`.
+        finished: the end token was drawn; the sequence stays here.
+        error: a token was drawn that leads nowhere; the sequence stays where it was.
+    """
+
+    path: str
+    finished: bool = False
+    error: bool = False
+
+
+class TokenTree:
+    """Which tokens may follow which path. Never changes.
+
+    A path is the start token and all tokens since, as decimal numbers with `sep` between them. The prompt has no part
+    in it: whoever writes the prompt makes it end where the tree begins.
+
+    A step costs two look-ups of a path, however many there are.
+
+    Args:
+        candidates: path → the tokens that may follow, 0 or greater. A path without any is a place to be, from which
+            only the end token leads on.
+        start_token_id: the first part of every path.
+        end_token_id: ends a sequence, from anywhere in the tree.
+        sep: stands between the tokens of a path. If it is empty, different tokens can have the same path.
+    """
+
+    def __init__(
+        self,
+        candidates: Mapping[str, Collection[int]],
+        *,
+        start_token_id: int = DEFAULT_START_TOKEN_ID,
+        end_token_id: int = DEFAULT_END_TOKEN_ID,
+        sep: str = DEFAULT_SEP,
+    ) -> None:
+        self.start_token_id = start_token_id
+        self.end_token_id = end_token_id
+        self.sep = sep
+        # One array for all lists: a million small ones would take many times the memory.
+        lists = [sorted(set(tokens)) for tokens in candidates.values()]
+        self._numbers = {path: number for number, path in enumerate(candidates)}
+        self._bounds = list(accumulate(map(len, lists), initial=0))
+        self._tokens = np.fromiter(chain.from_iterable(lists), dtype=np.int64, count=self._bounds[-1])
+        self._end = np.array([end_token_id], dtype=np.int64)
+
+    @property
+    def start(self) -> Place:
+        """Where every sequence begins."""
+        return Place(str(self.start_token_id))
+
+    def advance(self, place: Place, token: int) -> Place:
+        """The place after another token.
+
+        The token need not be a candidate, as in RTP-LLM: it is enough that its path exists.
+        """
+        if place.finished or place.error:
+            return place
+        path = f"{place.path}{self.sep}{token}"
+        if token == self.end_token_id:
+            return Place(path, finished=True)
+        return Place(path) if path in self._numbers else place._replace(error=True)
+
+    def candidates(self, place: Place) -> npt.NDArray[np.int64]:
+        """The tokens that may come next, ascending; the end token if the tree has none. Not to be changed."""
+        number = None if place.error else self._numbers.get(place.path)
+        if number is None or self._bounds[number] == self._bounds[number + 1]:
+            return self._end
+        return self._tokens[self._bounds[number] : self._bounds[number + 1]]
+
+    def allowed(self, place: Place, vocab_size: int) -> npt.NDArray[np.int64]:
+        """The candidates that the model has; the end token if it has none of them; nothing if not even that."""
+        candidates = self.candidates(place)
+        within = candidates[(candidates >= 0) & (candidates < vocab_size)]
+        if not len(within) and 0 <= self.end_token_id < vocab_size:
+            return self._end
+        return within
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._numbers
+
+    # Since it never changes, the copy of a sequence's state is about the same tree, and not about another one like it.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self

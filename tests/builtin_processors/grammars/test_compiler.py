@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from logitship.builtin_processors.grammars.checker import GrammarChecker
+from logitship.builtin_processors.grammars.compiler import GrammarCompiler
+from logitship.builtin_processors.grammars.source import from_ebnf, from_json_schema, from_regex
+from logitship.sampler.request_view import ModelView
+from logitship.server.tokenizer import Tokenizer
+
+TIME = "takes too much time"
+DEADLINE = 1.0
+
+
+def _nested(before: str, after: str, depth: int) -> str:
+    return before * depth + '{"type": "string"}' + after * depth
+
+
+def _chain(length: int) -> str:
+    rules = [f"r{i} ::= r{i + 1}" for i in range(length)]
+    return "\n".join(["root ::= r0", *rules, f'r{length} ::= "a"'])
+
+
+HOSTILE: dict[str, tuple[Callable[[], str], str | None]] = {
+    "nested repetition": (lambda: from_regex("((((a{1,99}){1,99}){1,99}){1,99})"), None),
+    "a huge repetition": (lambda: from_regex("a{1000000000}"), None),
+    "an exponential automaton": (lambda: from_regex("(a|b)*a(a|b){40}"), None),
+    "deep brackets": (lambda: from_regex("(" * 50_000 + "a" + ")" * 50_000), "invalid regex"),
+    "deep objects": (lambda: from_json_schema(_nested('{"properties": {"a": ', "}}", 300)), "recursion limit"),
+    "deep arrays": (lambda: from_json_schema(_nested('{"items": ', "}", 300)), "recursion limit"),
+    "a product of schemas": (
+        lambda: from_json_schema(
+            {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(6)]} for i in range(12)]}
+        ),
+        "too large",
+    ),
+    "intersected automata": (
+        lambda: from_json_schema(
+            {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(5, 25)]}
+        ),
+        TIME,
+    ),
+    "a huge divisor": (lambda: from_json_schema({"type": "integer", "multipleOf": 99999989}), TIME),
+    "a schema that is itself": (lambda: from_json_schema({"$ref": "#"}), "."),
+    "a chain of rules": (lambda: from_ebnf(_chain(20_000)), "nests too deeply"),
+    "a doubling chain": (
+        lambda: from_ebnf(
+            "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)) + '\nr40 ::= "a"'
+        ),
+        None,
+    ),
+    "deep groups": (lambda: from_ebnf("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000), "too deeply"),
+    "a rule that is itself": (lambda: from_ebnf("root ::= root"), "."),
+    "an enormous enum": (lambda: from_json_schema({"enum": [f"value {i * 7919}" for i in range(9_000)]}), None),
+}
+"""What might stop a server, and what it is told; None: it can be used."""
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> ModelView:
+    return ModelView(260, frozenset({1}), tokenizer.hf_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def compiler(model: ModelView) -> GrammarCompiler:
+    return GrammarCompiler(model, deadline=DEADLINE)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_whatever_comes_ends_soon(compiler: GrammarCompiler, name: str) -> None:
+    make, says = HOSTILE[name]
+    began = time.monotonic()
+    if says is None:
+        matcher = compiler.compile(make()).deep_copy()
+        for _ in range(50):
+            step = time.monotonic()
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            assert time.monotonic() - step < 1
+            if matcher.is_error():  # what became too complex says so
+                break
+            matcher.consume_token(int(bits.nonzero()[0][-1]))
+    else:
+        with pytest.raises(ValueError, match=says):
+            compiler.compile(make())
+    assert time.monotonic() - began < DEADLINE + 20  # far below what they take without a limit
+    assert compiler.compile(from_regex("ab")).compute_bitmask()  # and the next one is compiled
+
+
+def test_a_refusal_is_remembered(model: ModelView) -> None:
+    compiler = GrammarCompiler(model, deadline=0.5)
+    grammar = from_json_schema({"type": "integer", "multipleOf": 99999989})
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=TIME):
+            compiler.compile(grammar)
+    assert time.monotonic() - began < 0.5
+
+
+def test_the_least_recently_used_grammar_is_forgotten(model: ModelView) -> None:
+    compiler = GrammarCompiler(model, max_grammars=2)
+    one, two = (compiler.compile(from_regex(text)) for text in ("one", "two"))
+    assert compiler.compile(from_regex("one")) is one
+    compiler.compile(from_regex("three"))
+    assert compiler.compile(from_regex("one")) is one
+    assert compiler.compile(from_regex("two")) is not two
+
+
+def test_threads_get_the_same_grammar(compiler: GrammarCompiler) -> None:
+    made = []
+    threads = [
+        threading.Thread(target=lambda i=i: made.append(compiler.compile(from_regex(f"x{i % 3}")).compute_bitmask()))
+        for i in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 12
+    assert len(set(made)) == 1
+
+
+def test_a_mask_has_a_bit_for_each_column(model: ModelView, tokenizer: Tokenizer) -> None:
+    assert GrammarCompiler(model).mask_words == 9
+    assert GrammarCompiler(ModelView(300, frozenset({1}), tokenizer.hf_tokenizer)).mask_words == 10
+    # Fewer columns than tokens: those that the model does not have are there, too.
+    assert GrammarCompiler(ModelView(200, frozenset({1}), tokenizer.hf_tokenizer)).mask_words == 9
+
+
+def test_models_that_no_grammar_is_for(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="end token"):
+        GrammarCompiler(ModelView(260, frozenset(), tokenizer.hf_tokenizer))
+    with pytest.raises(ValueError, match="fast one"):
+        GrammarCompiler(ModelView(260, frozenset({1}), object()))
+
+
+def test_the_checking_process_is_replaced_when_it_died(model: ModelView) -> None:
+    compiler = GrammarCompiler(model)
+    compiler.compile(from_regex("a"))
+    process = compiler._checker._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    compiler.compile(from_regex("b"))
+    assert compiler._checker._process is not process
+
+
+def test_the_checking_process_ends_with_its_owner(model: ModelView) -> None:
+    compiler = GrammarCompiler(model)
+    compiler.compile(from_regex("a"))
+    process = compiler._checker._process
+    assert process is not None
+    del compiler
+    assert process.poll() is not None
+
+
+def test_a_checker_answers_with_the_reason(model: ModelView) -> None:
+    checker = GrammarChecker(
+        {"tokenizer_json": model.tokenizer.backend_tokenizer.to_str(), "vocab_size": 260, "eos_token_ids": [1]}
+    )
+    checker.check(from_regex("a"))
+    with pytest.raises(ValueError, match="unclosed group"):
+        checker.check(from_regex("(a"))
+    checker.check(json.dumps({"grammars": [{"json_schema": {}}]}))
+    checker.close()

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.builtin_processors import CiteFromPromptLogitsProcessor
+from logitship.sampler.request_view import ModelView
+
+MakeRow = Callable[..., dict[str, Any]]
+
+EOS, VOCAB_SIZE = 2, 48
+
+
+def expected_boosts(params: dict[str, Any], prompt: list[int], output: list[int]) -> list[float]:
+    """Token by token, as the text says it."""
+    boosts = []
+    for token in range(VOCAB_SIZE):
+        boost = params["boost_factor"] if token in prompt or (token == EOS and params["boost_eos"]) else 0.0
+        pairs = set(pairwise(prompt))
+        boosts.append(boost + params["conditional_boost_factor"] * (bool(output) and (output[-1], token) in pairs))
+    return boosts
+
+
+def test_rows_with_prompts_of_their_own(zoo_model: ModelView, make_row: MakeRow) -> None:
+    """Prompts with tokens beyond the vocabulary, sequences that come, go and fork."""
+    rng, processor = random.Random(0), CiteFromPromptLogitsProcessor()
+    rows: list[dict[str, Any]] = []
+    for _ in range(150):
+        if len(rows) < 5 and rng.random() < 0.5:
+            params = {
+                "boost_factor": rng.choice([1.0, -2.0]),
+                "boost_eos": rng.random() < 0.5,
+                "conditional_boost_factor": rng.choice([0.0, 4.0]),
+            }
+            prompt = rng.choices([*range(10), 60], k=rng.randrange(20))
+            rows.append(
+                make_row(params, prompt, [], eos_token_ids={EOS}, tokenizer=zoo_model.tokenizer, vocab_size=VOCAB_SIZE)
+            )
+        if rows and rng.random() < 0.1:
+            rows.append(copy.deepcopy(rng.choice(rows)))
+        if rows and rng.random() < 0.2:
+            del rows[rng.randrange(len(rows))]
+        got = processor(torch.zeros(len(rows), VOCAB_SIZE), rows)
+        for row, boosts in zip(rows, got.tolist(), strict=True):
+            request = row["__req__"]
+            assert boosts == expected_boosts(row, request.origin_input_ids, request.output_ids)
+            request.output_ids.append(rng.randrange(12))
+
+
+def test_what_is_forbidden_stays_forbidden(zoo_model: ModelView, make_row: MakeRow) -> None:
+    row = make_row({"boost_factor": 5}, [1], [], eos_token_ids={EOS}, tokenizer=zoo_model.tokenizer)
+    logits = torch.full((1, VOCAB_SIZE), -torch.inf)
+    assert CiteFromPromptLogitsProcessor()(logits, [row]).isneginf().all()
+
+
+def test_without_rows_nothing_happens() -> None:
+    logits = torch.zeros(0, VOCAB_SIZE)
+    assert CiteFromPromptLogitsProcessor()(logits, []) is logits
+    assert CiteFromPromptLogitsProcessor()(logits) is logits
+
+
+def test_accepts(zoo_model: ModelView) -> None:
+    prepared = CiteFromPromptLogitsProcessor().prepare(None, zoo_model)
+    assert (prepared.boost_factor, prepared.conditional_boost_factor, prepared.end_token) == (1.0, 0.0, EOS)
+    without = ModelView(VOCAB_SIZE, frozenset(), None)
+    assert CiteFromPromptLogitsProcessor().prepare({"boost_eos": False}, without).end_token is None
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"boost_factor": None}, "boost_factor: expected a number from -1e30 to 1e30, got None"),
+        ({"boost_eos": 1}, "boost_eos: expected true or false, got 1"),
+        ({"conditional_boost_factor": float("inf")}, "conditional_boost_factor: expected a number from -1e30 to 1e30"),
+        ({}, "boost_eos: the model has no end token"),
+    ],
+)
+def test_refuses(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        CiteFromPromptLogitsProcessor().prepare(params, ModelView(VOCAB_SIZE, frozenset(), None))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.builtin_processors import MultipleChoiceLogitsProcessor
+from logitship.sampler.request_view import ModelView
+
+MakeRow = Callable[..., dict[str, Any]]
+
+ONE, TWO, DOT, NEW_LINE, CAMERA, SCREEN = 12, 13, 6, 4, 20, 21
+PROMPT = [NEW_LINE, ONE, DOT, CAMERA, NEW_LINE, TWO, DOT, SCREEN]
+
+
+def answer(params: dict[str, Any], prompt: list[int], logits: torch.Tensor, model: ModelView, make_row: MakeRow) -> int:
+    row = make_row(params, prompt, [], eos_token_ids=model.eos_token_ids, tokenizer=model.tokenizer, vocab_size=48)
+    got = MultipleChoiceLogitsProcessor()(logits.unsqueeze(0).clone(), [row])[0]
+    assert not got.isnan().any()
+    return int(got.argmax())
+
+
+def test_words_speak_for_their_choices(zoo_model: ModelView, make_row: MakeRow) -> None:
+    logits = torch.zeros(48)
+    logits[ONE], logits[SCREEN] = 1.0, 4.0
+    assert answer({}, PROMPT, logits, zoo_model, make_row) == ONE
+    assert answer({"boost_first_words": 0.5}, PROMPT, logits, zoo_model, make_row) == TWO
+
+
+@pytest.mark.parametrize("boost", [0.5, -0.5])
+def test_a_word_that_is_forbidden_says_nothing(boost: float, zoo_model: ModelView, make_row: MakeRow) -> None:
+    logits = torch.zeros(48)
+    logits[TWO], logits[SCREEN] = 1.0, -torch.inf
+    assert answer({"boost_first_words": boost}, PROMPT, logits, zoo_model, make_row) == TWO
+
+
+def test_a_choice_that_is_forbidden_is_not_given(zoo_model: ModelView, make_row: MakeRow) -> None:
+    logits = torch.zeros(48)
+    logits[ONE], logits[SCREEN] = -torch.inf, 9.0
+    assert answer({"choices": ["1", "2"]}, PROMPT, logits, zoo_model, make_row) == TWO
+
+
+def test_a_word_beyond_the_vocabulary(zoo_model: ModelView, make_row: MakeRow) -> None:
+    logits = torch.zeros(48)
+    logits[TWO] = 1.0
+    prompt = [NEW_LINE, ONE, DOT, 60, NEW_LINE, TWO, DOT, SCREEN]
+    assert answer({"boost_first_words": 1.0}, prompt, logits, zoo_model, make_row) == TWO
+
+
+def test_the_prompt_is_read_once(zoo_model: ModelView, make_row: MakeRow) -> None:
+    row = make_row({"boost_first_words": 1.0}, list(PROMPT), [], tokenizer=zoo_model.tokenizer, vocab_size=48)
+    logits = torch.arange(48.0).unsqueeze(0)
+    processor = MultipleChoiceLogitsProcessor()
+    first = processor(logits.clone(), [row])
+    row["__req__"].origin_input_ids = None
+    row["__req__"].output_ids.append(ONE)
+    assert torch.equal(processor(logits.clone(), [row]), first)
+
+
+def test_rows_with_choices_of_their_own(zoo_model: ModelView, make_row: MakeRow) -> None:
+    lists = (["1", "2"], ["a"], ["b", "c", "d", "4"])
+    rows = [make_row({"choices": choices}, PROMPT, [], tokenizer=zoo_model.tokenizer) for choices in lists]
+    got = MultipleChoiceLogitsProcessor()(torch.arange(48.0).repeat(3, 1), rows)
+    assert got.argmax(1).tolist() == [TWO, 16, 19]
+    for row, choices in zip(got, lists, strict=True):
+        assert int((row == 0).sum()) == 48 - len(choices)
+
+
+def test_without_rows_nothing_happens() -> None:
+    logits = torch.zeros(0, 48)
+    assert MultipleChoiceLogitsProcessor()(logits, []) is logits
+    assert MultipleChoiceLogitsProcessor()(logits) is logits
+
+
+def test_defaults_are_the_originals(zoo_model: ModelView) -> None:
+    prepared = MultipleChoiceLogitsProcessor().prepare(None, zoo_model)
+    assert (prepared.choices, prepared.delimiter, prepared.boost_first_words) == ((12, 13, 14, 15), DOT, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"choices": []}, r"choices: expected a list of texts of one token each, at least one, got \[\]"),
+        ({"choices": "1"}, "choices: expected a list of texts of one token each, at least one, got '1'"),
+        ({"choices": ["1", 2]}, "choices: expected a text of one token, got 2"),
+        ({"choices": ["a b c"]}, "choices: expected a text of one token, but 'a b c' is 5 tokens of this model"),
+        ({"delimiter": ".)"}, r"delimiter: expected a text of one token, but '\.\)' is 2 tokens of this model"),
+        ({"boost_first_words": "1"}, "boost_first_words: expected a number from -1e30 to 1e30, got '1'"),
+    ],
+)
+def test_refuses(params: dict[str, Any], message: str, zoo_model: ModelView) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        MultipleChoiceLogitsProcessor().prepare(params, zoo_model)

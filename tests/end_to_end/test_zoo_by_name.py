@@ -1,0 +1,90 @@
+"""The seven of logits-processor-zoo by name on the default model: the same answers as by the originals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from logitship import LLM, RequestOutput, SamplingParams
+
+CAPITAL = "What is the capital of France?"
+COLORS = "List three colors."
+FRUIT = "Which one is a fruit?\n1. Chair\n2. Car\n3. Apple\n4. Stone\nAnswer with the number."
+
+# Name, the original's class, question, parameters.
+REQUESTS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("gen_length", "GenLengthLogitsProcessor", COLORS, {"boost_factor": 20.0, "p": 1}),
+    ("gen_length", "GenLengthLogitsProcessor", COLORS, {"boost_factor": 20.0, "complete_sentences": True}),
+    ("gen_length", "GenLengthLogitsProcessor", CAPITAL, {"boost_factor": -100.0, "p": 0}),
+    ("cite_from_prompt", "CiteFromPromptLogitsProcessor", COLORS, {"boost_factor": 100.0, "boost_eos": False}),
+    ("cite_from_prompt", "CiteFromPromptLogitsProcessor", COLORS, {"conditional_boost_factor": 9.0}),
+    ("force_last_phrase", "ForceLastPhraseLogitsProcessor", CAPITAL, {"phrase": "\n\nReferences:\n"}),
+    ("multiple_choice", "MultipleChoiceLogitsProcessor", FRUIT, {"delimiter": ".", "boost_first_words": 0.1}),
+    ("prevent_hallucination", "PreventHallucinationLogitsProcessor", CAPITAL, {"minp": 1.0, "tolerate": 0}),
+    ("prevent_hallucination", "PreventHallucinationLogitsProcessor", COLORS, {"tolerate": 2}),
+    (
+        "trigger_phrase",
+        "TriggerPhraseLogitsProcessor",
+        CAPITAL,
+        {"phrase": " Lyon, I think", "trigger_token_phrase": " Paris", "trigger_count": 2},
+    ),
+    (
+        "trigger_phrase",
+        "TriggerPhraseLogitsProcessor",
+        CAPITAL,
+        {"phrase": " (on the Seine)", "trigger_token_phrase": " Paris", "trigger_after": True},
+    ),
+    # The clock starts with the first step, in which no time has passed.
+    ("max_time", "MaxTimeLogitsProcessor", COLORS, {"max_time": 0.0}),
+]
+
+PREFIX = "logits_processor_zoo.transformers."
+
+
+def greedy(processors: list[Any]) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=32, logits_processors=processors)
+
+
+def ask(llm: LLM, questions: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.chat([[{"role": "user", "content": text}] for text in questions], params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """Fewer rows than requests, so that these come and go while others run."""
+    with LLM(max_model_len=256, max_num_seqs=6, seed=0, logits_processor_pattern=r"logits_processor_zoo\..*") as llm:
+        yield llm
+
+
+def test_answers_as_the_originals_do(llm: LLM) -> None:
+    questions = [question for _, _, question, _ in REQUESTS]
+    by_name = [greedy([{"processor": name, "params": params}]) for name, _, _, params in REQUESTS]
+    originals = [greedy([{"qualname": PREFIX + cls, "kwargs": params}]) for _, cls, _, params in REQUESTS]
+    answers = ask(llm, questions * 3, by_name + originals + [greedy([])] * len(REQUESTS))
+    count = len(REQUESTS)
+    for (name, *_), ours, theirs, plain in zip(
+        REQUESTS, answers[:count], answers[count : 2 * count], answers[2 * count :], strict=True
+    ):
+        assert ours.outputs[0].text == theirs.outputs[0].text, name
+        assert ours.outputs[0].text != plain.outputs[0].text, name
+        assert ours.outputs[0].receipts[0].name == name
+
+
+def test_several_run_in_order(llm: LLM) -> None:
+    """What ends the answer runs first, so that what waits for its end sees that."""
+    shorter = {"processor": "gen_length", "params": {"boost_factor": 20.0, "p": 1}}
+    phrase = {"processor": "force_last_phrase", "params": {"phrase": "\n\nReferences:\n"}}
+    (answer,) = ask(llm, [COLORS], [greedy([shorter, phrase])])
+    assert "\n\nReferences:\n" in answer.outputs[0].text
+    assert answer.outputs[0].finish_reason == "stop"
+
+
+def test_wrong_parameters_are_refused(llm: LLM) -> None:
+    for params, message in (
+        ({"choices": ["1", "two words"]}, "choices: expected a text of one token, but 'two words' is 2 tokens"),
+        ({"choices": ["1"], "choises": ["2"]}, "choises"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(llm, [FRUIT], [greedy([{"processor": "multiple_choice", "params": params}])])

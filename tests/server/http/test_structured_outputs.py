@@ -1,0 +1,266 @@
+"""Every field that constrains an output, through the app, with the real engine on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from logitship.server.engine.async_engine import AsyncEngine
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+EBNF = 'root ::= "a" inner "b"\ninner ::= "c" | "d"{2}'
+PROMPTS: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hello"},
+    CHAT: {"messages": [{"role": "user", "content": "hello"}]},
+    GENERATE: {"text": "hello"},
+}
+
+
+@pytest.fixture
+def real(make_engine: Callable[..., AsyncEngine], speak: Callable[[AsyncEngine], Any]) -> Any:
+    return speak(make_engine(max_num_seqs=8))
+
+
+def _person(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"name", "age"} and value["name"] in ("Ann", "Bob") and 1 <= value["age"] <= 99
+
+
+def _matches(regex: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(regex, text) is not None
+
+
+JSON_TEXT = json.dumps(SCHEMA)
+OPENAI_FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}}},
+        _person,
+    ),
+    ({"json_schema": JSON_TEXT}, _person),
+    ({"regex": "(ab|c){2,3}"}, _matches("(ab|c){2,3}")),
+    ({"ebnf": EBNF}, _matches("acb|addb")),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]?"}}, _person),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}}, _person),
+    ({"structured_outputs": {"regex": "[ab]{4}", "choice": None}}, _matches("[ab]{4}")),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, _matches("yes|no")),
+    ({"structured_outputs": {"grammar": EBNF}}, _matches("acb|addb")),
+    ({"structured_outputs": {"grammar": 'start: "x" | "yy"'}}, _matches("x|yy")),
+    ({"guided_json": SCHEMA}, _person),
+    ({"guided_regex": "[ab]{4}"}, _matches("[ab]{4}")),
+    ({"guided_choice": ["yes", "no"]}, _matches("yes|no")),
+    ({"guided_grammar": EBNF}, _matches("acb|addb")),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("fields", "fits"), OPENAI_FIELDS, ids=[str(fields)[:60] for fields, _ in OPENAI_FIELDS])
+def test_openai_routes(real: Any, path: str, fields: dict[str, Any], fits: Callable[[str], bool]) -> None:
+    (choice,) = real.ok(path, {**PROMPTS[path], **fields, "max_tokens": 400, "seed": 0})["choices"]
+    text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+    assert choice["finish_reason"] == "stop", text
+    assert fits(text), text
+    assert [receipt["name"] for receipt in choice["receipts"]] == ["grammar"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"json_schema": JSON_TEXT}, _person),
+        ({"json_schema": SCHEMA}, _person),
+        ({"regex": "(ab|c){2,3}"}, _matches("(ab|c){2,3}")),
+        ({"ebnf": EBNF}, _matches("acb|addb")),
+    ],
+    ids=str,
+)
+def test_generate(real: Any, fields: dict[str, Any], fits: Callable[[str], bool]) -> None:
+    answer = real.ok(GENERATE, {**PROMPTS[GENERATE], "sampling_params": {**fields, "max_new_tokens": 400}})
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    assert fits(answer["text"]), answer["text"]
+    assert [receipt["name"] for receipt in answer["meta_info"]["receipts"]] == ["grammar"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}], ids=str
+)
+def test_a_json_object_begins(real: Any, fields: dict[str, Any]) -> None:
+    (choice,) = real.ok(COMPLETIONS, {**PROMPTS[COMPLETIONS], **fields, "max_tokens": 12})["choices"]
+    assert choice["text"].lstrip(" \n\r\t").startswith("{") or not choice["text"].strip(" \n\r\t")
+
+
+def test_each_continuation_has_its_own_matcher(real: Any) -> None:
+    body = {**PROMPTS[COMPLETIONS], "guided_regex": "[a-c]{6}", "n": 6, "seed": 1, "max_tokens": 20}
+    texts = [choice["text"] for choice in real.ok(COMPLETIONS, body)["choices"]]
+    assert all(re.fullmatch("[a-c]{6}", text) for text in texts), texts
+    assert len(set(texts)) > 1
+
+
+def test_prompts_with_constraints_of_their_own(real: Any) -> None:
+    sampling = [{"regex": "aa"}, {"ebnf": 'root ::= "bb"'}, {"max_new_tokens": 3, "ignore_eos": True}]
+    answers = real.ok(GENERATE, {"text": ["x", "y", "z"], "sampling_params": sampling})
+    assert [answer["text"] for answer in answers[:2]] == ["aa", "bb"]
+    assert "receipts" not in answers[2]["meta_info"] or not answers[2]["meta_info"]["receipts"]
+
+
+def test_a_stream(real: Any) -> None:
+    events = real.events(CHAT, {**PROMPTS[CHAT], "guided_choice": ["yes", "no"], "max_tokens": 9})
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) in ("yes", "no")
+
+
+def test_the_constraint_comes_first_and_the_others_keep_their_parameters(real: Any) -> None:
+    body = {
+        **PROMPTS[COMPLETIONS],
+        "guided_regex": "[ab]{5}",
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "custom_params": {"token_ids": [_token(real, "a")]},
+        "max_tokens": 9,
+    }
+    (choice,) = real.ok(COMPLETIONS, body)["choices"]
+    assert choice["text"] == "bbbbb"
+    assert [receipt["name"] for receipt in choice["receipts"]] == ["grammar", "disallowed_tokens"]
+
+
+def _token(real: Any, letter: str) -> int:
+    body = {**PROMPTS[COMPLETIONS], "guided_choice": [letter], "return_token_ids": True, "max_tokens": 1}
+    return int(real.ok(COMPLETIONS, body)["choices"][0]["token_ids"][0])
+
+
+def test_where_nothing_is_left_the_error_names_who_took_it(real: Any) -> None:
+    body = {
+        **PROMPTS[COMPLETIONS],
+        "guided_regex": "a",
+        "logits_processors": [
+            {"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [_token(real, "a")]}}
+        ],
+    }
+    error = real.post(COMPLETIONS, body).json()["error"]
+    assert "grammar, disallowed_tokens forbid the whole vocabulary" in error["message"]
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"response_format": {"type": "json_scheme"}}, "response_format.type", "'json_schema'"),
+    (CHAT, {"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "not supported"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
+    (
+        CHAT,
+        {"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}},
+        "response_format.json_schema",
+        "goes with",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "required",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "required",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
+        "response_format.json_schema.schema",
+        "the JSON schema cannot be used: Unimplemented keys",
+    ),
+    (CHAT, {"response_format": "json"}, "response_format", "must be a JSON object"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_object"}, "regex": "a"},
+        "response_format",
+        "one constraint, and has regex",
+    ),
+    (COMPLETIONS, {"guided_json": {}, "guided_regex": "a"}, "guided_regex", "one constraint, and has guided_json"),
+    (COMPLETIONS, {"guided_json": "{"}, "guided_json", "the JSON schema cannot be used"),
+    (COMPLETIONS, {"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    (COMPLETIONS, {"guided_choice": []}, "guided_choice", "it is empty"),
+    (COMPLETIONS, {"guided_choice": "a"}, "guided_choice", "list of strings"),
+    (COMPLETIONS, {"guided_grammar": 'root ::= "a'}, "guided_grammar", "line 1"),
+    (COMPLETIONS, {"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    (COMPLETIONS, {"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
+    (COMPLETIONS, {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}},
+        "structured_outputs.whitespace_pattern",
+        "goes with json",
+    ),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        "not supported",
+    ),
+    (COMPLETIONS, {"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "did you mean json?"),
+    (COMPLETIONS, {"json_schema": 5}, "json_schema", "must be a JSON schema"),
+    (COMPLETIONS, {"ebnf": "foo"}, "ebnf", "the grammar cannot be used"),
+    (GENERATE, {"sampling_params": {"regex": "(a"}}, "sampling_params.regex", "unclosed group"),
+    (
+        GENERATE,
+        {"sampling_params": {"json_schema": "x"}},
+        "sampling_params.json_schema",
+        "the JSON schema cannot be used",
+    ),
+    (GENERATE, {"sampling_params": {"ebnf": "x", "regex": "y"}}, "sampling_params.ebnf", "has sampling_params.regex"),
+    (
+        GENERATE,
+        {"text": ["a", "b"], "sampling_params": [{}, {"regex": "(a"}]},
+        "sampling_params[1].regex",
+        "unclosed group",
+    ),
+    (
+        COMPLETIONS,
+        {
+            "guided_regex": "a",
+            "custom_logit_processor": {"name": "disallowed_tokens"},
+            "custom_params": {"token_ids": [999]},
+        },
+        "custom_params",
+        "999",
+    ),
+    (
+        COMPLETIONS,
+        {"guided_regex": "a", "custom_logit_processor": {"name": "nobody"}},
+        "custom_logit_processor",
+        "nobody",
+    ),
+    (
+        COMPLETIONS,
+        {"custom_logit_processor": {"name": "grammar"}, "custom_params": {"regex": "("}},
+        "custom_params",
+        "the regular expression cannot be used",
+    ),
+    (COMPLETIONS, {"json_schema": "[" * 5000}, "json_schema", "nests too deeply"),
+    (COMPLETIONS, {"guided_json": json.loads('{"items":' * 150 + "{}" + "}" * 150)}, "guided_json", "nest"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "says"), REFUSED, ids=[str(case[1])[:70] for case in REFUSED])
+def test_refusals_name_the_field(real: Any, path: str, fields: dict[str, Any], param: str, says: str) -> None:
+    answer = real.post(path, {**PROMPTS[path], **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert error["message"].startswith(f"{param}: ")
+    assert says in error["message"]
+
+
+def test_the_server_goes_on_after_what_would_have_stopped_it(real: Any) -> None:
+    rules = "\n".join(f"r{i} ::= r{i + 1}" for i in range(15_000))
+    bomb = f'root ::= r0\n{rules}\nr15000 ::= "a"'
+    answer = real.post(COMPLETIONS, {**PROMPTS[COMPLETIONS], "ebnf": bomb})
+    assert answer.status_code == 400
+    assert "it takes too much memory, or nests too deeply" in answer.json()["error"]["message"]
+    assert real.ok(COMPLETIONS, {**PROMPTS[COMPLETIONS], "ebnf": EBNF})["choices"][0]["text"] in ("acb", "addb")

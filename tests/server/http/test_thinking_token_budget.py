@@ -1,0 +1,82 @@
+"""`thinking_token_budget` and its other names, from the body to the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+CONFIG = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+PROMPT = "<think>hello"
+"""Five tokens of thinking on the tiny model."""
+
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+FIELD = "thinking_token_budget"
+
+
+def bodies(budget: Any) -> list[Any]:
+    """Every way to write it: path, body, and the name that a refusal must give."""
+    messages = [{"role": "user", "content": "a"}]
+    return [
+        (GENERATE, {"text": "a", "sampling_params": {FIELD: budget}}, f"sampling_params.{FIELD}"),
+        (GENERATE, {"text": "a", "max_thinking_tokens": budget}, "max_thinking_tokens"),
+        (COMPLETIONS, {"prompt": "a", FIELD: budget}, FIELD),
+        (CHAT, {"messages": messages, FIELD: budget}, FIELD),
+    ]
+
+
+@pytest.mark.parametrize(("path", "body", "_"), bodies(7))
+def test_it_arrives(
+    speak: Callable[..., Any], make_fake_engine: Callable[..., Any], path: str, body: Any, _: str
+) -> None:
+    engine = make_fake_engine(reasoning_config=CONFIG)
+    speak(engine).ok(path, body)
+    assert engine.requests[0].sampling_params.thinking_token_budget == 7
+
+
+@pytest.mark.parametrize(("path", "body", "_"), [*bodies(-1), *bodies(None)])
+def test_no_limit_needs_no_reasoning_config(client: Any, engine: Any, path: str, body: Any, _: str) -> None:
+    client.ok(path, body)
+    assert engine.requests[0].sampling_params.thinking_token_budget is None
+
+
+@pytest.mark.parametrize(("path", "body", "name"), bodies(7))
+def test_a_server_without_reasoning_config_refuses_it(client: Any, path: str, body: Any, name: str) -> None:
+    answer = client.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{name}: this server does not know how the model writes")
+    assert "--reasoning-config" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(("path", "body", "name"), [case for bad in (-2, 1.0, True, "5") for case in bodies(bad)])
+def test_what_is_no_budget(client: Any, path: str, body: Any, name: str) -> None:
+    answer = client.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+
+
+def test_two_budgets_that_differ(speak: Callable[..., Any], make_fake_engine: Callable[..., Any]) -> None:
+    client = speak(make_fake_engine(reasoning_config=CONFIG))
+    body = {"text": "a", "sampling_params": {FIELD: 5}, "max_thinking_tokens": 5}
+    client.ok(GENERATE, body)
+    answer = client.post(GENERATE, body | {"max_thinking_tokens": 6})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("max_thinking_tokens: is not the same as thinking_token_budget")
+
+
+def test_on_the_real_engine(make_engine: Callable[..., Any], speak: Callable[..., Any]) -> None:
+    client = speak(make_engine(reasoning_config=CONFIG))
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+    (plain,) = client.ok(COMPLETIONS, {**body, "return_token_ids": True})["choices"]
+    (ended,) = client.ok(COMPLETIONS, {**body, "return_token_ids": True, FIELD: 8})["choices"]
+    assert ended["token_ids"][:4] == [*plain["token_ids"][:3], 3]
+    assert "</think>" in ended["text"]
+    sampling = {"max_new_tokens": 1, "temperature": 0, "skip_special_tokens": False}
+    answers = client.ok(
+        GENERATE,
+        {"text": [PROMPT, PROMPT], "sampling_params": [{**sampling, FIELD: 0}, {**sampling, FIELD: 100}]},
+    )
+    assert answers[0]["text"] == "</think>"
+    assert answers[1]["text"] != "</think>"
