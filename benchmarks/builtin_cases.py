@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors import installed_processors
 from logitship.builtin_processors.thinking_budget import ThinkingBudgetLogitProcessor
@@ -31,6 +33,7 @@ class Case:
         processor: the name it is installed under, or the batch processor's sampling parameter.
         params: makes the request's parameters, given its row; a batch processor's are sampling parameters.
         history: makes a row's first tokens, which random ones follow.
+        repeats: the tokens that follow instead of random ones, over and over; None: random ones.
         says: what sets this case apart from others of the processor.
         sglang_class: what does the same in SGLang, if anything.
         make_batch_processor: None: it is a row-level one.
@@ -39,6 +42,7 @@ class Case:
     processor: str
     params: Callable[[int], dict[str, Any]]
     history: Callable[[int], list[int]] = lambda row: []
+    repeats: tuple[int, ...] | None = None
     says: str = ""
     sglang_class: str | None = None
     make_batch_processor: Callable[[], LogitsProcessor] | None = None
@@ -52,6 +56,8 @@ class Case:
         """The tokens of a row, one after the other."""
         generator = random.Random(row)
         begin = self.history(row)
+        if self.repeats is not None:
+            return (begin + [*self.repeats] * length)[:length]
         # Ordinary ones: most models have their special tokens, which start and end thinking, in front or at the end.
         return begin + [generator.randrange(1000, 100_000) for _ in range(length - len(begin))]
 
@@ -77,6 +83,20 @@ def _thinking_cases() -> list[Case]:
             )
     return cases
 
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte: texts need not be those of a real model here."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate(["</s>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+TOKENIZER = _tokenizer()
+DIGIT, COMMA = TOKENIZER.encode("7,")
+TREE = {"start_token_id": 1, "end_token_id": 0, "prefix_dict": {"1": list(range(1000)), "1_5": [6]}}
 
 QWEN3_MARKERS = {"start": [151667], "end": [151668], "newline": [198]}
 LONG_MARKERS = {"start": [27, 26865, 29], "end": [522, 26865, 29], "newline": [198]}
@@ -143,6 +163,18 @@ _CASES = [
     ),
     Case("think_mode", lambda row: {"max_thinking_tokens": NEVER, "end_think_token_ids": LONG_MARKERS["end"]}),
     Case("multi_sequence", lambda row: {"eos_token_ids": [2]}),
+    Case("tree", lambda row: {"tree": TREE}),
+    Case(
+        "grammar",
+        lambda row: {"ebnf": 'root ::= ([0-9] ",")*'},
+        repeats=(DIGIT, COMMA),
+        says="EBNF",
+    ),
+    Case("grammar", lambda row: {"regex": "([0-9],)*"}, repeats=(DIGIT, COMMA), says="regular expression"),
+    Case("gen_length", lambda row: {"boost_factor": 1e-6}),
+    Case("cite_from_prompt", lambda row: {"boost_factor": 1e-6, "conditional_boost_factor": 1e-6}),
+    Case("force_last_phrase", lambda row: {"phrase": "Done."}),
+    Case("prevent_hallucination", lambda row: {"phrase": "Done.", "tolerate": NEVER}),
 ]
 
 CASES = [case for case in _CASES if case.make_batch_processor or case.processor in installed_processors()]

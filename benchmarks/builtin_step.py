@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from builtin_cases import CASES, VOCAB_SIZE, Case
+from builtin_cases import CASES, TOKENIZER, VOCAB_SIZE, Case
 from top_k_top_p import machine
 
 from logitship.builtin_processors import installed_processors
@@ -64,7 +64,7 @@ class Histories:
 
 def logitship_step(case: Case, logits: torch.Tensor, histories: Histories) -> Step:
     """The processor's part of a step, as the sampler runs it."""
-    stage, params = _stage(case, ModelView(logits.shape[1], frozenset({0}), None))
+    stage, params = _stage(case, ModelView(logits.shape[1], frozenset({0}), TOKENIZER))
     sequences = zip(histories.prompts, histories.outputs, strict=True)
     added = [(row, params(row), prompt, output) for row, (prompt, output) in enumerate(sequences)]
     stage.update_state(BatchUpdate(len(added), [], added, []))
@@ -144,6 +144,9 @@ def measure(
     for _ in range(rounds):
         for length in lengths:
             for side, make_step in sides.items():
+                # What a turn masked or forced should not decide what the next one has to do.
+                logits.normal_()
+                logits[:, 0] = -10.0  # the end is not near: what waits for the end token has nothing to do
                 step = make_step(case, logits, Histories(case, len(logits), length, calls + 1))
                 step()  # the first one reads the whole history
                 with no_collection():
@@ -216,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"growth: the longest history's over the shortest's\n\n{heading(options.lengths)}")
     ours: dict[str, MakeStep] = {"logitship": logitship_step}
     both = ours if options.without_sglang else ours | {"sglang": sglang_steps()}
-    logits = torch.zeros(options.rows, VOCAB_SIZE)
+    logits = torch.empty(options.rows, VOCAB_SIZE)
     results: list[Result] = []
     with torch.inference_mode():
         for case in CASES:

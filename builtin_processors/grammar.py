@@ -231,7 +231,12 @@ def mask_tokens(logits: torch.Tensor, words: Words) -> None:
         words: int32 [rows, at least vocab / 32]; see `Words`.
     """
     device = logits.device
-    packed = copies_to(device, pin_memory=device.type == "cuda")(words.astype("<i4", copy=False).view(np.uint8))
+    octets = words.astype("<i4", copy=False).view(np.uint8)
+    if device.type == "cpu":  # NumPy unpacks twice as fast as the lines below
+        forbidden = np.unpackbits(~octets, axis=1, bitorder="little", count=logits.shape[1])
+        logits.masked_fill_(torch.from_numpy(forbidden).view(torch.bool), -torch.inf)
+        return
+    packed = copies_to(device, pin_memory=device.type == "cuda")(octets)
     bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 

@@ -38,6 +38,7 @@ NOT_RUN = {
         "logitship serve --enable-custom-logit-processor",
         "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor",
     ],
+    "builtin-processors.md": ["logitship serve --tree cities=cities.json products=products.json"],
     "sampling.md": [
         "logitship serve --model Qwen/Qwen3-0.6B \\\n"
         """  --reasoning-config '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'""",

@@ -16,6 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarProcessor, mask_tokens
+from logitship.builtin_processors.parts.token_sequence import TokenSequence
+from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.sampler.processor_host import PREPARED_KEY
 from logitship.sampler.request_view import ModelView
 
@@ -322,6 +324,40 @@ def test_a_marker_of_several_tokens(processor: GrammarProcessor, new_row: Callab
         row.output.append(token)
         free.append(len(allowed(processor, row)[0]) == VOCAB_SIZE)
     assert free == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "waits"),
+    [
+        ([5], False),
+        ([5, THINK], True),
+        ([THINK, 9], True),
+        ([THINK, 9, 10], False),
+        ([THINK, 9, 10, THINK], True),
+        ([THINK, 11], False),
+    ],
+)
+def test_where_the_prompt_leaves_the_model_thinking_the_text_begins_behind_the_end(
+    prompt: list[int], waits: bool, make_row: Callable[..., dict[str, Any]]
+) -> None:
+    """The end that a budget forces, or the one that the model writes by itself."""
+    markers = ReasoningMarkers(TokenSequence([THINK]), TokenSequence([9, 10]), TokenSequence([11]))
+    processor = GrammarProcessor(markers)
+    by_text = {text: token for token, text in TEXTS.items()}
+    everything, text = set(range(VOCAB_SIZE)), {by_text["a"], by_text["ab"]}
+    for end in ([9, 10], [11]):
+        row = Row(processor, make_row, regex="ab")
+        row.params["__req__"].origin_input_ids = prompt
+        assert allowed(processor, row) == [everything if waits else text]
+        if waits:
+            row.output.extend(end)
+            assert allowed(processor, row) == [text]
+    own = Row(processor, make_row, regex="ab", after=[by_text["c"]])
+    own.params["__req__"].origin_input_ids = prompt
+    own.output.extend([11, 9, 10])
+    assert allowed(processor, own) == [everything]
+    own.output.append(by_text["c"])
+    assert allowed(processor, own) == [text]
 
 
 def test_masks_of_the_step_are_computed_once(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:

@@ -198,6 +198,15 @@ def test_a_thinking_budget_before_a_grammar(client: Client) -> None:
     check_json(text)
 
 
+def test_a_schema_waits_for_the_end_of_the_thinking_that_the_prompt_began(client: Client) -> None:
+    answer = client.generate(
+        THINKING_PROMPT, json_schema=json.dumps(SCHEMA), thinking_token_budget=12, max_new_tokens=300, temperature=0
+    )
+    thinking, _, text = answer.text.partition("</think>")
+    assert 0 < len(thinking) < 200
+    check_json(text)
+
+
 def test_masks_intersect(client: Client, tokenizer: Tokenizer) -> None:
     answer = client.generate(
         JSON_PROMPT,
