@@ -30,7 +30,7 @@ from .thinking_token_budget import ReasoningMarkers
 
 _log = logging.getLogger(__name__)
 
-_MAX_SECONDS = 0.05
+_MAX_SECONDS = 0.03
 """Of the CPU, for a mask. llguidance limits most of what a step may take, but not the work on an ambiguous grammar,
 such as `root ::= root root | "a"`: that grows with the square of the text."""
 MAX_GRAMMAR_LENGTH = 1 << 18
