@@ -34,6 +34,7 @@ class Case:
         params: makes the request's parameters, given its row; a batch processor's are sampling parameters.
         history: makes a row's first tokens, which random ones follow.
         repeats: the tokens that follow instead of random ones, over and over; None: random ones.
+        prompt_length: tokens of the history that are the prompt; None: half of it.
         says: what sets this case apart from others of the processor.
         sglang_class: what does the same in SGLang, if anything.
         make_batch_processor: None: it is a row-level one.
@@ -43,6 +44,7 @@ class Case:
     params: Callable[[int], dict[str, Any]]
     history: Callable[[int], list[int]] = lambda row: []
     repeats: tuple[int, ...] | None = None
+    prompt_length: int | None = None
     says: str = ""
     sglang_class: str | None = None
     make_batch_processor: Callable[[], LogitsProcessor] | None = None
@@ -172,7 +174,17 @@ _CASES = [
     ),
     Case("grammar", lambda row: {"regex": "([0-9],)*"}, repeats=(DIGIT, COMMA), says="regular expression"),
     Case("gen_length", lambda row: {"boost_factor": 1e-6}),
-    Case("cite_from_prompt", lambda row: {"boost_factor": 1e-6, "conditional_boost_factor": 1e-6}),
+    Case(
+        "cite_from_prompt",
+        lambda row: {"boost_factor": 1e-6, "conditional_boost_factor": 1e-6},
+        prompt_length=50,
+        says="short prompt",
+    ),
+    Case(
+        "cite_from_prompt",
+        lambda row: {"boost_factor": 1e-6, "conditional_boost_factor": 1e-6},
+        says="half is prompt",
+    ),
     Case("force_last_phrase", lambda row: {"phrase": "Done."}),
     Case("prevent_hallucination", lambda row: {"phrase": "Done.", "tolerate": NEVER}),
 ]

@@ -47,14 +47,15 @@ class Histories:
     """The tokens of all rows, of which each step brings one more.
 
     Attributes:
-        prompts: of each row, the first half of its history.
-        outputs: of each row, the other half, and what came since.
+        prompts: of each row, the beginning of its history.
+        outputs: of each row, the rest of it, and what came since.
     """
 
     def __init__(self, case: Case, rows: int, length: int, steps: int) -> None:
         tokens = [case.tokens(row, length + steps) for row in range(rows)]
-        self.prompts = [row[: length // 2] for row in tokens]
-        self.outputs = [row[length // 2 : length] for row in tokens]
+        begin = length // 2 if case.prompt_length is None else case.prompt_length
+        self.prompts = [row[:begin] for row in tokens]
+        self.outputs = [row[begin:length] for row in tokens]
         self._new = iter(list(zip(*(row[length:] for row in tokens), strict=True)))
 
     def next_tokens(self) -> tuple[int, ...]:

@@ -145,8 +145,10 @@ class NGramIndex:
         self._shift = pow(_BASE, ngram_size - 1, _PRIME)
         self._covered = range(0)
         """Positions of the n-grams in the table."""
-        self._table: dict[int, dict[int, int]] = {}
-        """Fingerprint of a prefix → each token that follows it, and how many times."""
+        self._table: dict[int, int | dict[int, int]] = {}
+        """Fingerprint of a prefix → the token that follows it, or, of a prefix that is there more than once, how many
+        times each token follows it. Most are there once, and a dictionary for each would not fit a processor's cache.
+        """
 
     def __len__(self) -> int:
         """Number of different prefixes in the window."""
@@ -170,7 +172,10 @@ class NGramIndex:
     def followers(self) -> Set[int]:
         """The tokens that followed the sequence's last n - 1 tokens in the window. Not to be changed."""
         position = len(self._tokens) - self._size + 1
-        return self._table.get(self._prefix(position), _NOTHING).keys() if self._covered else _NOTHING.keys()
+        following = self._table.get(self._prefix(position)) if self._covered else None
+        if following is None:
+            return _NOTHING
+        return following.keys() if isinstance(following, dict) else {following}
 
     def _cover(self, length: int) -> None:
         """Make it the table of the window at the end of the first `length` tokens, all of which are known."""
@@ -179,18 +184,26 @@ class NGramIndex:
         for position in (*range(old.start, min(old.stop, new.start)), *range(max(old.start, new.stop), old.stop)):
             self._remove(position)
         for position in (*range(new.start, min(new.stop, old.start)), *range(max(new.start, old.stop), new.stop)):
-            following = self._table.setdefault(self._prefix(position), {})
-            token = self._tokens[position + self._size - 1]
-            following[token] = following.get(token, 0) + 1
+            self._add(position)
+
+    def _add(self, position: int) -> None:
+        prefix, token = self._prefix(position), self._tokens[position + self._size - 1]
+        following = self._table.get(prefix)
+        if following is None:
+            self._table[prefix] = token
+            return
+        if not isinstance(following, dict):
+            following = self._table[prefix] = {following: 1}
+        following[token] = following.get(token, 0) + 1
 
     def _remove(self, position: int) -> None:
         prefix, token = self._prefix(position), self._tokens[position + self._size - 1]
         following = self._table[prefix]
-        if following[token] > 1:
+        if isinstance(following, dict):
             following[token] -= 1
-            return
-        del following[token]
-        if not following:
+            if not following[token]:
+                del following[token]
+        if not isinstance(following, dict) or not following:
             del self._table[prefix]
 
     def _prefix(self, position: int) -> int:
@@ -199,7 +212,7 @@ class NGramIndex:
         return (until - before * self._shift) % _PRIME
 
 
-_NOTHING: dict[int, int] = {}
+_NOTHING: frozenset[int] = frozenset()
 
 
 def _fingerprint(before: int, token: int) -> int:
