@@ -7,7 +7,6 @@ told it to trust its clients.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import linecache
 import pickle
@@ -25,6 +24,7 @@ from .processor import CustomLogitProcessor
 from .processor_string import PYTHON, PickledProcessor, SourceProcessor
 from .scrub import scrub
 from .shipped_names import ShippedNames
+from .syntax import signature_of
 
 _LONGEST_NAME = 200
 _NOT_INSTALLED = (
@@ -66,7 +66,7 @@ def instantiate(cls: type[CustomLogitProcessor]) -> CustomLogitProcessor:
     name = class_name(cls)
     with _explained(f"{name} raised when it was made"):
         try:
-            inspect.signature(cls).bind()
+            signature_of(cls).bind()
         except TypeError as error:
             raise ProcessorLoadError(
                 f"{name} cannot be made without arguments: {error_message(error)}. Take the values from custom_params, "

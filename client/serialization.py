@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import sys
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from .errors import ProcessorLoadError, ProcessorSerializationError
 from .processor import CustomLogitProcessor
 from .processor_string import PYTHON, PickledProcessor
 from .provenance import SERVER_PACKAGES, top_level
+from .syntax import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +74,7 @@ def _check_processor(cls: type[CustomLogitProcessor]) -> None:
     if abstract:
         raise ProcessorSerializationError(f"class {cls.__qualname__} is abstract: it lacks {', '.join(abstract)}")
     try:
-        inspect.signature(cls).bind()
+        signature_of(cls).bind()
     except TypeError as error:
         raise ProcessorSerializationError(
             f"class {cls.__qualname__} cannot be made without arguments ({error}): the server makes the instance. Take "

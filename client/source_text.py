@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 from .class_names import functions_in, functions_of
+from .syntax import parse
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -55,7 +56,7 @@ def source_file(filename: str, variables: dict[str, Any]) -> SourceFile | None:
     if not lines:
         return None
     try:
-        return SourceFile(filename, lines, ast.parse("".join(lines)))
+        return SourceFile(filename, lines, parse("".join(lines)))
     except SyntaxError:  # a notebook's cell may hold what only IPython understands
         return None
 

@@ -14,6 +14,7 @@ import torch
 
 from logitship.client.author_errors import author_traceback, error_text
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.syntax import signature_of
 
 from .author_code import call
 from .request_callable import RequestLogitsProcessor, accepts, convention_of, name_of
@@ -87,7 +88,7 @@ def _without_partial(target: Any) -> Any:
 def _is_factory(function: Callable[..., Any], tokenizer: Any) -> bool:
     """True if a function cannot be a request-level callable itself, and can be called as it is."""
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except ValueError:
         return False
     if accepts(signature, 2) or accepts(signature, 3):
@@ -108,7 +109,7 @@ def _constructor(
         TypeError: the arguments don't fit.
     """
     with contextlib.suppress(ValueError):  # some classes written in C have no signature
-        signature = inspect.signature(target)
+        signature = signature_of(target)
         try:
             kwargs = kwargs | _defaults(signature, signature.bind_partial(*args, **kwargs).arguments, tokenizer)
             signature.bind(*args, **kwargs)

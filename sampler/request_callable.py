@@ -22,6 +22,8 @@ from typing import TypeAlias
 
 import torch
 
+from logitship.client.syntax import signature_of
+
 from .author_code import checked
 
 RequestLogitsProcessor: TypeAlias = (
@@ -89,7 +91,7 @@ def convention_of(function: object) -> Convention:
     if not callable(function):
         raise TypeError(f"{name} is not callable: {_EXPECTED}")
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except (TypeError, ValueError):
         raise TypeError(f"{name} has no signature to be told by: wrap it in a function; {_EXPECTED}") from None
     if "custom_param_list" in signature.parameters:

@@ -1,0 +1,55 @@
+"""Classes are serialized by several threads at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from logitship import CustomLogitProcessor
+
+
+class Deep(CustomLogitProcessor):
+    """Its syntax tree takes a while to make."""
+
+    def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:
+        """Add a little."""
+        for number in range(3):
+            if number:
+                logits = logits + (number * (1 + (2 * (3 + number))))
+        return logits
+
+
+@pytest.fixture
+def threads_change_often() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_change_often")
+def test_threads_at_different_depths_serialize_at_once() -> None:
+    expected = Deep.to_str()
+    strings: list[str] = []
+
+    def serialize(depth: int) -> None:
+        if depth:
+            serialize(depth - 1)
+        else:
+            strings.append(Deep.to_str())
+
+    def repeat(depth: int) -> None:
+        for _ in range(15):
+            serialize(depth)
+
+    threads = [threading.Thread(target=repeat, args=(20 * number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert strings == [expected] * 120
