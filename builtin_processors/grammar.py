@@ -1,4 +1,4 @@
-"""Constrains an output to a grammar: a JSON schema, a regular expression, EBNF, or a choice of texts."""
+"""Constrains an output to a grammar: a JSON schema, a regular expression, EBNF, a choice of texts, a structural tag."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from .base import BuiltinProcessor
 from .grammars import source as grammar_source
 from .grammars.compiler import GrammarCompiler
 from .grammars.cursor import GrammarCursor, Words
+from .grammars.structural_tag import TokenNames, from_structural_tag
 from .params import Expects, ModelFacts, ProcessorParams
 from .parts.marker import Marker
 from .thinking_token_budget import ReasoningMarkers
@@ -38,7 +39,8 @@ MAX_GRAMMAR_LENGTH = 1 << 18
 
 
 class GrammarParams(ProcessorParams):
-    """See `GrammarProcessor`. Exactly one of `json_schema`, `json_object`, `regex`, `ebnf` and `choice`."""
+    """See `GrammarProcessor`. Exactly one of `json_schema`, `json_object`, `regex`, `ebnf`, `choice` and
+    `structural_tag`."""
 
     json_schema: Annotated[
         dict[str, Any] | bool | str | None, Expects("a JSON schema, as an object or as JSON text")
@@ -53,6 +55,11 @@ class GrammarParams(ProcessorParams):
     llguidance writes it, with a rule `start: …`."""
     choice: Annotated[list[str] | None, Expects("a list of strings")] = None
     """Texts, one of which is the output."""
+    structural_tag: Annotated[
+        dict[str, Any] | str | None, Expects("a structural tag, as an object or as JSON text")
+    ] = None
+    """Free text with tags whose contents are constrained, in xgrammar's words: `{"format": {…}}`, or the older
+    `{"structures": […], "triggers": […]}`."""
     whitespace_pattern: Annotated[str | None, Expects("a regular expression")] = None
     """What may stand between the parts of JSON: a regular expression. "": nothing. Left out: any white space."""
     after: Annotated[Marker | None, Expects("a text or a list of token ids")] = None
@@ -74,8 +81,11 @@ class GrammarParams(ProcessorParams):
         """Name of the one that is given."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
-    def source(self) -> str:
+    def source(self, model: ModelFacts) -> str:
         """The grammar in llguidance's words.
+
+        Args:
+            model: has the special tokens that a structural tag may name.
 
         Raises:
             ValueError: it is malformed, or too long.
@@ -91,11 +101,14 @@ class GrammarParams(ProcessorParams):
                 return grammar_source.from_ebnf(given)
             case "choice":
                 return grammar_source.from_choice(given)
+            case "structural_tag":
+                value = json.loads(given) if isinstance(given, str) else given
+                return from_structural_tag(value, TokenNames.of(model))
         schema = {"type": "object"} if self.json_object else given
         return grammar_source.from_json_schema(schema, self.whitespace_pattern)
 
 
-CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice")
+CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
 _IN_WORDS = {
     "json_schema": "the JSON schema",
@@ -103,6 +116,7 @@ _IN_WORDS = {
     "regex": "the regular expression",
     "ebnf": "the grammar",
     "choice": "the choice",
+    "structural_tag": "the structural tag",
 }
 
 
@@ -151,8 +165,9 @@ class GrammarProcessor(BuiltinProcessor):
         read = super().prepare(params, model)
         source = ""
         try:
-            source = read.source()
-            matcher = self._compiler_for(model).compile(source)
+            compiler = self._compiler_for(model)  # first: it refuses tokenizers that cannot be used
+            source = read.source(model)
+            matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
             reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
             if source.startswith(grammar_source.EXACT):  # places are those of our own Lark

@@ -70,6 +70,8 @@ class SamplingOptions(TypedDict, total=False):
     json_schema: str
     regex: str
     ebnf: str
+    structural_tag: str
+    """JSON text of a structural tag. The OpenAI routes take it in `response_format`."""
 
 
 class GenerateOptions(ProcessorOptions, SamplingOptions, total=False):

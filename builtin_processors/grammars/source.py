@@ -18,7 +18,12 @@ from logitship.builtin_processors.params import shown
 
 
 def from_json_schema(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
-    """JSON that fits a schema.
+    """JSON that fits a schema. See `json_value`."""
+    return EXACT + f"start: {json_value(schema, whitespace_pattern)}"
+
+
+def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
+    """JSON that fits a schema, as a part of a rule.
 
     Args:
         schema: the schema, or its JSON text.
@@ -39,7 +44,7 @@ def from_json_schema(schema: dict[str, Any] | bool | str, whitespace_pattern: st
     if whitespace_pattern is not None:
         options |= {"whitespace_pattern": whitespace_pattern} if whitespace_pattern else {"whitespace_flexible": False}
     schema = {} if schema is True else schema
-    return EXACT + f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def from_regex(regex: str) -> str:
@@ -56,7 +61,16 @@ def from_choice(choice: Sequence[str]) -> str:
     if not choice:
         raise ValueError("it is empty: give at least one text")
     # One expression and not alternatives of rules: a choice that begins another one is then no ambiguity.
-    return from_regex("|".join("".join(map(_character, text)) for text in choice))
+    return from_regex("|".join(map(literal, choice)))
+
+
+def literal(text: str) -> str:
+    """A regular expression that matches a text and nothing else.
+
+    Raises:
+        ValueError: the text holds half of a surrogate pair.
+    """
+    return "".join(map(_character, text))
 
 
 def from_ebnf(text: str) -> str:
@@ -65,7 +79,20 @@ def from_ebnf(text: str) -> str:
     Raises:
         ValueError: it is EBNF, and one of its lines has a mistake; names the line.
     """
-    return EXACT + _Ebnf(text).as_lark() if _EBNF_RULE.search(text) else text
+    return EXACT + ebnf_rules(text) if _EBNF_RULE.search(text) else text
+
+
+def ebnf_rules(text: str, prefix: str = "") -> str:
+    """EBNF as rules of Lark, of which `<prefix>start` is the first.
+
+    Args:
+        text: the EBNF, with a rule `root ::= …`.
+        prefix: of the rules' names, so that they are no other grammar's.
+
+    Raises:
+        ValueError: a line has a mistake; names the line.
+    """
+    return _Ebnf(text, prefix).as_lark()
 
 
 EXACT = '%llguidance {"no_forcing": true}\n'
@@ -99,12 +126,13 @@ class _Ebnf:
     `[a-z]* "b"` the first part would take the b, and the text would never end.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, prefix: str) -> None:
         self._text = text
         self._rules: dict[str, str] = {}
         for kind, value, _ in self._tokens():
             if kind == "rule":
-                self._rules.setdefault(value, "start" if value == "root" else f"rule_{len(self._rules)}")
+                name = "start" if value == "root" else f"rule_{len(self._rules)}"
+                self._rules.setdefault(value, prefix + name)
 
     def as_lark(self) -> str:
         """The same language in Lark.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
 from .schema import RequestModel, SamplingFields, Seed, is_token_ids, one_or_list
-from .structured_outputs import GrammarFields
+from .structured_outputs import Constraint, GrammarFields
 
 OneOrMoreTexts = Annotated[
     str | list[str], PlainValidator(one_or_list(str, "a string"), json_schema_input_type=str | list[str])
@@ -44,10 +45,11 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
         "beam_width": (1,),
         "stop_regex": ([],),
         "stream_interval": (1,),
-        "structural_tag": (),
     }
     nullable: ClassVar = frozenset({"max_new_tokens"})
 
+    structural_tag: str | None = None
+    """A structural tag's JSON text."""
     max_new_tokens: int | None = 128
     """Most tokens of the output; null: up to the model's length."""
     min_new_tokens: int = 0
@@ -56,6 +58,13 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
     """Same seed, prompt and parameters: same tokens."""
     seed: Seed | None = None
     """Another name of `sampling_seed`."""
+
+    def constraints(self, at: str = "") -> Iterator[Constraint]:
+        """What these fields say."""
+        yield from super().constraints(at)
+        if self.structural_tag is not None:
+            name = "structural_tag"
+            yield Constraint({name: self.structural_tag}, f"{at}.{name}" if at else name)
 
 
 class GenerateRequest(RequestModel):

@@ -60,17 +60,28 @@ class JsonSchemaFormat(RequestModel):
 class ResponseFormat(RequestModel):
     """`response_format`."""
 
-    unsupported: ClassVar = {"format": (), "structures": (), "triggers": ()}
-
-    type: Literal["text", "json_object", "json_schema"]
-    """`text`: anything. `json_object`: any JSON object. `json_schema`: JSON that fits the schema."""
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """`text`: anything. `json_object`: any JSON object. `json_schema`: JSON that fits the schema. `structural_tag`:
+    free text with tags whose contents are constrained."""
     json_schema: JsonSchemaFormat | None = None
     """Only with the type of this name."""
+    format: dict[str, Any] | None = None
+    """Of a structural tag: xgrammar's format."""
+    structures: list[dict[str, Any]] | None = None
+    """Of a structural tag, as it was written before: objects with `begin`, `schema` and `end`."""
+    triggers: Texts | None = None
+    """Goes with `structures`: texts with which these begin."""
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise FieldError("json_schema", 'goes with type "json_schema", and the other way round')
+        given = [name for name in ("format", "structures", "triggers") if getattr(self, name) is not None]
+        if self.type != "structural_tag":
+            if given:
+                raise FieldError(given[0], 'goes with type "structural_tag"')
+        elif given not in (["format"], ["structures", "triggers"]):
+            raise ValueError('type "structural_tag" takes either format, or structures and triggers')
         return self
 
     def constraints(self, at: str) -> Iterator[Constraint]:
@@ -79,12 +90,16 @@ class ResponseFormat(RequestModel):
             yield Constraint({"json_schema": self.json_schema.json_schema}, f"{at}.json_schema.schema")
         elif self.type == "json_object":
             yield Constraint({"json_object": True}, at)
+        elif self.format is not None:
+            yield Constraint({"structural_tag": {"format": self.format}}, at)
+        elif self.structures is not None:
+            yield Constraint({"structural_tag": {"structures": self.structures, "triggers": self.triggers}}, at)
 
 
 class StructuredOutputs(RequestModel):
     """vLLM's `structured_outputs`."""
 
-    unsupported: ClassVar = {"disable_additional_properties": (False,), "structural_tag": ()}
+    unsupported: ClassVar = {"disable_additional_properties": (False,)}
 
     json_schema: Schema | None = Field(default=None, alias="json")
     """A JSON schema, or its JSON text."""
@@ -96,6 +111,8 @@ class StructuredOutputs(RequestModel):
     """Texts, one of which is the output."""
     grammar: str | None = None
     """EBNF, or Lark."""
+    structural_tag: str | None = None
+    """A structural tag's JSON text."""
     whitespace_pattern: str | None = None
     """What may stand between the parts of JSON, a regular expression."""
     disable_any_whitespace: bool = False
@@ -105,7 +122,9 @@ class StructuredOutputs(RequestModel):
     def _check_one(self) -> Self:
         given = list(self.constraints(""))
         if len(given) != 1:
-            raise ValueError(f"give exactly one of json, json_object, regex, choice and grammar, not {len(given)}")
+            raise ValueError(
+                f"give exactly one of json, json_object, regex, choice, grammar and structural_tag, not {len(given)}"
+            )
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise FieldError("disable_any_whitespace", "contradicts whitespace_pattern")
         for name in ("whitespace_pattern", "disable_any_whitespace"):
@@ -121,7 +140,7 @@ class StructuredOutputs(RequestModel):
             yield Constraint({"json_schema": self.json_schema} | white, f"{at}.json")
         if self.json_object:
             yield Constraint({"json_object": True} | white, f"{at}.json_object")
-        for name, param in (("regex", "regex"), ("choice", "choice"), ("grammar", "ebnf")):
+        for name, param in _STRUCTURED.items():
             if (value := getattr(self, name)) is not None:
                 yield Constraint({param: value}, f"{at}.{name}")
 
@@ -175,6 +194,12 @@ class OpenAIGrammarFields(GrammarFields):
                 yield Constraint({param: value}, name)
 
 
+_STRUCTURED: Mapping[str, str] = {
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
 _GUIDED: Mapping[str, str] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",

@@ -130,7 +130,9 @@ class SamplingParams(EngineSamplingParams):
             min_tokens=read.min_new_tokens,
             seed=read.seed if read.sampling_seed is None else read.sampling_seed,
             include_stop_str_in_output=read.no_stop_trim,
-            structured_outputs=StructuredOutputsParams(read.json_schema, read.regex, grammar=read.ebnf)
+            structured_outputs=StructuredOutputsParams(
+                read.json_schema, read.regex, grammar=read.ebnf, structural_tag=read.structural_tag
+            )
             if is_constrained
             else None,
             **ours,
@@ -156,5 +158,6 @@ SGLANG_CONSTRAINTS = {
     "structured_outputs.json": "json_schema",
     "structured_outputs.regex": "regex",
     "structured_outputs.grammar": "ebnf",
+    "structured_outputs.structural_tag": "structural_tag",
 }
 """SGLang's names of what stands elsewhere here."""

@@ -17,7 +17,8 @@ _AT = "structured_outputs"
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What an output is constrained to: exactly one of the first five, and what JSON may look like.
+    """What an output is constrained to: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
+    `structural_tag`, and what JSON may look like.
 
     Raises:
         InvalidSamplingParams: a ValueError; there is none or more than one, or one is of another type.
@@ -39,8 +40,8 @@ class StructuredOutputsParams:
     """Not supported: write `"additionalProperties": false` into the schema."""
     whitespace_pattern: str | None = None
     """A regular expression for what may stand between the parts of JSON."""
-    structural_tag: None = None
-    """Not supported."""
+    structural_tag: str | None = None
+    """A structural tag, as JSON text."""
 
     def __post_init__(self) -> None:
         if self.choice is not None and not isinstance(self.choice, str):

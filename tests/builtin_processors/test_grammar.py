@@ -391,7 +391,7 @@ def test_no_rows(processor: GrammarProcessor) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "give exactly one of json_schema, json_object, regex, ebnf, choice; got none"),
+    ({}, "give exactly one of json_schema, json_object, regex, ebnf, choice, structural_tag; got none"),
     ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
     ({"regex": 5}, "regex: expected a regular expression, got 5"),
     ({"json_schema": [1]}, "json_schema: expected a JSON schema, as an object or as JSON text"),

@@ -185,6 +185,32 @@ def test_all_at_once_on_the_rows_of_a_batch(client: Client, tokenizer: Tokenizer
             check_json(answer.text)
 
 
+def test_a_tool_call_in_free_text(client: Client) -> None:
+    """The chat format's own tokens stand around it, as the chat template writes them."""
+    call = {
+        "type": "tag",
+        "begin": '<tool_call>{"name": "register", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": SCHEMA},
+        "end": "}</tool_call>",
+    }
+    tags = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [call], "at_least_one": True}
+    begin = {"type": "const_string", "value": "<|im_start|>assistant\n"}
+    answer = client.chat(
+        [{"role": "user", "content": "Register Ann, 33, who likes red."}],
+        response_format={"type": "structural_tag", "format": {"type": "sequence", "elements": [begin, tags]}},
+        max_tokens=250,
+        temperature=0,
+        skip_special_tokens=False,
+    )
+    text = answer.text
+    begun, _, rest = text.partition("<tool_call>")
+    assert begun == "<|im_start|>assistant\n"
+    for part in ("<tool_call>" + rest).split("<tool_call>")[1:]:
+        value = json.loads(part.partition("</tool_call>")[0])
+        assert value["name"] == "register"
+        check_json(json.dumps(value["arguments"]))
+
+
 def test_a_thinking_budget_before_a_grammar(client: Client) -> None:
     """The grammar begins where the thinking ends, and the budget sees to it that it does."""
     answer = client.generate(

@@ -58,7 +58,7 @@ def _cases() -> Iterator[Case]:
     yield from _everywhere("temprature", 1, says="unknown field")
     yield from _sampling("temperatur", 1, says="did you mean temperature?")
     yield from _everywhere("lora_path", "x", says="lora_path: is not supported")
-    for param in ("structural_tag", "stop_regex", "beam_width"):
+    for param in ("stop_regex", "beam_width"):
         yield Case(
             GENERATE, {"sampling_params": {param: "x"}}, f"sampling_params.{param}", says=f"{param}: is not supported"
         )

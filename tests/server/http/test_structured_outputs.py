@@ -40,7 +40,20 @@ def _matches(regex: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(regex, text) is not None
 
 
+def _call(text: str) -> bool:
+    return text.startswith("<f=1>") and text.endswith("</f>") and _person(text[5:-4])
+
+
 JSON_TEXT = json.dumps(SCHEMA)
+TAG = {"begin": "<f=1>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+CALL = {
+    "type": "triggered_tags",
+    "triggers": ["<f="],
+    "tags": [TAG],
+    "at_least_one": True,
+    "stop_after_first": True,
+}
+LEGACY = {"structures": [{"begin": "<f=1>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f="]}
 OPENAI_FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}}},
@@ -55,6 +68,8 @@ OPENAI_FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"structured_outputs": {"choice": ["yes", "no"]}}, _matches("yes|no")),
     ({"structured_outputs": {"grammar": EBNF}}, _matches("acb|addb")),
     ({"structured_outputs": {"grammar": 'start: "x" | "yy"'}}, _matches("x|yy")),
+    ({"structured_outputs": {"structural_tag": json.dumps({"format": CALL})}}, _call),
+    ({"response_format": {"type": "structural_tag", "format": CALL}}, _call),
     ({"guided_json": SCHEMA}, _person),
     ({"guided_regex": "[ab]{4}"}, _matches("[ab]{4}")),
     ({"guided_choice": ["yes", "no"]}, _matches("yes|no")),
@@ -79,6 +94,7 @@ def test_openai_routes(real: Any, path: str, fields: dict[str, Any], fits: Calla
         ({"json_schema": SCHEMA}, _person),
         ({"regex": "(ab|c){2,3}"}, _matches("(ab|c){2,3}")),
         ({"ebnf": EBNF}, _matches("acb|addb")),
+        ({"structural_tag": json.dumps({"type": "structural_tag", "format": CALL})}, _call),
     ],
     ids=str,
 )
@@ -87,6 +103,15 @@ def test_generate(real: Any, fields: dict[str, Any], fits: Callable[[str], bool]
     assert answer["meta_info"]["finish_reason"]["type"] == "stop"
     assert fits(answer["text"]), answer["text"]
     assert [receipt["name"] for receipt in answer["meta_info"]["receipts"]] == ["grammar"]
+
+
+def test_the_older_form_of_structural_tags(real: Any) -> None:
+    """Another grammar has the text begin with the tag, and end behind it."""
+    only = {"processor": {"name": "grammar"}, "params": {"regex": "<f=[^>]*>[^>]*>"}}
+    fields = {"response_format": {"type": "structural_tag", **LEGACY}, "logits_processors": [only]}
+    (choice,) = real.ok(COMPLETIONS, {**PROMPTS[COMPLETIONS], **fields, "max_tokens": 400, "seed": 0})["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert _call(choice["text"]), choice["text"]
 
 
 @pytest.mark.parametrize(
@@ -146,9 +171,55 @@ def test_where_nothing_is_left_the_error_names_who_took_it(real: Any) -> None:
     assert "grammar, disallowed_tokens forbid the whole vocabulary" in error["message"]
 
 
+X = {"content": {"type": "regex", "pattern": "(ab|c){5}"}}
+DEEP = json.loads('{"type":"star","content":' * 150 + '{"type":"any_text"}' + "}" * 150)
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"response_format": {"type": "json_scheme"}}, "response_format.type", "'json_schema'"),
-    (CHAT, {"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "not supported"),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": {}}},
+        "response_format",
+        "the structural tag cannot be used: format: expected a format",
+    ),
+    (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format", "takes either format, or structures"),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": CALL, "triggers": ["x"]}},
+        "response_format",
+        "takes either format, or structures",
+    ),
+    (CHAT, {"response_format": {"type": "text", "format": CALL}}, "response_format.format", "goes with type"),
+    (CHAT, {"response_format": {"type": "structural_tag", "format": [CALL]}}, "response_format.format", "dictionary"),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", **LEGACY, "triggers": ["<g"]}},
+        "response_format",
+        "the tag that begins with '<f=1>' has 0 triggers",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_tokens"}}},
+        "response_format",
+        "the format 'any_tokens' is not supported",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "a" * 300_000}}},
+        "response_format",
+        "more than 262144",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": {"type": "repeat", "min": 1, "max": 10**15, **X}}},
+        "response_format",
+        "cannot be used",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": DEEP}},
+        "response_format",
+        "nested deeper than 100",
+    ),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
     (
         CHAT,
@@ -201,7 +272,21 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         COMPLETIONS,
         {"structured_outputs": {"structural_tag": "{}"}},
         "structured_outputs.structural_tag",
-        "not supported",
+        "the structural tag cannot be used: format: Field required",
+    ),
+    (COMPLETIONS, {"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "string"),
+    (GENERATE, {"sampling_params": {"structural_tag": "["}}, "sampling_params.structural_tag", "cannot be used"),
+    (
+        GENERATE,
+        {"sampling_params": {"structural_tag": "[" * 50_000}},
+        "sampling_params.structural_tag",
+        "nests too deeply",
+    ),
+    (
+        GENERATE,
+        {"sampling_params": {"structural_tag": "{}", "regex": "a"}},
+        "sampling_params.structural_tag",
+        "has sampling_params.regex",
     ),
     (COMPLETIONS, {"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "did you mean json?"),
     (COMPLETIONS, {"json_schema": 5}, "json_schema", "must be a JSON schema"),

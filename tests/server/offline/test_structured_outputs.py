@@ -16,6 +16,13 @@ from logitship.server.offline.structured_outputs import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
+TAG = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+    "end": "</f>",
+}
+
 
 def _is_object(text: str) -> bool:
     return json.loads(text) in ({"a": 1}, {"a": 2})
@@ -27,6 +34,7 @@ CASES: list[tuple[StructuredOutputsParams | dict[str, Any], Callable[[str], obje
     (StructuredOutputsParams(regex="[ab]{5}"), re.compile("[ab]{5}").fullmatch),
     (StructuredOutputsParams(choice=("yes", "no")), {"yes", "no"}.__contains__),
     (StructuredOutputsParams(grammar='root ::= "x" | "y"'), {"x", "y"}.__contains__),
+    (StructuredOutputsParams(structural_tag=json.dumps({"format": TAG})), re.compile("<f>[12]</f>").fullmatch),
     ({"regex": "[ab]{5}"}, re.compile("[ab]{5}").fullmatch),
 ]
 
@@ -51,8 +59,13 @@ def test_with_other_processors(llm: LLM) -> None:
     assert [receipt.name for receipt in output.outputs[0].receipts] == ["grammar", "disallowed_tokens"]
 
 
+AB = '{"format": {"type": "const_string", "value": "ab"}}'
+
+
 @pytest.mark.parametrize(
-    "values", [{"regex": "ab"}, {"ebnf": 'root ::= "ab"'}, {"json_schema": '{"const": 5}'}], ids=str
+    "values",
+    [{"regex": "ab"}, {"ebnf": 'root ::= "ab"'}, {"json_schema": '{"const": 5}'}, {"structural_tag": AB}],
+    ids=str,
 )
 def test_sglangs_names(llm: LLM, values: dict[str, Any]) -> None:
     (output,) = llm.generate("hello", values, use_tqdm=False)
@@ -93,6 +106,8 @@ def test_it_must_be_one_or_a_dict() -> None:
         ({"regex": "(a"}, "sampling_params.regex"),
         ({"ebnf": "x"}, "sampling_params.ebnf"),
         ({"json_schema": "x"}, "sampling_params.json_schema"),
+        ({"structural_tag": "{}"}, "sampling_params.structural_tag"),
+        (SamplingParams(structured_outputs={"structural_tag": "{}"}), "structured_outputs.structural_tag"),
     ],
     ids=str,
 )

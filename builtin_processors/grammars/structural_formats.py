@@ -1,0 +1,392 @@
+"""The formats of a structural tag as records: what a request may write, checked.
+
+Names, fields and defaults are xgrammar's (its 0.2), so that what SGLang and vLLM take means the same here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator, model_validator
+
+from logitship.builtin_processors.params import shown
+
+MAX_CHARS = 500
+"""Of `any_text`. For more, llguidance would have to build too many expressions in a step."""
+_MAX_LEVELS = 128
+"""Of objects and lists within each other: a format takes one to three."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Mark = Annotated[str, Field(min_length=1, max_length=1024)]
+"""A text that ends free text, or must not stand in it."""
+Marks = Annotated[tuple[Mark, ...], Field(max_length=256, strict=False)]
+
+
+class ConstString(_Record):
+    """One text."""
+
+    type: Literal["const_string"] = "const_string"
+    value: str
+
+
+class Regex(_Record):
+    """What a regular expression matches."""
+
+    type: Literal["regex"] = "regex"
+    pattern: str
+
+
+class Grammar(_Record):
+    """A text of a language in EBNF."""
+
+    type: Literal["grammar"] = "grammar"
+    grammar: str
+
+
+class JsonSchema(_Record):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"] = "json_schema"
+    json_schema: bool | dict[str, Any]
+    style: str = "json"
+    any_order: bool = False
+    max_whitespace_cnt: Annotated[int, Field(ge=0, le=1000)] | None = None
+    excludes: Marks = ()
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        if self.style != "json":
+            raise ValueError(f'style {shown(self.style)} is not supported: write "json"')
+        if self.any_order or self.excludes:
+            raise ValueError(f"{'any_order' if self.any_order else 'excludes'} is not supported for json_schema")
+        return self
+
+
+class AnyText(_Record):
+    """Any text."""
+
+    type: Literal["any_text"] = "any_text"
+    excludes: Marks = ()
+    max_chars: Annotated[int, Field(ge=0, le=MAX_CHARS)] | None = None
+    max_tokens: None = None
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _check_max_tokens(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("not supported: write max_chars")
+        return value
+
+
+class Token(_Record):
+    """One token, by its id or as the vocabulary writes it."""
+
+    type: Literal["token"] = "token"
+    token: int | str
+
+
+class Sequence(_Record):
+    """Formats one after the other."""
+
+    type: Literal["sequence"] = "sequence"
+    elements: tuple[Format, ...] = Field(min_length=1, strict=False)
+
+
+class Or(_Record):
+    """One of several formats."""
+
+    type: Literal["or"] = "or"
+    elements: tuple[Format, ...] = Field(min_length=1, strict=False)
+
+
+def _boundary(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Token.model_validate(value)
+    if isinstance(value, str):
+        return ConstString(value=value)
+    raise ValueError(f"expected a text or a token format, got {shown(value)}")
+
+
+def _ends(value: Any) -> Any:
+    if isinstance(value, list):
+        if not 0 < len(value) <= 256 or not all(isinstance(each, str) for each in value):
+            raise ValueError(f"expected a text, a list of up to 256 texts or a token format, got {shown(value)}")
+        return tuple(ConstString(value=each) for each in value)
+    return (_boundary(value),)
+
+
+class Tag(_Record):
+    """`begin content end`, where any of several ends will do."""
+
+    type: Literal["tag"] = "tag"
+    begin: Annotated[ConstString | Token, PlainValidator(_boundary)]
+    content: Format
+    end: Annotated[tuple[ConstString | Token, ...], PlainValidator(_ends)]
+
+    @property
+    def end_texts(self) -> tuple[str, ...]:
+        """Those ends that are texts, and not empty."""
+        return tuple(end.value for end in self.end if isinstance(end, ConstString) and end.value)
+
+    @model_validator(mode="after")
+    def _check_that_it_ends(self) -> Self:
+        if is_open(self.content) and not self.end_texts and not isinstance(self.end[0], Token):
+            raise ValueError("free text needs an end that is not empty")
+        if any(len(end) > 1024 for end in self.end_texts):
+            raise ValueError("an end has at most 1024 characters")
+        return self
+
+
+class TriggeredTags(_Record):
+    """Any text, where after a trigger one of the tags that begin with it goes on."""
+
+    type: Literal["triggered_tags"] = "triggered_tags"
+    triggers: Marks = Field(min_length=1)
+    tags: tuple[Tag, ...] = Field(min_length=1, strict=False)
+    at_least_one: bool = False
+    stop_after_first: bool = False
+    excludes: Marks = ()
+
+    @model_validator(mode="after")
+    def _check_triggers(self) -> Self:
+        groups = self.groups()
+        idle = next((trigger for trigger, tags in groups.items() if not tags), None)
+        if idle is not None:
+            raise ValueError(f"no tag begins with the trigger {shown(idle)}")
+        return self
+
+    def groups(self) -> dict[str, list[Tag]]:
+        """Each trigger's tags, without the trigger in front of them."""
+        groups: dict[str, list[Tag]] = {trigger: [] for trigger in self.triggers}
+        for tag in self.tags:
+            if isinstance(tag.begin, Token):
+                raise ValueError("a tag that follows a trigger begins with a text, not with a token")
+            begin = tag.begin.value
+            found = [trigger for trigger in groups if begin.startswith(trigger)]
+            if len(found) != 1:
+                raise ValueError(f"the tag that begins with {shown(begin)} has {len(found)} triggers, not one")
+            rest = ConstString(value=begin[len(found[0]) :])
+            groups[found[0]].append(tag.model_copy(update={"begin": rest}))
+        return groups
+
+
+class TagsWithSeparator(_Record):
+    """Tags, with a text between them."""
+
+    type: Literal["tags_with_separator"] = "tags_with_separator"
+    tags: tuple[Tag, ...] = Field(min_length=1, strict=False)
+    separator: str
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class Optional(_Record):
+    """A format, or nothing."""
+
+    type: Literal["optional"] = "optional"
+    content: Format
+
+
+class Plus(_Record):
+    """A format, once or more often."""
+
+    type: Literal["plus"] = "plus"
+    content: Format
+
+
+class Star(_Record):
+    """A format, any number of times."""
+
+    type: Literal["star"] = "star"
+    content: Format
+
+
+class Repeat(_Record):
+    """A format, a number of times; -1: no most."""
+
+    type: Literal["repeat"] = "repeat"
+    min: Annotated[int, Field(ge=0)]
+    max: Annotated[int, Field(ge=-1)]
+    content: Format
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if -1 < self.max < self.min:
+            raise ValueError(f"min is {self.min} and max is {self.max}")
+        return self
+
+
+class Dispatch(_Record):
+    """Any text, where after a pattern its format goes on."""
+
+    type: Literal["dispatch"] = "dispatch"
+    rules: tuple[tuple[Mark, Format], ...] = Field(min_length=1, max_length=256, strict=False)
+    loop: bool = True
+    excludes: Marks = ()
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _check_rules(cls, value: Any) -> Any:
+        return (
+            tuple(tuple(rule) if isinstance(rule, list) else rule for rule in value) if type(value) is list else value
+        )
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> Self:
+        patterns = sorted(pattern for pattern, _ in self.rules)
+        for shorter, longer in itertools.pairwise(patterns):
+            if longer.startswith(shorter):
+                raise ValueError(f"the pattern {shown(shorter)} begins another one, which would never be reached")
+        return self
+
+
+Format = Annotated[
+    ConstString
+    | Regex
+    | Grammar
+    | JsonSchema
+    | AnyText
+    | Token
+    | Sequence
+    | Or
+    | Tag
+    | TriggeredTags
+    | TagsWithSeparator
+    | Optional
+    | Plus
+    | Star
+    | Repeat
+    | Dispatch,
+    Field(discriminator="type"),
+]
+
+
+class StructuralTag(_Record):
+    """The current form."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    format: Format
+
+
+class _Structure(_Record):
+    begin: str
+    json_schema: bool | dict[str, Any] | str = Field(alias="schema")
+    end: str
+
+
+class _Legacy(_Record):
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: tuple[_Structure, ...] = Field(min_length=1, strict=False)
+    triggers: Marks = Field(min_length=1)
+
+
+def read_structural_tag(value: Any) -> Format:
+    """The format that a structural tag asks for.
+
+    Args:
+        value: parsed JSON: `{"format": {…}}`, or the older `{"structures": […], "triggers": […]}`.
+
+    Raises:
+        ValueError: it is malformed; names the place.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {shown(value)}")
+    _check_depth(value)
+    try:
+        if "structures" not in value and "triggers" not in value:
+            return StructuralTag.model_validate(value).format
+        legacy = _Legacy.model_validate(value)
+        return TriggeredTags.model_validate({"triggers": legacy.triggers, "tags": list(map(_tag, legacy.structures))})
+    except ValidationError as error:
+        raise ValueError(_explained(error)) from None
+
+
+def is_open(part: Format) -> bool:
+    """Whether it ends in free text, which only what follows can end."""
+    match part:
+        case AnyText() | TriggeredTags() | Dispatch():
+            return True
+        case Sequence():
+            return is_open(part.elements[-1])
+        case Or():
+            return any(map(is_open, part.elements))
+        case Optional() | Plus() | Star() | Repeat():
+            return is_open(part.content)
+    return False
+
+
+def _tag(structure: _Structure) -> dict[str, Any]:
+    schema = structure.json_schema
+    content = {"type": "json_schema", "json_schema": json.loads(schema) if isinstance(schema, str) else schema}
+    return {"begin": structure.begin, "content": content, "end": structure.end}
+
+
+def _check_depth(value: dict[str, Any]) -> None:
+    """Without recursion, and not into the schemas: these may nest as deeply as llguidance allows."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_LEVELS):
+        level = [
+            inner
+            for each in level
+            for inner in (
+                [value for key, value in each.items() if key not in ("json_schema", "schema")]
+                if isinstance(each, dict)
+                else each
+            )
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError("it nests too deeply")
+
+
+def _explained(error: ValidationError) -> str:
+    """The first mistake, with the path of the field, in which pydantic also names the formats."""
+    first = error.errors(include_url=False)[0]
+    path = ""
+    before: int | str = ""
+    for each in first["loc"]:
+        if isinstance(each, int):
+            path += f"[{each}]"
+        elif not (each in _TYPES and (isinstance(before, int) or before in ("content", "format"))):
+            path += f".{each}" if path else each
+        before = each
+    match first["type"]:
+        case "union_tag_invalid":
+            reason = f"the format {shown(first['ctx']['tag'])} is not supported; known: {', '.join(_TYPES)}"
+        case "union_tag_not_found" | "model_attributes_type":
+            reason = "expected a format: an object with a type"
+        case "extra_forbidden":
+            reason = "unknown"
+        case _:
+            reason = first["msg"].removeprefix("Value error, ")
+    return f"{path}: {reason}" if path else reason
+
+
+_TYPES = (
+    "const_string",
+    "regex",
+    "grammar",
+    "json_schema",
+    "any_text",
+    "token",
+    "sequence",
+    "or",
+    "tag",
+    "triggered_tags",
+    "tags_with_separator",
+    "optional",
+    "plus",
+    "star",
+    "repeat",
+    "dispatch",
+)
+for _record in (Sequence, Or, Tag, TriggeredTags, TagsWithSeparator, Optional, Plus, Star, Repeat, Dispatch):
+    _record.model_rebuild()
+StructuralTag.model_rebuild()

@@ -1,0 +1,448 @@
+"""Structural tags: free text with tags in it, whose contents are constrained, in the words of llguidance.
+
+llguidance's lexer takes the longest match and does not come back. So free text and the text that ends it have to be one
+terminal, whose regular expression says where the free text stops. Neighbours that are regular are joined into one
+terminal, in which nothing is ambiguous. JSON, EBNF and added tokens are symbols of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from llguidance import regex_to_lark
+
+from logitship.builtin_processors.params import ModelFacts, shown
+
+from . import structural_formats as formats
+from .source import EXACT, ebnf_rules, json_value, literal
+
+_MAX_LENGTH = 1 << 20
+"""Characters of the Lark that is made of a structural tag."""
+_MAX_PARTS = 50_000
+"""Formats to look at, with repetition: less than a second."""
+
+
+@dataclass(frozen=True)
+class TokenNames:
+    """What a structural tag may need to know of the vocabulary.
+
+    Attributes:
+        vocab_size: ids are below.
+        added: the ids, by their texts, of the tokens that were added to the tokenizer's own, without the model's end
+            tokens. llguidance tells them from text. Where such a text stands in a structural tag, the token stands in
+            the output.
+        in_text: those among them that the tokenizer does not call special. Free text may hold them.
+        eos: the model's end tokens.
+        find: the id of the token that the vocabulary writes like this; None: there is none.
+    """
+
+    vocab_size: int
+    added: Mapping[str, int] = field(default_factory=dict)
+    in_text: frozenset[str] = frozenset()
+    eos: frozenset[int] = frozenset()
+    find: Callable[[str], int | None] = lambda text: None
+
+    @classmethod
+    def of(cls, model: ModelFacts) -> Self:
+        """Those of a model with a fast tokenizer."""
+        eos = frozenset(model.eos_token_ids)
+        tokens = {
+            number: token
+            for number, token in model.tokenizer.added_tokens_decoder.items()
+            if number not in eos and token.content.strip()  # some add runs of spaces
+        }
+        return cls(
+            model.vocab_size,
+            {token.content: number for number, token in tokens.items()},
+            frozenset(token.content for token in tokens.values() if not token.special),
+            eos,
+            model.tokenizer.backend_tokenizer.token_to_id,
+        )
+
+
+def from_structural_tag(value: Any, tokens: TokenNames) -> str:
+    """A text with the structure that a structural tag describes.
+
+    Args:
+        value: parsed JSON, see `structural_formats.read_structural_tag`.
+        tokens: of the model.
+
+    Raises:
+        ValueError: it is malformed, or llguidance cannot express it; says what.
+    """
+    return _Lark(tokens).written(formats.read_structural_tag(value))
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    """A part of a rule's body.
+
+    Attributes:
+        lark: what to write: of a terminal if it is regular, else of a rule.
+        is_regular: it may be joined with its neighbours into one terminal.
+        texts: those that it may be, if it is one of a few, or an added token.
+        is_added: it begins with an added token, where free text ends.
+    """
+
+    lark: str
+    is_regular: bool = False
+    texts: tuple[str, ...] = ()
+    is_added: bool = False
+
+
+_NOT_FREE = _Symbol("")
+"""Something follows, of which nobody knows how it begins: free text could not end before it."""
+
+
+class _Lark:
+    """A grammar in the making.
+
+    `_regular` gives a terminal for what is regular, and None for the rest. `_symbols` writes anything, from its end
+    to its beginning: it gets the symbols that follow, because free text has to know what ends it.
+    """
+
+    def __init__(self, tokens: TokenNames) -> None:
+        self._tokens = tokens
+        self._names: dict[str, str] = {}
+        self._rules: list[str] = []
+        self._length = 0
+        self._parts = 0
+        names = sorted(tokens.added, key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def written(self, part: formats.Format) -> str:
+        """The whole grammar."""
+        start = self._joined(self._symbols(part, (), []))
+        terminals = [f"{name}: {lark}" for lark, name in self._names.items()]
+        return EXACT + "\n".join([f"start: {start}", *self._rules, *terminals])
+
+    def _symbols(self, part: formats.Format, stop: Sequence[str], then: list[_Symbol]) -> list[_Symbol]:
+        """A format and what follows.
+
+        Args:
+            part: the format.
+            stop: what free text in it must not hold: the end of the tag that it stands in.
+            then: what follows.
+        """
+        self._count()
+        if all(symbol.is_regular for symbol in then) and (lark := self._regular(part, stop)) is not None:
+            return [_Symbol(lark, is_regular=True), *then]
+        match part:
+            case formats.ConstString():
+                return self._text(part.value, then)
+            case formats.Regex():
+                return [_Symbol(_regex(part.pattern), is_regular=True), *then]
+            case formats.JsonSchema():
+                spaces = None if part.max_whitespace_cnt is None else rf"[ \n\r\t]{{0,{part.max_whitespace_cnt}}}"
+                if part.max_whitespace_cnt == 0:
+                    spaces = ""
+                return [_Symbol(self._rule(json_value(part.json_schema, spaces))), *then]
+            case formats.Grammar():
+                return [_Symbol(self._ebnf(part.grammar)), *_in_characters(then)]
+            case formats.Token():
+                return [self._token(part.token), *then]
+            case formats.AnyText():
+                return self._free_text([*stop, *part.excludes], then, part.max_chars)
+            case formats.Sequence():
+                for element in reversed(part.elements):
+                    then = self._symbols(element, stop, then)
+                return then
+            case formats.Or():
+                return [self._either(part.elements, stop, self._shared(then))]
+            case formats.Tag():
+                return self._tag(part, then)
+            case formats.TriggeredTags():
+                return self._triggered_tags(part, stop, then)
+            case formats.Dispatch():
+                rules = [(pattern, [content]) for pattern, content in part.rules]
+                return self._dispatched(rules, part.loop, [*stop, *part.excludes], then)
+            case formats.TagsWithSeparator():
+                return self._separated(part, then)
+            case formats.Optional() | formats.Plus() | formats.Star() | formats.Repeat():
+                content = self._joined(self._symbols(part.content, stop, [_NOT_FREE]))
+                return [_Symbol(self._rule(_repeated(self._rule(content), part))), *then]
+
+    def _regular(self, part: formats.Format, stop: Sequence[str]) -> str | None:
+        """The name of a terminal, or None if none can say it."""
+        self._count()
+        lark = self._expression(part, stop)
+        return None if lark is None else self._terminal(lark)
+
+    def _expression(self, part: formats.Format, stop: Sequence[str]) -> str | None:
+        match part:
+            case formats.ConstString():
+                return None if self._pieces(part.value)[1:] else _literal(part.value)
+            case formats.Regex():
+                return _regex(part.pattern)
+            case formats.AnyText() | formats.TriggeredTags() | formats.Dispatch() if self._tokens.in_text:
+                return None
+            case formats.AnyText():
+                return self._free([*stop, *part.excludes], part.max_chars)
+            case formats.Sequence():
+                return self._all(" ", (self._regular(each, stop) for each in part.elements))
+            case formats.Or():
+                return self._all(" | ", (self._regular(each, stop) for each in part.elements))
+            case formats.Tag():
+                ends = self._all(" | ", (self._regular(end, ()) for end in part.end))
+                content = self._regular(part.content, part.end_texts)
+                return self._all(" ", (self._regular(part.begin, ()), content, ends))
+            case formats.TriggeredTags() if part.at_least_one:
+                first = self._all(" | ", (self._regular(tag, ()) for tag in part.tags))
+                if part.stop_after_first:
+                    return first
+                others = self._regular(part.model_copy(update={"at_least_one": False}), stop)
+                return self._all(" ", (first, others))
+            case formats.TriggeredTags():
+                groups = self._groups(part)
+                return self._regular_dispatch(groups, not part.stop_after_first, [*stop, *part.excludes])
+            case formats.Dispatch():
+                rules = [(pattern, [content]) for pattern, content in part.rules]
+                return self._regular_dispatch(rules, part.loop, [*stop, *part.excludes])
+            case formats.TagsWithSeparator():
+                tag = self._all(" | ", (self._regular(each, ()) for each in part.tags))
+                separator = self._regular(formats.ConstString(value=part.separator), ())
+                return None if tag is None or separator is None else _separated(tag, separator, part)
+            case formats.Optional() | formats.Plus() | formats.Star() | formats.Repeat():
+                content = self._regular(part.content, stop)
+                return None if content is None else _repeated(content, part)
+        return None
+
+    def _regular_dispatch(
+        self, rules: Sequence[tuple[str, Sequence[formats.Format]]], loop: bool, avoid: Sequence[str]
+    ) -> str | None:
+        avoid = [*avoid, *(trigger for trigger, _ in rules)]
+        branches = []
+        for trigger, contents in rules:
+            content = self._all(" | ", (self._regular(each, ()) for each in contents))
+            if content is None or self._pieces(trigger)[1:]:
+                return None
+            branches.append(f"{self._up_to(trigger, avoid)} {content}")
+        dispatched = f"({' | '.join(branches)})"
+        free = self._free(avoid)
+        return f"({dispatched}* {free})" if loop else f"({free} | {dispatched})"
+
+    def _all(self, operator: str, parts: Iterable[str | None]) -> str | None:
+        known = []
+        for part in parts:
+            if part is None:
+                return None
+            known.append(part)
+        return self._terminal(operator.join(known))
+
+    def _free_text(self, avoid: Sequence[str], then: list[_Symbol], max_chars: int | None = None) -> list[_Symbol]:
+        """Free text that holds none of some texts, and what follows."""
+        if any(not symbol.is_regular for symbol in then) and not then[0].is_added:
+            if not then[0].texts:
+                raise ValueError(
+                    "any_text, triggered_tags or dispatch cannot be told from what follows: let it end the output or a"
+                    " tag, or stand before a const_string"
+                )
+            avoid = [*avoid, *then[0].texts]
+        end = then[0].texts if then and then[0].is_added else ()
+        skipped = self._added_in_text([*avoid, *end]) if max_chars is None else []
+        return [*skipped, _Symbol(self._free(avoid, max_chars), is_regular=True), *then]
+
+    def _added_in_text(self, avoid: Sequence[str]) -> list[_Symbol]:
+        """Free text up to the last added token in it."""
+        ids = [
+            self._tokens.added[text]
+            for text in self._tokens.in_text
+            if not any(each in text or text in each for each in avoid)
+        ]
+        if not ids:
+            return []
+        tokens = ",".join(map(str, sorted(ids)))
+        return [_Symbol(self._rule(f"({self._free(avoid)} <[{tokens}]>)*"))]
+
+    def _tag(self, tag: formats.Tag, then: list[_Symbol]) -> list[_Symbol]:
+        end = self._regular(formats.Or(elements=tag.end), ())
+        if end is not None:
+            texts = tag.end_texts if len(tag.end_texts) == len(tag.end) else ()
+            content = self._symbols(tag.content, tag.end_texts, [_Symbol(end, True, texts), *then])
+        elif len(tag.end) == 1:
+            content = self._symbols(tag.content, tag.end_texts, self._symbols(tag.end[0], (), then))
+        else:
+            then = self._shared(then)
+            ways = [self._symbols(tag.content, tag.end_texts, self._symbols(end, (), then)) for end in tag.end]
+            content = [_Symbol(self._rule(self._alternatives(ways)))]
+        return self._symbols(tag.begin, (), content)
+
+    def _triggered_tags(self, part: formats.TriggeredTags, stop: Sequence[str], then: list[_Symbol]) -> list[_Symbol]:
+        if part.at_least_one and part.stop_after_first:
+            return [self._either(part.tags, (), self._shared(then))]
+        groups = self._groups(part)
+        symbols = self._dispatched(groups, not part.stop_after_first, [*stop, *part.excludes], then)
+        return [self._either(part.tags, (), [_NOT_FREE]), *symbols] if part.at_least_one else symbols
+
+    def _dispatched(
+        self,
+        rules: Sequence[tuple[str, Sequence[formats.Format]]],
+        loop: bool,
+        avoid: Sequence[str],
+        then: list[_Symbol],
+    ) -> list[_Symbol]:
+        """Free text without a trigger; or such a text, a trigger, and one of what may follow it."""
+        avoid = [*avoid, *(trigger for trigger, _ in rules)]
+        then = then if loop else self._shared(then)
+        before = self._added_in_text(avoid)
+        branches = []
+        for trigger, contents in rules:
+            content = self._either(contents, (), [_NOT_FREE] if loop else then)
+            if self._pieces(trigger)[1:]:
+                branch = [_Symbol(self._free(avoid), is_regular=True), *self._text(trigger, [content])]
+            else:
+                branch = [_Symbol(self._up_to(trigger, avoid), is_regular=True), content]
+            branches.append([*before, *branch])
+        rest = self._free_text(avoid, then)
+        if loop:
+            return [_Symbol(self._rule(f"({self._alternatives(branches)})*")), *rest]
+        return [_Symbol(self._rule(self._alternatives([rest, *branches])))]
+
+    def _groups(self, part: formats.TriggeredTags) -> list[tuple[str, list[formats.Tag]]]:
+        groups = part.groups()
+        for trigger, tags in groups.items():
+            for tag in tags:
+                rest = tag.begin.value if isinstance(tag.begin, formats.ConstString) else ""
+                if len(self._pieces(trigger + rest)) != len(self._pieces(trigger)) + len(self._pieces(rest)) - 1:
+                    raise ValueError(f"the trigger {shown(trigger)} ends within a token's text: write all of it")
+        return list(groups.items())
+
+    def _separated(self, part: formats.TagsWithSeparator, then: list[_Symbol]) -> list[_Symbol]:
+        tag = self._either(part.tags, (), [_NOT_FREE]).lark
+        separator = self._joined(self._text(part.separator, []))
+        return [_Symbol(self._rule(_separated(tag, separator, part))), *then]
+
+    def _either(self, parts: Sequence[formats.Format], stop: Sequence[str], then: list[_Symbol]) -> _Symbol:
+        """One of several formats, and what follows."""
+        return _Symbol(self._rule(self._alternatives([self._symbols(each, stop, then) for each in parts])))
+
+    def _alternatives(self, ways: Iterable[list[_Symbol]]) -> str:
+        return " | ".join(self._joined(way) for way in ways)
+
+    def _shared(self, then: list[_Symbol]) -> list[_Symbol]:
+        """The same symbols, short enough to be written in several places."""
+        place = next((place for place, symbol in enumerate(then) if not symbol.is_regular), len(then))
+        if len(then) - place < 2:
+            return then
+        rule = self._rule(self._joined(then[place:]))
+        return [*then[:place], _Symbol(rule, texts=then[place].texts, is_added=then[place].is_added)]
+
+    def _joined(self, symbols: list[_Symbol]) -> str:
+        """The body of a rule: neighbours that are regular are one terminal."""
+        parts = []
+        for is_regular, group in itertools.groupby(symbols, lambda symbol: symbol.is_regular):
+            lark = " ".join(filter(None, (symbol.lark for symbol in group)))
+            parts.append(self._terminal(lark) if is_regular else lark)
+        return " ".join(filter(None, parts)) or '""'
+
+    def _text(self, text: str, then: list[_Symbol]) -> list[_Symbol]:
+        """A text, in which added tokens stand for themselves."""
+        for place, piece in reversed(list(enumerate(self._pieces(text)))):
+            if place % 2:
+                then = [self._token(self._tokens.added[piece]), *then]
+            elif piece:
+                then = [_Symbol(_literal(piece), is_regular=True, texts=(piece,)), *then]
+        return then
+
+    def _pieces(self, text: str) -> list[str]:
+        """Text, added token, text, …"""
+        if self._added is None:
+            return [text]
+        pieces, end = [], 0
+        for found in self._added.finditer(text):
+            pieces += [text[end : found.start()], found[0]]
+            end = found.end()
+        return [*pieces, text[end:]]
+
+    def _token(self, token: int | str) -> _Symbol:
+        found = self._tokens.find(token) if isinstance(token, str) else token
+        if found is None or not 0 <= found < self._tokens.vocab_size:
+            raise ValueError(f"the model has no token {shown(token)}")
+        if found in self._tokens.eos:
+            raise ValueError(f"the token {shown(token)} ends the output")
+        texts = tuple(text for text, number in self._tokens.added.items() if number == found)
+        return _Symbol(f"<[{found}]>", texts=texts, is_added=bool(texts))
+
+    def _free(self, avoid: Iterable[str], max_chars: int | None = None) -> str:
+        """Any text that holds none of some."""
+        texts = "|".join(dict.fromkeys(map(literal, avoid)))
+        lark = r"/(?s:.*)/" if max_chars is None else rf"/(?s:.{{0,{max_chars}}})/"
+        return self._terminal(lark + (rf" & ~/(?s:.*)(?:{texts})(?s:.*)/" if texts else ""))
+
+    def _up_to(self, trigger: str, avoid: Sequence[str]) -> str:
+        """Free text and a trigger, which is the first one in it, also where triggers overlap."""
+        texts = "|".join(dict.fromkeys(map(literal, avoid)))
+        free = self._terminal(f"{self._free(avoid)} {_literal(trigger)}")
+        ends = (text[place:] for text in avoid for place in range(max(1, len(text) - len(trigger)), len(text)))
+        if not any(map(trigger.startswith, ends)):
+            return free  # it cannot have begun within another one
+        return self._terminal(rf"{free} & ~/(?s:.*)(?:{texts})(?s:.+)/")
+
+    def _terminal(self, lark: str) -> str:
+        if lark not in self._names:
+            self._grow(lark)
+            self._names[lark] = f"T{len(self._names)}"
+        return self._names[lark]
+
+    def _rule(self, lark: str) -> str:
+        self._grow(lark)
+        self._rules.append(f"r{len(self._rules)}: {lark}")
+        return f"r{len(self._rules) - 1}"
+
+    def _ebnf(self, text: str) -> str:
+        prefix = f"g{len(self._rules)}_"
+        rules = ebnf_rules(text, prefix)
+        self._grow(rules)
+        self._rules.append(rules.lstrip("\n"))
+        return f"{prefix}start"
+
+    def _count(self) -> None:
+        """Tags of which at least one is needed are written twice. Where they nest, that doubles with each level."""
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise ValueError(f"written out, it has more than {_MAX_PARTS} parts")
+
+    def _grow(self, lark: str) -> None:
+        self._length += len(lark)
+        if self._length > _MAX_LENGTH:
+            raise ValueError(f"written out, it has more than {_MAX_LENGTH} characters")
+
+
+def _literal(text: str) -> str:
+    return f"/{literal(text)}/" if text else '""'
+
+
+def _regex(pattern: str) -> str:
+    return f"/{regex_to_lark(pattern, '')}/"
+
+
+def _repeated(lark: str, part: formats.Optional | formats.Plus | formats.Star | formats.Repeat) -> str:
+    match part:
+        case formats.Optional():
+            times = "?"
+        case formats.Plus():
+            times = "+"
+        case formats.Star():
+            times = "*"
+        case formats.Repeat(max=0):
+            return '""'
+        case formats.Repeat():
+            times = f"{{{part.min},{'' if part.max < 0 else part.max}}}"
+    return f"{lark}{times}"
+
+
+def _separated(tag: str, separator: str, part: formats.TagsWithSeparator) -> str:
+    tags = tag if part.stop_after_first else f"{tag} ({separator} {tag})*"
+    return f"({tags})" if part.at_least_one else f"({tags})?"
+
+
+def _in_characters(symbols: list[_Symbol]) -> list[_Symbol]:
+    """A text behind EBNF is spelled by characters, as EBNF is: else the lexer would prefer it to what EBNF allows."""
+    if not symbols or not symbols[0].is_regular or len(symbols[0].texts) != 1:
+        return symbols
+    characters = " ".join(_literal(character) for character in symbols[0].texts[0])
+    return [_Symbol(characters), *symbols[1:]]
