@@ -47,6 +47,11 @@ NOT_RUN = {
         "export LOGITSHIP_API_KEY=first-key,second-key LOGITSHIP_SHIPPING_API_KEY=third-key\n"
         "logitship serve --enable-custom-logit-processor",
     ],
+    "vllm.md": [
+        'pip install "logitship[vllm]"\n'
+        "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR=1 vllm serve Qwen/Qwen3-0.6B \\\n"
+        "  --logits-processors logitship.server.vllm:LogitshipLogitsProcessor",
+    ],
     "CONTRIBUTING.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',
         'pip install -e ".[serve,dev]"\nscripts/test\npip freeze --exclude-editable',
