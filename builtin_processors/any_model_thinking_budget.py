@@ -10,47 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, Self
 
 import torch
-from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from .base import BuiltinProcessor
-from .params import Expects, ModelFacts, check_token_ids, model_of, shown
+from .params import ModelFacts, shown
+from .parts.marker import Marker
 from .parts.row_edits import force_tokens
 from .parts.state_history import StateHistory
-from .parts.text_tokens import read_phrase
 from .parts.token_sequence import TokenSequence
 from .thinking_budget import ThinkingBudgetParams
-
-
-def _marker_tokens(value: Any, info: ValidationInfo) -> tuple[int, ...]:
-    """A marker as tokens of the model.
-
-    Raises:
-        ValueError: it is neither text nor a list of tokens of the vocabulary, or the model has not its tokens.
-    """
-    if not isinstance(value, str):
-        if not isinstance(value, list):
-            raise ValueError(f"expected a text or a list of token ids, got {shown(value)}")
-        if not value:
-            raise ValueError("expected at least one token id, got []")
-        return tuple(check_token_ids(value, info))
-    token_ids = read_phrase(value, info)
-    tokenizer = model_of(info).tokenizer
-    if tokenizer.unk_token_id in token_ids and tokenizer.unk_token not in value:
-        raise ValueError(f"the model has no tokens for {shown(value)}: give another text, or token ids")
-    # SentencePiece begins a text with a space. Where that is a token of its own, it is no part of the marker.
-    rest = token_ids[1:]
-    return rest if rest and tokenizer.decode(rest, clean_up_tokenization_spaces=False) == value else token_ids
-
-
-Marker = Annotated[
-    tuple[int, ...],
-    PlainValidator(
-        _marker_tokens,
-        json_schema_input_type=Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)],
-    ),
-    Expects("a text or a list of token ids"),
-]
 
 
 class TokenizerThinkingBudgetParams(ThinkingBudgetParams):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+from logitship.sampler.device_tensor import copies_to
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
-from .parts.row_constants import RowConstants, to_device
+from .parts.row_constants import RowConstants
 from .parts.text_tokens import Boost, end_token
 
 
@@ -41,32 +43,34 @@ class PromptTokens:
     """What is boosted in a sequence's rows.
 
     Attributes:
-        boosted: distinct tokens, within the vocabulary.
+        boosted: distinct tokens, within the vocabulary, int64 [any].
         boost_factor: what is added to them.
-        followers: token → the distinct tokens that follow it in the prompt, within the vocabulary. Empty if these are
-            not boosted.
+        pairs: each two tokens that follow one another in the prompt, as first * `vocab_size` + second, int64 [any],
+            ascending, distinct. Empty if followers are not boosted.
+        vocab_size: number of columns of the logits.
     """
 
-    boosted: tuple[int, ...]
+    boosted: npt.NDArray[np.int64]
     boost_factor: float
-    followers: Mapping[int, tuple[int, ...]]
+    pairs: npt.NDArray[np.int64]
+    vocab_size: int
 
     @classmethod
     def of(cls, prompt: Sequence[int], wanted: Citation, vocab_size: int) -> PromptTokens:
         """Look through a prompt."""
-        boosted = {token for token in prompt if token < vocab_size}
+        tokens = np.array(prompt, dtype=np.int64)
+        boosted = tokens[tokens < vocab_size]
         if wanted.end_token is not None:
-            boosted.add(wanted.end_token)
-        followers: dict[int, dict[int, None]] = {}
-        if wanted.conditional_boost_factor:
-            for token, follower in pairwise(prompt):
-                if follower < vocab_size:
-                    followers.setdefault(token, {})[follower] = None
-        return cls(
-            tuple(sorted(boosted)),
-            wanted.boost_factor,
-            {token: tuple(following) for token, following in followers.items()},
-        )
+            boosted = np.append(boosted, wanted.end_token)
+        first, second = (tokens[:-1], tokens[1:]) if wanted.conditional_boost_factor else (tokens[:0], tokens[:0])
+        is_within = second < vocab_size
+        pairs = np.unique(first[is_within] * vocab_size + second[is_within])
+        return cls(np.unique(boosted), wanted.boost_factor, pairs, vocab_size)
+
+    def followers(self, token: int) -> npt.NDArray[np.int64]:
+        """The distinct tokens that follow a token in the prompt, int64 [any]."""
+        first, end = np.searchsorted(self.pairs, (token * self.vocab_size, (token + 1) * self.vocab_size))
+        return self.pairs[first:end] - token * self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,16 @@ class _Cells:
     boosts: torch.Tensor
 
     @classmethod
-    def of(cls, boosted: Sequence[tuple[int, Sequence[int], float]], device: torch.device) -> _Cells:
+    def of(cls, boosted: Sequence[tuple[int, npt.NDArray[np.int64], float]], device: torch.device) -> _Cells:
         """Cells from (row, its tokens, what is added to each)."""
+        to_device = copies_to(device, pin_memory=device.type == "cuda")
         counts = [len(tokens) for _, tokens, _ in boosted]
+        rows = np.array([row for row, _, _ in boosted], dtype=np.int64)
+        boosts = np.array([boost for _, _, boost in boosted], dtype=np.float32)
         return cls(
-            to_device(np.repeat([row for row, _, _ in boosted], counts), np.int64, device),
-            to_device(np.concatenate([np.array(tokens, dtype=np.int64) for _, tokens, _ in boosted]), np.int64, device),
-            to_device(np.repeat([boost for _, _, boost in boosted], counts), np.float32, device),
+            to_device(np.repeat(rows, counts)),
+            to_device(np.concatenate([tokens for _, tokens, _ in boosted])),
+            to_device(np.repeat(boosts, counts)),
         )
 
     def add_to(self, logits: torch.Tensor) -> None:
@@ -119,9 +126,9 @@ class CiteFromPromptLogitsProcessor(BuiltinProcessor):
         prompts = [self._prompt(params, logits.shape[1]) for params in custom_param_list]
         self._cells.of(prompts, logits.device).add_to(logits)
         following = [
-            (row, tokens, self.prepared(params).conditional_boost_factor)
+            (row, prompt.followers(output[-1]), self.prepared(params).conditional_boost_factor)
             for row, (params, prompt) in enumerate(zip(custom_param_list, prompts, strict=True))
-            if (output := params["__req__"].output_ids) and (tokens := prompt.followers.get(output[-1]))
+            if len(prompt.pairs) and (output := params["__req__"].output_ids)
         ]
         if following:
             _Cells.of(following, logits.device).add_to(logits)

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import model_validator
 
 from logitship.sampler.device_tensor import copies_to
 
@@ -23,11 +24,15 @@ from .base import BuiltinProcessor
 from .grammars import source as grammar_source
 from .grammars.compiler import GrammarCompiler
 from .grammars.cursor import GrammarCursor, Words
-from .params import Expects, ModelFacts, ProcessorParams, TokenIds, check_token_ids
+from .params import Expects, ModelFacts, ProcessorParams
+from .parts.marker import Marker
 from .thinking_token_budget import ReasoningMarkers
 
 _log = logging.getLogger(__name__)
 
+_MAX_SECONDS = 0.03
+"""Of the CPU, for a mask. llguidance limits most of what a step may take, but not the work on an ambiguous grammar,
+such as `root ::= root root | "a"`: that grows with the square of the text."""
 MAX_GRAMMAR_LENGTH = 1 << 18
 """Characters of a grammar. A JSON schema for OpenAI's API may have about half of that."""
 
@@ -50,17 +55,10 @@ class GrammarParams(ProcessorParams):
     """Texts, one of which is the output."""
     whitespace_pattern: Annotated[str | None, Expects("a regular expression")] = None
     """What may stand between the parts of JSON: a regular expression. "": nothing. Left out: any white space."""
-    after: Annotated[str | TokenIds | None, Expects("a text, or a list of token ids")] = None
+    after: Annotated[Marker | None, Expects("a text or a list of token ids")] = None
     """Tokens after which the constrained text begins, such as `</think>`. Until they are drawn, one right after the
     other, every token is allowed. A text stands for the tokens that the tokenizer makes of it. Left out: it begins at
     once, or behind the thinking that the prompt has begun."""
-
-    @field_validator("after", mode="before")
-    @classmethod
-    def _check_after(cls, after: Any, info: ValidationInfo) -> Any:
-        if after in ("", []):
-            raise ValueError("expected at least one token: leave it out to begin at once")
-        return check_token_ids(after, info) if isinstance(after, list) else after
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -83,7 +81,7 @@ class GrammarParams(ProcessorParams):
             ValueError: it is malformed, or too long.
         """
         given = getattr(self, self.constraint)
-        length = len(given if isinstance(given, str) else json.dumps(given))
+        length = len(given if isinstance(given, str) else json.dumps(given)) + len(self.whitespace_pattern or "")
         if length > MAX_GRAMMAR_LENGTH:
             raise ValueError(f"it has {length} characters, more than {MAX_GRAMMAR_LENGTH}")
         match self.constraint:
@@ -146,6 +144,7 @@ class GrammarProcessor(BuiltinProcessor):
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._executor: LLExecutor | None = None
+        self._was_slow = False
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> PreparedGrammar:
         """Compile the grammar, or find it among those that were compiled before."""
@@ -159,7 +158,7 @@ class GrammarProcessor(BuiltinProcessor):
             if source.startswith(grammar_source.EXACT):  # places are those of our own Lark
                 reason = _PLACE.sub("", reason)
             raise ValueError(f"{_IN_WORDS[read.constraint]} cannot be used: {reason}") from None
-        after = _tokens(read.after, model)
+        after = read.after or ()
         key = sha256(f"{after}{source}".encode()).hexdigest()
         return PreparedGrammar(f"grammar:{key}", matcher, after)
 
@@ -206,21 +205,37 @@ class GrammarProcessor(BuiltinProcessor):
                 words[row] = cursor.mask
             elif not cursor.is_free:
                 new.append(row)
-        self._fill(words, [(cursors[row].matcher, row) for row in new])
+        slow = self._fill(words, [(cursors[row].matcher, row) for row in new])
         for row in new:
             # llguidance would have the text end here, which would then not fit its grammar.
-            if cursors[row].matcher.is_error():
-                _log.warning("a grammar became too complex to go on: %s", cursors[row].matcher.get_error())
+            if cursors[row].matcher.is_error() or row in slow:
+                reason = "a mask takes too long" if row in slow else cursors[row].matcher.get_error()
+                _log.warning("a grammar became too complex to go on: %s", reason)
                 words[row] = 0
             cursors[row].mask = words[row]
         return words
 
-    def _fill(self, words: Words, matchers: list[tuple[LLMatcher, int]]) -> None:
-        if len(matchers) == 1:
-            fill_next_token_bitmask(matchers[0][0], words, matchers[0][1])
-        elif matchers:
+    def _fill(self, words: Words, matchers: list[tuple[LLMatcher, int]]) -> list[int]:
+        """Compute masks.
+
+        Returns:
+            The rows of those that took more than `_MAX_SECONDS`.
+        """
+        if len(matchers) > 1 and not self._was_slow:
             self._executor = self._executor or LLExecutor()
+            began = time.perf_counter()
             fill_next_token_bitmask_par(self._executor, matchers, words)
+            # Nobody can say because of whom. The next step computes them one by one, and finds out.
+            self._was_slow = time.perf_counter() - began > _MAX_SECONDS
+            return []
+        self._was_slow = False
+        slow = []
+        for matcher, row in matchers:
+            began = time.thread_time()
+            fill_next_token_bitmask(matcher, words, row)
+            if time.thread_time() - began > _MAX_SECONDS:
+                slow.append(row)
+        return slow
 
 
 def mask_tokens(logits: torch.Tensor, words: Words) -> None:
@@ -239,9 +254,3 @@ def mask_tokens(logits: torch.Tensor, words: Words) -> None:
     packed = copies_to(device, pin_memory=device.type == "cuda")(octets)
     bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
-
-
-def _tokens(after: str | list[int] | None, model: ModelFacts) -> tuple[int, ...]:
-    if isinstance(after, str):
-        return tuple(model.tokenizer.encode(after, add_special_tokens=False))
-    return tuple(after or ())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,30 @@ class MultiSequenceParams(ProcessorParams):
     """The tokens that finish a sequence. Left out: the model's end tokens."""
 
 
+@dataclass(frozen=True, eq=False)
+class EndTokens:
+    """What a request asks for.
+
+    Attributes:
+        token_ids: int64 [any], ascending.
+        key: of the state of a sequence that has these end tokens.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    key: str
+    _set: frozenset[int]
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int]) -> Self:
+        """These, of which one may be there twice."""
+        distinct = sorted(set(token_ids))
+        return cls(np.array(distinct, dtype=np.int64), f"multi_sequence:{distinct}", frozenset(distinct))
+
+    def is_finished(self, before: bool, token: int) -> bool:
+        """Whether a sequence is finished after another token."""
+        return before or token in self._set
+
+
 class MultiSequenceLogitsProcessor(BuiltinProcessor):
     """Leaves a sequence that drew an end token only end tokens; all others become -inf.
 
@@ -34,31 +58,27 @@ class MultiSequenceLogitsProcessor(BuiltinProcessor):
     Params = MultiSequenceParams
     is_mask = True
 
-    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> tuple[int, ...]:
-        """The end tokens, ascending.
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> EndTokens:
+        """The end tokens.
 
         Raises:
             ValueError: the parameter is no list of tokens, or there are no end tokens.
         """
         given = super().prepare(params, model).eos_token_ids
-        eos_token_ids = sorted(set(model.eos_token_ids if given is None else given))
+        eos_token_ids = model.eos_token_ids if given is None else given
         if not eos_token_ids:
             reason = "the model has none" if given is None else "the list is empty"
             raise ValueError(f"eos_token_ids: expected at least one end token, {reason}")
-        return tuple(eos_token_ids)
+        return EndTokens.of(eos_token_ids)
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Mask the rows of finished sequences, in place, with one write."""
         kept: dict[int, npt.NDArray[np.int64]] = {}
         for row, params in enumerate(custom_param_list or ()):
-            eos_token_ids: tuple[int, ...] = self.prepared(params)
+            end_tokens: EndTokens = self.prepared(params)
             request = params["__req__"]
-            history: StateHistory[bool] = request.state.setdefault((self.name, eos_token_ids), StateHistory(False))
-            if history.follow(request.output_ids, partial(_is_finished, eos_token_ids)):
-                kept[row] = np.array(eos_token_ids, dtype=np.int64)
+            history: StateHistory[bool] = request.state.setdefault(end_tokens.key, StateHistory(False))
+            if history.follow(request.output_ids, end_tokens.is_finished):
+                kept[row] = end_tokens.token_ids
         keep_only(logits, kept)
         return logits
-
-
-def _is_finished(eos_token_ids: tuple[int, ...], before: bool, token: int) -> bool:
-    return before or token in eos_token_ids

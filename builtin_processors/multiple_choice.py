@@ -14,14 +14,17 @@ from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
 from .parts.enforce import enforce
 from .parts.row_constants import RowConstants, padded, to_device
-from .parts.text_tokens import Boost, TokenOfText
+from .parts.text_tokens import LARGEST_BOOST, Boost, TokenOfText
+
+_MAX_CHOICES = 1024
 
 
 class MultipleChoiceParams(ProcessorParams):
     """See `MultipleChoiceLogitsProcessor`."""
 
     choices: Annotated[
-        Annotated[list[TokenOfText], Field(min_length=1)], Expects("a list of texts of one token each, at least one")
+        Annotated[list[TokenOfText], Field(min_length=1, max_length=_MAX_CHOICES)],
+        Expects(f"a list of 1 to {_MAX_CHOICES} texts of one token each"),
     ] = Field(default=cast(Any, ["1", "2", "3", "4"]), validate_default=True)
     """The answers to choose from."""
     delimiter: TokenOfText = Field(default=cast(Any, "."), validate_default=True)
@@ -111,7 +114,7 @@ class MultipleChoiceLogitsProcessor(BuiltinProcessor):
             rows, choices, words = batch.boosted
             # A word that a mask forbids says nothing about the choice, and must not forbid it.
             of_words = logits[rows, words].masked_fill_(logits[rows, words] == -torch.inf, 0.0)
-            logits[rows, choices] += batch.boosts * of_words
+            logits[rows, choices] += (batch.boosts * of_words).clamp_(-LARGEST_BOOST, LARGEST_BOOST)
         enforce(logits, batch.tokens)
         return logits
 

@@ -7,16 +7,24 @@ in an index.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import secrets
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any, ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from logitship.client.shipped_names import SGLANG_MODULE
+from logitship.sampler.device_tensor import copies_to, token_positions
+from logitship.sampler.processor_host import PREPARED_KEY
 
 from .base import BuiltinProcessor
-from .params import Count, ProcessorParams, TokenIds
-from .parts.row_edits import forbid_tokens, on_device
+from .params import Count, ModelFacts, ProcessorParams, TokenIds
+from .parts.row_edits import forbid_tokens
+from .parts.state_history import common_length
 
 
 class NoRepeatNGramParams(ProcessorParams):
@@ -43,43 +51,84 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
     Params = NoRepeatNGramParams
     is_mask = True
 
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> NGramBan:
+        """See `BuiltinProcessor.prepare`."""
+        return NGramBan.of(dict(NoRepeatNGramParams.read(params, model)))
+
+    def prepared(self, params: dict[str, Any]) -> NGramBan:
+        """What a row asks for. Parameters that nobody checked at admission mean what they do in SGLang."""
+        ban: NGramBan | None = params.get(PREPARED_KEY)
+        return ban or NGramBan.of(params)
+
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Ban each row's repeating tokens, in place, with one write for all rows."""
-        rows: list[int] = []
-        columns: list[int] = []
+        banned: dict[int, npt.NDArray[np.int64]] = {}
         for row, params in enumerate(custom_param_list or ()):
-            banned = _banned_tokens(params)
-            rows += [row] * len(banned)
-            columns += banned
-        if rows:
-            forbid_tokens(logits, on_device(rows, columns, logits.device))
+            tokens = self.prepared(params).tokens(params["__req__"])
+            if len(tokens):
+                banned[row] = tokens
+        if banned:
+            to_device = copies_to(logits.device, pin_memory=logits.device.type == "cuda")
+            forbid_tokens(logits, token_positions(banned, to_device))
         return logits
 
 
-def _banned_tokens(params: Mapping[str, Any]) -> set[int]:
-    ngram_size, window_size = params.get("ngram_size") or 0, params.get("window_size") or 0
-    if not 0 < ngram_size <= window_size:
-        return set()
-    request = params["__req__"]
-    key = f"no_repeat_ngram:{ngram_size}:{window_size}"
-    index: NGramIndex | None = request.state.get(key)
-    if index is None:
-        index = request.state[key] = NGramIndex(ngram_size, window_size)
-    index.follow(request.origin_input_ids, request.output_ids)
-    return index.followers().difference(params.get("whitelist_token_ids") or ())
+@dataclass(frozen=True, eq=False)
+class NGramBan:
+    """What a request asks for; see `NoRepeatNGramParams`."""
+
+    ngram_size: int
+    window_size: int
+    whitelist: frozenset[int]
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Self:
+        """From parameters, in which what is left out may also be None."""
+        return cls(
+            params.get("ngram_size") or 0,
+            params.get("window_size") or 0,
+            frozenset(params.get("whitelist_token_ids") or ()),
+        )
+
+    def tokens(self, request: Any) -> npt.NDArray[np.int64]:
+        """The tokens that are banned after a history, int64 [any].
+
+        Args:
+            request: a row's `__req__`.
+        """
+        if not 0 < self.ngram_size <= self.window_size:
+            return _NO_TOKENS
+        key = f"no_repeat_ngram:{self.ngram_size}:{self.window_size}"
+        index: NGramIndex | None = request.state.get(key)
+        if index is None:
+            index = request.state[key] = NGramIndex(self.ngram_size, self.window_size)
+        index.follow(request.origin_input_ids, request.output_ids)
+        found = index.followers()
+        return np.fromiter(found - self.whitelist if self.whitelist else found, dtype=np.int64)
+
+
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+_PRIME = (1 << 61) - 1
+_BASE = secrets.randbelow(_PRIME - 1) + 1
+"""Of the fingerprints: nobody can send tokens that are made to have the same."""
 
 
 class NGramIndex:
     """The n-grams in the window at the end of one token sequence, by their first n - 1 tokens.
 
-    As in a Lempel-Ziv compressor (Deutsch 1996, RFC 1951, section 4), a table has the last n-gram with each prefix, and
-    each n-gram the one before it with the same prefix.
+    n may be as large as the window, so a prefix is not kept as its tokens, which would take n times the memory of the
+    sequence, but as their fingerprint (Karp and Rabin 1987, "Efficient randomized pattern-matching algorithms"): its
+    tokens are the digits of a number in base `_BASE`, of which the remainder modulo 2^61 - 1 is taken. The fingerprints
+    of all beginnings of the sequence give that of any part. That two different prefixes of n tokens have the same one
+    has a probability of n / 2^61.
 
     Assumptions:
-    * Tokens are only appended and taken back, and between two calls not both.
+    * Tokens are only appended and taken back. Both between two calls are noticed if the last token that is known stands
+      elsewhere now.
 
     Guarantees:
-    * `follow` costs O(n) for each token that came or was taken back, and `followers` for each that it finds.
+    * `follow` costs O(1) for each token that came or was taken back, and O(tokens) when it notices that tokens were
+      exchanged; `followers` costs O(1).
     * The table holds what is in the window, however long the sequence is.
 
     Args:
@@ -91,66 +140,68 @@ class NGramIndex:
         self._size = ngram_size
         self._window_size = window_size
         self._tokens: list[int] = []
-        self._last: dict[tuple[int, ...], int] = {}
-        """prefix → position of the last n-gram in the window that begins with it."""
-        self._previous: list[int] = []
-        """For the n-gram at each position: the position of the last one before it with the same prefix, as long as that
-        may be in the window."""
+        self._fingerprints = [0]
+        """At [k]: that of the first k tokens."""
+        self._shift = pow(_BASE, ngram_size - 1, _PRIME)
+        self._covered = range(0)
+        """Positions of the n-grams in the table."""
+        self._table: dict[int, dict[int, int]] = {}
+        """Fingerprint of a prefix → each token that follows it, and how many times."""
 
     def __len__(self) -> int:
         """Number of different prefixes in the window."""
-        return len(self._last)
+        return len(self._table)
 
     def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Make it the index of prompt + output."""
         length, known = len(prompt) + len(output), len(self._tokens)
-        if length < known:
-            self._take_back(length)
-        elif length > known:
-            self._tokens += [*prompt[known:], *output[max(0, known - len(prompt)) :]]
-            for position in range(len(self._previous), length - self._size + 1):
-                self._add(position)
-                # One by one, so that the table never becomes larger than the window, which would make it slow.
-                self._forget(position + self._size - self._window_size - 1)
+        kept = min(length, known)
+        if kept > len(prompt) and self._tokens[kept - 1] != output[kept - len(prompt) - 1]:
+            kept = common_length(self._tokens, [*prompt, *output])
+        if kept < known:
+            self._cover(kept)
+            del self._tokens[kept:], self._fingerprints[kept + 1 :]
+        if kept < length:
+            new = [*prompt[kept:], *output[max(0, kept - len(prompt)) :]]
+            self._tokens += new
+            self._fingerprints += islice(accumulate(new, _fingerprint, initial=self._fingerprints[-1]), 1, None)
+            self._cover(length)
 
-    def followers(self) -> set[int]:
-        """The tokens that followed the sequence's last n - 1 tokens in the window."""
-        tokens: set[int] = set()
-        length = len(self._tokens)
-        if length < self._size:
-            return tokens
-        start = self._window_start(length)
-        position = self._last.get(self._prefix(length - self._size + 1), -1)
-        while position >= start:
-            tokens.add(self._tokens[position + self._size - 1])
-            position = self._previous[position]
-        return tokens
+    def followers(self) -> Set[int]:
+        """The tokens that followed the sequence's last n - 1 tokens in the window. Not to be changed."""
+        position = len(self._tokens) - self._size + 1
+        return self._table.get(self._prefix(position), _NOTHING).keys() if self._covered else _NOTHING.keys()
 
-    def _prefix(self, position: int) -> tuple[int, ...]:
-        return tuple(self._tokens[position : position + self._size - 1])
+    def _cover(self, length: int) -> None:
+        """Make it the table of the window at the end of the first `length` tokens, all of which are known."""
+        new = range(max(0, length - self._window_size), max(0, length - self._size + 1))
+        old, self._covered = self._covered, new
+        for position in (*range(old.start, min(old.stop, new.start)), *range(max(old.start, new.stop), old.stop)):
+            self._remove(position)
+        for position in (*range(new.start, min(new.stop, old.start)), *range(max(new.start, old.stop), new.stop)):
+            following = self._table.setdefault(self._prefix(position), {})
+            token = self._tokens[position + self._size - 1]
+            following[token] = following.get(token, 0) + 1
 
-    def _add(self, position: int) -> None:
-        prefix = self._prefix(position)
-        self._previous.append(self._last.get(prefix, -1))
-        self._last[prefix] = position
+    def _remove(self, position: int) -> None:
+        prefix, token = self._prefix(position), self._tokens[position + self._size - 1]
+        following = self._table[prefix]
+        if following[token] > 1:
+            following[token] -= 1
+            return
+        del following[token]
+        if not following:
+            del self._table[prefix]
 
-    def _forget(self, position: int) -> None:
-        if position >= 0 and self._last[prefix := self._prefix(position)] == position:
-            del self._last[prefix]
+    def _prefix(self, position: int) -> int:
+        """Fingerprint of the n - 1 tokens from a position on."""
+        before, until = self._fingerprints[position], self._fingerprints[position + self._size - 1]
+        return (until - before * self._shift) % _PRIME
 
-    def _take_back(self, length: int) -> None:
-        old_start, start = self._window_start(len(self._tokens)), self._window_start(length)
-        while len(self._previous) > max(0, length - self._size + 1):
-            prefix = self._prefix(len(self._previous) - 1)
-            previous = self._previous.pop()
-            if previous >= 0:
-                self._last[prefix] = previous
-            else:
-                self._last.pop(prefix, None)
-        # What the window had left behind comes back into it.
-        for position in reversed(range(start, min(old_start, len(self._previous)))):
-            self._last.setdefault(self._prefix(position), position)
-        del self._tokens[length:]
 
-    def _window_start(self, length: int) -> int:
-        return max(0, length - self._window_size)
+_NOTHING: dict[int, int] = {}
+
+
+def _fingerprint(before: int, token: int) -> int:
+    """That of the tokens with one more."""
+    return (before * _BASE + token) % _PRIME

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import torch
 
 from .base import BuiltinProcessor
-from .params import Count, Expects, ModelFacts, ProcessorParams, TokenIds, shown
+from .params import Count, Expects, ModelFacts, ProcessorParams, shown
+from .parts.marker import MarkerIds
 from .parts.row_edits import forbid_tokens, force_tokens, on_device
 from .parts.state_history import StateHistory
 from .parts.string_contain import StringContainAutomaton
+from .parts.text_tokens import encoded
 
 _FORCED_LOGIT = 1.0
 _DEFAULT_END_TAG = "</think>\n\n"
 
-OptionalTokenIds = Annotated[TokenIds | None, Expects("a list of token ids")]
+OptionalMarkerIds = Annotated[MarkerIds | None, Expects("a list of token ids")]
 OptionalTag = Annotated[str | None, Expects("a string")]
 
 
@@ -34,7 +37,7 @@ class ThinkModeParams(ProcessorParams):
     """Most output tokens until thinking ends. 0: no limit, and nothing is done."""
     in_think_mode: Annotated[bool, Expects("true or false")] = True
     """false: nothing is done."""
-    end_think_token_ids: OptionalTokenIds = None
+    end_think_token_ids: OptionalMarkerIds = None
     """The marker that ends thinking. Left out: the tokens of `end_think_tag`."""
     end_think_tag: OptionalTag = None
     """The marker as text; `\\n` may also be written as a backslash and an n. Left out: `</think>` and two new lines."""
@@ -43,7 +46,7 @@ class ThinkModeParams(ProcessorParams):
 class StrictThinkModeParams(ThinkModeParams):
     """See `StrictThinkModeLogitsProcessor`."""
 
-    begin_think_token_ids: OptionalTokenIds = None
+    begin_think_token_ids: OptionalMarkerIds = None
     """What begins thinking. Left out: the tokens of `begin_think_tag`."""
     begin_think_tag: OptionalTag = None
     """The same as text. Left out: nothing is forbidden because of it."""
@@ -64,6 +67,11 @@ class ThinkLimit:
     max_tokens: int
     marker: StringContainAutomaton
     begin: int | None = None
+
+    @cached_property
+    def state_key(self) -> str:
+        """Of the history of a sequence with this marker. Made once: a marker may be long."""
+        return f"think_mode:{self.marker.pattern}"
 
 
 class ThinkModeLogitsProcessor(BuiltinProcessor):
@@ -104,7 +112,7 @@ class ThinkModeLogitsProcessor(BuiltinProcessor):
             if not limit.is_on:
                 continue
             request = params["__req__"]
-            history: StateHistory[int] = request.state.setdefault((self.name, limit), StateHistory(0))
+            history: StateHistory[int] = request.state.setdefault(limit.state_key, StateHistory(0))
             status = history.follow(request.output_ids, limit.marker.step)
             if self._forces(limit, status, len(request.output_ids)):
                 forced[row] = limit.marker.next_token(status)
@@ -174,7 +182,12 @@ def _tokens_of(wanted: ThinkModeParams, which: str, model: ModelFacts, default: 
             raise ValueError(f"{which}_think_tag: expected only one of this and {which}_think_token_ids")
         return tuple(token_ids)
     text = (default if tag is None else tag).replace("\\n", "\n")
-    encoded = tuple(model.tokenizer.encode(text, add_special_tokens=False)) if text else ()
-    if tag and not encoded:
+    if not text:
+        return ()
+    try:
+        tokens = encoded(text, model)
+    except ValueError as error:
+        raise ValueError(f"{which}_think_tag: {error}") from None
+    if tag and not tokens:
         raise ValueError(f"{which}_think_tag: expected a text that the tokenizer knows, {shown(tag)} has no tokens")
-    return encoded
+    return tokens

@@ -88,9 +88,12 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
         key = f"thinking_budget:{self.THINKING_START_TOKEN_ID}:{self.THINKING_END_TOKEN_ID}"
         length = len(prompt) + len(output)
         read: int
+        last: int | None
         start: int | None
-        read, start = state.get(key, (0, None))
-        if read > length:  # tokens were taken back: what was found may be among them
+        read, last, start = state.get(key, (0, None, None))
+        # Tokens were taken back: what was found may be among them. That others came in their place is noticed if the
+        # last one differs, as with `StateHistory`.
+        if read > length or (read > len(prompt) and last != output[read - len(prompt) - 1]):
             read, start = 0, None
         # From the end, since the last border decides; most of the time it is the token before the new ones.
         for position in range(length - 1, read - 1, -1):
@@ -102,7 +105,7 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
                 start = None
                 break
         # A tuple, so that copies of the state never share what one of them changes.
-        state[key] = (length, start)
+        state[key] = (length, output[-1] if output else None, start)
         return start
 
 

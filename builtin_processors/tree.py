@@ -33,6 +33,7 @@ class InlineTree(BaseModel):  # only for the JSON schema: `read_tree` is what re
     """What stands between the tokens of a path."""
 
 
+_MAX_SEP = 16
 _EXPECTED = "the name of a tree, or an object with prefix_dict"
 
 
@@ -44,7 +45,15 @@ def _check_tree(value: object) -> str | TokenTree:
     # A file may do without. In a request it can only be a mistake, which nobody would see: the text is empty.
     if "prefix_dict" not in value:
         raise ValueError("prefix_dict: missing, expected an object that says which tokens may follow which path")
-    return read_tree(value)
+    sep = value.get("sep")
+    if isinstance(sep, str) and len(sep) > _MAX_SEP:  # each step makes a path
+        raise ValueError(f"sep: expected at most {_MAX_SEP} characters, got {len(sep)}")
+    tree = read_tree(value)
+    if tree.start.path not in tree:  # the same mistake in another place
+        raise ValueError(
+            f"prefix_dict: expected a path {tree.start.path!r}, where every sequence starts; it is the start_token_id"
+        )
+    return tree
 
 
 class TreeParams(ProcessorParams):

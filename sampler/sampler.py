@@ -35,12 +35,16 @@ class NoTokenLeftError(LogitshipError):
 
 
 class NonFiniteLogitsError(LogitshipError):
-    """The row has a logit that is NaN or +inf."""
+    """The row has a logit that is NaN or +inf.
 
-    def __init__(self) -> None:
+    Args:
+        processors: names of those that the request carries.
+    """
+
+    def __init__(self, processors: Sequence[str] = ()) -> None:
+        who = ", ".join(["logit_bias", "a penalty", *processors])
         super().__init__(
-            "the logits hold NaN or +inf: either the model's own do, or logit_bias or a penalty took one out of "
-            "float32's range"
+            f"the logits hold NaN or +inf: either the model's own do, or one of {who} took one out of float32's range"
         )
 
 
@@ -214,9 +218,9 @@ class Sampler:
         unusable = (~torch.isfinite(peak)).nonzero()[:, 0]
         for row in unusable.tolist():
             empty = peak[row].isneginf()
-            faults.setdefault(
-                row, NoTokenLeftError(self._batch.params_of(row).forbidding) if empty else NonFiniteLogitsError()
-            )
+            params = self._batch.params_of(row)
+            processors = [use.processor.name for use in params.processors]
+            faults.setdefault(row, NoTokenLeftError(params.forbidding) if empty else NonFiniteLogitsError(processors))
         logits[unusable] = 0.0
         peak[unusable] = 0.0
         return peak

@@ -44,5 +44,8 @@ def to_device(numbers: Iterable[Any], dtype: npt.DTypeLike, device: torch.device
 
 def padded(token_lists: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """int64 [rows, longest list]. Shorter lists are filled up with their own first token; none may be empty."""
-    longest = max(map(len, token_lists))
-    return to_device(([*each, *[each[0]] * (longest - len(each))] for each in token_lists), np.int64, device)
+    cells = np.empty((len(token_lists), max(map(len, token_lists))), dtype=np.int64)
+    for row, tokens in enumerate(token_lists):
+        cells[row, : len(tokens)] = tokens
+        cells[row, len(tokens) :] = tokens[0]
+    return copies_to(device, pin_memory=device.type == "cuda")(cells)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, PlainValidator, ValidationInfo
 
 from logitship.builtin_processors.params import Expects, ModelFacts, model_of, shown
 
+MAX_TEXT_TOKENS = 1024
+"""Of a phrase or a marker, which is looked for or written in steps while which all other requests wait."""
+_MAX_CHARACTERS = 16 * MAX_TEXT_TOKENS
+_MAX_CHARACTERS_OF_A_TOKEN = 1024
+
 
 def read_phrase(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     """The tokens of a text.
 
     Raises:
-        ValueError: it is no text, it is empty, or the model has not its tokens.
+        ValueError: it is no text, it is empty or too long, or the model has not its tokens.
     """
     if not isinstance(value, str):
         raise ValueError(f"expected a text, got {shown(value)}")
-    token_ids = _encoded(value, model_of(info))
+    token_ids = encoded(value, model_of(info))
     if not token_ids:
         raise ValueError(f"expected a text of at least one token, got {shown(value)}")
     return token_ids
@@ -34,8 +40,10 @@ def read_token(value: Any, info: ValidationInfo) -> int:
     """
     if not isinstance(value, str):
         raise ValueError(f"expected a text of one token, got {shown(value)}")
+    if len(value) > _MAX_CHARACTERS_OF_A_TOKEN:
+        raise ValueError(f"expected a text of one token, but {shown(value)} has {len(value)} characters")
     model = model_of(info)
-    token_ids = _encoded(value, model)
+    token_ids = encoded(value, model)
     if len(token_ids) == 2 and _is_put_in_front(token_ids[0], model.tokenizer):
         token_ids = token_ids[1:]
     if len(token_ids) != 1:
@@ -73,16 +81,37 @@ def sentence_ends(model: ModelFacts) -> frozenset[int]:
 
     Tokens that merely end with one, such as two new lines in one token, are not among them: the original's rule.
     """
-    return frozenset(_encoded(text, model)[-1] for text in ("It is a sentence.", "It is a new line\n"))
+    texts = ("It is a sentence.", "It is a new line\n")
+    return frozenset(last for text in texts for last in encoded(text, model)[-1:])
 
 
-def _encoded(text: str, model: ModelFacts) -> tuple[int, ...]:
+def encoded(text: str, model: ModelFacts) -> tuple[int, ...]:
+    """The tokens of a text, which may be none.
+
+    Raises:
+        ValueError: the model cannot draw them, or they are more than `MAX_TEXT_TOKENS`.
+    """
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer to read a text with")
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"expected at most {_MAX_CHARACTERS} characters, got {len(text)}")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{shown(text)} holds half of a surrogate pair, which is no character")
     token_ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
     if token_ids and max(token_ids) >= model.vocab_size:
         raise ValueError(f"{shown(text)} needs token {max(token_ids)}, which the model cannot draw")
+    check_length(token_ids)
     return token_ids
+
+
+def check_length(token_ids: Sequence[int]) -> None:
+    """Refuse a marker or a phrase that is too long.
+
+    Raises:
+        ValueError: it has more than `MAX_TEXT_TOKENS`.
+    """
+    if len(token_ids) > MAX_TEXT_TOKENS:
+        raise ValueError(f"expected at most {MAX_TEXT_TOKENS} tokens, got {len(token_ids)}")
 
 
 def _is_put_in_front(token_id: int, tokenizer: Any) -> bool:
@@ -112,6 +141,7 @@ TokenOfTextOrEnd = Annotated[
     Expects("a text of one token, or null for the end token"),
 ]
 
-LARGEST_BOOST = 1e30
-"""Added to a logit, or a few times over, it leaves a finite one."""
-Boost = Annotated[float, Field(ge=-LARGEST_BOOST, le=LARGEST_BOOST), Expects("a number from -1e30 to 1e30")]
+LARGEST_BOOST = 1e9
+"""Far more than any two logits of a model are apart, and so little that all of a request's processors together leave
+finite logits: `enforce` can double how far they are apart, and a request can have 64."""
+Boost = Annotated[float, Field(ge=-LARGEST_BOOST, le=LARGEST_BOOST), Expects("a number from -1e9 to 1e9")]

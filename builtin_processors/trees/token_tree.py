@@ -89,7 +89,8 @@ class TokenTree:
     def allowed(self, place: Place, vocab_size: int) -> npt.NDArray[np.int64]:
         """The candidates that the model has; the end token if it has none of them; nothing if not even that."""
         candidates = self.candidates(place)
-        within = candidates[(candidates >= 0) & (candidates < vocab_size)]
+        first, end = np.searchsorted(candidates, (0, vocab_size))
+        within = candidates[first:end]
         if not len(within) and 0 <= self.end_token_id < vocab_size:
             return self._end
         return within

@@ -21,6 +21,7 @@ _MAX_STOP_STRINGS = 1024
 """Of one request. Each is searched for in every step."""
 _MAX_DEPTH = 100
 """Of parameters: every sequence has its own copy of them, and Python's recursion is limited."""
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     _check_depth(params.custom_params, "custom_params")
     _check_depth(params.extra_args, "extra_args")
     for place, carried in enumerate(request.processors):
-        if isinstance(carried, ProcessorRequest):
+        # Those without parameters of their own share the object.
+        if isinstance(carried, ProcessorRequest) and carried.params is not params.custom_params:
             _check_depth(carried.params, f"processors[{place}].params")
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
@@ -162,16 +164,17 @@ def _check_speculative(request: GenerationRequest) -> None:
 
 
 def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:
-    level: list[Any] = [params]
-    for _ in range(_MAX_DEPTH + 1):
-        level = [
-            value
-            for each in level
-            if isinstance(each, Mapping | list)
-            for value in (each.values() if isinstance(each, Mapping) else each)
-        ]
-        if not level:
+    level: list[Any] = [] if params is None else [params]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            values = each.values() if isinstance(each, Mapping) else each
+            # The types alone, which C code looks through: a tree may hold millions of numbers.
+            if not _LEAVES.issuperset(map(type, values)):
+                below += [value for value in values if isinstance(value, Mapping | list)]
+        if not below:
             return
+        level = below
     raise BadRequest(f"is nested deeper than {_MAX_DEPTH} levels", param=param)
 
 

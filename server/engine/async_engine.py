@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import ProcessorString
@@ -274,21 +275,31 @@ class AsyncEngine:
         """Of each sequence, its uses of the request's processors, in order."""
         request = active.request
         uses: list[list[ProcessorUse]] = [[] for _ in range(request.n)]
+        prepared: dict[tuple[int, int], Any] = {}
         for place, wanted in enumerate(request.processors):
             with _load_errors_refused(param=f"processors[{place}]"):
-                for sequence_uses, use in zip(uses, self._uses(active, wanted), strict=True):
+                for sequence_uses, use in zip(uses, self._uses(active, wanted, prepared), strict=True):
                     sequence_uses.append(use)
         return uses
 
-    def _uses(self, active: _ActiveRequest, wanted: CarriedProcessor) -> list[ProcessorUse]:
-        """A use for each sequence, of the same processor, or of a callable of its own."""
+    def _uses(
+        self, active: _ActiveRequest, wanted: CarriedProcessor, prepared: dict[tuple[int, int], Any]
+    ) -> list[ProcessorUse]:
+        """A use for each sequence, of the same processor, or of a callable of its own.
+
+        Args:
+            prepared: what processors made of parameters for this request so far, by the identity of both.
+        """
         request = active.request
         if isinstance(wanted, CallableRequest):
             return [ProcessorUse(self._library.callables.make(wanted), {}, request.rid) for _ in range(request.n)]
         processor = self._library.acquire(wanted.string, request.tenant)
         active.processors.append(processor)
-        prepared = self._library.prepare(processor, wanted.params, own=wanted.own)
-        return [ProcessorUse(processor, dict(wanted.params or {}), request.rid, prepared) for _ in range(request.n)]
+        key = id(processor), id(wanted.params)
+        if key not in prepared:
+            prepared[key] = self._library.prepare(processor, wanted.params, own=wanted.own)
+        params = dict(wanted.params or {})
+        return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.n)]
 
     def _sequence(self, active: _ActiveRequest, index: int, uses: list[ProcessorUse]) -> Sequence:
         request = active.request

@@ -16,11 +16,12 @@ class ProcessorRequest:
     """A processor that a request carries, not loaded yet, and its parameters.
 
     Attributes:
+        params: not to be changed: several may share them.
         own: the parameters are for it alone; otherwise they are the `custom_params` that all processors see.
     """
 
     string: ProcessorString
-    params: dict[str, Any] | None = None
+    params: Mapping[str, Any] | None = None
     own: bool = False
 
 

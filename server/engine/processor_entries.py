@@ -67,8 +67,8 @@ def read_entry(
         raise BadRequest(f"{at}.params: the key {RESERVED_KEY!r} is the server's own", param=f"{at}.params")
     string = _parse(entry["processor"], max_processor_size, f"{at}.processor")
     if own is not None:
-        return ProcessorRequest(string, dict(own), own=True)
-    return ProcessorRequest(string, None if params is None else dict(params))
+        return ProcessorRequest(string, own, own=True)
+    return ProcessorRequest(string, params)
 
 
 def read_processor(
@@ -80,8 +80,7 @@ def read_processor(
         BadRequest: it is neither, or none of the four forms.
         RequestTooLarge: it is over the limit.
     """
-    string = _parse(value, max_processor_size, at)
-    return ProcessorRequest(string, None if params is None else dict(params))
+    return ProcessorRequest(_parse(value, max_processor_size, at), params)
 
 
 def _read_callable(entry: Mapping[str, Any], at: str) -> CallableRequest:

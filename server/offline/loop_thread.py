@@ -34,3 +34,8 @@ class LoopThread:
         self._stopping = asyncio.Event()
         self._ready.set()
         await self._stopping.wait()
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        # How they end is told to whoever waits for them. `asyncio.run` would print it, too.
+        await asyncio.gather(*running, return_exceptions=True)

@@ -133,3 +133,24 @@ def zoo_models(zoo_recording: dict[str, Any]) -> dict[bool | None, ModelView]:
 def zoo_model(zoo_models: dict[bool | None, ModelView]) -> ModelView:
     """The recording's model: a vocabulary of 48 tokens, and 2 as its end token."""
     return zoo_models[False]
+
+
+class CountingList(list[int]):
+    """Counts the items that are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        items = super().__getitem__(index)
+        self.reads += len(items) if isinstance(index, slice) else 1
+        return items
+
+    def __iter__(self) -> Any:
+        self.reads += len(self)
+        return super().__iter__()
+
+
+@pytest.fixture
+def counting_list() -> type[CountingList]:
+    """Makes lists that count the items that are read: `reads`."""
+    return CountingList

@@ -17,6 +17,7 @@ from logitship.sampler.request_view import ModelView
 from logitship.server.tokenizer import Tokenizer
 
 MakeRow = Callable[..., dict[str, Any]]
+CountingList = Callable[..., Any]
 Sglang = Callable[..., list[Any]]
 
 VOCAB_SIZE = 6
@@ -31,21 +32,6 @@ class SmallThinkingBudget(ThinkingBudgetLogitProcessor):
     THINKING_START_TOKEN_ID = START
     THINKING_END_TOKEN_ID = END
     NEW_LINE_TOKEN_ID = NEW_LINE
-
-
-class CountingList(list[int]):
-    """Counts the items that are read."""
-
-    reads = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        items = super().__getitem__(index)
-        self.reads += len(items) if isinstance(index, slice) else 1
-        return items
-
-    def __iter__(self) -> Any:
-        self.reads += len(self)
-        return super().__iter__()
 
 
 def hf_tokenizer(tokens: Sequence[str], *, sentence_piece: bool = False) -> PreTrainedTokenizerFast:
@@ -221,8 +207,8 @@ def test_without_a_limit_nothing_is_kept(make_row: MakeRow) -> None:
     assert state == {}
 
 
-def test_a_step_reads_only_the_new_tokens(make_row: MakeRow) -> None:
-    prompt, output, state = CountingList([START] + [0] * 5000), CountingList(), dict[str, Any]()
+def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
+    prompt, output, state = counting_list([START] + [0] * 5000), counting_list(), dict[str, Any]()
     processor, params = TokenizerThinkingBudgetLogitProcessor(), {"thinking_budget": 9999, **ONE_TOKEN_EACH}
     row = make_row(params, prompt, output, state, vocab_size=VOCAB_SIZE)
     processor(torch.zeros(1, VOCAB_SIZE), [row])

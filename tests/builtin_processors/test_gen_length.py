@@ -45,8 +45,8 @@ def test_an_end_token_that_was_taken_back_does_not_count(zoo_model: ModelView, m
 
 
 def test_the_boost_stays_a_number(zoo_model: ModelView, make_row: MakeRow) -> None:
-    params = {"boost_factor": -1e30, "p": 20}
-    assert boost(params, [1], [20] * 100_000, zoo_model, make_row) == pytest.approx(-1e30)
+    params = {"boost_factor": -1e9, "p": 20}
+    assert boost(params, [1], [20] * 100_000, zoo_model, make_row) == pytest.approx(-1e9)
 
 
 def test_without_rows_nothing_happens() -> None:
@@ -65,10 +65,10 @@ def test_accepts(params: dict[str, Any], zoo_model: ModelView) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (None, "boost_factor: missing from custom_params, expected a number from -1e30 to 1e30"),
-        ({"boost_factor": "1"}, "boost_factor: expected a number from -1e30 to 1e30, got '1'"),
-        ({"boost_factor": float("nan")}, "boost_factor: expected a number from -1e30 to 1e30, got nan"),
-        ({"boost_factor": 1e31}, r"boost_factor: expected a number from -1e30 to 1e30, got 1e\+31"),
+        (None, "boost_factor: missing from custom_params, expected a number from -1e9 to 1e9"),
+        ({"boost_factor": "1"}, "boost_factor: expected a number from -1e9 to 1e9, got '1'"),
+        ({"boost_factor": float("nan")}, "boost_factor: expected a number from -1e9 to 1e9, got nan"),
+        ({"boost_factor": 1e10}, r"boost_factor: expected a number from -1e9 to 1e9, got 10000000000\.0"),
         ({"boost_factor": 1, "p": -1}, "p: expected an integer from 0 to 20, got -1"),
         ({"boost_factor": 1, "p": 2.5}, "p: expected an integer from 0 to 20, got 2.5"),
         ({"boost_factor": 1, "complete_sentences": "yes"}, "complete_sentences: expected true or false, got 'yes'"),

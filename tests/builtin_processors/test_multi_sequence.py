@@ -56,9 +56,10 @@ def test_without_rows_nothing_happens() -> None:
 
 def test_prepare() -> None:
     model = ModelView(6, frozenset({5, 3}), None)
-    assert MultiSequenceLogitsProcessor().prepare(None, model) == (3, 5)
-    assert MultiSequenceLogitsProcessor().prepare({"eos_token_ids": None}, model) == (3, 5)
-    assert MultiSequenceLogitsProcessor().prepare({"eos_token_ids": [4, 1, 4]}, model) == (1, 4)
+    processor = MultiSequenceLogitsProcessor()
+    assert processor.prepare(None, model).token_ids.tolist() == [3, 5]
+    assert processor.prepare({"eos_token_ids": None}, model).token_ids.tolist() == [3, 5]
+    assert processor.prepare({"eos_token_ids": [4, 1, 4]}, model).token_ids.tolist() == [1, 4]
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,12 @@ def test_defaults_are_the_originals(zoo_model: ModelView) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"choices": []}, r"choices: expected a list of texts of one token each, at least one, got \[\]"),
-        ({"choices": "1"}, "choices: expected a list of texts of one token each, at least one, got '1'"),
+        ({"choices": []}, r"choices: expected a list of 1 to 1024 texts of one token each, got \[\]"),
+        ({"choices": "1"}, "choices: expected a list of 1 to 1024 texts of one token each, got '1'"),
         ({"choices": ["1", 2]}, "choices: expected a text of one token, got 2"),
         ({"choices": ["a b c"]}, "choices: expected a text of one token, but 'a b c' is 5 tokens of this model"),
         ({"delimiter": ".)"}, r"delimiter: expected a text of one token, but '\.\)' is 2 tokens of this model"),
-        ({"boost_first_words": "1"}, "boost_first_words: expected a number from -1e30 to 1e30, got '1'"),
+        ({"boost_first_words": "1"}, "boost_first_words: expected a number from -1e9 to 1e9, got '1'"),
     ],
 )
 def test_refuses(params: dict[str, Any], message: str, zoo_model: ModelView) -> None:

@@ -15,24 +15,10 @@ from logitship.builtin_processors.no_repeat_ngram import NGramIndex
 from logitship.sampler.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
+CountingList = Callable[..., Any]
 Sglang = Callable[..., list[Any]]
 
 VOCAB_SIZE = 8
-
-
-class CountingList(list[int]):
-    """Counts the items that are read."""
-
-    reads = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        items = super().__getitem__(index)
-        self.reads += len(items) if isinstance(index, slice) else 1
-        return items
-
-    def __iter__(self) -> Any:
-        self.reads += len(self)
-        return super().__iter__()
 
 
 def banned(logits: torch.Tensor) -> list[int]:
@@ -100,10 +86,10 @@ def test_rejected_drafts_leave_no_trace(make_row: MakeRow) -> None:
         assert torch.equal(rolled_back, fresh)
 
 
-def test_a_step_reads_only_the_new_tokens(make_row: MakeRow) -> None:
+def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
     generator = random.Random(3)
-    prompt = CountingList(generator.choices(range(VOCAB_SIZE), k=5000))
-    output, state = CountingList(), dict[str, Any]()
+    prompt = counting_list(generator.choices(range(VOCAB_SIZE), k=5000))
+    output, state = counting_list(), dict[str, Any]()
     params = {"ngram_size": 4, "window_size": 100_000}
     processor = DeepseekOCRNoRepeatNGramLogitProcessor()
     processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, output, state)])
@@ -114,8 +100,8 @@ def test_a_step_reads_only_the_new_tokens(make_row: MakeRow) -> None:
     assert prompt.reads + output.reads <= 100 * 4  # the new token, and n - 1 before it
 
 
-def test_taking_tokens_back_does_not_read_the_history_again(make_row: MakeRow) -> None:
-    prompt, state = CountingList([1, 2, 3, 4] * 1000), dict[str, Any]()
+def test_taking_tokens_back_does_not_read_the_history_again(make_row: MakeRow, counting_list: CountingList) -> None:
+    prompt, state = counting_list([1, 2, 3, 4] * 1000), dict[str, Any]()
     params = {"ngram_size": 3, "window_size": 100_000}
     processor = DeepseekOCRNoRepeatNGramLogitProcessor()
     processor(torch.zeros(1, VOCAB_SIZE), [make_row(params, prompt, [5, 6, 7], state)])

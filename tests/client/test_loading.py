@@ -267,6 +267,16 @@ def test_the_base_class_can_be_imported_under_every_name(line: str) -> None:
     assert set(sys.modules) == before
 
 
+@pytest.fixture
+def without_vllm_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that an earlier test started answers to `import vllm` in this process."""
+    finders = [finder for finder in sys.meta_path if type(finder).__name__ != "VllmNamesFinder"]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("without_vllm_names")
 def test_names_of_others_come_from_the_table_also_while_it_runs() -> None:
     text = BAN.replace(
         "logits[:, 0] = -1.0", "from vllm.v1.sample.logits_processor import BatchUpdate; assert BatchUpdate == 'ours'"

@@ -128,7 +128,8 @@ def test_a_subclass_of_a_builtin_processor_calls_it() -> None:
     for form in (string, string.source):
         processor = instantiate(load_class(form, names_in_use()))
         assert isinstance(processor, DisallowedTokensLogitsProcessor)
-        params = [{"token_ids": [row], "__req__": types.SimpleNamespace(state={})} for row in range(2)]
+        request = types.SimpleNamespace(state={}, vocab_size=3, eos_token_ids=set(), tokenizer=None)
+        params = [{"token_ids": [row], "__req__": request} for row in range(2)]
         ninf = float("-inf")
         assert processor(torch.zeros(2, 4), params).tolist() == [[ninf, 0, 0, -1], [0, ninf, 0, -1]]
 

@@ -6,21 +6,7 @@ from typing import Any
 from logitship.builtin_processors.parts.target_token import TargetToken
 
 MakeRow = Callable[..., dict[str, Any]]
-
-
-class CountingList(list[int]):
-    """Counts the items that are read."""
-
-    reads = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        items = super().__getitem__(index)
-        self.reads += len(items) if isinstance(index, slice) else 1
-        return items
-
-    def __iter__(self) -> Any:
-        self.reads += len(self)
-        return super().__iter__()
+CountingList = Callable[..., Any]
 
 
 def test_due_until_it_is_drawn(make_row: MakeRow) -> None:
@@ -36,8 +22,8 @@ def test_due_after_some_tokens(make_row: MakeRow) -> None:
     assert due == [True, False, True, False, True, False, False]
 
 
-def test_a_step_reads_only_the_new_tokens(make_row: MakeRow) -> None:
-    target, prompt, output = TargetToken(5, frozenset({6})), CountingList([1] * 5000), CountingList([1] * 5000)
+def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
+    target, prompt, output = TargetToken(5, frozenset({6})), counting_list([1] * 5000), counting_list([1] * 5000)
     row = make_row({}, prompt, output)
     target.is_due(row, "key")
     prompt.reads = output.reads = 0

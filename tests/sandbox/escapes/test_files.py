@@ -183,7 +183,7 @@ def listing(w: SimpleNamespace) -> list[str]:
 def listing_of_everything(w: SimpleNamespace) -> str:
     import os
 
-    return f"{sorted(os.listdir('/tmp'))} {os.listdir(w.inner)}"
+    return f"{os.listdir(w.inner)} {sorted(os.listdir('/tmp'))}"  # an answer is cut
 
 
 def target_of_a_link(w: SimpleNamespace) -> str:

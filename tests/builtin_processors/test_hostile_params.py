@@ -1,0 +1,312 @@
+"""What a client can send to harm others: refused at admission, or no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from logitship.builtin_processors import GrammarProcessor, TreeLogitsProcessor, installed_processors
+from logitship.builtin_processors import grammar as grammar_module
+from logitship.builtin_processors.no_repeat_ngram import NGramIndex
+from logitship.builtin_processors.parts.text_tokens import MAX_TEXT_TOKENS
+from logitship.builtin_processors.trees.token_tree import TokenTree
+from logitship.client.processor_string import InstalledProcessor
+from logitship.sampler.processor_host import PREPARED_KEY
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.messages import GenerationChunk, GenerationRequest, ProcessorRequest
+from logitship.server.tokenizer import Tokenizer
+
+Params = dict[str, Any]
+
+VOCAB_SIZE, EOS = 260, 1
+LONG_TEXT = "ab" * MAX_TEXT_TOKENS
+LONG_MARKER = [70, 71] * MAX_TEXT_TOKENS
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> ModelView:
+    return ModelView(VOCAB_SIZE, frozenset({EOS}), tokenizer.hf_tokenizer)
+
+
+TOO_MUCH: list[tuple[str, Params, str]] = [
+    ("force_last_phrase", {"phrase": LONG_TEXT}, "phrase: expected at most 1024 tokens, got 2048"),
+    ("force_last_phrase", {"phrase": "a" * (1 << 20)}, "phrase: expected at most 16384 characters, got 1048576"),
+    (
+        "trigger_phrase",
+        {"phrase": "a", "trigger_token_phrase": LONG_TEXT},
+        "trigger_token_phrase: expected a text of one",
+    ),
+    ("prevent_hallucination", {"phrase": LONG_TEXT}, "phrase: expected at most 1024 tokens"),
+    ("thinking_budget", {"thinking_budget": 1, "start": LONG_MARKER}, "start: expected at most 1024 tokens, got 2048"),
+    ("thinking_budget", {"thinking_budget": 1, "end": LONG_TEXT}, "end: expected at most 1024 tokens, got 2048"),
+    (
+        "think_mode",
+        {"max_thinking_tokens": 1, "end_think_tag": LONG_TEXT},
+        "end_think_tag: expected at most 1024 tokens",
+    ),
+    (
+        "strict_think_mode",
+        {"max_thinking_tokens": 1, "begin_think_token_ids": LONG_MARKER},
+        "begin_think_token_ids: expected at most 1024 tokens",
+    ),
+    ("grammar", {"regex": "a", "after": LONG_TEXT}, "after: expected at most 1024 tokens"),
+    ("grammar", {"regex": "a", "after": LONG_MARKER}, "after: expected at most 1024 tokens"),
+    (
+        "grammar",
+        {"json_object": True, "whitespace_pattern": " " * (1 << 20)},
+        "the JSON cannot be used: it has 1048580 char",
+    ),
+    ("multiple_choice", {"choices": ["a"] * 1025}, "choices: expected a list of 1 to 1024 texts of one token each"),
+    (
+        "multiple_choice",
+        {"delimiter": "." * (1 << 20)},
+        "delimiter: expected a text of one token, but .* has 1048576 char",
+    ),
+    ("gen_length", {"boost_factor": 1e10}, "boost_factor: expected a number from -1e9 to 1e9"),
+    (
+        "tree",
+        {"tree": {"prefix_dict": {"225": [5]}, "sep": "_" * 17}},
+        "tree: sep: expected at most 16 characters, got 17",
+    ),
+    (
+        "tree",
+        {"tree": {"prefix_dict": {"5": [5]}}},
+        "tree: prefix_dict: expected a path '225', where every sequence starts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "message"), TOO_MUCH)
+def test_too_much_is_refused(name: str, params: Params, message: str, model: ModelView) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        installed_processors().make(name).prepare(params, model)
+
+
+TEXTS: list[tuple[str, Params, str]] = [
+    ("force_last_phrase", {}, "phrase"),
+    ("gen_length", {"boost_factor": 1.0}, "boost_token_str"),
+    ("grammar", {"regex": "a"}, "after"),
+    ("multiple_choice", {}, "delimiter"),
+    ("think_mode", {"max_thinking_tokens": 1}, "end_think_tag"),
+    ("thinking_budget", {"thinking_budget": 1}, "end"),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "field"), TEXTS)
+def test_a_text_that_is_none_is_refused(name: str, params: Params, field: str, model: ModelView) -> None:
+    """Tokenizers raise a TypeError of it."""
+    with pytest.raises(ValueError, match=f"^{field}: .* holds half of a surrogate pair"):
+        installed_processors().make(name).prepare({**params, field: "\ud800"}, model)
+
+
+@pytest.mark.parametrize(("name", "params", "field"), TEXTS)
+def test_a_token_beyond_the_logits_is_refused(name: str, params: Params, field: str, model: ModelView) -> None:
+    """A tokenizer may have more tokens than the model has logits: forcing one would fail a step for all its rows."""
+    smaller = ModelView(50, model.eos_token_ids, model.tokenizer)
+    with pytest.raises(ValueError, match=f"^{field}: .* needs token [0-9]+, which the model cannot draw"):
+        installed_processors().make(name).prepare({**params, field: "z"}, smaller)
+
+
+def test_long_n_grams_take_no_more_memory_than_short_ones() -> None:
+    def peak(ngram_size: int) -> int:
+        index = NGramIndex(ngram_size, 10**18)
+        tracemalloc.start()
+        index.follow(list(range(4000)), [])
+        try:
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(2000) <= peak(2)
+
+
+def test_a_tree_s_candidates_are_cut_to_the_vocabulary_without_a_copy() -> None:
+    tree = TokenTree({"225": range(100_000)})
+    allowed = tree.allowed(tree.start, 50_000)
+    assert allowed.tolist() == list(range(50_000))
+    assert np.shares_memory(allowed, tree.candidates(tree.start))
+
+
+def test_a_tree_in_a_request_begins_somewhere() -> None:
+    """A file need not, as in RTP-LLM, see `test_token_tree_format.py`. In a request nobody would see the mistake."""
+    with pytest.raises(ValueError, match="where every sequence starts; it is the start_token_id"):
+        TreeLogitsProcessor().prepare({"tree": {"prefix_dict": {}}}, ModelView(12, frozenset({2}), None))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_grammar_whose_masks_take_too_long_ends_its_row(
+    num_rows: int,
+    model: ModelView,
+    make_row: Callable[..., Params],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of several that are computed at the same time nobody can say which: the step after that finds out."""
+    processor = GrammarProcessor()
+    rows = [make_row({"regex": "a*"}, [5], [], eos_token_ids={EOS}) for _ in range(num_rows)]
+    for row in rows:
+        row[PREPARED_KEY] = processor.prepare({"regex": "a*"}, model)
+    (token,) = model.tokenizer.encode("a", add_special_tokens=False)
+
+    def num_allowed() -> list[int]:
+        return [int(each.isfinite().sum()) for each in processor(torch.zeros(num_rows, VOCAB_SIZE), rows)]
+
+    monkeypatch.setattr(grammar_module, "_MAX_SECONDS", -1.0)
+    if num_rows > 1:
+        assert num_allowed() == [2] * num_rows  # "a" and the end
+        for row in rows:
+            row["__req__"].output_ids.append(token)
+    with caplog.at_level(logging.WARNING):
+        assert num_allowed() == [0] * num_rows
+    assert "a grammar became too complex to go on: a mask takes too long" in caplog.text
+    assert num_allowed() == [0] * num_rows
+
+
+def test_after_a_slow_step_those_that_were_fast_go_on(
+    model: ModelView, make_row: Callable[..., Params], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = GrammarProcessor()
+    rows = [make_row({"regex": "a*"}, [5], [], eos_token_ids={EOS}) for _ in range(3)]
+    for row in rows:
+        row[PREPARED_KEY] = processor.prepare({"regex": "a*"}, model)
+    (token,) = model.tokenizer.encode("a", add_special_tokens=False)
+    for limit in (-1.0, 60.0, 60.0):
+        monkeypatch.setattr(grammar_module, "_MAX_SECONDS", limit)
+        logits = processor(torch.zeros(3, VOCAB_SIZE), rows)
+        assert logits.isfinite().sum(1).tolist() == [2, 2, 2]
+        for row in rows:
+            row["__req__"].output_ids.append(token)
+
+
+REGISTRY = installed_processors()
+CLASSES: dict[str, Any] = {name: REGISTRY.get(name) for name in REGISTRY}
+HUGE = 10**18
+EXTREME: list[tuple[str, Params]] = [
+    ("cite_from_prompt", {"boost_factor": 1e9, "conditional_boost_factor": -1e9}),
+    ("disallowed_tokens", {"token_ids": []}),
+    ("disallowed_tokens", {"token_ids": list(range(VOCAB_SIZE - 1)) * 3}),
+    ("force_last_phrase", {"phrase": "ab" * (MAX_TEXT_TOKENS // 2)}),
+    ("gen_length", {"boost_factor": -1e9, "p": 20, "complete_sentences": True}),
+    ("gen_length", {"boost_factor": 1e9, "p": 20, "boost_token_str": "b"}),
+    ("grammar", {"ebnf": 'root ::= root root | "a"'}),
+    ("grammar", {"regex": "(a|b|[^ab])*", "after": [70] * MAX_TEXT_TOKENS}),
+    ("max_time", {"max_time": 0.0, "boost_token_str": "b"}),
+    ("max_time", {"max_time": 1e308}),
+    ("multi_sequence", {"eos_token_ids": list(range(VOCAB_SIZE)) * 2}),
+    ("multiple_choice", {"choices": ["a", "b"] * 512, "boost_first_words": -1e9}),
+    ("no_repeat_ngram", {"ngram_size": HUGE, "window_size": HUGE}),
+    ("no_repeat_ngram", {"ngram_size": 1, "window_size": HUGE, "whitelist_token_ids": list(range(9)) * 99}),
+    ("prevent_hallucination", {"minp": 1.0, "tolerate": 0}),
+    ("strict_think_mode", {"max_thinking_tokens": 1, "end_think_token_ids": [70] * MAX_TEXT_TOKENS}),
+    ("think_mode", {"max_thinking_tokens": HUGE}),
+    ("thinking_budget", {"thinking_budget": HUGE}),
+    ("thinking_budget", {"thinking_budget": 0, "start": "h", "end": [70] * MAX_TEXT_TOKENS, "newline": "zz"}),
+    ("tree", {"tree": {"prefix_dict": {"225": list(range(100_000)), "2255": []}, "sep": ""}}),
+    ("tree", {"tree": {"prefix_dict": {"225": []}, "end_token_id": -1}}),
+    ("trigger_phrase", {"phrase": "a", "trigger_time": 1e-300, "trigger_count": 10**9}),
+    ("trigger_phrase", {"phrase": "a", "trigger_token_phrase": "a", "trigger_count": 0, "trigger_after": True}),
+]
+NOT_FOR_THE_TINY_MODEL = {f"{model}_thinking_budget" for model in ("deepseek_r1", "glm4_moe", "inkling", "qwen3")}
+
+
+def carried(name: str, params: Params) -> ProcessorRequest:
+    return ProcessorRequest(InstalledProcessor(name), params, own=True)
+
+
+def request(rid: str, *processors: ProcessorRequest, n: int = 1, **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        rid=rid,
+        prompt_token_ids=[70, 71, 5, 70, 71, 72],
+        sampling_params=SamplingParams(**({"max_tokens": 12, "ignore_eos": True, "seed": 7} | params)),
+        processors=processors,
+        n=n,
+    )
+
+
+async def outcome(engine: AsyncEngine, wanted: GenerationRequest) -> tuple[list[int], list[GenerationChunk]]:
+    """The tokens of the first continuation, and the last chunk of each."""
+    tokens: list[int] = []
+    ends = []
+    async for chunk in await engine.submit(wanted):
+        tokens += chunk.token_ids if chunk.index == 0 else []
+        if chunk.finish_reason is not None:
+            ends.append(chunk)
+    return tokens, ends
+
+
+def run_all(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tuple[list[int], list[GenerationChunk]]]:
+    async def run() -> list[tuple[list[int], list[GenerationChunk]]]:
+        async with asyncio.timeout(120):
+            return list(await asyncio.gather(*(outcome(engine, each) for each in wanted)))
+
+    return asyncio.run(run())
+
+
+def assert_ended_in_order(ends: list[GenerationChunk]) -> None:
+    """With its last token, or because together its processors left none. No processor failed."""
+    for chunk in ends:
+        reason = chunk.finish_reason
+        assert reason is not None
+        assert reason.kind == "length" or (reason.error and reason.error.type == "NoTokenLeftError"), reason
+
+
+def test_the_extremes_are_those_of_every_processor() -> None:
+    assert {name for name, _ in EXTREME} | NOT_FOR_THE_TINY_MODEL == set(REGISTRY)
+
+
+def test_extremes_end_nobody_else_s_request(make_engine: Callable[..., AsyncEngine]) -> None:
+    """All of them in the same steps, and a request without any."""
+    engine = make_engine(max_num_seqs=32)
+    alone = [tokens for tokens, _ in run_all(engine, request("plain"))]
+    wanted = [request(f"{place}", carried(*extreme), n=2) for place, extreme in enumerate(EXTREME)]
+    outcomes = run_all(engine, *wanted, request("beside"))
+    for _, ends in outcomes:
+        assert_ended_in_order(ends)
+    assert outcomes[-1][0] == alone[0]
+    assert len(outcomes[-1][0]) == 12
+
+
+def test_all_extremes_in_one_request(make_engine: Callable[..., AsyncEngine]) -> None:
+    engine = make_engine()
+    masks = [carried(*extreme) for extreme in EXTREME if CLASSES[extreme[0]].is_mask]
+    others = [carried(*extreme) for extreme in EXTREME if not CLASSES[extreme[0]].is_mask]
+    (without, ends), (_, ends_of_all), (beside, _) = run_all(
+        engine, request("without masks", *others * 4), request("all", *masks, *others, *masks), request("beside")
+    )
+    assert_ended_in_order([*ends, *ends_of_all])
+    assert (len(without), len(beside)) == (12, 12)
+
+
+def test_one_processor_as_often_as_a_request_may_carry_any(make_engine: Callable[..., AsyncEngine]) -> None:
+    engine = make_engine()
+    for name, params in (
+        ("no_repeat_ngram", {"ngram_size": 2, "window_size": 90}),
+        ("multiple_choice", {"choices": ["a", "b"]}),
+        ("trigger_phrase", {"phrase": "ab", "trigger_token_phrase": "a"}),
+        ("thinking_budget", {"thinking_budget": 1, "start": "a", "end": "b"}),
+    ):
+        ((tokens, ends),) = run_all(engine, request(name, *[carried(name, params)] * 64))
+        assert_ended_in_order(ends)
+        assert len(tokens) == 12, name
+
+
+def test_parameters_that_several_share(make_engine: Callable[..., AsyncEngine]) -> None:
+    """Each takes its own of the request's `custom_params`, and none changes them for the others."""
+    shared = {"phrase": "ab", "trigger_token_phrase": "b", "token_ids": [70], "choices": ["a", "b", "c"]}
+    names = ("trigger_phrase", "force_last_phrase", "disallowed_tokens", "multiple_choice", "trigger_phrase")
+    before = dict(shared)
+    uses = [ProcessorRequest(InstalledProcessor(name), shared) for name in names]
+    ((tokens, ends),) = run_all(make_engine(), request("shared", *uses))
+    assert_ended_in_order(ends)
+    assert len(tokens) == 12
+    assert 70 not in tokens
+    assert shared == before
