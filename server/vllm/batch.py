@@ -17,7 +17,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,41 +28,11 @@ from logitship.sampler.interface import BatchUpdate, MoveDirectionality
 from logitship.sampler.request_view import ModelView
 from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 
-from .carried import CarryingRequest, carrying
+from .carried import INTERNAL_ERROR, CarryingRequest, carrying, failed
+from .interface import Engine, Ranks
 from .log import logger
 from .processors import RequestProcessors
 from .requests import carries_processors
-
-_INTERNAL = "the server had an internal error; its log has the details"
-
-
-class Ranks(Protocol):
-    """The processes that draw the same tokens, each with the same logits: vLLM's tensor-parallel ranks."""
-
-    @property
-    def is_first(self) -> bool:
-        """True in the one whose processors run."""
-        ...
-
-    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Overwrite some rows of the logits with those of the first one. All call it together, for the same rows."""
-        ...
-
-
-class Engine(Protocol):
-    """What vLLM knows of its requests: `EngineState` for its model runner V1, `SlotRequests` for V2."""
-
-    def request_of(self, output_token_ids: list[int]) -> Any:
-        """The record of the request that owns this very list."""
-        ...
-
-    def is_unfinished(self, request: Any) -> bool:
-        """True if the request is in the batch, or was put aside and will be again."""
-        ...
-
-    def without_a_token(self, num_rows: int) -> set[int]:
-        """Rows for which nothing is drawn in this step."""
-        ...
 
 
 class ShippedBatch:
@@ -87,15 +57,16 @@ class ShippedBatch:
         self._engine = engine
         self._fault_token = fault_token
         self._ranks = ranks
-        self._shipped = ShippedProcessors(None, device, False, model=model, is_kept=self._is_kept)
+        self._kept: set[ProcessorUse] = set()
+        self._shipped = ShippedProcessors(None, device, False, model=model, is_kept=self._kept.__contains__)
         self._requests: dict[str, CarryingRequest] = {}
         self._rows: BatchRows[CarryingRequest] = BatchRows(self._came)
         self._running: dict[int, CarryingRequest] = {}
-        self._kept: set[ProcessorUse] = set()
 
     def update_state(self, update: Any) -> None:
         """Follow the batch, with vLLM's `BatchUpdate`."""
-        if not self._requests and not (update and any(carries_processors(params) for _, params, _, _ in update.added)):
+        nobody_is_here = not self._rows and not self._requests
+        if nobody_is_here and not (update and any(carries_processors(params) for _, params, _, _ in update.added)):
             return
         try:
             if update is not None:
@@ -119,7 +90,7 @@ class ShippedBatch:
         """
         if not self._rows:
             return
-        rows = sorted(set(self._rows) - self._engine.without_a_token(len(logits)))
+        rows = self._rows_with_a_token(len(logits))
         if not rows:
             return
         if self._ranks.is_first:
@@ -130,6 +101,14 @@ class ShippedBatch:
                 self._fail_all(self._rows[row] for row in rows)
             self._end_faulty(logits, rows)
         self._ranks.share(logits, rows)
+
+    def _rows_with_a_token(self, num_rows: int) -> list[int]:
+        try:
+            return sorted(set(self._rows) - self._engine.without_a_token(num_rows))
+        except Exception:  # noqa: BLE001  # the same
+            logger.exception("logitship cannot tell whose prompts are computed: all requests with processors end")
+            self._fail_all(self._rows.values())
+            return sorted(self._rows)
 
     def _run(self, logits: torch.Tensor, rows: list[int]) -> None:
         for row in rows:
@@ -198,9 +177,20 @@ class ShippedBatch:
         return BatchUpdate(num_rows, removed, added, [])
 
     def _came(self, params: Any, prompt_token_ids: list[int] | None, live: list[int]) -> CarryingRequest | None:
-        """The request that got a row: a new one, or one that was put aside."""
+        """The request that got a row; None if it carries nothing.
+
+        Nothing is raised: the rows behind it would not be followed, and it would run without its processors.
+        """
         if not carries_processors(params):
             return None
+        try:
+            return self._entered(params, live)
+        except Exception:  # noqa: BLE001  # the same
+            logger.exception("logitship cannot follow a request with processors: it ends")
+            return failed(live)
+
+    def _entered(self, params: Any, live: list[int]) -> CarryingRequest:
+        """A new request, or one that was put aside."""
         record = self._engine.request_of(live)
         known = self._requests.get(record.req_id)
         if known is not None and known.record is record and known.num_prompt_tokens == record.num_prompt_tokens:
@@ -225,10 +215,7 @@ class ShippedBatch:
             request.fail(str(error))
         except Exception:  # noqa: BLE001  # whatever it is, vLLM must not see it
             logger.exception("the processors of request %s cannot be loaded", request.rid)
-            request.fail(_INTERNAL)
-
-    def _is_kept(self, use: ProcessorUse) -> bool:
-        return use in self._kept
+            request.fail(INTERNAL_ERROR)
 
     def _forget_finished(self) -> None:
         present = set(self._rows.values())
@@ -254,7 +241,7 @@ class ShippedBatch:
 
     def _fail_all(self, requests: Iterable[CarryingRequest]) -> None:
         for request in requests:
-            request.fail(_INTERNAL)
+            request.fail(INTERNAL_ERROR)
 
 
 def _converted(update: Any) -> BatchUpdate:

@@ -10,6 +10,8 @@ from logitship.sampler.sampling_params import SamplingParams
 
 PLACEHOLDER = -1
 """What vLLM writes for a token that was drawn and is not known yet."""
+INTERNAL_ERROR = "the server had an internal error; its log has the details"
+"""Why a request ends that nobody can say more about."""
 
 
 @dataclass(eq=False)
@@ -77,3 +79,10 @@ def carrying(record: Any, params: Any, live: list[int], eos_token_ids: frozenset
     # vLLM's logits have these masks before any logits processor sees them, and not after.
     obeys = tuple(name for name in ("structured_outputs", "allowed_token_ids", "bad_words") if getattr(params, name))
     return CarryingRequest(record, record.req_id, record.num_prompt_tokens, live, ends_at, obeys=obeys)
+
+
+def failed(live: list[int]) -> CarryingRequest:
+    """What stands in the row of a request that could not be taken in, until it has ended."""
+    request = CarryingRequest(None, "(unknown)", 0, live, frozenset())
+    request.fail(INTERNAL_ERROR)
+    return request

@@ -7,6 +7,9 @@ whose prompt is only partly computed. A processor with state needs all three.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from inspect import unwrap
+from types import FunctionType
 from typing import Any
 
 
@@ -45,3 +48,33 @@ class EngineState:
         runner = self._runner()
         assert runner is not None
         return runner
+
+
+def missing(runner: type, batch: type) -> list[str]:
+    """What `EngineState` reads and the model runner of this vLLM does not have.
+
+    The plugin is made by the constructor of the model runner, before that has made all of it. So the names are looked
+    for in the code of the class. Better than at the first request: an error there is the end of the engine.
+
+    Args:
+        runner: its class.
+        batch: the class of its `input_batch`.
+    """
+    wanted = {
+        runner: ("requests", "input_batch", "discard_request_mask"),
+        batch: ("req_ids", "req_output_token_ids"),
+    }
+    return [
+        f"{cls.__name__}.{name}"
+        for cls, names in wanted.items()
+        for name in names
+        if not hasattr(cls, name) and name not in _names_in_code(cls)
+    ]
+
+
+def _names_in_code(cls: type) -> Iterator[str]:
+    for each in cls.__mro__:
+        for member in vars(each).values():
+            function = unwrap(member)
+            if isinstance(function, FunctionType):
+                yield from function.__code__.co_names

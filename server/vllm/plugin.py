@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyright: ignore[reportMissingImports]
 
 from .admission import admit
 from .batch import ShippedBatch
 from .callers import calling
-from .engine_state import EngineState
+from .engine_state import EngineState, missing
 from .log import logger
 from .model import fault_token, model_view
 from .processors import to_run
@@ -72,7 +72,13 @@ def _model_runner(vllm_config: Any) -> Any:
             "logitship must be named with --logits-processors: with asynchronous scheduling, vLLM does not tell "
             "plugins that it found by itself which tokens were drawn"
         )
+    # Here, because the front end imports this module as well and runs no model.
+    from vllm.v1.worker.gpu_input_batch import InputBatch  # pyright: ignore[reportMissingImports]
+
     runner = calling("GPUModelRunner")
-    if runner is None:
-        raise ValueError("logitship does not know the model runner of this vLLM: it knows GPUModelRunner of 0.32")
+    unknown = ["GPUModelRunner"] if runner is None else missing(type(runner), InputBatch)
+    if unknown:
+        raise ValueError(
+            f"logitship does not know the model runner of this vLLM: it knows that of 0.32, with {', '.join(unknown)}"
+        )
     return runner

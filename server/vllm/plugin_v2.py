@@ -7,7 +7,11 @@ from inspect import signature
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
+from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcRequestState,
+)
 
 from .admission import admit
 from .batch import ShippedBatch
@@ -15,7 +19,8 @@ from .callers import argument_of_caller, calling
 from .model import fault_token, model_view
 from .processors import to_run
 from .settings import PluginSettings
-from .slots import SlotBatch, SlotRequests
+from .slot_requests import SlotRequests
+from .slots import SlotBatch
 from .tensor_parallel import TensorParallelRanks
 
 _SCHEDULED = "scheduler_output"
@@ -42,8 +47,8 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         """
         refuse_what_cannot_be_exact(vllm_config)
         self._runner = calling("GPUModelRunner")
-        if self._runner is None or _SCHEDULED not in signature(self._runner.add_requests).parameters:
-            raise ValueError("logitship does not know the model runner of this vLLM: it knows GPUModelRunner of 0.32")
+        if not _is_known(self._runner):
+            raise ValueError("logitship does not know the model runner of this vLLM: it knows that of 0.32")
         settings = PluginSettings.from_environment()
         model = model_view(vllm_config)
         ranks = TensorParallelRanks()
@@ -66,6 +71,16 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         """Edit `logits`, float32 [rows, vocab], in place."""
         self._slots.apply(logits, ctx)
         return logits
+
+
+def _is_known(runner: Any) -> bool:
+    """Whether it has what is read of it, so that this shows at start and not with the first request."""
+    has_all = all(hasattr(runner, name) for name in ("add_requests", "is_last_pp_rank", "req_states"))
+    return (
+        has_all
+        and hasattr(runner.req_states, "index_to_req_id")
+        and _SCHEDULED in signature(runner.add_requests).parameters
+    )
 
 
 def refuse_what_cannot_be_exact(vllm_config: Any) -> None:

@@ -6,7 +6,7 @@ With pipeline parallelism, only the ranks of the last stage do.
 from __future__ import annotations
 
 import torch
-from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group  # pyright: ignore[reportMissingImports]
 
 
 class TensorParallelRanks:

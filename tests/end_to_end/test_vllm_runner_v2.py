@@ -48,5 +48,7 @@ def test_a_request_sees_one_call_a_token_wherever_its_row_is(ran: Any) -> None:
     ]
 
 
-def test_speculative_decoding_is_refused_at_start(ran: Any) -> None:
-    assert ran["refused"].startswith("logitship cannot run with speculative decoding (--speculative-config)")
+def test_what_is_refused_at_start(ran: Any) -> None:
+    speculative, changed = ran["refused"]
+    assert speculative.startswith("logitship cannot run with speculative decoding (--speculative-config)")
+    assert changed.startswith("logitship does not know the model runner of this vLLM")

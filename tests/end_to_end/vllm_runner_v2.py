@@ -151,10 +151,17 @@ def config(**changes: Any) -> Any:
     return SimpleNamespace(parallel_config=parallel, model_config=model, **{"speculative_config": None, **changes})
 
 
-def refusal(vllm_config: Any) -> str:
+class Changed(GPUModelRunner):
+    """The model runner of another version."""
+
+    def add_requests(self, output: Any) -> None:
+        """Another argument than the plugin looks for."""
+
+
+def refusal(runner: type[GPUModelRunner], vllm_config: Any) -> str:
     """Why the plugin does not start."""
     try:
-        GPUModelRunner(vllm_config)
+        runner(vllm_config)
     except ValueError as error:
         return str(error)
     return "it started"
@@ -164,7 +171,7 @@ def main() -> None:
     """Two requests with processors: one in two chunks, one put aside and taken back, one that fails."""
     states.StagedWriteTensor = states.UvaBackedTensor = Buffer
     plugin_v2.TensorParallelRanks = OneRank
-    refused = refusal(config(speculative_config=object()))
+    refused = [refusal(GPUModelRunner, config(speculative_config=object())), refusal(Changed, config())]
     runner = GPUModelRunner(config())
     steps = [
         runner.step([request("a", [1, 2, 3, 4]), request("b", [5, 6])], {"a": 2, "b": 2}),

@@ -407,6 +407,48 @@ def test_an_error_of_ours_ends_requests_and_raises_nothing(
     assert ends(logits)
 
 
+def test_a_request_that_cannot_be_taken_in_ends_and_the_others_run(
+    make_batch: MakeBatch,
+    request_of: Callable[..., Record],
+    vllm_params: MakeParams,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And the rows behind it, and the moves of that step, are followed."""
+    request_of_list = EngineState.request_of
+
+    def fail_for_one(self: EngineState, output_token_ids: list[int]) -> Any:
+        record = request_of_list(self, output_token_ids)
+        if record.req_id == "broken":
+            raise LookupError("a bug")
+        return record
+
+    monkeypatch.setattr(EngineState, "request_of", fail_for_one)
+    for seed in range(8):
+        runner = Runner(seed, is_async=bool(seed % 2))
+        plain = Record("plain", vllm_params(max_tokens=8, stop_token_ids=[FAULT_TOKEN]), [7] * 3)
+        records = [request_of("broken"), plain, request_of("x", first=20), request_of("y", first=30)]
+        assert run(runner, make_batch(runner), *records) == {
+            "broken": [FAULT_TOKEN],
+            "plain": alone(plain),
+            "x": list(range(20, 28)),
+            "y": list(range(30, 38)),
+        }
+    assert "LookupError: a bug" in caplog.text
+    assert "request (unknown) ends with stop_reason 63" in caplog.text
+
+
+def test_an_engine_that_does_not_say_whose_prompt_is_computed(
+    make_batch: MakeBatch, request_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    logits = place(runner, batch, request_of("x"))
+    del runner.discard_request_mask
+    batch.apply(logits)
+    assert ends(logits)
+
+
 class Rank:
     """One of two ranks: `share` gives what the first one wrote to the other."""
 

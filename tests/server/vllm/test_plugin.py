@@ -39,9 +39,11 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     distributed = ModuleType("vllm.distributed")
     distributed.get_tp_group = lambda: Group(0, 1)  # type: ignore[attr-defined]
     distributed.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.v1", "vllm.v1.sample"):
+    input_batch = ModuleType("vllm.v1.worker.gpu_input_batch")
+    input_batch.InputBatch = InputBatch  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.sample", "vllm.v1.worker"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (interface, distributed):
+    for module in (interface, distributed, input_batch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     ours = [f"logitship.server.vllm.{name}" for name in ("plugin", "tensor_parallel")]
     for name in ours:
@@ -51,8 +53,25 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
+class InputBatch:
+    """vLLM's persistent batch."""
+
+    def __init__(self) -> None:
+        self._req_ids: list[str] = []
+        self.req_output_token_ids: list[list[int]] = []
+
+    @property
+    def req_ids(self) -> list[str]:
+        return self._req_ids
+
+
 class GPUModelRunner:
     """vLLM's, which makes the plugin and holds it."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.input_batch = InputBatch()
+        self.discard_request_mask = None
 
     def make(self, plugin: ModuleType, **settings: Any) -> Any:
         model_config = SimpleNamespace(
@@ -96,8 +115,28 @@ def test_an_unknown_model_runner_is_refused_at_start(plugin: ModuleType) -> None
 
     TPUModelRunner().make(plugin)  # one of the same family
     other = type("Other", (), {"make": GPUModelRunner.make})
-    with pytest.raises(ValueError, match="does not know the model runner"):
+    with pytest.raises(ValueError, match=r"the model runner of this vLLM: .* 0\.32, with GPUModelRunner"):
         other().make(plugin)
+
+
+def test_a_model_runner_that_was_changed_is_refused_at_start(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin is made while the constructor runs: what that makes later is found in the code of the class."""
+
+    def other_names(self: Any) -> None:
+        self.states: dict[str, Any] = {}
+        self.input_batch = InputBatch()
+        self.plugin = GPUModelRunner.make(self, plugin)
+
+    def other_batch(self: InputBatch) -> None:
+        self.output_token_ids: list[list[int]] = []
+
+    monkeypatch.setattr(InputBatch, "__init__", other_batch)
+    monkeypatch.setattr(GPUModelRunner, "__init__", other_names)
+    missing = "GPUModelRunner.requests, GPUModelRunner.discard_request_mask, InputBatch.req_output_token_ids"
+    with pytest.raises(ValueError, match=missing):
+        GPUModelRunner()
 
 
 def test_ranks(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.shipped_processors import ProcessorUse
 from logitship.server.vllm.batch import ShippedBatch
 from logitship.server.vllm.processors import RequestProcessors
-from logitship.server.vllm.slots import SlotBatch, SlotRequests
+from logitship.server.vllm.slot_requests import SlotRequests
+from logitship.server.vllm.slots import SlotBatch
 
 VOCAB = 16
 FAULT = 15
