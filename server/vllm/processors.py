@@ -7,9 +7,7 @@ it to run them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn
-
-import torch
+from typing import Any
 
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import BUILTIN_PROCESSORS, Registry
@@ -18,10 +16,9 @@ from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_string import ProcessorString
 from logitship.sampler.in_process_host import InProcessHost
 from logitship.sampler.processor_cache import ProcessorCache, ProcessorCacheFull
-from logitship.sampler.processor_host import HostedSequence, LoadedProcessor, NoHost, ProcessorHost
+from logitship.sampler.processor_host import NoHost, ProcessorHost
 from logitship.sampler.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
@@ -35,6 +32,7 @@ from logitship.server.engine.registered_processors import RegisteredProcessors
 from .log import logger
 from .requests import PROCESSORS, read_processors, sampling_params
 from .settings import PREFIX, PluginSettings
+from .trial_host import TrialHost
 
 SHIPPING_IS_OFF = (
     "this server does not take processors that come with requests: its operator has to set "
@@ -129,9 +127,9 @@ class RequestProcessors:
 
 
 def on_trial(settings: PluginSettings, model: ModelView) -> RequestProcessors:
-    """Loads a processor once, and remembers that it could be loaded. Nothing is called."""
+    """Loads a processor once, and remembers how that ended. Nothing is called."""
     host = shipped_host(settings, model, max_rows=1)
-    return RequestProcessors(settings, model, _TrialHost(host), max_entries=_TRIALS)
+    return RequestProcessors(settings, model, TrialHost(host), max_entries=_TRIALS)
 
 
 def to_run(settings: PluginSettings, model: ModelView, max_rows: int) -> RequestProcessors:
@@ -169,37 +167,6 @@ def shipped_host(settings: PluginSettings, model: ModelView, max_rows: int) -> P
         load_timeout=settings.sandbox_load_timeout,
     )
     return SandboxHost(template, limits, max_rows=max_rows, vocab_size=model.vocab_size)
-
-
-class _TrialHost:
-    """A `ProcessorHost` that loads processors and lets go of them at once: what is kept is that they can be loaded.
-
-    Args:
-        host: loads them.
-    """
-
-    def __init__(self, host: ProcessorHost) -> None:
-        self._host = host
-
-    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """See `ProcessorHost.load`."""
-        processor = self._host.load(string, tenant)
-        self._host.unload(processor)
-        return processor
-
-    def ensure(self, processor: LoadedProcessor) -> None:
-        """It could be loaded once."""
-
-    def unload(self, processor: LoadedProcessor) -> None:
-        """It is unloaded already."""
-
-    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> NoReturn:
-        """Never called: nothing runs here."""
-        raise AssertionError("a processor that is on trial does not run")
-
-    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Any) -> NoReturn:
-        """Never called."""
-        raise AssertionError("a processor that is on trial does not run")
 
 
 def _registry(settings: PluginSettings) -> Registry:

@@ -44,6 +44,8 @@ def test_what_takes_too_long_to_load(model: ModelView, vllm_params: MakeParams) 
     processors = on_trial(settings, model)
     with pytest.raises(ValueError, match=r"gave no answer within 0\.3 s"):
         processors.load(vllm_params(shipped(True)), "admission")
+    with pytest.raises(ValueError, match=r"gave no answer within 0\.3 s.* it is tried again in 600 s"):
+        processors.load(vllm_params(shipped(True)), "admission")
     assert processors.in_use == 0
 
 
