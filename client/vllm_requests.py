@@ -78,6 +78,8 @@ def for_vllm(request: HttpRequest) -> HttpRequest:
         if name in body:
             raise ValueError(f"{name}: {reason}")
     xargs = _xargs(body)
+    if body.get("use_beam_search") and not xargs.keys().isdisjoint(_IN_XARGS):
+        raise ValueError("use_beam_search: vLLM's beam search calls no processors and would ignore the request's")
     if xargs:
         body["vllm_xargs"] = xargs
     path = "/v1/completions" if request.path == "/generate" else request.path

@@ -108,6 +108,14 @@ def test_log_probabilities_that_were_not_asked_for() -> None:
             "vllm_xargs: custom_logit_processor was given by an argument of its own, too",
         ),
         (
+            completions(processor=SHIPPED, extra_body={"use_beam_search": True}),
+            "use_beam_search: vLLM's beam search calls no processors",
+        ),
+        (
+            chat(vllm_xargs={"custom_logit_processor": SHIPPED}, extra_body={"use_beam_search": True}),
+            "use_beam_search: vLLM's beam search calls no processors",
+        ),
+        (
             generate(extra_body={"sampling_params": {"beam_width": 2}}),
             "beam_width: vLLM has no such sampling parameter",
         ),
@@ -126,6 +134,10 @@ def test_a_processor_travels_in_vllm_xargs(build: Any) -> None:
     assert json.loads(xargs.pop("custom_params")) == {"bias": [1, {"a": None}]}
     assert xargs == {"custom_logit_processor": SHIPPED, "whitelist": [1]}
     assert {"custom_logit_processor", "custom_params", "logits_processors"}.isdisjoint(translated.json)
+
+
+def test_beam_search_without_a_processor() -> None:
+    assert for_vllm(completions(extra_body={"use_beam_search": True})).json["use_beam_search"]
 
 
 def test_one_processor_for_a_batch() -> None:
