@@ -16,6 +16,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -37,6 +39,8 @@ STRINGS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "sglang_strings.
 PROMPT = "The quick brown fox"
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 12
 """More tokens than are computed in one step."""
+LONG_IDS = [*range(500, 650)]
+"""More than one of the blocks of 128 tokens that vLLM keeps in its cache on a CPU."""
 TOKENS = 12
 FIRST = 1000
 
@@ -55,6 +59,24 @@ class CountsCalls(CustomLogitProcessor):
             logits[row] = -float("inf")
             logits[row, params["first"] + calls] = 0.0
         return logits
+
+
+class Testifies(CustomLogitProcessor):
+    """Leaves the model's choice alone, up to a last token that tells what it saw in how many calls."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or ()):
+            request = params["__req__"]
+            calls = request.state["calls"] = request.state.get("calls", 0) + 1
+            if len(request.output_ids) == params["last"]:
+                logits[row] = -float("inf")
+                logits[row, witnessed(request.origin_input_ids, request.output_ids, calls)] = 0.0
+        return logits
+
+
+def witnessed(prompt: Sequence[int], output: Sequence[int], calls: int) -> int:
+    """A token that stands for a history."""
+    return zlib.crc32(repr((list(prompt), list(output), calls)).encode()) % 10_000
 
 
 class FailsAtThird(CustomLogitProcessor):
@@ -158,7 +180,7 @@ def vllm_serve(*paths: Path) -> Iterator[tuple[str, Server]]:
         port = free.getsockname()[1]
     command = [str(cache / "vllm" / "bin" / "vllm"), "serve", str(default_model_folder()), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "20"]
+    command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "12"]
     command += ["--logits-processors", "logitship.server.vllm:LogitshipLogitsProcessor"]
     environment = {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", *paths))),
@@ -196,7 +218,7 @@ def client(served: tuple[str, Server]) -> Iterator[Client]:
 COUNTS_CALLS = CountsCalls.to_str()
 
 
-def generate(client: Client, prompt: str = PROMPT, tokens: int = TOKENS, **options: Any) -> list[int]:
+def generate(client: Client, prompt: str | list[int] = PROMPT, tokens: int = TOKENS, **options: Any) -> list[int]:
     """The tokens of a greedy answer."""
     answer = client.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True, **options)
     return list(answer.output_ids)
@@ -225,10 +247,22 @@ def test_a_processor_is_called_once_for_each_token(client: Client, prompt: str) 
     assert tokens == [FIRST + step for step in range(TOKENS)]
 
 
-def test_a_cached_prefix(client: Client) -> None:
-    """The second time, the beginning of the prompt is not computed."""
+def test_a_cached_prefix(served: tuple[str, Server], client: Client) -> None:
+    """The second time, vLLM does not compute the beginning of the prompt."""
+    alone = generate(client, LONG_IDS)
+    hits = vllm_counter(served[0], "prefix_cache_hits")
     for _ in range(2):
-        assert generate(client, LONG_PROMPT, processor=STRINGS["ForceToken"], params={"token_id": 7}) == [7] * TOKENS
+        last = TOKENS - 1
+        tokens = generate(client, LONG_IDS, processor=Testifies, params={"last": last})
+        assert tokens == [*alone[:last], witnessed(LONG_IDS, alone[:last], TOKENS)]
+    if hits is not None:
+        assert (vllm_counter(served[0], "prefix_cache_hits") or 0) > hits
+
+
+def vllm_counter(url: str, name: str) -> float | None:
+    """One of vLLM's counters; None where it is not vLLM that serves."""
+    found = re.search(rf"^vllm:{name}_total\S* (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else None
 
 
 def test_installed_by_name(client: Client) -> None:
@@ -236,6 +270,14 @@ def test_installed_by_name(client: Client) -> None:
     tree = {"prefix_dict": {"225": [300, 400], "225_300": [301], "225_400": [401]}, "end_token_id": 2}
     tokens = generate(client, tokens=2, processor=InstalledProcessor("tree"), params={"tree": tree})
     assert tokens in ([300, 301], [400, 401])
+
+
+def test_several_continuations(client: Client) -> None:
+    """Each is a sequence of its own, with a state of its own."""
+    answers = client.generate(
+        PROMPT, n=2, max_new_tokens=TOKENS, ignore_eos=True, processor=CountsCalls, params={"first": FIRST}
+    )
+    assert [list(answer.output_ids) for answer in answers] == [[FIRST + step for step in range(TOKENS)]] * 2
 
 
 def test_several_in_a_request(client: Client) -> None:
@@ -252,7 +294,7 @@ def test_faults_end_their_own_requests(client: Client) -> None:
 
     def fault(processor: str) -> GenerationError:
         with pytest.raises(GenerationError) as caught:
-            generate(client, tokens=24, processor=processor)
+            generate(client, tokens=24, min_new_tokens=24, processor=processor)
         return caught.value
 
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -264,6 +306,28 @@ def test_faults_end_their_own_requests(client: Client) -> None:
         assert [each.result() for each in others] == alone
         assert forced.result() == [5] * TOKENS
         assert counted.result() == [FIRST + step for step in range(TOKENS)]
+
+
+def test_two_processors_in_a_batch(client: Client) -> None:
+    """Each begins before the other ends."""
+
+    def streamed(processor: str, **params: int) -> tuple[list[int], float, float]:
+        chunks = client.generate_stream(
+            PROMPT, temperature=0, max_new_tokens=64, ignore_eos=True, processor=processor, params=params
+        )
+        arrived = [(chunk.output_ids, time.perf_counter()) for chunk in chunks if chunk.output_ids]
+        return [token for ids, _ in arrived for token in ids], arrived[0][1], arrived[-1][1]
+
+    with ThreadPoolExecutor() as pool:
+        forced = pool.submit(streamed, STRINGS["ForceToken"], token_id=5)
+        counted = pool.submit(streamed, COUNTS_CALLS, first=FIRST)
+    (forced_tokens, forced_began, forced_ended), (counted_tokens, counted_began, counted_ended) = (
+        forced.result(),
+        counted.result(),
+    )
+    assert forced_tokens == [5] * 64
+    assert counted_tokens == [FIRST + step for step in range(64)]
+    assert max(forced_began, counted_began) < min(forced_ended, counted_ended)
 
 
 def test_a_class_that_hung_runs_again(client: Client) -> None:
@@ -289,15 +353,26 @@ def test_vllm_schedules_as_asked(served: tuple[str, Server]) -> None:
 
 
 def test_more_than_fits(served: tuple[str, Server], client: Client) -> None:
-    """Requests are put aside and taken up again; vLLM then computes them once more, and no processor is told."""
+    """Requests are put aside and taken up again; vLLM then computes them once more, and no processor is told.
 
-    def counted(place: int) -> list[int]:
-        return generate(client, f"{place} {LONG_PROMPT}", 180, processor=COUNTS_CALLS, params={"first": FIRST + place})
+    All begin in a block of vLLM's cache, and need a second one while they are computed together.
+    """
+    tokens, last = 64, 63
+    prompts = [[place, *LONG_IDS[:89]] for place in range(1000, 1008)]
+    alone = [generate(client, prompt, tokens) for prompt in prompts[:2]]
 
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        answers = list(pool.map(counted, range(16)))
-    assert answers == [[FIRST + place + step for step in range(180)] for place in range(16)]
-    metrics = httpx.get(f"{served[0]}/metrics").text
-    if "vllm:" in metrics:
-        (put_aside,) = re.findall(r"^vllm:num_preemptions_total\S* (\S+)$", metrics, re.MULTILINE)
-        assert float(put_aside) > 0
+    def counted(prompt: list[int]) -> list[int]:
+        return generate(client, prompt, tokens, processor=COUNTS_CALLS, params={"first": prompt[0]})
+
+    testified = partial(generate, client, tokens=tokens, processor=Testifies, params={"last": last})
+    with ThreadPoolExecutor(max_workers=10) as pool:
+        counting = [pool.submit(counted, prompt) for prompt in prompts[2:]]
+        plain = [pool.submit(generate, client, prompt, tokens) for prompt in prompts[:2]]
+        testifying = [pool.submit(testified, prompt) for prompt in prompts[:2]]
+    for prompt, counts in zip(prompts[2:], counting, strict=True):
+        assert counts.result() == [prompt[0] + step for step in range(tokens)]
+    assert [each.result() for each in plain] == alone
+    for prompt, answer, testimony in zip(prompts, alone, testifying, strict=False):
+        assert testimony.result() == [*answer[:last], witnessed(prompt, answer[:last], tokens)]
+    put_aside = vllm_counter(served[0], "num_preemptions")
+    assert put_aside is None or put_aside > 0

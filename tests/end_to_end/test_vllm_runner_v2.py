@@ -49,6 +49,11 @@ def test_a_request_sees_one_call_a_token_wherever_its_row_is(ran: Any) -> None:
 
 
 def test_what_is_refused_at_start(ran: Any) -> None:
-    speculative, changed = ran["refused"]
-    assert speculative.startswith("logitship cannot run with speculative decoding (--speculative-config)")
+    *options, changed = ran["refused"]
+    assert [option.split(": it needs")[0] for option in options] == [
+        "logitship cannot run with speculative decoding (--speculative-config)",
+        "logitship cannot run with diffusion models",
+        "logitship cannot run with prefill context parallelism (--prefill-context-parallel-size)",
+        "logitship cannot run with batch-sharded sampling (--enable-batch-sharded-sampling)",
+    ]
     assert changed.startswith("logitship does not know the model runner of this vLLM")

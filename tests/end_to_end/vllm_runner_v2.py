@@ -139,16 +139,20 @@ class OneRank:
         """There is nobody to share with."""
 
 
-def config(**changes: Any) -> Any:
+def config(*, speculative_config: Any = None, is_diffusion: bool = False, **parallel: Any) -> Any:
     """vLLM's configuration, as far as it is read."""
-    parallel = SimpleNamespace(prefill_context_parallel_size=1, enable_batch_sharded_sampling=False)
+    one_rank = {"prefill_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
     model = SimpleNamespace(
-        is_diffusion=False,
+        is_diffusion=is_diffusion,
         skip_tokenizer_init=True,
         get_vocab_size=lambda: VOCAB,
         try_get_generation_config=lambda: {"eos_token_id": 0},
     )
-    return SimpleNamespace(parallel_config=parallel, model_config=model, **{"speculative_config": None, **changes})
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**one_rank | parallel),
+        model_config=model,
+        speculative_config=speculative_config,
+    )
 
 
 class Changed(GPUModelRunner):
@@ -171,7 +175,13 @@ def main() -> None:
     """Two requests with processors: one in two chunks, one put aside and taken back, one that fails."""
     states.StagedWriteTensor = states.UvaBackedTensor = Buffer
     plugin_v2.TensorParallelRanks = OneRank
-    refused = [refusal(GPUModelRunner, config(speculative_config=object())), refusal(Changed, config())]
+    refused = [
+        refusal(GPUModelRunner, config(speculative_config=object())),
+        refusal(GPUModelRunner, config(is_diffusion=True)),
+        refusal(GPUModelRunner, config(prefill_context_parallel_size=2)),
+        refusal(GPUModelRunner, config(enable_batch_sharded_sampling=True)),
+        refusal(Changed, config()),
+    ]
     runner = GPUModelRunner(config())
     steps = [
         runner.step([request("a", [1, 2, 3, 4]), request("b", [5, 6])], {"a": 2, "b": 2}),
