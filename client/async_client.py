@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack, overload
 import httpx
 
 from . import requests
-from .errors import TransportError
+from .errors import APIStatusError, TransportError
 from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
 from .processor_string import RegisteredProcessor
 from .records import Generation, GenerationChunk, InstalledInfo, Model
@@ -26,7 +26,8 @@ from .responses import (
     read_answer,
 )
 from .retries import RetryPolicy
-from .streaming import Dialect, OpenAIDialect, SGLangDialect, StreamReader
+from .server_dialect import ServerDialect, ServerKind
+from .streaming import OpenAIDialect, SGLangDialect, StreamReader
 from .transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
@@ -51,6 +52,7 @@ class AsyncClient:
         self,
         base_url: str = DEFAULT_BASE_URL,
         *,
+        dialect: ServerKind = "auto",
         api_key: str | None = None,
         timeout: float | httpx.Timeout | None = DEFAULT_TIMEOUT,
         max_retries: int = 2,
@@ -64,6 +66,7 @@ class AsyncClient:
             timeout=timeout,
             transport=transport,
         )
+        self._dialect = ServerDialect(dialect)
         self._retries = RetryPolicy(max_retries)
         self._sleep = sleep
 
@@ -92,13 +95,13 @@ class AsyncClient:
     ) -> Generation | list[Generation]:
         """See `Client.generate`."""
         request = requests.generate(prompt, n, options, stream=False)
-        return await self._call(request, partial(parse_generate, many=requests.is_many(prompt, n)))
+        return await self._generation(request, many=requests.is_many(prompt, n))
 
     def generate_stream(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[GenerationChunk]:
         """See `Client.generate_stream`."""
-        return self._stream(requests.generate(prompt, n, options, stream=True), SGLangDialect())
+        return self._stream(requests.generate(prompt, n, options, stream=True))
 
     @overload
     async def completions(self, prompt: Prompt, **options: Unpack[CompletionOptions]) -> Generation: ...
@@ -115,13 +118,13 @@ class AsyncClient:
     ) -> Generation | list[Generation]:
         """See `Client.completions`."""
         request = requests.completions(prompt, n, options, stream=False)
-        return await self._call(request, partial(parse_openai, many=requests.is_many(prompt, n)))
+        return await self._generation(request, many=requests.is_many(prompt, n))
 
     def completions_stream(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
     ) -> AsyncGenerator[GenerationChunk]:
         """See `Client.completions_stream`."""
-        return self._stream(requests.completions(prompt, n, options, stream=True), OpenAIDialect())
+        return self._stream(requests.completions(prompt, n, options, stream=True))
 
     @overload
     async def chat(self, messages: list[Message], **options: Unpack[ChatOptions]) -> Generation: ...
@@ -132,13 +135,13 @@ class AsyncClient:
     ) -> Generation | list[Generation]:
         """See `Client.chat`."""
         request = requests.chat(messages, n, options, stream=False)
-        return await self._call(request, partial(parse_openai, many=n is not None))
+        return await self._generation(request, many=n is not None)
 
     def chat_stream(
         self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
     ) -> AsyncGenerator[GenerationChunk]:
         """See `Client.chat_stream`."""
-        return self._stream(requests.chat(messages, n, options, stream=True), OpenAIDialect())
+        return self._stream(requests.chat(messages, n, options, stream=True))
 
     async def register(self, processor: ProcessorLike) -> RegisteredProcessor:
         """See `Client.register`."""
@@ -182,8 +185,16 @@ class AsyncClient:
     async def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
         return read_answer((await self._send(request)).content, parse)
 
-    async def _stream(self, request: HttpRequest, dialect: Dialect) -> AsyncGenerator[GenerationChunk]:
-        reader = StreamReader(dialect)
+    async def _generation(self, request: HttpRequest, *, many: bool) -> Generation | list[Generation]:
+        request = await self._in_dialect(request)
+        if request.path == "/generate":
+            return await self._call(request, partial(parse_generate, many=many))
+        return await self._call(request, partial(parse_openai, many=many, fault_token=request.fault_token))
+
+    async def _stream(self, request: HttpRequest) -> AsyncGenerator[GenerationChunk]:
+        request = await self._in_dialect(request)
+        sglang = request.path == "/generate"
+        reader = StreamReader(SGLangDialect() if sglang else OpenAIDialect(request.fault_token))
         response = await self._send(request)
         try:
             with transport_errors(self._http):
@@ -193,6 +204,15 @@ class AsyncClient:
         finally:
             await response.aclose()
         reader.finish()
+
+    async def _in_dialect(self, request: HttpRequest) -> HttpRequest:
+        while (question := self._dialect.question_before(request)) is not None:
+            try:
+                answer: bytes | APIStatusError = (await self._send(question)).content
+            except APIStatusError as error:
+                answer = error
+            self._dialect.learn(question, answer)
+        return self._dialect.translate(request)
 
     async def _send(self, request: HttpRequest) -> httpx.Response:
         attempt = 0

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack, overload
 import httpx
 
 from . import requests
-from .errors import TransportError
+from .errors import APIStatusError, TransportError
 from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
 from .processor_string import RegisteredProcessor
 from .records import Generation, GenerationChunk, InstalledInfo, Model
@@ -26,7 +26,8 @@ from .responses import (
     read_answer,
 )
 from .retries import RetryPolicy
-from .streaming import Dialect, OpenAIDialect, SGLangDialect, StreamReader
+from .server_dialect import ServerDialect, ServerKind
+from .streaming import OpenAIDialect, SGLangDialect, StreamReader
 from .transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """Talks to a logitship server, to stock SGLang, or to vLLM's OpenAI routes.
+    """Talks to a logitship server, to stock SGLang, or to vLLM with logitship's plugin.
 
     Safe to share between threads. Every method may raise `TransportError` (no answer) and `APIStatusError` (an answer
     with an error status); those that generate also `GenerationError` (accepted, then ended by an error). An argument
@@ -49,6 +50,8 @@ class Client:
 
     Args:
         base_url: the server's address, without `/v1`.
+        dialect: which of them it is: "logitship", "sglang" or "vllm". "auto": asks it, once, when that first matters:
+            before `generate`, and before what carries a processor.
         api_key: sent as a bearer token.
         timeout: seconds without a byte from the server; or httpx's `Timeout`; None: for ever.
         max_retries: how often to try again where that is safe: connection refused, server busy, and requests that
@@ -62,6 +65,7 @@ class Client:
         self,
         base_url: str = DEFAULT_BASE_URL,
         *,
+        dialect: ServerKind = "auto",
         api_key: str | None = None,
         timeout: float | httpx.Timeout | None = DEFAULT_TIMEOUT,
         max_retries: int = 2,
@@ -75,6 +79,7 @@ class Client:
             timeout=timeout,
             transport=transport,
         )
+        self._dialect = ServerDialect(dialect)
         self._retries = RetryPolicy(max_retries)
         self._sleep = sleep
 
@@ -101,7 +106,7 @@ class Client:
     def generate(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation | list[Generation]:
-        """Continue a prompt, on SGLang's `/generate`.
+        """Continue a prompt, on SGLang's `/generate`; on vLLM, which has none, on `/v1/completions`.
 
         Args:
             prompt: text, token ids, or a list of one of them.
@@ -112,13 +117,13 @@ class Client:
             One `Generation`; a list of them where `prompt` is a list of prompts or `n` is given, prompt by prompt.
         """
         request = requests.generate(prompt, n, options, stream=False)
-        return self._call(request, partial(parse_generate, many=requests.is_many(prompt, n)))
+        return self._generation(request, many=requests.is_many(prompt, n))
 
     def generate_stream(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[GenerationChunk]:
         """`generate`, chunk by chunk. Closing the iterator early cancels the request on the server."""
-        return self._stream(requests.generate(prompt, n, options, stream=True), SGLangDialect())
+        return self._stream(requests.generate(prompt, n, options, stream=True))
 
     @overload
     def completions(self, prompt: Prompt, **options: Unpack[CompletionOptions]) -> Generation: ...
@@ -133,13 +138,13 @@ class Client:
     ) -> Generation | list[Generation]:
         """Continue a prompt, on OpenAI's `/v1/completions`. Arguments and result as in `generate`."""
         request = requests.completions(prompt, n, options, stream=False)
-        return self._call(request, partial(parse_openai, many=requests.is_many(prompt, n)))
+        return self._generation(request, many=requests.is_many(prompt, n))
 
     def completions_stream(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
     ) -> Generator[GenerationChunk]:
         """`completions`, chunk by chunk. Closing the iterator early cancels the request on the server."""
-        return self._stream(requests.completions(prompt, n, options, stream=True), OpenAIDialect())
+        return self._stream(requests.completions(prompt, n, options, stream=True))
 
     @overload
     def chat(self, messages: list[Message], **options: Unpack[ChatOptions]) -> Generation: ...
@@ -150,13 +155,13 @@ class Client:
     ) -> Generation | list[Generation]:
         """Answer a conversation, on OpenAI's `/v1/chat/completions`. A list of answers where `n` is given."""
         request = requests.chat(messages, n, options, stream=False)
-        return self._call(request, partial(parse_openai, many=n is not None))
+        return self._generation(request, many=n is not None)
 
     def chat_stream(
         self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
     ) -> Generator[GenerationChunk]:
         """`chat`, chunk by chunk. Closing the iterator early cancels the request on the server."""
-        return self._stream(requests.chat(messages, n, options, stream=True), OpenAIDialect())
+        return self._stream(requests.chat(messages, n, options, stream=True))
 
     def register(self, processor: ProcessorLike) -> RegisteredProcessor:
         """Upload a processor once; pass what this returns as `processor=` from then on: it sends only the digest."""
@@ -200,8 +205,16 @@ class Client:
     def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
         return read_answer(self._send(request).content, parse)
 
-    def _stream(self, request: HttpRequest, dialect: Dialect) -> Generator[GenerationChunk]:
-        reader = StreamReader(dialect)
+    def _generation(self, request: HttpRequest, *, many: bool) -> Generation | list[Generation]:
+        request = self._in_dialect(request)
+        if request.path == "/generate":
+            return self._call(request, partial(parse_generate, many=many))
+        return self._call(request, partial(parse_openai, many=many, fault_token=request.fault_token))
+
+    def _stream(self, request: HttpRequest) -> Generator[GenerationChunk]:
+        request = self._in_dialect(request)
+        sglang = request.path == "/generate"
+        reader = StreamReader(SGLangDialect() if sglang else OpenAIDialect(request.fault_token))
         response = self._send(request)
         try:
             with transport_errors(self._http):
@@ -210,6 +223,16 @@ class Client:
         finally:
             response.close()
         reader.finish()
+
+    def _in_dialect(self, request: HttpRequest) -> HttpRequest:
+        """The request in the server's words, which is asked first where that matters."""
+        while (question := self._dialect.question_before(request)) is not None:
+            try:
+                answer: bytes | APIStatusError = self._send(question).content
+            except APIStatusError as error:
+                answer = error
+            self._dialect.learn(question, answer)
+        return self._dialect.translate(request)
 
     def _send(self, request: HttpRequest) -> httpx.Response:
         """An answer with a success status, unread if the request streams."""

@@ -25,12 +25,12 @@ class ProcessorOptions(TypedDict, total=False):
     """What every generating method takes."""
 
     processor: ProcessorLike | Sequence[ProcessorLike | Sequence[ProcessorLike] | None] | None
-    """The processor that the request carries, or a list of several that run in this order (logitship servers only).
+    """The processor that the request carries, or a list of several that run in this order (not on SGLang servers).
     For a batch of prompts, a list has one entry a prompt, each as for a single prompt; None for one without."""
     params: Params | Sequence[Params | None] | None
     """The processor's parameters, `custom_params` on the wire. For a batch also a list, one a prompt."""
     logits_processors: Sequence[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str]]
-    """Several processors, each with parameters of its own, run in this order (logitship servers only): dicts with
+    """Several processors, each with parameters of its own, run in this order (not on SGLang servers): dicts with
     `processor`, given as above, and `params`. Also the server's own callables, by `qualname`, `args` and `kwargs`, if
     its operator allows their names. For a batch also a list of such lists, one a prompt."""
     vllm_xargs: Mapping[str, Any]

@@ -27,6 +27,7 @@ class HttpRequest:
         json: the body, or None.
         stream: the answer is read while it arrives.
         idempotent: sending it twice does no harm, so a broken connection may be tried again.
+        fault_token: the `stop_reason` of an answer that a failed processor ended, where that is how the server says it.
     """
 
     method: str
@@ -34,6 +35,7 @@ class HttpRequest:
     json: Any = None
     stream: bool = False
     idempotent: bool = False
+    fault_token: int | None = None
 
     @property
     def content(self) -> bytes | None:

@@ -54,8 +54,11 @@ def parse_generate(data: Any, *, many: bool) -> Generation | list[Generation]:
     return answer
 
 
-def parse_openai(data: Any, *, many: bool) -> Generation | list[Generation]:
+def parse_openai(data: Any, *, many: bool, fault_token: int | None = None) -> Generation | list[Generation]:
     """The answer of `/v1/completions` or `/v1/chat/completions`: one a choice, in order of their index.
+
+    Args:
+        fault_token: see `HttpRequest`.
 
     Raises:
         GenerationError: one of the continuations was ended by an error; `partial` holds the whole answer.
@@ -63,7 +66,7 @@ def parse_openai(data: Any, *, many: bool) -> Generation | list[Generation]:
     choices = sorted(data["choices"], key=lambda choice: int(choice.get("index", 0)))
     generations = [_openai_generation(data, choice) for choice in choices]
     answer = generations if many else generations[0]
-    _raise_first((problem_of_choice(choice) for choice in choices), answer)
+    _raise_first((problem_of_choice(choice, fault_token) for choice in choices), answer)
     return answer
 
 
@@ -106,8 +109,14 @@ def problem_of_finish(meta: Mapping[str, Any]) -> Problem | None:
     )
 
 
-def problem_of_choice(choice: Mapping[str, Any]) -> Problem | None:
-    """The same for a choice of the OpenAI routes, which only say the word `abort`."""
+def problem_of_choice(choice: Mapping[str, Any], fault_token: int | None = None) -> Problem | None:
+    """The same for a choice of the OpenAI routes, which only say the word `abort`; vLLM's plugin, only a token id."""
+    if fault_token is not None and choice.get("stop_reason") == fault_token:
+        return Problem(
+            "a processor of the request failed, and logitship's plugin for vLLM ended it: the server's log has the "
+            "reason",
+            type="ProcessorFault",
+        )
     if choice.get("finish_reason") != "abort":
         return None
     return problem_in(choice) or Problem("the request was cancelled", type="AbortError")

@@ -183,10 +183,15 @@ class SGLangDialect:
 
 
 class OpenAIDialect:
-    """`/v1/completions` and `/v1/chat/completions`: each event holds what is new in some choices."""
+    """`/v1/completions` and `/v1/chat/completions`: each event holds what is new in some choices.
 
-    def __init__(self) -> None:
+    Args:
+        fault_token: see `HttpRequest`.
+    """
+
+    def __init__(self, fault_token: int | None = None) -> None:
         self._text: dict[int, str] = {}
+        self._fault_token = fault_token
 
     def chunks(self, event: dict[str, Any]) -> Iterator[tuple[GenerationChunk, Problem | None]]:
         """One chunk a choice; one without text for an event that only counts tokens."""
@@ -208,7 +213,7 @@ class OpenAIDialect:
                     rid=event.get("id"),
                     raw=event,
                 ),
-                problem_of_choice(choice),
+                problem_of_choice(choice, self._fault_token),
             )
         if not event["choices"]:
             yield (

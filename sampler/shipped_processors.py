@@ -101,12 +101,18 @@ class _Begun:
     run: Run
 
 
+def _never(use: ProcessorUse) -> bool:
+    return False
+
+
 class ShippedProcessors(LogitsProcessor):
     """See the module's text.
 
     Args:
         model: what they may know of the model.
         uses: finds a request's processors in its sampling params.
+        is_kept: says of a use whose row went that the sequence will be back, perhaps in another row: it then finds its
+            state. That is looked at whenever the batch changes, and by `close_those_gone`.
     """
 
     def __init__(
@@ -117,11 +123,13 @@ class ShippedProcessors(LogitsProcessor):
         *,
         model: ModelView,
         uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = attrgetter("processors"),
+        is_kept: Callable[[ProcessorUse], bool] = _never,
     ) -> None:
         self._model = model
         self._uses = uses
+        self._is_kept = is_kept
         self._rows: BatchRows[list[_Row]] = BatchRows(self._attach)
-        self._members: set[_Row] = set()
+        self._members: dict[ProcessorUse, _Row] = {}
         self._stages: list[list[_Group]] = []
         self._faults: dict[int, ProcessorFault] = {}
 
@@ -132,10 +140,16 @@ class ShippedProcessors(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch, and the outputs of the rows that have a processor."""
         if batch_update is not None and self._rows.update(batch_update):
-            self._close_those_gone()
+            self.close_those_gone()
             self._stages = self._grouped()
-        for member in self._members:
+        for member in self._members.values():
             member.hosted.sync()
+
+    def close_those_gone(self) -> None:
+        """Let go of the sequences that have no row and will not be back."""
+        present = {member.use for members in self._rows.values() for member in members}
+        for use in [use for use in self._members if use not in present and not self._is_kept(use)]:
+            self._members.pop(use).hosted.close()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
@@ -167,24 +181,20 @@ class ShippedProcessors(LogitsProcessor):
         rows: list[_Row] = []
         before = [*params.forbidding_fields]
         for use in in_run_order(self._uses(params)):
-            sequence = HostedSequence(
-                rid=use.rid,
-                params=use.params,
-                prompt_token_ids=prompt_token_ids or [],
-                output_token_ids=output_token_ids,
-                sampling_params=params,
-                model=self._model,
-                prepared=use.prepared,
-            )
-            rows.append(_Row(use, use.processor.host.attach(use.processor, sequence), tuple(before)))
+            if use not in self._members:
+                sequence = HostedSequence(
+                    rid=use.rid,
+                    params=use.params,
+                    prompt_token_ids=prompt_token_ids or [],
+                    output_token_ids=output_token_ids,
+                    sampling_params=params,
+                    model=self._model,
+                    prepared=use.prepared,
+                )
+                self._members[use] = _Row(use, use.processor.host.attach(use.processor, sequence), tuple(before))
+            rows.append(self._members[use])
             before.append(use.processor.name)
         return rows or None
-
-    def _close_those_gone(self) -> None:
-        members = {member for members in self._rows.values() for member in members}
-        for member in self._members - members:
-            member.hosted.close()
-        self._members = members
 
     def _grouped(self) -> list[list[_Group]]:
         """The groups, stage by stage: what of a request runs first is in stage (False, 0). Stages run in order."""

@@ -29,6 +29,11 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 IN_THE_EXAMPLES = "http://127.0.0.1:30000"
 """Where the examples' server is."""
 
+VLLM_SERVE = (
+    'pip install "logitship[vllm]"\n'
+    "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR=1 vllm serve Qwen/Qwen3-0.6B \\\n"
+    "  --logits-processors logitship.server.vllm:LogitshipLogitsProcessor"
+)
 # Only these: they install, start something that stays, or need what the tests have not.
 NOT_RUN = {
     "README.md": [
@@ -37,6 +42,7 @@ NOT_RUN = {
         'pip install -c constraints.txt -e ".[serve,dev]" && scripts/test',
         "logitship serve --enable-custom-logit-processor",
         "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor",
+        VLLM_SERVE,
     ],
     "builtin-processors.md": ["logitship serve --tree cities=cities.json products=products.json"],
     "sampling.md": [
@@ -47,6 +53,7 @@ NOT_RUN = {
         "export LOGITSHIP_API_KEY=first-key,second-key LOGITSHIP_SHIPPING_API_KEY=third-key\n"
         "logitship serve --enable-custom-logit-processor",
     ],
+    "vllm.md": [VLLM_SERVE],
     "CONTRIBUTING.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',
         'pip install -e ".[serve,dev]"\nscripts/test\npip freeze --exclude-editable',

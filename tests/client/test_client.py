@@ -23,6 +23,7 @@ from logitship.client.errors import (
 )
 from logitship.client.processor_string import RegisteredProcessor
 from logitship.client.records import Generation, GenerationChunk, InstalledInfo
+from logitship.client.server_dialect import ServerKind
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -58,6 +59,8 @@ class Script:
 class Either:
     """Calls a client's method and collects its stream, whichever kind of client it is."""
 
+    dialect: ServerKind = "logitship"
+
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
         self.slept: list[float] = []
@@ -66,7 +69,11 @@ class Either:
         transport = httpx.MockTransport(handler)
         if not self.asynchronous:
             with Client(
-                "http://server", transport=transport, max_retries=max_retries, sleep=self.slept.append
+                "http://server",
+                dialect=self.dialect,
+                transport=transport,
+                max_retries=max_retries,
+                sleep=self.slept.append,
             ) as client:
                 result = getattr(client, method)(*args, **kwargs)
                 return list(result) if inspect.isgenerator(result) else result
@@ -78,7 +85,9 @@ class Either:
         async def sleep(seconds: float) -> None:
             self.slept.append(seconds)
 
-        async with AsyncClient("http://server", transport=transport, max_retries=max_retries, sleep=sleep) as client:
+        async with AsyncClient(
+            "http://server", dialect=self.dialect, transport=transport, max_retries=max_retries, sleep=sleep
+        ) as client:
             result = getattr(client, method)(*args, **kwargs)
             return [chunk async for chunk in result] if inspect.isasyncgen(result) else await result
 
@@ -202,8 +211,8 @@ def test_an_error_status_of_a_stream_raises_its_class(call: Either) -> None:
 
 def test_mistakes_raise_at_the_call_and_send_nothing() -> None:
     server = Script()
-    client = Client(transport=httpx.MockTransport(server))
-    asynchronous = AsyncClient(transport=httpx.MockTransport(server))
+    client = Client(dialect="logitship", transport=httpx.MockTransport(server))
+    asynchronous = AsyncClient(dialect="logitship", transport=httpx.MockTransport(server))
     for stream in (client.generate_stream, client.completions_stream, asynchronous.generate_stream):
         with pytest.raises(ValueError, match="prompt"):
             stream("")
@@ -306,7 +315,7 @@ def test_a_connection_that_breaks_in_a_stream(call: Either) -> None:
 
 def test_closing_the_iterator_closes_the_connection() -> None:
     body = BreakingStream(breaks=False)
-    client = Client(transport=httpx.MockTransport(Script(httpx.Response(200, stream=body))))
+    client = Client(dialect="logitship", transport=httpx.MockTransport(Script(httpx.Response(200, stream=body))))
     with closing(client.generate_stream("Hi")) as chunks:
         assert next(chunks).text == "Hello"
         assert not body.closed
@@ -316,7 +325,9 @@ def test_closing_the_iterator_closes_the_connection() -> None:
 def test_closing_the_async_iterator_closes_the_connection() -> None:
     async def run() -> None:
         body = BreakingStream(breaks=False)
-        client = AsyncClient(transport=httpx.MockTransport(Script(httpx.Response(200, stream=body))))
+        client = AsyncClient(
+            dialect="logitship", transport=httpx.MockTransport(Script(httpx.Response(200, stream=body)))
+        )
         async with aclosing(client.generate_stream("Hi")) as chunks:
             assert (await anext(chunks)).text == "Hello"
             assert not body.closed
@@ -336,7 +347,11 @@ def test_an_error_in_a_stream(call: Either) -> None:
 def test_the_api_key_and_headers_go_with_every_request() -> None:
     server = Script(ok(ANSWER))
     client = Client(
-        "http://server/prefix/", api_key="k", headers={"x-tenant": "t"}, transport=httpx.MockTransport(server)
+        "http://server/prefix/",
+        dialect="logitship",
+        api_key="k",
+        headers={"x-tenant": "t"},
+        transport=httpx.MockTransport(server),
     )
     client.generate("Hi")
     assert server.requests[0].headers["authorization"] == "Bearer k"
@@ -368,7 +383,7 @@ def test_many_requests_at_once_share_a_client() -> None:
         return ok({**ANSWER, "text": orjson.loads(request.content)["text"]})
 
     async def run() -> list[Generation]:
-        async with AsyncClient(transport=httpx.MockTransport(handler)) as client:
+        async with AsyncClient(dialect="logitship", transport=httpx.MockTransport(handler)) as client:
             calls: list[Awaitable[Generation]] = [client.generate(f"prompt {i}") for i in range(50)]
             return await asyncio.gather(*calls)
 

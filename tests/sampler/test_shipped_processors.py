@@ -372,6 +372,34 @@ def test_the_uses_may_stand_elsewhere(load: Load) -> None:
     assert not shipped.is_argmax_invariant()
 
 
+def test_a_sequence_that_will_be_back_keeps_its_state(load: Load) -> None:
+    """It loses its row, gets another one later, and goes for good when nobody keeps it any more."""
+    calls: list[int] = []
+
+    def counted(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
+        state = params[0]["__req__"].state
+        state["calls"] = state.get("calls", 0) + 1
+        calls.append(state["calls"])
+        return logits
+
+    use = ProcessorUse(load(counted, "Counted"), {}, "rid")
+    kept = {use}
+    model = ModelView(VOCAB, frozenset({1}), None)
+    shipped = ShippedProcessors(None, torch.device("cpu"), False, model=model, is_kept=kept.__contains__)
+    params = SamplingParams(processors=(use,))
+    for row in (0, 2):
+        shipped.update_state(BatchUpdate(row + 1, [], [(row, params, [5], [])], []))
+        shipped.apply(logits_of(row + 1))
+        shipped.update_state(BatchUpdate(0, [row], [], []))
+        shipped.apply(logits_of(0))
+    assert calls == [1, 2]
+    kept.clear()
+    shipped.close_those_gone()
+    shipped.update_state(BatchUpdate(1, [], [(0, params, [5], [])], []))
+    shipped.apply(logits_of(1))
+    assert calls == [1, 2, 1]
+
+
 def test_an_empty_batch(new_shipped: NewShipped) -> None:
     result, faults = Batch(new_shipped()).step(torch.zeros(0, VOCAB))
     assert (list(result.shape), faults) == ([0, VOCAB], {})

@@ -1,0 +1,124 @@
+"""How the operator sets the plugin up: environment variables, because vLLM passes no arguments on to plugins."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from logitship.server.allowed_processors import read_allowed_digests
+
+PREFIX = "LOGITSHIP_VLLM_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginSettings:
+    """The settings. Each is read from the variable of the same name in capitals, after `LOGITSHIP_VLLM_`."""
+
+    enable_custom_logit_processor: bool = False
+    """Requests may ship code. Otherwise only the built-in processors run, by name."""
+    processor_isolation: Literal["sandbox", "none"] = "sandbox"
+    max_processor_size: int = 1 << 20
+    """Longest processor string, in bytes."""
+    max_sandboxes: int = 64
+    """Most shipped processors kept loaded in an engine core."""
+    sandbox_memory: int = 1 << 30
+    """Bytes that a sandbox may take beyond what torch takes."""
+    sandbox_cpu_time: float = 2.0
+    """Seconds of CPU time that a sandbox may burn outside its calls."""
+    sandbox_step_timeout: float = 1.0
+    """Seconds that a call of a processor may take."""
+    sandbox_load_timeout: float = 2.0
+    """Seconds that it may take to load a processor. vLLM has no place to do that where nobody waits for it."""
+    allow_processor: str | None = None
+    """A file with the digests that alone may run as shipped code. None: any may."""
+    tree: Mapping[str, str] | None = None
+    """Trees that requests can ask for: name → file. In the environment `NAME=FILE`, several with commas between."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PluginSettings:
+        """The settings of this process.
+
+        Raises:
+            ValueError: a variable has a value that it cannot have, or there is none of that name; names it.
+        """
+        values: dict[str, Any] = {}
+        for variable, text in environment.items():
+            if not variable.startswith(PREFIX):
+                continue
+            read = _READERS.get(variable.removeprefix(PREFIX).lower())
+            if read is None:
+                known = ", ".join(PREFIX + name.upper() for name in _READERS)
+                raise ValueError(f"{variable}: there is no such setting; there are {known}")
+            try:
+                values[variable.removeprefix(PREFIX).lower()] = read(text.strip())
+            except ValueError as error:
+                raise ValueError(f"{variable}: {error}, not {text!r}") from None
+        settings = cls(**values)
+        settings.allowed_digests  # noqa: B018  # reads the file: its mistakes should show at the start
+        return settings
+
+    @cached_property
+    def allowed_digests(self) -> frozenset[str] | None:
+        """What stands in `allow_processor`; None: there is no such file."""
+        if self.allow_processor is None:
+            return None
+        try:
+            return read_allowed_digests(self.allow_processor)
+        except ValueError as error:
+            raise ValueError(f"{PREFIX}ALLOW_PROCESSOR: {error}") from None
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("1", "true", "0", "false"):
+        raise ValueError("must be 1 (true) or 0 (false)")
+    return text.lower() in ("1", "true")
+
+
+def _isolation(text: str) -> str:
+    if text not in ("sandbox", "none"):
+        raise ValueError("must be sandbox or none")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("must be an integer, 1 or greater")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("must be a number of seconds above 0")
+    return value
+
+
+def _trees(text: str) -> dict[str, str]:
+    trees: dict[str, str] = {}
+    for entry in text.split(","):
+        name, _, file = entry.strip().partition("=")
+        if not name or not file or name in trees:
+            raise ValueError("must be NAME=FILE, several with commas between, each name once")
+        trees[name] = file
+    return trees
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "enable_custom_logit_processor": _switch,
+    "processor_isolation": _isolation,
+    "max_processor_size": _count,
+    "max_sandboxes": _count,
+    "sandbox_memory": _count,
+    "sandbox_cpu_time": _seconds,
+    "sandbox_step_timeout": _seconds,
+    "sandbox_load_timeout": _seconds,
+    "allow_processor": str,
+    "tree": _trees,
+}

@@ -1,0 +1,26 @@
+"""vLLM's tensor-parallel ranks: each has all the logits, and each draws the same tokens from them.
+
+With pipeline parallelism, only the ranks of the last stage do.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.distributed import get_pp_group, get_tp_group  # pyright: ignore[reportMissingImports]
+
+
+class TensorParallelRanks:
+    """The ranks of this process's group. See `Ranks`."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+
+    @property
+    def is_first(self) -> bool:
+        """True in the one whose processors run."""
+        return bool(self._group.rank_in_group == 0 and get_pp_group().is_last_rank)
+
+    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Overwrite some rows of the logits with those of the first rank."""
+        if self._group.world_size > 1:
+            logits[rows] = self._group.broadcast(logits[rows], src=0)

@@ -1,0 +1,59 @@
+"""Model runner V2 needs Triton, which has no CPU backend. Here is its own Python, with stand-ins for what needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1500)  # the first time, vLLM is installed
+
+ROOT = Path(__file__).parents[2]
+FAULT = 63
+
+
+@pytest.fixture(scope="module")
+def ran() -> Any:
+    cache = Path(os.environ.get("LOGITSHIP_PEER_CACHE", Path.home() / ".cache" / "logitship-peers"))
+    subprocess.run([str(ROOT / "tests" / "peers" / "vllm_cpu.sh"), str(cache / "vllm")], check=True)
+    result = subprocess.run(
+        [str(cache / "vllm" / "bin" / "python"), str(Path(__file__).with_name("vllm_runner_v2.py"))],
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT / "src"),
+            "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_request_sees_one_call_a_token_wherever_its_row_is(ran: Any) -> None:
+    """The n-th call of a request draws token 10 + n; rows are in the order of the step."""
+    assert ran["steps"] == [
+        [0, 11],  # the first chunk of a's prompt is left alone
+        [12, 11],
+        [11, 12],
+        [13, 13, FAULT],  # b was put aside, and its state was not; c fails
+        [11, 14],  # d has the slot of one that finished, and nothing of its state
+        [15, 12],
+    ]
+
+
+def test_what_is_refused_at_start(ran: Any) -> None:
+    *options, changed = ran["refused"]
+    assert [option.split(": it needs")[0] for option in options] == [
+        "logitship cannot run with speculative decoding (--speculative-config)",
+        "logitship cannot run with diffusion models",
+        "logitship cannot run with prefill context parallelism (--prefill-context-parallel-size)",
+        "logitship cannot run with batch-sharded sampling (--enable-batch-sharded-sampling)",
+    ]
+    assert changed.startswith("logitship does not know the model runner of this vLLM")

@@ -1,0 +1,199 @@
+"""Runs in vLLM's environment: the plugin for model runner V2 behind vLLM's own code, as far as that runs on a CPU.
+
+vLLM's own: the loader of plugins, `RequestState` with its slots, and the model runner's `finish_requests` and
+`add_requests`. Stand-ins: the buffers, which need an accelerator; the kernels that write tokens into them; and the rest
+of the model runner. It prints what processors saw, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Set
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import vllm.v1.worker.gpu.states as states
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RealRunner
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, build_custom_logits_processors
+
+from logitship.server.vllm import plugin_v2
+
+VOCAB = 64
+FAULT = 63
+SOURCE = """
+from logitship import CustomLogitProcessor
+
+class Sees(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        for row, params in zip(logits, custom_param_list):
+            request = params["__req__"]
+            calls = request.state["calls"] = request.state.get("calls", 0) + 1
+            if calls == params.get("fails_at"):
+                raise RuntimeError("as asked")
+            row[:] = -float("inf")
+            row[10 + calls] = float(sum(request.origin_input_ids) + len(request.output_ids))
+        return logits
+"""
+
+
+class Buffer:
+    """`StagedWriteTensor` and `UvaBackedTensor`, on the host."""
+
+    def __init__(self, size: Any, dtype: torch.dtype, **_: Any) -> None:
+        self.gpu = torch.zeros(size, dtype=dtype)
+        self.np = self.gpu.numpy()
+        self._staged: list[tuple[int, int, list[int]]] = []
+
+    def stage_write(self, index: int, start: int, values: list[int]) -> None:
+        self._staged.append((index, start, values))
+
+    def stage_write_elem(self, index: int, value: int) -> None:
+        self._staged.append((index, 0, [value]))
+
+    def apply_write(self) -> None:
+        for index, start, values in self._staged:
+            row = self.gpu[index : index + 1] if self.gpu.ndim == 1 else self.gpu[index]
+            row[start : start + len(values)] = torch.tensor(values, dtype=row.dtype)
+        self._staged.clear()
+
+    def copy_to_uva(self) -> None:
+        pass
+
+
+class Ignores:
+    """A part of the model runner that is not looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class GPUModelRunner:
+    """The model runner's own methods on the least that they need."""
+
+    add_requests = RealRunner.add_requests
+    finish_requests = RealRunner.finish_requests
+    _remove_request = RealRunner._remove_request
+    is_last_pp_rank = True
+    pooling_runner = pp_handler = encoder_cache = adaptive_verification = None
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.model_state = self.block_tables = self.lora_state = self.prompt_logprobs_worker = Ignores()
+        self.req_states = states.RequestState(4, 32, 32, 0, VOCAB, torch.device("cpu"))
+        (self.plugin,) = build_custom_logits_processors(
+            vllm_config, self.req_states, False, ["logitship.server.vllm:LogitshipLogitsProcessor"]
+        )
+        self.sampler = self.plugin
+
+    def step(
+        self,
+        new: list[Any],
+        lengths: dict[str, int],
+        finished: Set[str] = frozenset(),
+        preempted: Set[str] = frozenset(),
+    ) -> list[int]:
+        """The most likely token of each row; `lengths`: how far each scheduled request is computed after the step."""
+        output = SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=finished, preempted_req_ids=preempted)
+        self.finish_requests(output)
+        self.add_requests(output)
+        slots = [self.req_states.req_id_to_index[req_id] for req_id in lengths]
+        mapping = torch.tensor(slots)
+        seq_lens = np.array(list(lengths.values()), dtype=np.int32)
+        last = torch.from_numpy(seq_lens).long() - 1
+        tokens = self.req_states.all_token_ids.gpu[mapping, last]
+        ctx = LogitsContext(
+            mapping, mapping, np.array(slots), torch.zeros(len(slots), dtype=torch.int32), tokens, last, seq_lens
+        )
+        drawn: list[int] = self.plugin.apply(torch.zeros(len(slots), VOCAB), ctx).argmax(dim=-1).tolist()
+        for slot, length, token in zip(slots, seq_lens.tolist(), drawn, strict=True):
+            if length == self.req_states.total_len.gpu[slot]:
+                self.req_states.all_token_ids.gpu[slot, length] = token
+                self.req_states.total_len.gpu[slot] += 1
+        return drawn
+
+
+def request(req_id: str, prompt: list[int], output: list[int] | None = None, **params: Any) -> Any:
+    """vLLM's `NewRequestData`, as far as it is read."""
+    xargs = {"custom_logit_processor": json.dumps({"source": SOURCE, "class_name": "Sees"})}
+    return SimpleNamespace(
+        req_id=req_id,
+        prompt_len=len(prompt),
+        prefill_token_ids=prompt + (output or []),
+        num_computed_tokens=0,
+        sampling_params=SamplingParams(max_tokens=20, extra_args={**xargs, "custom_params": json.dumps(params)}),
+        mm_features=[],
+        block_ids=(),
+        lora_request=None,
+    )
+
+
+class OneRank:
+    """No tensor parallelism: vLLM's groups need its whole start."""
+
+    is_first = True
+
+    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """There is nobody to share with."""
+
+
+def config(*, speculative_config: Any = None, is_diffusion: bool = False, **parallel: Any) -> Any:
+    """vLLM's configuration, as far as it is read."""
+    one_rank = {"prefill_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
+    model = SimpleNamespace(
+        is_diffusion=is_diffusion,
+        skip_tokenizer_init=True,
+        get_vocab_size=lambda: VOCAB,
+        try_get_generation_config=lambda: {"eos_token_id": 0},
+    )
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**one_rank | parallel),
+        model_config=model,
+        speculative_config=speculative_config,
+    )
+
+
+class Changed(GPUModelRunner):
+    """The model runner of another version."""
+
+    def add_requests(self, output: Any) -> None:
+        """Another argument than the plugin looks for."""
+
+
+def refusal(runner: type[GPUModelRunner], vllm_config: Any) -> str:
+    """Why the plugin does not start."""
+    try:
+        runner(vllm_config)
+    except ValueError as error:
+        return str(error)
+    return "it started"
+
+
+def main() -> None:
+    """Two requests with processors: one in two chunks, one put aside and taken back, one that fails."""
+    states.StagedWriteTensor = states.UvaBackedTensor = Buffer
+    plugin_v2.TensorParallelRanks = OneRank
+    refused = [
+        refusal(GPUModelRunner, config(speculative_config=object())),
+        refusal(GPUModelRunner, config(is_diffusion=True)),
+        refusal(GPUModelRunner, config(prefill_context_parallel_size=2)),
+        refusal(GPUModelRunner, config(enable_batch_sharded_sampling=True)),
+        refusal(Changed, config()),
+    ]
+    runner = GPUModelRunner(config())
+    steps = [
+        runner.step([request("a", [1, 2, 3, 4]), request("b", [5, 6])], {"a": 2, "b": 2}),
+        runner.step([], {"b": 3, "a": 4}),
+        runner.step([request("c", [7], fails_at=2)], {"c": 1, "a": 5}, preempted={"b"}),
+        runner.step([request("b", [5, 6], [11, 12])], {"a": 6, "b": 4, "c": 2}),
+        runner.step([request("d", [8])], {"d": 1, "b": 5}, finished={"a", "c"}),
+        runner.step([], {"b": 6, "d": 2}),
+    ]
+    runner.step([], {"b": 7}, finished={"d"})
+    json.dump({"refused": refused, "steps": steps}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

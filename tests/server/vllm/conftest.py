@@ -1,0 +1,86 @@
+"""Stand-ins for what the plugin sees of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from logitship.sampler.request_view import ModelView
+from logitship.server.vllm.settings import PluginSettings
+
+VOCAB_SIZE = 64
+EOS = 1
+
+CHECKS_HISTORY = '''
+from logitship import CustomLogitProcessor
+
+class ChecksHistory(CustomLogitProcessor):
+    """The n-th call forces token first + n, and fails unless its history is what it forced so far."""
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            request = params["__req__"]
+            calls = request.state.setdefault("calls", 0)
+            request.state["calls"] = calls + 1
+            expected = [params["first"] + call for call in range(calls)]
+            if list(request.output_ids) != expected or request.origin_input_ids != [7] * params["prompt"]:
+                raise AssertionError(f"call {calls} saw {request.output_ids}")
+            if calls == params.get("fails_at"):
+                raise RuntimeError("as asked")
+            logits[row] = -float("inf")
+            logits[row, params["first"] + calls] = 0.0
+        return logits
+'''
+
+
+@pytest.fixture
+def processor_string() -> str:
+    """`ChecksHistory` in source form; its parameters: `first`, `prompt` (its length), `fails_at`."""
+    return json.dumps({"source": CHECKS_HISTORY, "class_name": "ChecksHistory"})
+
+
+@pytest.fixture
+def model() -> ModelView:
+    return ModelView(VOCAB_SIZE, frozenset({EOS}), None)
+
+
+@pytest.fixture
+def settings() -> PluginSettings:
+    """Shipping is on, in this process: sandboxes take seconds to start."""
+    return PluginSettings(enable_custom_logit_processor=True, processor_isolation="none")
+
+
+@pytest.fixture
+def vllm_params() -> Callable[..., Any]:
+    """Makes something like vLLM's `SamplingParams`."""
+
+    def make(extra_args: dict[str, Any] | None = None, **fields: Any) -> Any:
+        defaults: dict[str, Any] = {
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "seed": None,
+            "max_tokens": 16,
+            "min_tokens": 0,
+            "stop": [],
+            "stop_token_ids": [],
+            "ignore_eos": False,
+            "include_stop_str_in_output": False,
+            "logit_bias": None,
+            "allowed_token_ids": None,
+            "bad_words": None,
+            "bad_words_token_ids": None,
+            "structured_outputs": None,
+            "skip_special_tokens": True,
+            "spaces_between_special_tokens": True,
+        }
+        return SimpleNamespace(**defaults | fields, extra_args=extra_args)
+
+    return make

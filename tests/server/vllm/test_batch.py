@@ -1,0 +1,491 @@
+"""The plugin on a stand-in for vLLM's model runner V1, that schedules at random as vLLM may."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from logitship.sampler.request_view import ModelView
+from logitship.server.vllm.batch import ShippedBatch
+from logitship.server.vllm.engine_state import EngineState
+from logitship.server.vllm.processors import RequestProcessors, to_run
+from logitship.server.vllm.settings import PluginSettings
+
+VOCAB_SIZE = 64
+EOS = 1
+FAULT_TOKEN = 63
+MAX_ROWS = 6
+MakeParams = Callable[..., Any]
+
+
+class Direction(Enum):
+    """vLLM's own `MoveDirectionality`: another class than logitship's."""
+
+    UNIDIRECTIONAL = auto()
+    SWAP = auto()
+
+
+class OneRank:
+    is_first = True
+
+    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Nobody else is there."""
+
+
+@dataclass(eq=False)
+class Record:
+    """vLLM's `CachedRequestState`, and below it what the scheduler knows."""
+
+    req_id: str
+    sampling_params: Any
+    prompt_token_ids: list[int] | None
+    output_token_ids: list[int] = field(default_factory=list)
+    prompt_is_token_ids: list[bool] | None = None
+
+    drawn: list[int] = field(default_factory=list)
+    computed: int = 0
+    late: int = 0
+    """Steps that were still computed after the end."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or ())
+
+    @property
+    def ended(self) -> bool:
+        params = self.sampling_params
+        return bool(self.drawn) and (
+            len(self.drawn) == params.max_tokens or self.drawn[-1] in {EOS, *params.stop_token_ids}
+        )
+
+
+class Runner:
+    """vLLM's model runner V1, as far as the plugin sees it, and its scheduler.
+
+    Args:
+        is_async: a step is scheduled before the tokens of the one before are known.
+    """
+
+    def __init__(self, seed: int, is_async: bool) -> None:
+        self.random = random.Random(seed)
+        self.is_async = is_async
+        self.requests: dict[str, Record] = {}
+        self.rows: list[Record] = []
+        self.waiting: list[Record] = []
+        self.input_batch = SimpleNamespace(req_ids=[], req_output_token_ids=[])
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(MAX_ROWS, dtype=bool))
+        self.finished: dict[str, list[int]] = {}
+
+    def step(self, batch: ShippedBatch) -> None:
+        """Schedule, and compute what was scheduled."""
+        update = self._reschedule()
+        self.input_batch.req_ids = [record.req_id for record in self.rows]
+        self.input_batch.req_output_token_ids = [record.output_token_ids for record in self.rows]
+        batch.update_state(update)
+        for row, record in enumerate(self.rows):
+            tokens = record.num_prompt_tokens + len(record.drawn)
+            missing = tokens - record.computed
+            record.computed += self.random.randint(1, missing) if missing > 1 else missing
+            self.discard_request_mask.np[row] = record.computed < tokens
+        if self.is_async:  # the tokens of the step before, just before they are needed
+            for record in self.rows:
+                record.output_token_ids[:] = record.drawn
+        self._draw(batch)
+
+    def _draw(self, batch: ShippedBatch) -> None:
+        logits = torch.stack([model(record) for record in self.rows]) if self.rows else torch.zeros(0, VOCAB_SIZE)
+        before = logits.clone()
+        batch.apply(logits)
+        for row, record in enumerate(self.rows):
+            if record.sampling_params.extra_args is None:
+                assert torch.equal(logits[row], before[row])
+            if self.discard_request_mask.np[row]:
+                continue
+            assert logits[row].isfinite().any()
+            if record.ended:
+                record.late += 1
+                continue
+            record.drawn.append(int(logits[row].argmax()))
+            record.output_token_ids.append(-1 if self.is_async else record.drawn[-1])
+
+    def _reschedule(self) -> Any:
+        """Finish, put aside and let in requests, and close the gaps."""
+        gone = []
+        for row, record in enumerate(self.rows):
+            if record.ended and record.late == self.is_async:
+                self.finished[record.req_id] = record.drawn
+                del self.requests[record.req_id]
+                gone.append(row)
+            elif not record.ended and self.random.random() < 0.1:
+                if self.random.random() < 0.5:
+                    record.computed = 0  # preempted, and not merely left out of one step
+                self.waiting.append(record)
+                gone.append(row)
+        rows: list[Record | None] = [None if row in gone else record for row, record in enumerate(self.rows)]
+        added = []
+        while self.waiting and len(rows) - rows.count(None) < MAX_ROWS and self.random.random() < 0.7:
+            record = self.waiting.pop(0)
+            if self.is_async and record.drawn:
+                record.output_token_ids = list(record.drawn)
+            self.requests[record.req_id] = record
+            row = rows.index(None) if None in rows else len(rows)
+            rows[row : row + 1] = [record]
+            added.append((row, record.sampling_params, record.prompt_token_ids, record.output_token_ids))
+        removed = [row for row, record in enumerate(rows) if record is None]
+        moved: list[tuple[int, int, Direction]] = []
+        while None in rows:
+            last = rows.pop()
+            if last is not None:
+                target = rows.index(None)
+                rows[target] = last
+                moved.append((len(rows), target, Direction.UNIDIRECTIONAL))
+        self.rows = [record for record in rows if record is not None]
+        if len(self.rows) > 1 and self.random.random() < 0.3:
+            a, b = self.random.sample(range(len(self.rows)), 2)
+            self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
+            moved.append((a, b, Direction.SWAP))
+        if not (removed or added or moved):
+            return None
+        return SimpleNamespace(batch_size=len(self.rows), removed=removed, added=added, moved=moved)
+
+
+def model(record: Record) -> torch.Tensor:
+    """Logits that depend on the whole history, and no end token."""
+    generator = torch.Generator().manual_seed(hash((record.req_id, *record.drawn)) % (1 << 31))
+    logits = torch.randn(VOCAB_SIZE, generator=generator)
+    logits[EOS] = -torch.inf
+    return logits
+
+
+def alone(record: Record) -> list[int]:
+    """What a request without processors draws."""
+    copy = Record(record.req_id, record.sampling_params, record.prompt_token_ids)
+    while not copy.ended:
+        copy.drawn.append(int(model(copy).argmax()))
+    return copy.drawn
+
+
+@pytest.fixture
+def processors(settings: PluginSettings, model: ModelView) -> RequestProcessors:
+    return to_run(settings, model, MAX_ROWS)
+
+
+MakeBatch = Callable[[Runner], ShippedBatch]
+
+
+@pytest.fixture
+def make_batch(model: ModelView, processors: RequestProcessors) -> MakeBatch:
+    def make(runner: Runner) -> ShippedBatch:
+        return ShippedBatch(model, torch.device("cpu"), processors, EngineState(runner), FAULT_TOKEN, OneRank())
+
+    return make
+
+
+@pytest.fixture
+def request_of(processor_string: str, vllm_params: MakeParams) -> Callable[..., Record]:
+    """A request with `ChecksHistory`. One that fails has a class of its own: in this process, whole calls fail."""
+
+    def make(req_id: str, prompt: int = 3, tokens: int = 8, **params: Any) -> Record:
+        custom_params = {"first": 2, "prompt": prompt, **params}
+        string = json.loads(processor_string)
+        if params.get("fails_at") is not None:
+            string["source"] += f"# {req_id}"
+        extra_args = {"custom_logit_processor": json.dumps(string), "custom_params": custom_params}
+        sampling = vllm_params(extra_args, max_tokens=tokens, stop_token_ids=[FAULT_TOKEN])
+        return Record(req_id, sampling, [7] * prompt)
+
+    return make
+
+
+def run(runner: Runner, batch: ShippedBatch, *records: Record) -> dict[str, list[int]]:
+    runner.waiting += records
+    wanted = {record.req_id for record in records}
+    for _ in range(5000):
+        if wanted <= runner.finished.keys():
+            runner.step(batch)  # so that the last ones are seen to be gone
+            return runner.finished
+        runner.step(batch)
+    raise AssertionError("it takes too long")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_histories_are_exact_whatever_is_scheduled(
+    seed: int,
+    is_async: bool,
+    make_batch: MakeBatch,
+    request_of: Callable[..., Record],
+    vllm_params: MakeParams,
+    processors: RequestProcessors,
+) -> None:
+    """Chunks of prompts, requests put aside and back, moves, placeholders, a step too many; and faults among them."""
+    rng = random.Random(seed)
+    runner = Runner(seed, is_async)
+    records: list[Record] = []
+    expected: dict[str, list[int]] = {}
+    for number in range(24):
+        req_id, prompt, tokens, first = str(number), rng.randint(1, 9), rng.randint(1, 20), rng.randint(2, 40)
+        kind = rng.choice(["plain", "runs", "runs", "fails"])
+        if kind == "plain":
+            sampling = vllm_params(max_tokens=tokens, stop_token_ids=[FAULT_TOKEN])
+            records.append(Record(req_id, sampling, [7] * prompt))
+            expected[req_id] = alone(records[-1])
+        else:
+            fails_at = rng.randrange(tokens) if kind == "fails" else None
+            records.append(request_of(req_id, prompt, tokens, first=first, fails_at=fails_at))
+            forced = list(range(first, first + tokens))
+            expected[req_id] = forced if fails_at is None else [*forced[:fails_at], FAULT_TOKEN]
+    batch = make_batch(runner)
+    assert run(runner, batch, *records) == expected
+    assert processors.in_use == 0
+    assert not batch._kept
+
+
+@pytest.mark.parametrize(("tokens", "stop"), [(4, []), (8, [5])], ids=["its_length", "a_stop_token"])
+def test_nobody_is_called_after_the_end(
+    make_batch: MakeBatch,
+    request_of: Callable[..., Record],
+    tokens: int,
+    stop: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM computes one step more than it needs, before it knows the token that ended the request."""
+    runner = Runner(0, is_async=True)
+    record = request_of("x", tokens=tokens, fails_at=4)
+    record.sampling_params.stop_token_ids += stop
+    assert run(runner, make_batch(runner), record)["x"] == [2, 3, 4, 5]
+    assert not caplog.messages
+
+
+def test_a_fault_is_told_to_the_operator_once(
+    make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(0, is_async=True)
+    with caplog.at_level(logging.ERROR, "vllm.logitship"):
+        finished = run(runner, make_batch(runner), request_of("r-1", fails_at=2))
+    assert finished["r-1"] == [2, 3, FAULT_TOKEN]
+    (told,) = caplog.messages
+    assert told.startswith(
+        "request r-1 ends with stop_reason 63: processor ChecksHistory raised RuntimeError: as asked"
+    )
+    assert "Traceback" in told
+
+
+def test_the_same_id_twice(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
+    """The second is another request: vLLM may take the place of the first in the same step."""
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    assert run(runner, batch, request_of("x"))["x"] == list(range(2, 10))
+    runner.finished.clear()
+    assert run(runner, batch, request_of("x", prompt=5))["x"] == list(range(2, 10))
+
+
+def place(runner: Runner, batch: ShippedBatch, record: Record) -> torch.Tensor:
+    """A request in row 0, whose prompt is computed; its logits, which are all 0."""
+    runner.requests[record.req_id] = record
+    runner.input_batch.req_ids = [record.req_id]
+    runner.input_batch.req_output_token_ids = [record.output_token_ids]
+    added = [(0, record.sampling_params, record.prompt_token_ids, record.output_token_ids)]
+    batch.update_state(SimpleNamespace(batch_size=1, removed=[], added=added, moved=[]))
+    return torch.zeros(1, VOCAB_SIZE)
+
+
+def ends(logits: torch.Tensor) -> bool:
+    """True if nothing but the fault token can be drawn."""
+    return logits[0].isfinite().nonzero().tolist() == [[FAULT_TOKEN]]
+
+
+def test_a_placeholder_is_shown_to_nobody(
+    make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(0, is_async=True)
+    batch = make_batch(runner)
+    record = request_of("x")
+    batch.apply(place(runner, batch, record))
+    record.output_token_ids.append(-1)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    batch.update_state(None)
+    batch.apply(logits)
+    assert ends(logits)
+    assert "--logits-processors" in caplog.text
+
+
+def test_an_output_that_was_taken_back(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    record = request_of("x")
+    batch.apply(place(runner, batch, record))
+    record.output_token_ids.append(2)
+    batch.apply(torch.zeros(1, VOCAB_SIZE))
+    record.output_token_ids.clear()
+    logits = torch.zeros(1, VOCAB_SIZE)
+    batch.apply(logits)
+    assert ends(logits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_token_ids": None},
+        {"prompt_is_token_ids": [True, False, True]},
+    ],
+)
+def test_a_prompt_of_embeddings(
+    make_batch: MakeBatch, request_of: Callable[..., Record], change: dict[str, Any]
+) -> None:
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    record = request_of("x")
+    for name, value in change.items():
+        setattr(record, name, value)
+    logits = place(runner, batch, record)
+    batch.apply(logits)
+    assert ends(logits)
+
+
+def test_what_cannot_be_loaded_any_more_ends(
+    make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    record = request_of("x")
+    record.sampling_params.extra_args = {"custom_logit_processor": '{"name": "nothing"}'}
+    logits = place(runner, batch, record)
+    batch.apply(logits)
+    assert ends(logits)
+    assert "no processor is installed as 'nothing'" in caplog.text
+
+
+def test_the_fault_token_is_nobodys_to_give(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
+    """Neither the model's, nor the processor's; who gives nothing else has given nothing."""
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    logits = place(runner, batch, request_of("x", first=FAULT_TOKEN))
+    batch.apply(logits)
+    assert ends(logits)
+
+
+@pytest.mark.parametrize("is_hard", [True, False])
+def test_forcing_obeys_hard_masks(
+    make_batch: MakeBatch, request_of: Callable[..., Record], is_hard: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has applied its mask before."""
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    record = request_of("x", first=4)
+    record.sampling_params.allowed_token_ids = [5, 6] if is_hard else None
+    logits = place(runner, batch, record)
+    logits[0, :5] = -torch.inf
+    batch.apply(logits)
+    assert ends(logits) == is_hard
+    assert (logits[0, 4] == 0) == (not is_hard)
+    assert ("left no token of those that allowed_token_ids" in caplog.text) == is_hard
+
+
+def test_an_error_of_ours_ends_requests_and_raises_nothing(
+    make_batch: MakeBatch, request_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    logits = place(runner, batch, request_of("x"))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("logitship.server.vllm.batch.ShippedProcessors.apply", fail)
+    batch.apply(logits)
+    assert ends(logits)
+
+
+def test_a_request_that_cannot_be_taken_in_ends_and_the_others_run(
+    make_batch: MakeBatch,
+    request_of: Callable[..., Record],
+    vllm_params: MakeParams,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And the rows behind it, and the moves of that step, are followed."""
+    request_of_list = EngineState.request_of
+
+    def fail_for_one(self: EngineState, output_token_ids: list[int]) -> Any:
+        record = request_of_list(self, output_token_ids)
+        if record.req_id == "broken":
+            raise LookupError("a bug")
+        return record
+
+    monkeypatch.setattr(EngineState, "request_of", fail_for_one)
+    for seed in range(8):
+        runner = Runner(seed, is_async=bool(seed % 2))
+        plain = Record("plain", vllm_params(max_tokens=8, stop_token_ids=[FAULT_TOKEN]), [7] * 3)
+        records = [request_of("broken"), plain, request_of("x", first=20), request_of("y", first=30)]
+        assert run(runner, make_batch(runner), *records) == {
+            "broken": [FAULT_TOKEN],
+            "plain": alone(plain),
+            "x": list(range(20, 28)),
+            "y": list(range(30, 38)),
+        }
+    assert "LookupError: a bug" in caplog.text
+    assert "request (unknown) ends with stop_reason 63" in caplog.text
+
+
+def test_an_engine_that_does_not_say_whose_prompt_is_computed(
+    make_batch: MakeBatch, request_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    logits = place(runner, batch, request_of("x"))
+    del runner.discard_request_mask
+    batch.apply(logits)
+    assert ends(logits)
+
+
+class Rank:
+    """One of two ranks: `share` gives what the first one wrote to the other."""
+
+    def __init__(self, is_first: bool, written: list[torch.Tensor]) -> None:
+        self.is_first = is_first
+        self._written = written
+
+    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+        if self.is_first:
+            self._written.append(logits[rows].clone())
+        else:
+            logits[rows] = self._written.pop(0)
+
+
+def test_other_ranks_take_what_the_first_one_made(
+    model: ModelView, processors: RequestProcessors, request_of: Callable[..., Record]
+) -> None:
+    written: list[torch.Tensor] = []
+    results = []
+    for is_first in (True, False):
+        runner = Runner(0, is_async=False)
+        batch = ShippedBatch(
+            model,
+            torch.device("cpu"),
+            processors if is_first else None,
+            EngineState(runner),
+            FAULT_TOKEN,
+            Rank(is_first, written),
+        )
+        record = request_of("x", fails_at=1)
+        steps = [place(runner, batch, record)]
+        batch.apply(steps[0])
+        record.output_token_ids.append(int(steps[0].argmax()))
+        steps.append(torch.zeros(1, VOCAB_SIZE))
+        batch.update_state(None)
+        batch.apply(steps[1])
+        results.append(torch.cat(steps))
+    assert torch.equal(*results)
+    assert results[0].argmax(dim=-1).tolist() == [2, FAULT_TOKEN]
+    assert not written

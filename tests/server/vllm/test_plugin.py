@@ -1,0 +1,155 @@
+"""The plugin's class, with stand-ins for the few names that it imports from vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+VOCAB_SIZE = 64
+
+
+class LogitsProcessor:
+    """vLLM's base class."""
+
+
+class Group:
+    """vLLM's group of tensor-parallel ranks, seen from one of them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank_in_group = rank
+        self.world_size = size
+
+    def broadcast(self, rows: torch.Tensor, src: int) -> torch.Tensor:
+        assert src == 0
+        return rows if self.rank_in_group == 0 else torch.full_like(rows, 5.0)
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module, imported beside a vLLM with one rank."""
+    interface = ModuleType("vllm.v1.sample.logits_processor")
+    interface.LogitsProcessor = LogitsProcessor  # type: ignore[attr-defined]
+    interface.BatchUpdate = object  # type: ignore[attr-defined]
+    distributed = ModuleType("vllm.distributed")
+    distributed.get_tp_group = lambda: Group(0, 1)  # type: ignore[attr-defined]
+    distributed.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
+    input_batch = ModuleType("vllm.v1.worker.gpu_input_batch")
+    input_batch.InputBatch = InputBatch  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.sample", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (interface, distributed, input_batch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    ours = [f"logitship.server.vllm.{name}" for name in ("plugin", "tensor_parallel")]
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(ours[0])
+    for name in ours:
+        sys.modules.pop(name, None)
+
+
+class InputBatch:
+    """vLLM's persistent batch."""
+
+    def __init__(self) -> None:
+        self._req_ids: list[str] = []
+        self.req_output_token_ids: list[list[int]] = []
+
+    @property
+    def req_ids(self) -> list[str]:
+        return self._req_ids
+
+
+class GPUModelRunner:
+    """vLLM's, which makes the plugin and holds it."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.input_batch = InputBatch()
+        self.discard_request_mask = None
+
+    def make(self, plugin: ModuleType, **settings: Any) -> Any:
+        model_config = SimpleNamespace(
+            skip_tokenizer_init=True,
+            get_vocab_size=lambda: VOCAB_SIZE,
+            try_get_generation_config=dict,
+            logits_processors=settings.get("logits_processors", ["logitship.server.vllm:LogitshipLogitsProcessor"]),
+        )
+        scheduler_config = SimpleNamespace(max_num_seqs=4, async_scheduling=settings.get("async_scheduling", True))
+        config = SimpleNamespace(model_config=model_config, scheduler_config=scheduler_config)
+        return plugin.LogitshipLogitsProcessor(config, torch.device("cpu"), False)
+
+
+def test_the_name_that_operators_write(plugin: ModuleType) -> None:
+    package = importlib.import_module("logitship.server.vllm")
+    assert package.LogitshipLogitsProcessor.__name__ == "LogitshipLogitsProcessor"
+    assert not hasattr(package, "Nothing")
+
+
+def test_without_a_request_it_does_nothing(plugin: ModuleType) -> None:
+    runner = GPUModelRunner()
+    processor = runner.make(plugin)
+    assert not processor.is_argmax_invariant()
+    processor.update_state(None)
+    logits = torch.randn(3, VOCAB_SIZE)
+    before = logits.clone()
+    assert processor.apply(logits) is logits
+    assert torch.equal(logits, before)
+
+
+def test_tokens_that_stay_unknown_are_refused_at_start(plugin: ModuleType) -> None:
+    """vLLM fills them in where a logits processor is named, not where an entry point brought it."""
+    with pytest.raises(ValueError, match="named with --logits-processors"):
+        GPUModelRunner().make(plugin, logits_processors=None)
+    GPUModelRunner().make(plugin, logits_processors=None, async_scheduling=False)
+
+
+def test_an_unknown_model_runner_is_refused_at_start(plugin: ModuleType) -> None:
+    class TPUModelRunner(GPUModelRunner):
+        pass
+
+    TPUModelRunner().make(plugin)  # one of the same family
+    other = type("Other", (), {"make": GPUModelRunner.make})
+    with pytest.raises(ValueError, match=r"the model runner of this vLLM: .* 0\.32, with GPUModelRunner"):
+        other().make(plugin)
+
+
+def test_a_model_runner_that_was_changed_is_refused_at_start(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin is made while the constructor runs: what that makes later is found in the code of the class."""
+
+    def other_names(self: Any) -> None:
+        self.states: dict[str, Any] = {}
+        self.input_batch = InputBatch()
+        self.plugin = GPUModelRunner.make(self, plugin)
+
+    def other_batch(self: InputBatch) -> None:
+        self.output_token_ids: list[list[int]] = []
+
+    monkeypatch.setattr(InputBatch, "__init__", other_batch)
+    monkeypatch.setattr(GPUModelRunner, "__init__", other_names)
+    missing = "GPUModelRunner.requests, GPUModelRunner.discard_request_mask, InputBatch.req_output_token_ids"
+    with pytest.raises(ValueError, match=missing):
+        GPUModelRunner()
+
+
+def test_ranks(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_of = sys.modules["logitship.server.vllm.tensor_parallel"]
+    results = []
+    for rank in (0, 1):
+        monkeypatch.setattr(ranks_of, "get_tp_group", lambda rank=rank: Group(rank, 2))
+        ranks = ranks_of.TensorParallelRanks()
+        assert ranks.is_first == (rank == 0)
+        logits = torch.zeros(3, 2)
+        ranks.share(logits, [0, 2])
+        results.append(logits.tolist())
+    assert results == [[[0.0, 0.0]] * 3, [[5.0, 5.0], [0.0, 0.0], [5.0, 5.0]]]
+    monkeypatch.setattr(ranks_of, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
+    monkeypatch.setattr(ranks_of, "get_tp_group", lambda: Group(0, 1))
+    assert not ranks_of.TensorParallelRanks().is_first  # no rank of an earlier stage draws

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from logitship.sampler.request_view import ModelView
+from logitship.server.vllm.processors import on_trial, to_run
+from logitship.server.vllm.settings import PluginSettings
+
+MakeParams = Callable[..., Any]
+SOURCE = """
+from logitship import CustomLogitProcessor
+class Hangs(CustomLogitProcessor):
+    def __init__(self):
+        while {condition}: pass
+    def __call__(self, logits, custom_param_list=None):
+        return logits
+"""
+
+
+def shipped(condition: bool) -> dict[str, Any]:
+    source = SOURCE.format(condition=condition)
+    return {"custom_logit_processor": json.dumps({"source": source, "class_name": "Hangs"})}
+
+
+def test_a_trial_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> None:
+    """And its verdict: the second time, nothing is loaded."""
+    settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=5.0)
+    processors = on_trial(settings, model)
+    loaded = [processors.load(vllm_params(shipped(False)), "admission") for _ in range(2)]
+    (first,), (second,) = (params.processors for params in loaded)
+    assert first.processor is second.processor
+    assert first.processor.instance.sandbox.check() is False
+    for params in loaded:
+        processors.release(params)
+    assert processors.in_use == 0
+
+
+def test_what_takes_too_long_to_load(model: ModelView, vllm_params: MakeParams) -> None:
+    settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=0.3)
+    processors = on_trial(settings, model)
+    with pytest.raises(ValueError, match=r"gave no answer within 0\.3 s"):
+        processors.load(vllm_params(shipped(True)), "admission")
+    with pytest.raises(ValueError, match=r"gave no answer within 0\.3 s.* it is tried again in 600 s"):
+        processors.load(vllm_params(shipped(True)), "admission")
+    assert processors.in_use == 0
+
+
+def test_a_request_that_is_refused_holds_nothing(
+    settings: PluginSettings, model: ModelView, vllm_params: MakeParams, processor_string: str
+) -> None:
+    """The first of its processors could be loaded."""
+    processors = to_run(settings, model, max_rows=2)
+    several = [{"processor": processor_string}, {"processor": {"name": "nothing"}}]
+    with pytest.raises(ValueError, match=r"logits_processors\[1\]: no processor"):
+        processors.load(vllm_params({"logits_processors": several}), "x")
+    with pytest.raises(ValueError, match="repetition_penalty"):
+        processors.load(vllm_params({"logits_processors": several[:1]}, repetition_penalty=1000.0), "x")
+    assert processors.in_use == 0
+
+
+def test_no_room_for_another(model: ModelView, vllm_params: MakeParams, processor_string: str) -> None:
+    settings = PluginSettings(enable_custom_logit_processor=True, processor_isolation="none", max_sandboxes=1)
+    processors = to_run(settings, model, max_rows=2)
+    held = processors.load(vllm_params({"custom_logit_processor": processor_string}), "x")
+    with pytest.raises(ValueError, match="try again later"):
+        processors.load(vllm_params(shipped(False)), "y")
+    processors.release(held)
+    processors.load(vllm_params(shipped(False)), "y")

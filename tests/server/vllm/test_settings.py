@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from logitship.server.vllm.settings import PluginSettings
+
+
+def test_the_defaults_take_no_code() -> None:
+    settings = PluginSettings.from_environment({"PATH": "/bin", "VLLM_HOST_IP": "::1"})
+    assert settings == PluginSettings()
+    assert not settings.enable_custom_logit_processor
+    assert settings.processor_isolation == "sandbox"
+
+
+def test_every_variable_is_read(tmp_path: Path) -> None:
+    digest = f"sha256:{'a' * 64}"
+    (tmp_path / "allowed").write_text(digest)
+    settings = PluginSettings.from_environment(
+        {
+            "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "True",
+            "LOGITSHIP_VLLM_PROCESSOR_ISOLATION": "none",
+            "LOGITSHIP_VLLM_MAX_PROCESSOR_SIZE": "1000",
+            "LOGITSHIP_VLLM_MAX_SANDBOXES": "3",
+            "LOGITSHIP_VLLM_SANDBOX_MEMORY": "1048576",
+            "LOGITSHIP_VLLM_SANDBOX_CPU_TIME": "1.5",
+            "LOGITSHIP_VLLM_SANDBOX_STEP_TIMEOUT": "0.25",
+            "LOGITSHIP_VLLM_SANDBOX_LOAD_TIMEOUT": " 2 ",
+            "LOGITSHIP_VLLM_ALLOW_PROCESSOR": str(tmp_path / "allowed"),
+            "LOGITSHIP_VLLM_TREE": "a=/x.json, b=/y=z.json",
+        }
+    )
+    assert settings == PluginSettings(
+        enable_custom_logit_processor=True,
+        processor_isolation="none",
+        max_processor_size=1000,
+        max_sandboxes=3,
+        sandbox_memory=1 << 20,
+        sandbox_cpu_time=1.5,
+        sandbox_step_timeout=0.25,
+        sandbox_load_timeout=2.0,
+        allow_processor=str(tmp_path / "allowed"),
+        tree={"a": "/x.json", "b": "/y=z.json"},
+    )
+    assert settings.allowed_digests == {digest}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("ENABLE_CUSTOM_LOGIT_PROCESSOR", "yes please", "must be 1 "),
+        ("PROCESSOR_ISOLATION", "container", "must be sandbox or none"),
+        ("MAX_SANDBOXES", "0", "1 or greater"),
+        ("MAX_SANDBOXES", "-1", "1 or greater"),
+        ("SANDBOX_STEP_TIMEOUT", "nan", "above 0"),
+        ("SANDBOX_STEP_TIMEOUT", "soon", "above 0"),
+        ("SANDBOX_STEP_TIMEOUT", "inf", "above 0"),
+        ("TREE", "a", "NAME=FILE"),
+        ("TREE", "a=x,a=y", "each name once"),
+        ("ALLOW_PROCESSOR", "/does/not/exist", "cannot be read"),
+        ("STEP_TIMEOUT", "1", "no such setting"),
+    ],
+)
+def test_a_mistake_names_the_variable(name: str, value: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^LOGITSHIP_VLLM_{name}: .*{expected}"):
+        PluginSettings.from_environment({f"LOGITSHIP_VLLM_{name}": value})

@@ -1,0 +1,381 @@
+"""Model runner V2 follows slots; the histories that processors see are checked against a slow, simple scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from logitship.sampler.in_process_host import InProcessHost
+from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.shipped_processors import ProcessorUse
+from logitship.server.vllm.batch import ShippedBatch
+from logitship.server.vllm.processors import RequestProcessors
+from logitship.server.vllm.slot_requests import SlotRequests
+from logitship.server.vllm.slots import SlotBatch
+
+VOCAB = 16
+FAULT = 15
+STOP = 14
+SLOTS = 6
+MAX_LEN = 64
+
+History = tuple[tuple[int, ...], tuple[int, ...]]
+Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]
+
+
+class Ranks:
+    """The only rank."""
+
+    is_first = True
+
+    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+        assert logits[rows].shape == (len(rows), VOCAB)
+
+
+class OtherRank(Ranks):
+    is_first = False
+
+
+class Processors:
+    """Loads one processor for every request, and counts."""
+
+    def __init__(self, call: Call) -> None:
+        self._host = InProcessHost({})
+        self._call = call
+        self.in_use: list[str] = []
+
+    def load(self, params: Any, rid: str) -> SamplingParams:
+        name = params.extra_args["custom_logit_processor"]
+        if name == "none of this name":
+            raise ValueError(name)
+        loaded = LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, self._host, self._call)
+        self.in_use.append(rid)
+        return SamplingParams(processors=(ProcessorUse(loaded, {}, rid),))
+
+    def release(self, params: SamplingParams) -> None:
+        self.in_use.remove(params.processors[0].rid)
+
+
+def params_of(processor: str | None) -> Any:
+    return SimpleNamespace(
+        extra_args={"custom_logit_processor": processor} if processor else None,
+        stop_token_ids=[STOP, FAULT],
+        ignore_eos=False,
+        max_tokens=2 * MAX_LEN,
+        structured_outputs=None,
+        allowed_token_ids=None,
+        bad_words=[],
+    )
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of the stand-in scheduler, whose lists are the truth."""
+
+    req_id: str
+    processor: str | None
+    prompt: list[int]
+    output: list[int] = field(default_factory=list)
+    slot: int | None = None
+    prefill_len: int = 0
+    computed: int = 0
+    expected: list[History] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.output) and self.output[-1] in (STOP, FAULT)
+
+
+class Runner:
+    """What vLLM's model runner V2 does with slots and buffers, in plain Python."""
+
+    def __init__(self, call: Call, ranks: Ranks | None = None) -> None:
+        self.free = list(range(SLOTS))
+        self.buffers = SimpleNamespace(
+            device=torch.device("cpu"),
+            max_num_reqs=SLOTS,
+            all_token_ids=SimpleNamespace(gpu=torch.zeros(SLOTS, MAX_LEN, dtype=torch.int32)),
+            total_len=SimpleNamespace(gpu=torch.zeros(SLOTS, dtype=torch.int32)),
+            prompt_len=SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32)),
+            prefill_len=SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32)),
+        )
+        self.processors = Processors(call)
+        ranks = ranks or Ranks()
+        requests = SlotRequests()
+        processors = cast(RequestProcessors, self.processors) if ranks.is_first else None
+        model = ModelView(VOCAB, frozenset({STOP}), None)
+        batch = ShippedBatch(model, torch.device("cpu"), processors, requests, FAULT, ranks)
+        self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first)
+
+    def add(self, request: Request) -> None:
+        slot = request.slot = self.free.pop()
+        request.prefill_len, request.computed = len(request.tokens), 0
+        self.buffers.prompt_len.np[slot] = len(request.prompt)
+        self.buffers.prefill_len.np[slot] = request.prefill_len
+        carries = self.slots.add_request(slot, request.req_id, params_of(request.processor))
+        assert carries is (request.processor is not None)
+        self.buffers.all_token_ids.gpu[slot] = 0
+        self.buffers.all_token_ids.gpu[slot, : request.prefill_len] = torch.tensor(request.tokens)
+        self.buffers.total_len.gpu[slot] = request.prefill_len
+
+    def remove(self, request: Request) -> None:
+        """It finished, or it is put aside."""
+        assert request.slot is not None
+        self.free.append(request.slot)
+        request.slot = None
+
+    def step(self, scheduled: list[tuple[Request, int]], logits: torch.Tensor) -> torch.Tensor:
+        """Compute some tokens of some requests, and run the processors on the logits."""
+        slots = [request.slot for request, _ in scheduled]
+        for request, count in scheduled:
+            request.computed += count
+        padding = [0, 0]  # as vLLM pads it for a graph
+        ctx = SimpleNamespace(
+            idx_mapping_np=np.array(slots, dtype=np.intp),
+            expanded_idx_mapping=torch.tensor(slots),
+            seq_lens_upper_bound_np=np.array([request.computed for request, _ in scheduled] + padding, dtype=np.int32),
+        )
+        self.slots.apply(logits, ctx)
+        return logits
+
+    def commit(self, request: Request, token: int) -> None:
+        """A token was drawn."""
+        assert request.slot is not None
+        self.buffers.all_token_ids.gpu[request.slot, len(request.tokens)] = token
+        request.output.append(token)
+        self.buffers.total_len.gpu[request.slot] = len(request.tokens)
+
+
+class Recorder:
+    """A processor that notes the histories that it sees and adds a number that depends on them, and on its state."""
+
+    def __init__(self) -> None:
+        self.seen: defaultdict[str, list[History]] = defaultdict(list)
+
+    def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        for row, param in zip(logits, params, strict=True):
+            request = param["__req__"]
+            history = tuple(request.origin_input_ids), tuple(request.output_ids)
+            self.seen[request.rid].append(history)
+            request.state["calls"] = request.state.get("calls", 0) + 1
+            row += added_by(history, request.state["calls"])
+        return logits
+
+
+def added_by(history: History, calls: int) -> torch.Tensor:
+    prompt, output = history
+    return torch.full((VOCAB,), float(sum(prompt) + 3 * sum(output) + calls))
+
+
+def expected_logits(request: Request, logits: torch.Tensor) -> torch.Tensor:
+    """What the row must be, by the scheduler's own lists."""
+    history = tuple(request.prompt), tuple(request.output)
+    request.expected.append(history)
+    row = logits + added_by(history, len(request.expected))
+    row[FAULT] = -torch.inf
+    return row
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_histories_are_exact_in_every_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    recorder = Recorder()
+    runner = Runner(recorder)
+    everybody: list[Request] = []
+    running: list[Request] = []
+    aside: list[Request] = []
+    for step in range(60):
+        finished = [each for each in running if each.ended and rng.random() < 0.7]
+        finished += [each for each in running if not each.ended and rng.random() < 0.05]  # aborted
+        for request in finished:
+            running.remove(request)
+            runner.remove(request)
+        gone_while_aside = [each for each in aside if rng.random() < 0.1]
+        preempted = [each for each in running if not each.ended and rng.random() < 0.1]
+        for request in preempted:
+            running.remove(request)
+            runner.remove(request)
+        aside = [each for each in aside if each not in gone_while_aside]
+        for request in [each for each in aside if rng.random() < 0.5 and runner.free]:
+            if runner.free:
+                aside.remove(request)
+                runner.add(request)
+                running.append(request)
+        aside += preempted
+        while runner.free and rng.random() < 0.5:
+            processor = rng.choice([None, "a", "b"])
+            prompt = [rng.randrange(10) for _ in range(rng.randrange(1, 9))]
+            request = Request(f"r{len(everybody)}", processor, prompt)
+            everybody.append(request)
+            runner.add(request)
+            running.append(request)
+        runner.slots.forget({each.req_id for each in finished + gone_while_aside})
+
+        scheduled = [(each, 0) for each in running if rng.random() < 0.8]
+        rng.shuffle(scheduled)
+        scheduled = [(each, rng.randint(1, max(1, each.prefill_len - each.computed))) for each, _ in scheduled]
+        if not scheduled:
+            continue
+        logits = torch.randn(len(scheduled), VOCAB, generator=torch.Generator().manual_seed(step))
+        expected = logits.clone()
+        drawn: list[Request] = []
+        for row, (request, count) in enumerate(scheduled):
+            if request.computed + count >= request.prefill_len:
+                drawn.append(request)
+                if request.processor is not None and not request.ended:
+                    expected[row] = expected_logits(request, logits[row])
+        result = runner.step(scheduled, logits)
+        assert torch.equal(result, expected)
+        for request in drawn:
+            if len(request.tokens) < MAX_LEN and not request.ended:
+                runner.commit(request, STOP if rng.random() < 0.1 else rng.randrange(10))
+            else:  # vLLM computed a step more than it needed
+                request.computed -= 1
+    carrying = [each for each in everybody if each.processor is not None]
+    assert {each.req_id: each.expected for each in carrying if each.expected} == dict(recorder.seen)
+    assert sum(len(each.expected) for each in carrying) > 20
+    runner.slots.forget({each.req_id for each in everybody})
+    assert runner.processors.in_use == []
+
+
+def started(runner: Runner, req_id: str = "r", processor: str = "a") -> Request:
+    request = Request(req_id, processor, [1, 2])
+    runner.add(request)
+    runner.slots.forget(())
+    return request
+
+
+def is_ended(row: torch.Tensor) -> bool:
+    """The fault token is all that is left."""
+    return torch.equal(row.isfinite().nonzero().flatten(), torch.tensor([FAULT]))
+
+
+def test_a_processor_that_fails_ends_its_row_and_no_other() -> None:
+    def fails_for_b(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        if any(param["__req__"].rid == "b" for param in params):
+            raise RuntimeError("not b")
+        return logits + 1
+
+    runner = Runner(fails_for_b)
+    a, b = started(runner, "a", "x"), started(runner, "b", "y")
+    logits = runner.step([(b, 2), (a, 2)], torch.zeros(2, VOCAB))
+    assert is_ended(logits[0])
+    assert logits[1, :FAULT].tolist() == [1.0] * FAULT
+    runner.commit(a, 5)
+    runner.commit(b, FAULT)
+    runner.slots.forget({"b"})
+    logits = runner.step([(a, 1)], torch.zeros(1, VOCAB))
+    assert logits[0, :FAULT].tolist() == [1.0] * FAULT
+
+
+def test_a_processor_that_cannot_be_loaded_ends_its_request() -> None:
+    runner = Runner(Recorder())
+    request = started(runner, processor="none of this name")
+    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB))[0])
+
+
+def test_a_history_of_another_length_is_never_shown() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request = started(runner)
+    runner.buffers.total_len.gpu[request.slot] = 1
+    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB))[0])
+    assert recorder.seen == {}
+
+
+def test_buffers_that_cannot_be_read_end_the_requests() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request = started(runner)
+    runner.buffers.all_token_ids = None
+    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB))[0])
+    assert recorder.seen == {}
+
+
+def test_several_rows_a_request_end_it() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request = started(runner)
+    ctx = SimpleNamespace(
+        idx_mapping_np=np.array([request.slot]),
+        expanded_idx_mapping=torch.tensor([request.slot] * 3),
+        seq_lens_upper_bound_np=np.array([2]),
+    )
+    logits = torch.zeros(3, VOCAB)
+    runner.slots.apply(logits, ctx)
+    assert all(is_ended(row) for row in logits)
+    assert recorder.seen == {}
+
+
+def test_a_request_that_comes_back_after_its_state_was_dropped_ends() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request = Request("r", "a", [1, 2], output=[3])
+    runner.add(request)
+    runner.slots.forget(())
+    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
+    assert recorder.seen == {}
+
+
+def test_a_request_that_comes_back_without_some_of_its_tokens_ends() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request = started(runner)
+    for computed in (2, 1, 1):
+        runner.step([(request, computed)], torch.zeros(1, VOCAB))
+        runner.commit(request, 7)
+    runner.remove(request)
+    del request.output[1:]
+    runner.add(request)
+    runner.slots.forget(())
+    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
+    assert len(recorder.seen["r"]) == 3
+
+
+def test_an_id_that_ended_and_came_again_in_the_same_step_is_new() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    first = started(runner)
+    runner.step([(first, 2)], torch.zeros(1, VOCAB))
+    runner.commit(first, 7)
+    runner.remove(first)
+    again = Request("r", "a", [4, 5, 6])
+    runner.add(again)
+    runner.slots.forget({"r"})
+    runner.step([(again, 3)], torch.zeros(1, VOCAB))
+    assert recorder.seen["r"] == [((1, 2), ()), ((4, 5, 6), ())]
+    assert runner.processors.in_use == ["r"]
+
+
+def test_other_ranks_run_no_processors() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder, OtherRank())
+    request = started(runner)
+    logits = torch.zeros(1, VOCAB)
+    assert torch.equal(runner.step([(request, 2)], logits), torch.zeros(1, VOCAB))
+    assert recorder.seen == {}
+    assert runner.processors.in_use == []
+
+
+def test_nothing_is_read_while_no_request_carries_processors() -> None:
+    runner = Runner(Recorder())
+    request = Request("r", None, [1, 2])
+    runner.add(request)
+    runner.buffers.all_token_ids = runner.buffers.total_len = None
+    logits = torch.zeros(1, VOCAB)
+    assert torch.equal(runner.step([(request, 2)], logits), torch.zeros(1, VOCAB))
