@@ -5,7 +5,7 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -147,6 +147,15 @@ def test_works_inside_a_running_event_loop(llm: LLM) -> None:
 # --- interruption and end ---
 
 
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """What Python does by itself, unless it was started in the background, where shells let SIGINT be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_cancels_the_call_and_the_next_one_works(llm: LLM, assert_idle: Callable[[LLM], None]) -> None:
     """The signal arrives while the main thread waits for the engine."""
     main = threading.main_thread().ident
