@@ -10,7 +10,6 @@ import pytest
 
 from logitship.client.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.engine.admission import Limits, check
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.messages import (
     CarriedProcessor,
