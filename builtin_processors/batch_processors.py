@@ -61,18 +61,25 @@ def build_logitsprocs(
 
 
 def check_mode(plugins: Sequence[Plugin], *, pooling: bool, speculative: bool) -> None:
-    """Refuse the operator's batch processors where nothing would run them.
+    """Refuse the operator's batch processors where they cannot run.
 
-    vLLM refuses those that are named to it, and drops those of entry points without a word; here both are refused.
+    With pooling none can; with speculative decoding those that cannot be asked for some of the rows, see
+    `SpeculativeLogitsProcessor`. vLLM refuses all that are named to it in both modes, and drops those of entry points
+    without a word.
 
     Raises:
         ValueError: in vLLM's words; names them.
     """
-    names = ", ".join(plugin.name for plugin in plugins if not plugin.is_row_level)
-    if names and pooling:
-        raise ValueError(f"{STR_POOLING_REJECTS_LOGITSPROCS} ({names})")
-    if names and speculative:
-        raise ValueError(f"{STR_SPEC_DEC_REJECTS_LOGITSPROCS} ({names})")
+    at_batch_level = [plugin for plugin in plugins if not plugin.is_row_level]
+    if at_batch_level and pooling:
+        raise ValueError(f"{STR_POOLING_REJECTS_LOGITSPROCS} ({_names(at_batch_level)})")
+    unable = [plugin for plugin in at_batch_level if not plugin.is_speculative]
+    if unable and speculative:
+        raise ValueError(f"{STR_SPEC_DEC_REJECTS_LOGITSPROCS} ({_names(unable)}: no apply_with_spec_decode)")
+
+
+def _names(plugins: Sequence[Plugin]) -> str:
+    return ", ".join(plugin.name for plugin in plugins)
 
 
 def make_logits_processors(
@@ -86,9 +93,7 @@ def make_logits_processors(
 ) -> LogitsProcessors:
     """Make the built-in batch processors, then the operator's, in order.
 
-    Under speculative decoding only min-tokens is made: requests with min-p, a logit bias or a thinking budget are
-    refused there. The thinking budget is made where `vllm_config` has a `reasoning_config`; requests with one are
-    refused elsewhere.
+    The thinking budget is made where `vllm_config` has a `reasoning_config`; requests with one are refused elsewhere.
 
     Args:
         plugins: what `load_plugins` gave; row-level ones wait for requests that ask for them.
@@ -111,8 +116,6 @@ def make_logits_processors(
 
 
 def _builtin(vllm_config: Any) -> list[type[LogitsProcessor]]:
-    if vllm_config.speculative_config:
-        return [MinTokensLogitsProcessor]
     if vllm_config.reasoning_config is None:
         return BUILTIN_LOGITS_PROCESSORS
     return [*BUILTIN_LOGITS_PROCESSORS, ThinkingTokenBudgetLogitsProcessor]

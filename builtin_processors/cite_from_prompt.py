@@ -67,6 +67,9 @@ class PromptTokens:
         pairs = np.unique(first[is_within] * vocab_size + second[is_within])
         return cls(np.unique(boosted), wanted.boost_factor, pairs, vocab_size)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PromptTokens:
+        return self  # never changes, and a batch of the same ones keeps its tensors
+
     def followers(self, token: int) -> npt.NDArray[np.int64]:
         """The distinct tokens that follow a token in the prompt, int64 [any]."""
         first, end = np.searchsorted(self.pairs, (token * self.vocab_size, (token + 1) * self.vocab_size))

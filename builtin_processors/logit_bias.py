@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from logitship.sampler.batch_rows import BatchRows
-from logitship.sampler.device_tensor import copies_to, token_positions
+from logitship.sampler.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.device_tensor import TokenPositions, copies_to, token_positions
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -35,15 +36,27 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch."""
         if self._rows.update(batch_update) and self._rows:
-            token_ids = {row: biases.token_ids for row, biases in self._rows.items()}
-            self._positions = token_positions(token_ids, self._to_device)
-            self._values = self._to_device(np.concatenate([biases.values for biases in self._rows.values()]))
+            self._positions, self._values = self._on_device(self._rows)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Add the biases, in place: float32 [rows, vocab]."""
         if self._rows:
             logits[self._positions] += self._values
         return logits
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """See `SpeculativeLogitsProcessor`."""
+        rows = enumerate(rows_of_drafts(num_draft_tokens))
+        biases = {place: self._rows[row] for place, row in rows if row in self._rows}
+        if biases:
+            positions, values = self._on_device(biases)
+            logits[positions] += values
+        return logits
+
+    def _on_device(self, biases: Mapping[int, _Biases]) -> tuple[TokenPositions, torch.Tensor]:
+        token_ids = {row: each.token_ids for row, each in biases.items()}
+        values = np.concatenate([each.values for each in biases.values()])
+        return token_positions(token_ids, self._to_device), self._to_device(values)
 
 
 def _biases(params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Biases | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.device_tensor import copies_to
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
@@ -41,6 +42,16 @@ class MinPLogitsProcessor(LogitsProcessor):
             return _forbid_unlikely(logits, self._log_min_p)
         if self._rows:
             logits[self._index] = _forbid_unlikely(logits[self._index], self._log_min_p)
+        return logits
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """See `SpeculativeLogitsProcessor`."""
+        rows = rows_of_drafts(num_draft_tokens)
+        places = [place for place, row in enumerate(rows) if row in self._rows]
+        if places:
+            index = self._to_device(np.array(places, dtype=np.int64))
+            log_min_p = np.array([[self._rows[rows[place]]] for place in places], dtype=np.float32)
+            logits[index] = _forbid_unlikely(logits[index], self._to_device(log_min_p))
         return logits
 
 

@@ -7,6 +7,7 @@ in an index.
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -153,6 +154,15 @@ class NGramIndex:
     def __len__(self) -> int:
         """Number of different prefixes in the window."""
         return len(self._table)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NGramIndex:
+        twin = copy.copy(self)
+        twin._tokens, twin._fingerprints = self._tokens.copy(), self._fingerprints.copy()
+        twin._table = {
+            prefix: following.copy() if isinstance(following, dict) else following
+            for prefix, following in self._table.items()
+        }
+        return twin
 
     def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Make it the index of prompt + output."""

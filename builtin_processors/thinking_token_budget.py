@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.device_tensor import TokenPositions, copies_to
 from logitship.sampler.interface import BatchUpdate
 from logitship.sampler.logits_processors import ForcingLogitsProcessor
@@ -167,9 +167,15 @@ class ThinkingTokenBudgetLogitsProcessor(ForcingLogitsProcessor):
         It keeps its logit: a token that is forbidden stays so.
         """
         if self._positions is not None:
-            kept = logits[self._positions]
-            logits.index_fill_(0, self._positions[0], -math.inf)
-            logits.index_put_(self._positions, kept)
+            _keep_only(logits, self._positions)
+        return logits
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """See `SpeculativeLogitsProcessor`. A draft that goes on where an end is forced is rejected there."""
+        rows = enumerate(rows_of_drafts(num_draft_tokens))
+        forced = {place: self._forced[row] for place, row in rows if row in self._forced}
+        if forced:
+            _keep_only(logits, self._on_device(forced))
         return logits
 
     def _on_device(self, forced: dict[int, int]) -> TokenPositions:
@@ -183,3 +189,9 @@ class ThinkingTokenBudgetLogitsProcessor(ForcingLogitsProcessor):
             return None
         budget = ThinkingBudget(params.thinking_token_budget, self._markers)
         return _Row(budget, StateHistory(budget.after_prompt(prompt_token_ids or [])), output_token_ids)
+
+
+def _keep_only(logits: torch.Tensor, positions: TokenPositions) -> None:
+    kept = logits[positions]
+    logits.index_fill_(0, positions[0], -math.inf)
+    logits.index_put_(positions, kept)

@@ -47,10 +47,11 @@ class ProcessorFault(ProcessorError):
         digest: identity of the processor, `sha256:…`.
         name: the processor's class name.
         kind: what it did. Wherever it runs: `exception` (it raised), `bad_result` (it returned something else than a
-            float tensor of the right shape), `non_finite` (it left NaN, +inf, or a row of -inf alone). In a sandbox
-            also: `deadline` (no answer in time), `crash` (its process died: a signal, an exit, the memory limit),
-            `cpu_time` (it used the processor outside its calls), `protocol` (it answered what no honest sandbox
-            answers), each of which ends the sandbox; and `load` (it could not be loaded again afterwards).
+            float tensor of the right shape), `non_finite` (it left NaN, +inf, or a row of -inf alone), `uncopyable`
+            (what it keeps of a sequence cannot be copied, as beam search needs it). In a sandbox also: `deadline` (no
+            answer in time), `crash` (its process died: a signal, an exit, the memory limit), `cpu_time` (it used the
+            processor outside its calls), `protocol` (it answered what no honest sandbox answers), each of which ends
+            the sandbox; and `load` (it could not be loaded again afterwards).
         traceback: traceback of the processor's own code, or `""` where there is none.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 
 from .author_code import call, edit, exception_fault, non_finite_fault
-from .batch_rows import BatchRows
+from .batch_rows import BatchRows, rows_of_drafts
 from .callable_factory import CallableFactory
 from .interface import BatchUpdate, LogitsProcessor
 from .request_callable import BoundCallable, RequestLogitsProcessor, bind
@@ -59,14 +60,25 @@ class AdapterLogitsProcessor(LogitsProcessor):
         Returns:
             `logits`. The rows of `take_faults()` are zeros: the caller must not use them.
         """
-        for row, state in sorted(self.req_info.items(), key=_row):
-            fault = state if isinstance(state, ProcessorFault) else self._fault_of(state, logits[row])
+        self._apply({row: logits[row] for row in sorted(self.req_info)})
+        return logits
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """The same for some rows, see `SpeculativeLogitsProcessor`."""
+        rows = enumerate(rows_of_drafts(num_draft_tokens))
+        self._apply({row: logits[place] for place, row in rows if row in self.req_info})
+        return logits
+
+    def _apply(self, logits: Mapping[int, torch.Tensor]) -> None:
+        """Edit the logits of some rows: row to its float32 [vocab], in row order."""
+        for row, row_logits in logits.items():
+            state = self.req_info[row]
+            fault = state if isinstance(state, ProcessorFault) else self._fault_of(state, row_logits)
             if fault is not None:
                 self._faults[row] = fault
         self._check_finite(logits)
-        for row in self._faults:
-            logits[row] = 0.0
-        return logits
+        for row in self._faults.keys() & logits.keys():
+            logits[row].zero_()
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         """The rows whose callable could not be made, or failed, in this step; each with its fault."""
@@ -90,8 +102,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
             return fault.with_traceback(None)  # it outlives the step, and its frames hold the logits
         return None
 
-    def _check_finite(self, logits: torch.Tensor) -> None:
-        rows = [row for row in self.req_info if row not in self._faults]
+    def _check_finite(self, logits: Mapping[int, torch.Tensor]) -> None:
+        rows = [row for row in logits if row not in self._faults]
         if not rows:
             return
         # The largest value shows NaN, +inf and a row of -inf alone; all rows at once, for one wait for the device.

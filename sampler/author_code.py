@@ -5,7 +5,8 @@ What is caught here is what a careless author does. Code that means harm has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from types import CoroutineType
 from typing import Any, TypeVar
 
@@ -71,6 +72,37 @@ def call(function: Callable[..., T], *arguments: Any) -> T:
         # The default device is such a mode. Counting them is far cheaper than asking for it.
         if torch._C._len_torch_function_stack() != modes:
             torch.set_default_device(None)
+
+
+def duplicate(value: T, shared: Iterable[object], *, name: str, digest: str = "") -> T:
+    """Copy what a processor keeps of a sequence, for another sequence that goes on from the same history.
+
+    A deep copy: objects that stand in several places of `value` do so in the copy.
+
+    Args:
+        shared: objects that are not copied, wherever they stand.
+        name: of the processor, for people.
+        digest: its identity, if it has one.
+
+    Raises:
+        ProcessorFault: something in it cannot be copied.
+    """
+    try:
+        # deepcopy() takes what its memo holds under an object's id to be the copy of it.
+        copied: T = call(copy.deepcopy, value, {id(each): each for each in shared})
+    # A `__deepcopy__` is the author's code too.
+    except BaseException as error:  # noqa: BLE001
+        fault = ProcessorFault(
+            f"processor {name} keeps something of a sequence that cannot be copied, as beam search needs it: "
+            f"{error_text(error)}. Keep plain values in __req__.state, or give it a __deepcopy__",
+            digest=digest,
+            name=name,
+            kind="uncopyable",
+            traceback=author_traceback(error),
+        )
+    else:
+        return copied
+    raise fault
 
 
 def checked(result: object, logits: torch.Tensor) -> torch.Tensor:

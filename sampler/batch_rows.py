@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from .interface import BatchUpdate, MoveDirectionality
@@ -82,3 +82,12 @@ class BatchRows(Mapping[int, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+def rows_of_drafts(num_draft_tokens: Sequence[int]) -> list[int]:
+    """The row of the batch that each row of the logits belongs to, in `apply_with_spec_decode`.
+
+    Args:
+        num_draft_tokens: rows of the logits of each row of the batch.
+    """
+    return [row for row, count in enumerate(num_draft_tokens) for _ in range(count)]

@@ -73,6 +73,11 @@ class CallableFactory:
         return made
 
 
+def duplicate_callable(target: Any) -> Any:
+    """A copy of a sequence's callable with what it has learnt so far; a function is its own copy."""
+    return _copier_of(target)()
+
+
 def _is_class(target: Any) -> bool:
     return isinstance(_without_partial(target), type)
 
@@ -132,8 +137,7 @@ def _duplicator(target: Any) -> Callable[[], Any]:
     Raises:
         TypeError: it cannot be copied.
     """
-    clone = getattr(target, "clone", None)
-    duplicate = clone if callable(clone) else _copier(target)
+    duplicate = _copier_of(target)
     try:
         duplicate()
     except Exception as error:
@@ -142,6 +146,11 @@ def _duplicator(target: Any) -> Callable[[], Any]:
             "its class and arguments, or give it a method clone()"
         ) from error
     return duplicate
+
+
+def _copier_of(target: Any) -> Callable[[], Any]:
+    clone = getattr(target, "clone", None)
+    return clone if callable(clone) else _copier(target)
 
 
 def _defaults(signature: inspect.Signature, given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:

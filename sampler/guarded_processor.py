@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from logitship.client.errors import LogitshipError
 
 from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
-from .logits_processors import take_faults
+from .logits_processors import apply_to, take_faults
 from .sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,23 @@ class GuardedProcessor(LogitsProcessor):
         Raises:
             Exception: whatever it raised, if no single request is the reason.
         """
+        return self._apply(logits, None)
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """The same for some rows, see `SpeculativeLogitsProcessor`."""
+        return self._apply(logits, num_draft_tokens)
+
+    def _apply(self, logits: torch.Tensor, num_draft_tokens: Sequence[int] | None) -> torch.Tensor:
         before = logits.clone()
+
+        def run(logits: torch.Tensor) -> torch.Tensor:
+            return self._checked(apply_to(self._processor, logits, num_draft_tokens), before)
+
         try:
-            return self._checked(self._processor.apply(logits), before)
+            return run(logits)
         except Exception as error:  # noqa: BLE001
-            self._recover(error, lambda: self._checked(self._processor.apply(before.clone()), before))
-            logits.copy_(before)
-            return self._checked(self._processor.apply(logits), before)
+            self._recover(error, lambda: run(before.clone()))
+            return run(logits.copy_(before))
 
     def take_faults(self) -> list[tuple[int, LogitshipError]]:
         """The rows on which it failed since the last call, each with its fault."""

@@ -13,6 +13,7 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 
+from .author_code import duplicate
 from .processor_host import PREPARED_KEY, HostedRow, HostedSequence, LoadedProcessor, RunOutcome
 from .request_view import OutputFollower, RequestView
 
@@ -27,8 +28,10 @@ class LocalRow:
         params: what the processor receives for this row, `__req__` included.
     """
 
-    def __init__(self, sequence: HostedSequence) -> None:
-        view = RequestView(
+    def __init__(self, processor: LoadedProcessor, sequence: HostedSequence) -> None:
+        self._processor = processor
+        self._sequence = sequence
+        self._view = view = RequestView(
             rid=sequence.rid,
             prompt_token_ids=sequence.prompt_token_ids,
             output_token_ids=sequence.output_token_ids,
@@ -46,6 +49,22 @@ class LocalRow:
     def sync(self) -> None:
         """See `HostedRow.sync`."""
         self._output.sync()
+
+    def fork(self, output_token_ids: list[int]) -> LocalRow:
+        """See `HostedRow.fork`."""
+        sequence, processor = self._sequence, self._processor
+        is_prepared = sequence.prepared is not None
+        # Of what was prepared at admission, the parameters are shared by all sequences: nobody changes them.
+        kept = {} if is_prepared else self.params
+        shared = [sequence.model.tokenizer, sequence.prepared, getattr(self._view, "sampling_params", None)]
+        params, view, output_ids = duplicate(
+            (kept, self._view, self._output.output_ids), shared, name=processor.name, digest=processor.digest
+        )
+        twin = copy.copy(self)
+        twin.params = {**self.params, "__req__": view} if is_prepared else params
+        twin._view = view
+        twin._output = self._output.fork(view, output_ids, output_token_ids)
+        return twin
 
     def close(self) -> None:
         """See `HostedRow.close`."""
@@ -83,7 +102,7 @@ class LocalHost(ABC):
 
     def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> LocalRow:
         """See `ProcessorHost.attach`."""
-        return LocalRow(sequence)
+        return LocalRow(processor, sequence)
 
     def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> _LocalRun:
         """See `ProcessorHost.begin`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol, runtime_checkable
+
+import torch
 
 from logitship.client.errors import LogitshipError
 
@@ -25,6 +27,55 @@ def take_faults(processors: Iterable[LogitsProcessor]) -> Iterator[tuple[int, Lo
     for processor in processors:
         if isinstance(processor, FaultSource):
             yield from processor.take_faults()
+
+
+class Applies(Protocol):
+    """What edits the logits of all rows."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `LogitsProcessor.apply`."""
+        ...
+
+
+@runtime_checkable
+class SpeculativeLogitsProcessor(Protocol):
+    """A batch processor that can be asked for some of the rows, as speculative decoding needs it.
+
+    The method's name and arguments are vLLM's, where a row is that of a draft token.
+    """
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """Edit the next-token logits of some requests of the batch.
+
+        logitship goes through the drafts one depth at a time. Between two depths it tells of the tokens that came by
+        `update_state(None)`, and the live output lists have them, so that a row is always that of the request's next
+        token.
+
+        Args:
+            logits: float32 [sum of `num_draft_tokens`, vocab], the rows in the order of the batch; may be edited in
+                place.
+            num_draft_tokens: of each row of the batch, how many of the logits are its own: 0 or 1.
+
+        Returns:
+            The logits, in the same shape.
+        """
+        ...
+
+
+def apply_to(processor: Applies, logits: torch.Tensor, num_draft_tokens: Sequence[int] | None) -> torch.Tensor:
+    """Run a batch processor.
+
+    Args:
+        num_draft_tokens: see `SpeculativeLogitsProcessor`; None: the logits are those of all rows.
+
+    Raises:
+        TypeError: it can only be asked for all rows.
+    """
+    if num_draft_tokens is None:
+        return processor.apply(logits)
+    if not isinstance(processor, SpeculativeLogitsProcessor):
+        raise TypeError(f"{type(processor).__name__} has no apply_with_spec_decode")
+    return processor.apply_with_spec_decode(logits, num_draft_tokens)
 
 
 class ForcingLogitsProcessor(LogitsProcessor):

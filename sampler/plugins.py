@@ -60,6 +60,11 @@ class Plugin:
     def _is_batch_level(self) -> bool:
         return isinstance(self.target, type) and issubclass(self.target, LogitsProcessor)
 
+    @property
+    def is_speculative(self) -> bool:
+        """True if what `make` gives can be asked for some of the rows, as speculative decoding needs it."""
+        return not self._is_batch_level or callable(getattr(self.target, "apply_with_spec_decode", None))
+
     def validate_params(self, params: SamplingParams) -> None:
         """Let a batch processor check a request's parameters at admission.
 

@@ -88,8 +88,24 @@ class HostedRow(Protocol):
         """Take over the tokens that came since the last step. Once a step."""
         ...
 
+    def fork(self, output_token_ids: list[int]) -> HostedRow:
+        """Take in another sequence, which goes on from the history that this one had in its last step.
+
+        It has its own copy of what the processor keeps of the sequence: the parameters, and `__req__` with its `state`.
+        What cannot be copied is a fault of the other sequence: of this call, or of its next step where the copy is made
+        in another process.
+
+        Args:
+            output_token_ids: the engine's own list of the other sequence; begins with this one's tokens up to its last
+                step, and grows.
+
+        Raises:
+            ProcessorFault: something cannot be copied.
+        """
+        ...
+
     def close(self) -> None:
-        """The sequence left the batch."""
+        """The sequence left the batch, or will never have a row of it."""
         ...
 
 

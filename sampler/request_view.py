@@ -77,11 +77,14 @@ class OutputFollower:
 
     Args:
         output_token_ids: the engine's own list of output tokens, which grows.
+
+    Attributes:
+        output_ids: the view's list.
     """
 
     def __init__(self, view: RequestView, output_token_ids: list[int]) -> None:
         self._view = view
-        self._output_ids = view.output_ids
+        self.output_ids = view.output_ids
         self._live = output_token_ids
         self._num_known = len(output_token_ids)
 
@@ -89,6 +92,18 @@ class OutputFollower:
         """Take over the tokens that came since the last step."""
         # Not the length of `output_ids`: the processor may have edited that.
         if self._num_known < len(self._live):
-            self._output_ids.extend(self._live[self._num_known :])
+            self.output_ids.extend(self._live[self._num_known :])
             self._num_known = len(self._live)
-            self._view.output_ids = self._output_ids  # it may have been replaced or deleted
+            self._view.output_ids = self.output_ids  # it may have been replaced or deleted
+
+    def fork(self, view: RequestView, output_ids: list[int], output_token_ids: list[int]) -> OutputFollower:
+        """The same for a sequence that goes on by itself from the tokens that are known so far.
+
+        Args:
+            view: a copy of the view.
+            output_ids: the copy's list.
+            output_token_ids: the engine's list of the other sequence; begins with the tokens that are known here.
+        """
+        twin = copy.copy(self)
+        twin._view, twin.output_ids, twin._live = view, output_ids, output_token_ids
+        return twin

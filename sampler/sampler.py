@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,13 +11,13 @@ import torch
 from logitship.client.errors import LogitshipError, ProcessorFault
 
 from .interface import BatchUpdate
-from .logits_processors import LogitsProcessors, take_faults
+from .logits_processors import LogitsProcessors, apply_to, take_faults
 from .ops.draw import draw, draw_top_k_top_p, most_likely, take_rows
 from .ops.logprobs import RowLogprobs, token_logprobs
 from .ops.masks import mask_forbidden, mask_tokens
 from .ops.penalties import apply_penalties
 from .ops.temperature import apply_temperature
-from .sampling_batch import LogprobRows, RandomRows, SamplingBatch
+from .sampling_batch import LogprobRows, Penalties, PreparedRows, RandomRows, SamplingBatch
 
 
 class NoTokenLeftError(LogitshipError):
@@ -59,14 +59,18 @@ class ShippedStage(Protocol):
         """Run the shipped processors on float32 [rows, vocab]. Rows of a processor that failed are left finite."""
         ...
 
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """The same on some rows of the batch: those with a 1. See `apply_to`."""
+        ...
+
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
-        """(row, fault) of the processors that failed in the last `apply`."""
+        """(row of the batch, fault) of the processors that failed in the last call."""
         ...
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One step's result, one entry a row.
+    """One step's result, one entry a row of the logits.
 
     Attributes:
         token_ids: the next tokens. That of a row in `faults` has no meaning.
@@ -130,40 +134,47 @@ class Sampler:
         if self._shipped is not None:
             self._shipped.update_state(batch_update)
 
-    def sample(self, logits: torch.Tensor) -> SamplerOutput:
-        """Choose the next token of every row.
+    def sample(self, logits: torch.Tensor, rows: Sequence[int] | None = None) -> SamplerOutput:
+        """Choose the next token of every row, or of some.
 
         Args:
             logits: float32 [rows, vocab]; edited in place.
+            rows: rows of the batch, ascending, that the logits are of; None: all. The others draw nothing, and nothing
+                of theirs is called. The batch processors must then be `SpeculativeLogitsProcessor`s.
 
         Raises:
-            ValueError: the logits' shape is not that of the batch.
+            ValueError: the logits' shape is not that of the rows.
         """
-        batch = self._batch.prepared
-        if logits.shape != (batch.size, self._vocab_size):
-            raise ValueError(f"logits: expected shape ({batch.size}, {self._vocab_size}), got {tuple(logits.shape)}")
+        batch = self._batch.prepared if rows is None else self._batch.prepare(rows)
+        if logits.shape != (len(batch), self._vocab_size):
+            raise ValueError(f"logits: expected shape ({len(batch)}, {self._vocab_size}), got {tuple(logits.shape)}")
+        # What processors are told of some rows, and the places of what they tell of them.
+        place = {row: place for place, row in enumerate(range(len(batch)) if rows is None else rows)}
+        chosen = None if rows is None else [int(row in place) for row in range(self._batch.size)]
         raw = logits[batch.raw.rows]
 
         faults: dict[int, LogitshipError] = {}
 
         # 1
-        mask_forbidden(logits, self._batch.forbidden)
-        mask_tokens(logits, *self._batch.bad_word_endings())
+        mask_forbidden(logits, batch.forbidden)
+        mask_tokens(logits, *batch.bad_word_endings())
         # 2
         for processor in self._processors.non_argmax_invariant:
-            logits = processor.apply(logits)
+            logits = apply_to(processor, logits, chosen)
         # 3
-        self._penalise(logits)
+        _penalise(logits, batch.penalties())
         # 4
         for processor in self._processors.forcing:
-            logits = processor.apply(logits)
+            logits = apply_to(processor, logits, chosen)
         # 5
-        logits = self._apply_shipped(logits, faults)
+        if self._shipped is not None:
+            logits = apply_to(self._shipped, logits, chosen)
+            faults.update((place[row], fault) for row, fault in self._shipped.take_faults())
         # 6
-        mask_forbidden(logits, self._batch.forbidden)
-        peak = self._check_rows(logits, faults)
+        mask_forbidden(logits, batch.forbidden)
+        peak = _check_rows(logits, batch, faults)
         # 7
-        tokens = torch.zeros(batch.size, dtype=torch.int64, device=logits.device)
+        tokens = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
         if len(batch.greedy) > 0:
             tokens[batch.greedy] = most_likely(take_rows(logits, batch.greedy))
         processed_greedy = logits[batch.processed_greedy.rows]
@@ -172,17 +183,23 @@ class Sampler:
             apply_temperature(logits, peak, batch.temperature)
             # 9
             for processor in self._processors.argmax_invariant:
-                logits = processor.apply(logits)
+                logits = apply_to(processor, logits, chosen)
             # 10
-            for random_rows in (batch.unfiltered, batch.filtered):
-                if random_rows.outputs:
-                    tokens[random_rows.rows] = self._draw(logits, random_rows, faults)
+            if batch.unfiltered.outputs:
+                probabilities, _ = _probabilities(logits, batch.unfiltered, faults)
+                tokens[batch.unfiltered.rows] = draw(probabilities, batch.unfiltered.uniform())
+            if (filtered := batch.filtered).outputs:
+                probabilities, kept = _probabilities(logits, filtered, faults)
+                tokens[filtered.rows] = draw_top_k_top_p(
+                    kept, probabilities, filtered.top_k, filtered.top_p, filtered.uniform()
+                )
         # Also of those that did not run in this step: one may have failed when it was told what changed.
         for row, fault in take_faults(self._processors.all):
-            faults.setdefault(row, fault)
+            if row in place:
+                faults.setdefault(place[row], fault)
         token_ids = tokens.tolist()
         # 11
-        logprobs = self._logprobs(
+        logprobs = _logprobs(
             token_ids,
             faults,
             (batch.raw, raw),
@@ -191,65 +208,61 @@ class Sampler:
         )
         return SamplerOutput(token_ids, logprobs, sorted(faults.items(), key=lambda fault: fault[0]))
 
-    def _penalise(self, logits: torch.Tensor) -> None:
-        penalties = self._batch.penalties()
-        if penalties is not None:
-            apply_penalties(
-                logits,
-                penalties.rows,
-                penalties.token_ids,
-                penalties.output_counts,
-                penalties.repetition_penalty,
-                penalties.frequency_penalty,
-                penalties.presence_penalty,
-            )
 
-    def _apply_shipped(self, logits: torch.Tensor, faults: dict[int, LogitshipError]) -> torch.Tensor:
-        if self._shipped is None:
-            return logits
-        logits = self._shipped.apply(logits)
-        faults.update(self._shipped.take_faults())
-        return logits
+def _penalise(logits: torch.Tensor, penalties: Penalties | None) -> None:
+    if penalties is not None:
+        apply_penalties(
+            logits,
+            penalties.rows,
+            penalties.token_ids,
+            penalties.output_counts,
+            penalties.repetition_penalty,
+            penalties.frequency_penalty,
+            penalties.presence_penalty,
+        )
 
-    def _check_rows(self, logits: torch.Tensor, faults: dict[int, LogitshipError]) -> torch.Tensor:
-        """Replace unusable rows by zeros and add them to `faults`. Returns each row's largest logit, [rows, 1]."""
-        # The largest value tells all three: it is NaN or +inf if there is one, and -inf if there is nothing else.
-        peak = logits.amax(dim=-1, keepdim=True)
-        unusable = (~torch.isfinite(peak)).nonzero()[:, 0]
-        for row in unusable.tolist():
-            empty = peak[row].isneginf()
-            params = self._batch.params_of(row)
-            processors = [use.processor.name for use in params.processors]
-            faults.setdefault(row, NoTokenLeftError(params.forbidding) if empty else NonFiniteLogitsError(processors))
-        logits[unusable] = 0.0
-        peak[unusable] = 0.0
-        return peak
 
-    def _draw(self, logits: torch.Tensor, random_rows: RandomRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
-        logits = take_rows(logits, random_rows.rows)
+def _check_rows(logits: torch.Tensor, batch: PreparedRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
+    """Replace unusable rows by zeros and add them to `faults`. Returns each row's largest logit, [rows, 1]."""
+    # The largest value tells all three: it is NaN or +inf if there is one, and -inf if there is nothing else.
+    peak = logits.amax(dim=-1, keepdim=True)
+    unusable = (~torch.isfinite(peak)).nonzero()[:, 0]
+    for row in unusable.tolist():
+        empty = peak[row].isneginf()
+        params = batch.params[row]
+        processors = [use.processor.name for use in params.processors]
+        faults.setdefault(row, NoTokenLeftError(params.forbidding) if empty else NonFiniteLogitsError(processors))
+    logits[unusable] = 0.0
+    peak[unusable] = 0.0
+    return peak
+
+
+def _probabilities(
+    logits: torch.Tensor, random_rows: RandomRows, faults: dict[int, LogitshipError]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of some rows, and the logits that they are of."""
+    logits = take_rows(logits, random_rows.rows)
+    probabilities = logits.softmax(dim=-1)
+    # Softmax spreads what an installed processor may have broken at step 9 over the whole row: one column shows it.
+    broken = probabilities[:, 0].isnan()
+    if broken.any():
+        for row in random_rows.rows[broken].tolist():
+            faults.setdefault(row, NonFiniteLogitsError())
+        logits = logits.masked_fill(broken[:, None], 0.0)
         probabilities = logits.softmax(dim=-1)
-        # Softmax spreads what an installed processor may have broken at step 9 over the whole row: one column shows it.
-        broken = probabilities[:, 0].isnan()
-        if broken.any():
-            for row in random_rows.rows[broken].tolist():
-                faults.setdefault(row, NonFiniteLogitsError())
-            logits = logits.masked_fill(broken[:, None], 0.0)
-            probabilities = logits.softmax(dim=-1)
-        if random_rows is self._batch.prepared.unfiltered:
-            return draw(probabilities, random_rows.uniform())
-        return draw_top_k_top_p(logits, probabilities, random_rows.top_k, random_rows.top_p, random_rows.uniform())
+    return probabilities, logits
 
-    def _logprobs(
-        self,
-        token_ids: list[int],
-        faults: dict[int, LogitshipError],
-        *sources: tuple[LogprobRows, torch.Tensor],
-    ) -> list[RowLogprobs | None]:
-        rows = [row for asking, _ in sources for row in asking.rows]
-        logprobs: list[RowLogprobs | None] = [None] * len(token_ids)
-        if rows:
-            top = [k for asking, _ in sources for k in asking.top]
-            records = token_logprobs(torch.cat([logits for _, logits in sources]), [token_ids[r] for r in rows], top)
-            for row, record in zip(rows, records, strict=True):
-                logprobs[row] = None if row in faults else record
-        return logprobs
+
+def _logprobs(
+    token_ids: list[int],
+    faults: Mapping[int, LogitshipError],
+    *sources: tuple[LogprobRows, torch.Tensor],
+) -> list[RowLogprobs | None]:
+    rows = [row for asking, _ in sources for row in asking.rows]
+    logprobs: list[RowLogprobs | None] = [None] * len(token_ids)
+    if rows:
+        top = [k for asking, _ in sources for k in asking.top]
+        records = token_logprobs(torch.cat([logits for _, logits in sources]), [token_ids[r] for r in rows], top)
+        for row, record in zip(rows, records, strict=True):
+            logprobs[row] = None if row in faults else record
+    return logprobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,35 +71,6 @@ class LogprobRows:
 
 
 @dataclass(frozen=True)
-class PreparedBatch:
-    """Parameters of all rows, valid until the batch changes.
-
-    Attributes:
-        temperature: float32 [rows, 1]; 1 for greedy rows.
-        greedy: int64 [n]: rows that take the most likely token.
-        unfiltered: random rows without top-k and top-p.
-        filtered: random rows with one of them, or both.
-        raw: rows that ask for log-probabilities before any edit.
-        processed_greedy: greedy rows that ask for them after the edits.
-        processed_random: random rows that do.
-    """
-
-    size: int
-    temperature: torch.Tensor
-    greedy: torch.Tensor
-    unfiltered: RandomRows
-    filtered: RandomRows
-    raw: LogprobRows
-    processed_greedy: LogprobRows
-    processed_random: LogprobRows
-
-    @property
-    def any_random(self) -> bool:
-        """True if some row draws at random."""
-        return bool(self.unfiltered.outputs or self.filtered.outputs)
-
-
-@dataclass(frozen=True)
 class Penalties:
     """The arguments of `apply_penalties` after the logits."""
 
@@ -111,45 +82,42 @@ class Penalties:
     presence_penalty: torch.Tensor
 
 
-class SamplingBatch:
-    """The sampler's own state of the persistent batch.
+class PreparedRows:
+    """Some rows of the batch, sorted by what they need, so that a step looks only at those that need something.
 
-    Assumption: after each update the rows in use are 0 to `batch_size` - 1.
+    Valid until the batch changes. Rows are numbered here by their places among these rows.
+
+    Attributes:
+        params: of each row.
+        temperature: float32 [rows, 1]; 1 for greedy rows.
+        greedy: int64 [n]: rows that take the most likely token.
+        unfiltered: random rows without top-k and top-p.
+        filtered: random rows with one of them, or both.
+        raw: rows that ask for log-probabilities before any edit.
+        processed_greedy: greedy rows that ask for them after the edits.
+        processed_random: random rows that do.
+        forbidden: row to bool [vocab], the tokens outside its `allowed_token_ids`.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
+        def numbers(condition: Callable[[SamplingParams], bool]) -> list[int]:
+            return [number for number, row in enumerate(rows) if condition(row.params)]
+
+        random = numbers(lambda params: not params.greedy)
+        filtered = [number for number in random if _filters(rows[number].params, vocab_size)]
         self._device = device
-        self._rows: BatchRows[SamplingRow] = BatchRows(self._new_row)
-        self._index([])
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch. Once a step.
-
-        Raises:
-            ValueError: a request that draws at random came without a seed.
-        """
-        if batch_update is not None:
-            self._rows.update(batch_update)
-            self._index([self._rows[row] for row in range(batch_update.batch_size)])
-
-    def _new_row(
-        self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-    ) -> SamplingRow:
-        if params.seed is None and not params.greedy:
-            raise ValueError("seed: a request that draws at random needs one; the engine sets it at admission")
-        allowed = params.allowed_token_ids
-        return SamplingRow(
-            params,
-            output_token_ids,
-            TokenCounts(_penalised_prompt(params, prompt_token_ids), output_token_ids) if _penalised(params) else None,
-            None if allowed is None else forbidden_tokens(allowed, self._vocab_size, self._device),
-            BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
+        self.params = [row.params for row in rows]
+        self.temperature = _to(device, [_temperature(params) for params in self.params], torch.float32)[:, None]
+        self.greedy = _to(device, numbers(lambda params: params.greedy), torch.int64)
+        self.unfiltered = _random_rows(rows, [number for number in random if number not in filtered], device)
+        self.filtered = _random_rows(rows, filtered, device)
+        self.raw = _logprob_rows(rows, numbers(lambda params: _asks(params, "raw_logprobs")))
+        self.processed_greedy = _logprob_rows(
+            rows, numbers(lambda params: params.greedy and _asks(params, "processed_logprobs"))
         )
-
-    def _index(self, rows: list[SamplingRow]) -> None:
-        """Sort the rows by what they need, so that a step looks only at those that need something."""
-        self.prepared = _prepare(rows, self._vocab_size, self._device)
+        self.processed_random = _logprob_rows(
+            rows, numbers(lambda params: not params.greedy and _asks(params, "processed_logprobs"))
+        )
         self.forbidden = {number: row.forbidden for number, row in enumerate(rows) if row.forbidden is not None}
         self._bad_words = {
             number: (row.bad_words, row.output_token_ids)
@@ -157,12 +125,16 @@ class SamplingBatch:
             if row.bad_words is not None
         }
         self._counts = {number: row.counts for number, row in enumerate(rows) if row.counts is not None}
-        penalties = [_penalty_params(rows[number].params) for number in self._counts]
+        penalties = [_penalty_params(self.params[number]) for number in self._counts]
         self._penalties = np.array(penalties, dtype=np.float32).reshape(-1, 3)
 
-    def params_of(self, row: int) -> SamplingParams:
-        """What the request at a row asks for."""
-        return self._rows[row].params
+    def __len__(self) -> int:
+        return len(self.params)
+
+    @property
+    def any_random(self) -> bool:
+        """True if some row draws at random."""
+        return bool(self.unfiltered.outputs or self.filtered.outputs)
 
     def bad_word_endings(self) -> tuple[list[int], list[int]]:
         """Rows and, for each, a token that would complete a bad word there now."""
@@ -190,6 +162,53 @@ class SamplingBatch:
         return Penalties(*(torch.from_numpy(array).to(self._device) for array in arrays))
 
 
+class SamplingBatch:
+    """The sampler's own state of the persistent batch.
+
+    Assumption: after each update the rows in use are 0 to `batch_size` - 1.
+
+    Attributes:
+        size: number of rows.
+        prepared: all of them.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: BatchRows[SamplingRow] = BatchRows(self._new_row)
+        self.size = 0
+        self.prepared = self.prepare(range(0))
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch. Once a step.
+
+        Raises:
+            ValueError: a request that draws at random came without a seed.
+        """
+        if batch_update is not None:
+            self._rows.update(batch_update)
+            self.size = batch_update.batch_size
+            self.prepared = self.prepare(range(self.size))
+
+    def prepare(self, rows: Iterable[int]) -> PreparedRows:
+        """Some of the rows."""
+        return PreparedRows([self._rows[row] for row in rows], self._vocab_size, self._device)
+
+    def _new_row(
+        self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
+    ) -> SamplingRow:
+        if params.seed is None and not params.greedy:
+            raise ValueError("seed: a request that draws at random needs one; the engine sets it at admission")
+        allowed = params.allowed_token_ids
+        return SamplingRow(
+            params,
+            output_token_ids,
+            TokenCounts(_penalised_prompt(params, prompt_token_ids), output_token_ids) if _penalised(params) else None,
+            None if allowed is None else forbidden_tokens(allowed, self._vocab_size, self._device),
+            BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
+        )
+
+
 def _penalty_params(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
@@ -206,28 +225,6 @@ def _penalised_prompt(params: SamplingParams, prompt_token_ids: list[int] | None
 def _temperature(params: SamplingParams) -> float:
     # Within float32: at 0 or infinity the division would make NaN.
     return 1.0 if params.greedy else min(max(params.temperature, _FLOAT32.tiny), _FLOAT32.max)
-
-
-def _prepare(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> PreparedBatch:
-    def numbers(condition: Callable[[SamplingParams], bool]) -> list[int]:
-        return [number for number, row in enumerate(rows) if condition(row.params)]
-
-    random = numbers(lambda params: not params.greedy)
-    filtered = [number for number in random if _filters(rows[number].params, vocab_size)]
-    return PreparedBatch(
-        size=len(rows),
-        temperature=_to(device, [_temperature(row.params) for row in rows], torch.float32)[:, None],
-        greedy=_to(device, numbers(lambda params: params.greedy), torch.int64),
-        unfiltered=_random_rows(rows, [number for number in random if number not in filtered], device),
-        filtered=_random_rows(rows, filtered, device),
-        raw=_logprob_rows(rows, numbers(lambda params: _asks(params, "raw_logprobs"))),
-        processed_greedy=_logprob_rows(
-            rows, numbers(lambda params: params.greedy and _asks(params, "processed_logprobs"))
-        ),
-        processed_random=_logprob_rows(
-            rows, numbers(lambda params: not params.greedy and _asks(params, "processed_logprobs"))
-        ),
-    )
 
 
 def _filters(params: SamplingParams, vocab_size: int) -> bool:

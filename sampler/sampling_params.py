@@ -182,6 +182,15 @@ class SamplingParams:
         return frozenset((*self.stop_token_ids, *self.eos_token_ids))
 
     @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that do end it: all of those, or with `ignore_eos` the request's own."""
+        return frozenset(self.stop_token_ids) if self.ignore_eos else self.all_stop_token_ids
+
+    def is_end_token(self, token_id: int) -> bool:
+        """Whether a token is one of `end_token_ids`."""
+        return token_id in self.stop_token_ids or (token_id in self.eos_token_ids and not self.ignore_eos)
+
+    @property
     def forbidding(self) -> tuple[str, ...]:
         """Names of what may forbid tokens in this request: fields, and the processors that it carries."""
         return self.forbidding_fields + tuple(dict.fromkeys(use.processor.name for use in self.processors))

@@ -7,8 +7,8 @@ once a step with the rows of its group and nothing else.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.client.records import Receipt
 
 from .author_code import non_finite_fault
-from .batch_rows import BatchRows
+from .batch_rows import BatchRows, rows_of_drafts
 from .interface import BatchUpdate, LogitsProcessor
 from .processor_host import HostedRow, HostedSequence, LoadedProcessor, Run, RunOutcome
 from .request_view import ModelView
@@ -35,6 +35,8 @@ class ProcessorUse:
         prepared: what an installed processor made of `params` at admission; None for all others.
         steps: decoding steps to which it was applied so far.
         seconds: time spent so far: a call's time divided by its rows.
+        hosted: the sequence at the processor's host, from when it gets a row of the batch.
+        forked: the same before, of a sequence that goes on from another one's history.
     """
 
     processor: LoadedProcessor
@@ -43,6 +45,25 @@ class ProcessorUse:
     prepared: Any = None
     steps: int = 0
     seconds: float = 0.0
+    hosted: HostedRow | None = None
+    forked: HostedRow | None = None
+
+    def fork(self, output_token_ids: list[int]) -> ProcessorUse:
+        """The use by another sequence, which goes on from this one's history: see `HostedRow.fork`.
+
+        This one has a row. The other one gets a row next, or is closed by `drop_fork`.
+
+        Raises:
+            ProcessorFault: what the processor keeps of the sequence cannot be copied.
+        """
+        assert self.hosted is not None
+        return replace(self, hosted=None, forked=self.hosted.fork(output_token_ids))
+
+    def drop_fork(self) -> None:
+        """Close what `fork` made, if it has not got a row: it never will. Harmless otherwise."""
+        if self.forked is not None:
+            self.forked.close()
+            self.forked = None
 
     @property
     def receipt(self) -> Receipt:
@@ -84,8 +105,12 @@ class _Group:
 
     def without(self, rows: Container[int]) -> _Group:
         """The same without some rows."""
-        kept = [(row, member) for row, member in zip(self.rows, self.members, strict=True) if row not in rows]
-        return _Group(self.processor, self.again, [row for row, _ in kept], [member for _, member in kept])
+        return self.at({row: row for row in self.rows if row not in rows})
+
+    def at(self, places: Mapping[int, int]) -> _Group:
+        """Those of the rows that have a place, by their places."""
+        kept = [(places[row], member) for row, member in zip(self.rows, self.members, strict=True) if row in places]
+        return _Group(self.processor, self.again, [place for place, _ in kept], [member for _, member in kept])
 
 
 @dataclass(frozen=True)
@@ -163,12 +188,26 @@ class ShippedProcessors(LogitsProcessor):
         Returns:
             `logits`. The rows of `take_faults()` are zeros: the caller must not use them.
         """
+        self._run(self._stages, logits)
+        return logits
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """The same for some rows, see `SpeculativeLogitsProcessor`.
+
+        A processor is not called for a draft that was rejected before: nobody's state has to be taken back.
+        """
+        rows = rows_of_drafts(num_draft_tokens)
+        places = {row: place for place, row in enumerate(rows)}
+        self._run([[group.at(places) for group in stage] for stage in self._stages], logits)
+        self._faults = {rows[place]: fault for place, fault in self._faults.items()}
+        return logits
+
+    def _run(self, stages: Iterable[Sequence[_Group]], logits: torch.Tensor) -> None:
         self._faults = {}  # a step that failed elsewhere may have left some
-        for stage in self._stages:
+        for stage in stages:
             groups = stage if not self._faults else [group.without(self._faults) for group in stage]
             for begun in [self._begin(group, logits) for group in groups if group.rows]:
                 self._finish(begun, logits)
-        return logits
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         """The rows whose processor broke its contract in the last `apply`, each with its fault."""
@@ -182,19 +221,30 @@ class ShippedProcessors(LogitsProcessor):
         before = [*params.forbidding_fields]
         for use in in_run_order(self._uses(params)):
             if use not in self._members:
-                sequence = HostedSequence(
-                    rid=use.rid,
-                    params=use.params,
-                    prompt_token_ids=prompt_token_ids or [],
-                    output_token_ids=output_token_ids,
-                    sampling_params=params,
-                    model=self._model,
-                    prepared=use.prepared,
+                self._members[use] = _Row(
+                    use, self._hosted(use, params, prompt_token_ids, output_token_ids), tuple(before)
                 )
-                self._members[use] = _Row(use, use.processor.host.attach(use.processor, sequence), tuple(before))
             rows.append(self._members[use])
             before.append(use.processor.name)
         return rows or None
+
+    def _hosted(
+        self, use: ProcessorUse, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
+    ) -> HostedRow:
+        """The sequence at the processor's host: as it was forked, or new."""
+        use.hosted, use.forked = use.forked, None
+        if use.hosted is None:
+            sequence = HostedSequence(
+                rid=use.rid,
+                params=use.params,
+                prompt_token_ids=prompt_token_ids or [],
+                output_token_ids=output_token_ids,
+                sampling_params=params,
+                model=self._model,
+                prepared=use.prepared,
+            )
+            use.hosted = use.processor.host.attach(use.processor, sequence)
+        return use.hosted
 
     def _grouped(self) -> list[list[_Group]]:
         """The groups, stage by stage: what of a request runs first is in stage (False, 0). Stages run in order."""

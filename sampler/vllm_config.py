@@ -135,6 +135,19 @@ class ReasoningConfig(_Config):
 
 
 @dataclass(frozen=True, eq=False)
+class SpeculativeConfig(_Config):
+    """How tokens are drafted.
+
+    Attributes:
+        num_speculative_tokens: most of a sequence that a step checks ahead.
+        method: by n-grams: what followed them before.
+    """
+
+    num_speculative_tokens: int
+    method: str = "ngram"
+
+
+@dataclass(frozen=True, eq=False)
 class VllmConfig(_Config):
     """The first argument of a batch processor's constructor.
 
@@ -151,7 +164,7 @@ class VllmConfig(_Config):
     model_config: ModelConfig | None = None
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
-    speculative_config: Any = None
+    speculative_config: SpeculativeConfig | None = None
     reasoning_config: ReasoningConfig | None = None
     lora_config: Any = None
     quant_config: Any = None
@@ -177,6 +190,7 @@ def vllm_config(
     logprobs_mode: str = "raw_logprobs",
     logits_processors: Sequence[Any] = (),
     reasoning_config: ReasoningConfig | None = None,
+    num_speculative_tokens: int | None = None,
 ) -> VllmConfig:
     """The configuration of an engine, in vLLM's form.
 
@@ -188,6 +202,7 @@ def vllm_config(
         hf_tokenizer: a Hugging Face tokenizer, for plugins that want the engine's.
         seed: None is vLLM's default, 0.
         logits_processors: what the operator named.
+        num_speculative_tokens: most tokens of a sequence that a step checks ahead. None: it checks none.
     """
     model_config = ModelConfig(
         model=model,
@@ -209,5 +224,6 @@ def vllm_config(
         scheduler_config=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
         model_config=model_config,
         device_config=DeviceConfig(device),
+        speculative_config=None if num_speculative_tokens is None else SpeculativeConfig(num_speculative_tokens),
         reasoning_config=reasoning_config,
     )

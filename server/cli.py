@@ -91,6 +91,9 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("--chunked-prefill-size",), "most prompt tokens computed in one step beside the running sequences"),
         (("--mem-fraction-static", "--gpu-memory-utilization"), "share of the free memory that the cache may take"),
         (("--random-seed", "--seed"), "seeds the requests that bring no seed of their own"),
+        (("--enable-deterministic-inference",), "the same bits whatever else runs: read docs/deterministic.md first"),
+        (("--speculative-algorithm",), "NGRAM: check several tokens in a step where a text repeats itself"),
+        (("--speculative-num-draft-tokens",), "most tokens of a sequence that a step checks ahead"),
     ],
     "sampling": [
         (("--max-logprobs",), "most log-probabilities that a request may ask for at each position"),
@@ -190,9 +193,11 @@ def _add_flag(group: argparse._ActionsContainer, names: tuple[str, ...], text: s
             *names, dest=field, action="extend", nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text
         )
         return
-    choices = get_args(kind) if get_origin(kind) is Literal else None
     # `int | None` reads an int: no flag is how None is said.
-    parse = str if choices else next(k for k in (*get_args(kind), kind) if k is not type(None))
+    if get_origin(kind) is not Literal:
+        kind = next(k for k in (*get_args(kind), kind) if k is not type(None))
+    choices = get_args(kind) if get_origin(kind) is Literal else None
+    parse = str if choices else kind
     shown = None if choices else metavar if parse is str else "N"
     group.add_argument(
         *names, dest=field, type=parse, choices=choices, default=argparse.SUPPRESS, metavar=shown, help=text

@@ -43,6 +43,12 @@ class ServerConfig:
     mem_fraction_static: float = 0.5
     """Share of the free memory that the cache may take."""
     random_seed: int | None = None
+    enable_deterministic_inference: bool = False
+    """Compute each token as if it were alone: its logits are the same to the last bit in any company. Slower."""
+    speculative_algorithm: Literal["NGRAM"] | None = None
+    """NGRAM: steps also check tokens that a sequence is likely to repeat. None: a step draws one token."""
+    speculative_num_draft_tokens: int = 8
+    """Most tokens of a sequence that a step checks ahead."""
 
     # Sampling
     max_logprobs: int = 20
@@ -141,6 +147,7 @@ class ServerConfig:
             "max_num_seqs",
             "max_model_len",
             "chunked_prefill_size",
+            "speculative_num_draft_tokens",
             "max_processor_size",
             "processor_cache_entries",
             "processor_cache_bytes",

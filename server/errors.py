@@ -2,6 +2,7 @@
 
 ```
 StartError                    the message says what is in the way, and what to do
+└── UnsupportedModel          the engine cannot serve this model
 RequestRefused
 ├── BadRequest            400   malformed; names the field
 ├── Unauthorized          401   API key missing or wrong
@@ -24,6 +25,10 @@ SHIPPING_IS_OFF = (
 
 class StartError(Exception):
     """The server cannot start."""
+
+
+class UnsupportedModel(StartError):
+    """The model has something that the engine cannot serve. The message names it."""
 
 
 class RequestRefused(Exception):

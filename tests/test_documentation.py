@@ -44,6 +44,8 @@ NOT_RUN = {
         "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor",
         VLLM_SERVE,
     ],
+    "deterministic.md": ["logitship serve --enable-deterministic-inference"],
+    "speculative-decoding.md": ["logitship serve --speculative-algorithm NGRAM"],
     "builtin-processors.md": ["logitship serve --tree cities=cities.json products=products.json"],
     "sampling.md": [
         "logitship serve --model Qwen/Qwen3-0.6B \\\n"

@@ -45,6 +45,7 @@ def test_the_package_exports_what_the_client_does() -> None:
 
 NEED_THE_SERVER = [
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "LLM",
     "RequestOutput",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 S = TypeVar("S")
 
@@ -30,6 +31,11 @@ class StateHistory(Generic[S]):
     def __len__(self) -> int:
         """Number of tokens that were followed. While `step` is called: of those before its token."""
         return len(self._tokens)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateHistory[S]:
+        twin = copy.copy(self)
+        twin._states, twin._tokens = self._states.copy(), self._tokens.copy()
+        return twin
 
     def follow(self, output: Sequence[int], step: Callable[[S, int], S]) -> S:
         """The state after `output`.

@@ -8,6 +8,7 @@ each message with a header of 16 bytes.
 server → sandbox                                            answer
 LOAD     a processor string, in pieces                      LOADED (its name) or REFUSED (why)
 ATTACH   a sequence: parameters, prompt, output so far      none
+FORK     a sequence, and another that goes on from it       none
 DETACH   a sequence that left                               none
 STEP     of each row: sequence, and tokens that it gained   DONE, FAULTS, or AGAIN: send the rows once more
 RETRY    the rows are in the region once more               DONE or FAULTS
@@ -19,6 +20,7 @@ Assumptions:
 * A sandbox trusts the server: what the server sends is `marshal`, whose values are plain.
 
 Guarantees:
+* A FORK comes between two STEPs of its sequence, and copies the state that the first one left.
 * One call is under way at a time. `number` is the call's, and its answer's.
 * The sandbox may write into the region at any time. The server takes a copy, and looks only at that.
 """
@@ -45,6 +47,7 @@ class Kind(IntEnum):
     DETACH = 3
     STEP = 4
     RETRY = 5
+    FORK = 6
 
 
 class Answer(IntEnum):

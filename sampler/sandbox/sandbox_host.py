@@ -93,7 +93,7 @@ class SandboxHost:
 
     def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> SandboxRow:
         """See `ProcessorHost.attach`."""
-        return SandboxRow(sequence, next(self._handles))
+        return SandboxRow(sequence, self._handles)
 
     def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> SandboxRun:
         """See `ProcessorHost.begin`."""

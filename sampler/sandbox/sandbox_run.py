@@ -5,8 +5,8 @@ from __future__ import annotations
 import marshal
 import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 
 import torch
 
@@ -22,6 +22,9 @@ from .sandboxed_processor import SandboxedProcessor, read_faults
 class SandboxRow:
     """A sequence whose processor runs in a sandbox.
 
+    Args:
+        handles: numbers that no other sequence has.
+
     Attributes:
         sequence: what the engine says of it.
         handle: its number in the sandbox.
@@ -29,14 +32,23 @@ class SandboxRow:
         num_known: how many of its output tokens that one knows.
     """
 
-    def __init__(self, sequence: HostedSequence, handle: int) -> None:
+    def __init__(self, sequence: HostedSequence, handles: Iterator[int]) -> None:
         self.sequence = sequence
-        self.handle = handle
+        self._handles = handles
+        self.handle = next(handles)
         self.sandbox: Sandbox | None = None
         self.num_known = 0
 
     def sync(self) -> None:
         """See `HostedRow.sync`: the tokens travel with the next call."""
+
+    def fork(self, output_token_ids: list[int]) -> SandboxRow:
+        """See `HostedRow.fork`. Raises nothing: what cannot be copied is told with the other sequence's next call."""
+        twin = SandboxRow(replace(self.sequence, output_token_ids=output_token_ids), self._handles)
+        twin.sandbox, twin.num_known = self.sandbox, self.num_known
+        if self.sandbox is not None and self.sandbox.alive:
+            self.sandbox.tell(Kind.FORK, marshal.dumps((self.handle, twin.handle)))
+        return twin
 
     def close(self) -> None:
         """See `HostedRow.close`."""

@@ -69,7 +69,7 @@ def read_faults(body: bytes, processor: SandboxedProcessor, num_rows: int) -> di
     faults: dict[int, ProcessorFault] = {}
     for each in told:
         match each:
-            case [[*rows], "exception" | "bad_result" as kind, str(message), str(traceback)] if all(
+            case [[*rows], "exception" | "bad_result" | "uncopyable" as kind, str(message), str(traceback)] if all(
                 type(row) is int and 0 <= row < num_rows for row in rows
             ):
                 fault = processor.told_fault(kind, scrub(message)[:LONGEST_TEXT], scrub(traceback)[-LONGEST_TEXT:])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import marshal
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import orjson
 import torch
@@ -20,7 +20,7 @@ from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.loading import instantiate, load_class
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.author_code import edit
+from logitship.sampler.author_code import duplicate, edit
 from logitship.sampler.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -28,6 +28,8 @@ from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from .row_retry import RowRetry
 
 _LONGEST_NAME = 200
+
+_Faults: TypeAlias = dict[int, ProcessorFault]
 
 
 @dataclass
@@ -52,6 +54,18 @@ class Member:
             self.output_ids.extend(tokens)
             self.view.output_ids = self.output_ids  # it may have been replaced or deleted
 
+    def fork(self, name: str, model: ModelView) -> Member:
+        """A copy for a sequence that goes on by itself.
+
+        Args:
+            name: of the processor.
+
+        Raises:
+            ProcessorFault: something cannot be copied.
+        """
+        shared = (model.tokenizer, getattr(self.view, "sampling_params", None))
+        return Member(*duplicate((self.params, self.view, self.output_ids), shared, name=name))
+
 
 class Worker:
     """One processor, and the sequences that carry it.
@@ -70,7 +84,8 @@ class Worker:
         self._processor: CustomLogitProcessor | None = None
         self._name = ""
         self._retry = RowRetry(self._call)
-        self._failed: list[Member] = []
+        self._uncopied: dict[int, ProcessorFault] = {}
+        self._failed: list[int] = []
 
     def handle(self, kind: int, body: bytes) -> tuple[Answer, bytes] | None:
         """Do what a message says. The answer, if it has one."""
@@ -80,8 +95,10 @@ class Worker:
             return self._try_again()
         if kind == Kind.ATTACH:
             self._attach(*marshal.loads(body))
+        elif kind == Kind.FORK:
+            self._fork(*marshal.loads(body))
         elif kind == Kind.DETACH:
-            self._members.pop(marshal.loads(body), None)
+            self._detach(marshal.loads(body))
         elif kind == Kind.LOAD:
             return self._load(*marshal.loads(body))
         return None
@@ -110,20 +127,58 @@ class Worker:
         )
         self._members[handle] = Member({**params, "__req__": view}, view, view.output_ids)
 
+    def _fork(self, source: int, target: int) -> None:
+        if source in self._uncopied:
+            self._uncopied[target] = self._uncopied[source]
+            return
+        try:
+            self._members[target] = self._members[source].fork(self._name, self._model)
+        except ProcessorFault as fault:
+            self._uncopied[target] = fault.with_traceback(None)
+
+    def _detach(self, handle: int) -> None:
+        self._members.pop(handle, None)
+        self._uncopied.pop(handle, None)
+
     def _step(self, body: bytes) -> tuple[Answer, bytes]:
         rows: list[tuple[int, list[int]]] = marshal.loads(body)
-        members = [self._members[handle] for handle, _ in rows]
-        for (_, new_tokens), member in zip(rows, members, strict=True):
-            member.extend(new_tokens)
-        faults = self._retry.attempt(self._logits[: len(members)], members)
+        for handle, new_tokens in rows:
+            if handle not in self._uncopied:
+                self._members[handle].extend(new_tokens)
+        handles = [handle for handle, _ in rows]
+        faults = self._edit(self._retry.attempt, handles)
         if faults is None:
-            self._failed = members
+            self._failed = handles
             return Answer.AGAIN, b""
         return _told(faults)
 
     def _try_again(self) -> tuple[Answer, bytes]:
-        members, self._failed = self._failed, []
-        return _told(self._retry.retry(self._logits[: len(members)], members))
+        handles, self._failed = self._failed, []
+        faults = self._edit(self._retry.retry, handles)
+        assert faults is not None
+        return _told(faults)
+
+    def _edit(
+        self, attempt: Callable[[torch.Tensor, Sequence[Member]], _Faults | None], handles: Sequence[int]
+    ) -> _Faults | None:
+        """Call the processor on the rows of the sequences that have a state; of the others, give the faults.
+
+        Returns:
+            What `attempt` does, by the rows of the call.
+        """
+        uncopied = {row: self._uncopied[handle] for row, handle in enumerate(handles) if handle in self._uncopied}
+        members = [self._members[handle] for handle in handles if handle not in self._uncopied]
+        if not uncopied:
+            return attempt(self._logits[: len(members)], members)
+        if not members:
+            return uncopied
+        places = [row for row in range(len(handles)) if row not in uncopied]
+        logits = self._logits[places]
+        faults = attempt(logits, members)
+        if faults is None:
+            return None
+        self._logits[places] = logits
+        return uncopied | {places[row]: fault for row, fault in faults.items()}
 
     def _call(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> None:
         processor = self._processor

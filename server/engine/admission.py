@@ -6,19 +6,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from logitship.builtin_processors.batch_processors import STR_SPEC_DEC_REJECTS_LOGITSPROCS
 from logitship.client.processor_string import ProcessorString
 from logitship.sampler.plugins import Plugin
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.plain_values import NotPlainError, check_plain
 from logitship.server.errors import BadRequest
 
+from .beam_search import BeamSearch
 from .messages import GenerationRequest, ProcessorRequest
 
 _MAX_PROCESSORS = 64
 """Of one request. Each costs a call a step, while which all other requests wait."""
 _MAX_STOP_STRINGS = 1024
 """Of one request. Each is searched for in every step."""
+_MAX_STOP_TOKENS_OF_BEAMS = 64
+"""Of a beam search. For each, `width` more candidates are looked at in every step."""
 _MAX_DEPTH = 100
 """Of parameters: every sequence has its own copy of them, and Python's recursion is limited."""
 _LEAVES = frozenset({str, int, float, bool, type(None)})
@@ -31,14 +33,14 @@ class Limits:
     Attributes:
         max_model_len: longest prompt and output together, in tokens.
         max_logprobs: most log-probabilities that a request may ask for at each position.
-        speculative: the engine checks several draft tokens in a step.
+        max_num_seqs: most sequences that run together.
         knows_thinking: the operator said how the model writes the start and the end of its thinking.
     """
 
     vocab_size: int
     max_model_len: int
     max_logprobs: int
-    speculative: bool = False
+    max_num_seqs: int
     knows_thinking: bool = False
 
 
@@ -46,12 +48,17 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     """Refuse what cannot run.
 
     Raises:
-        BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n`, `processors` or `processors[i].params`.
+        BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n`, `best_of`, `processors` or
+            `processors[i].params`.
     """
     _check_prompt(request.prompt_token_ids, limits)
     params = request.sampling_params
     if request.n < 1:
         raise BadRequest("must be 1 or greater", param="n")
+    if request.num_sequences < request.n:
+        raise BadRequest(f"must not be smaller than n, which is {request.n}", param="best_of")
+    if request.beam_search is not None:
+        _check_beam_search(request, request.beam_search, limits)
     room = limits.max_model_len - len(request.prompt_token_ids)
     if params.max_tokens is not None and params.max_tokens > room:
         raise BadRequest(
@@ -77,8 +84,6 @@ def check(request: GenerationRequest, limits: Limits) -> None:
             f"holds {len(request.processors)} processors, a request may have {_MAX_PROCESSORS}",
             param="processors",
         )
-    if limits.speculative:
-        _check_speculative(request)
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise BadRequest(f"holds {len(params.stop)} strings, a request may have {_MAX_STOP_STRINGS}", param="stop")
     _check_depth(params.custom_params, "custom_params")
@@ -150,17 +155,38 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
     _check_tokens(prompt, "prompt", limits)
 
 
-def _check_speculative(request: GenerationRequest) -> None:
-    """Refuse, in vLLM's words, what is only known to be right with one row a request."""
-    if request.sampling_params.min_p > 0 or request.sampling_params.logit_bias:
+def _check_beam_search(request: GenerationRequest, search: BeamSearch, limits: Limits) -> None:
+    """Refuse what a search cannot honour, or would cost all other requests too much."""
+    params = request.sampling_params
+    if search.width > limits.max_num_seqs:
         raise BadRequest(
-            "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding.",
-            param="min_p" if request.sampling_params.min_p > 0 else "logit_bias",
+            f"asks for {search.width} beams, this server runs at most {limits.max_num_seqs} sequences together",
+            param="num_beams",
         )
-    if request.sampling_params.thinking_token_budget is not None:
-        raise BadRequest("is not supported with speculative decoding: leave it out", param="thinking_token_budget")
-    if request.processors:
-        raise BadRequest(STR_SPEC_DEC_REJECTS_LOGITSPROCS, param="processors")
+    if request.n > search.width:
+        raise BadRequest(f"must not be greater than num_beams, which is {search.width}", param="n")
+    if request.best_of is not None and request.best_of != request.n:
+        raise BadRequest("does not go with beam search: leave it out", param="best_of")
+    if params.max_tokens == 0:
+        raise BadRequest("must be 1 or greater with beam search", param="max_tokens")
+    drawing = {
+        "temperature": params.temperature != 0,
+        "top_p": params.top_p != 1,
+        "top_k": params.top_k > 0,
+        "min_p": params.min_p > 0,
+    }
+    for name, is_asked in drawing.items():
+        if is_asked:
+            raise BadRequest("has no effect with beam search, which draws nothing at random: leave it out", param=name)
+    if params.logprobs is not None and params.logprobs_mode != "processed_logprobs":
+        raise BadRequest(
+            "must be processed_logprobs with beam search: those are what it adds up", param="logprobs_mode"
+        )
+    if len(params.stop_token_ids) > _MAX_STOP_TOKENS_OF_BEAMS:
+        raise BadRequest(
+            f"holds {len(params.stop_token_ids)} tokens, with beam search at most {_MAX_STOP_TOKENS_OF_BEAMS}",
+            param="stop_token_ids",
+        )
 
 
 def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:

@@ -24,6 +24,7 @@ from logitship.server.errors import BadRequest, Forbidden, QueueFull, ServiceUna
 from logitship.server.tokenizer import Tokenizer
 
 from .admission import Limits, check, check_sandboxed, check_with_plugins
+from .beam_group import BeamGroup
 from .daemon_thread import in_daemon_thread
 from .engine import INTERNAL_ERROR, Engine
 from .engine_thread import EngineThread
@@ -55,6 +56,7 @@ class _ActiveRequest:
     request: GenerationRequest
     stream: GenerationStream
     unfinished: int
+    """Slots that its sequences have or wait for."""
     processors: list[LoadedProcessor] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     cancelled: bool = False
@@ -91,6 +93,7 @@ class AsyncEngine:
             model.vocab_size,
             model.max_model_len,
             config.max_logprobs,
+            config.max_num_seqs,
             knows_thinking=config.reasoning_strings is not None,
         )
         self._random = random.Random(config.random_seed)
@@ -132,10 +135,10 @@ class AsyncEngine:
         self.check(request)
         # At the end: a refusal names the request's own ones by their places.
         request = dataclasses.replace(request, processors=(*request.processors, *self._carried_by_all))
-        stream = GenerationStream(request.n, lambda: self._cancel(active))
-        active = _ActiveRequest(request, stream, request.n)
+        stream = GenerationStream(request.num_sequences, lambda: self._cancel(active))
+        active = _ActiveRequest(request, stream, request.num_slots)
         self._reserve(active)
-        processors = await self._loaded(active) if request.processors else [[] for _ in range(request.n)]
+        processors = await self._loaded(active) if request.processors else [[] for _ in range(request.num_started)]
         active.sequences += [self._sequence(active, index, uses) for index, uses in enumerate(processors)]
         self._thread.add(active.sequences)
         if active.cancelled:
@@ -190,7 +193,9 @@ class AsyncEngine:
 
     def _cancel(self, active: _ActiveRequest) -> None:
         """Cancel this very request: by now, another may run under its id."""
-        self._thread.abort(lambda sequence: sequence in active.sequences)
+        self._thread.abort(
+            lambda sequence: (sequence if sequence.beams is None else sequence.beams.lead) in active.sequences
+        )
 
     async def flush_cache(self) -> bool:
         """Drop what is cached between requests. False, and nothing happens, while requests run or wait."""
@@ -246,7 +251,7 @@ class AsyncEngine:
             if _key(active.request) in self._active:
                 raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
             queued = sum(other.unfinished for other in self._active.values()) - self.config.max_num_seqs
-            if queued + active.request.n > self.config.max_queued_requests:
+            if queued + active.unfinished > self.config.max_queued_requests:
                 raise QueueFull(f"the queue is full: {self.config.max_queued_requests} requests wait, try again later")
             self._active[_key(active.request)] = active
 
@@ -274,7 +279,7 @@ class AsyncEngine:
     def _load_processors(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
         """Of each sequence, its uses of the request's processors, in order."""
         request = active.request
-        uses: list[list[ProcessorUse]] = [[] for _ in range(request.n)]
+        uses: list[list[ProcessorUse]] = [[] for _ in range(request.num_started)]
         prepared: dict[tuple[int, int], Any] = {}
         for place, wanted in enumerate(request.processors):
             with _load_errors_refused(param=f"processors[{place}]"):
@@ -292,14 +297,15 @@ class AsyncEngine:
         """
         request = active.request
         if isinstance(wanted, CallableRequest):
-            return [ProcessorUse(self._library.callables.make(wanted), {}, request.rid) for _ in range(request.n)]
+            made = [self._library.callables.make(wanted) for _ in range(request.num_started)]
+            return [ProcessorUse(callable_, {}, request.rid) for callable_ in made]
         processor = self._library.acquire(wanted.string, request.tenant)
         active.processors.append(processor)
         key = id(processor), id(wanted.params)
         if key not in prepared:
             prepared[key] = self._library.prepare(processor, wanted.params, own=wanted.own)
         params = dict(wanted.params or {})
-        return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.n)]
+        return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.num_started)]
 
     def _sequence(self, active: _ActiveRequest, index: int, uses: list[ProcessorUse]) -> Sequence:
         request = active.request
@@ -311,14 +317,15 @@ class AsyncEngine:
                 self._touched.append(active)
             active.undelivered.append(chunk)
 
-        return Sequence(
+        sequence = Sequence(
             rid=request.rid,
             index=index,
             names=_names(request, index),
             prompt_token_ids=request.prompt_token_ids,
             sampling_params=dataclasses.replace(
                 params,
-                seed=self._seed(params, index),
+                seed=continuation_seed(self._seed_of(params), index),
+                logprobs=0 if request.ranks and params.logprobs is None else params.logprobs,
                 eos_token_ids=self.model.eos_token_ids,
                 processors=tuple(uses),
             ),
@@ -327,10 +334,14 @@ class AsyncEngine:
             sink=sink,
             tenant=request.tenant,
         )
+        if request.beam_search is None:
+            return sequence
+        return BeamGroup(
+            request.beam_search, sequence, request.n, self.model.vocab_size, shown_logprobs=params.logprobs, sink=sink
+        ).lead
 
-    def _seed(self, params: SamplingParams, index: int) -> int:
-        seed = self._random.getrandbits(64) if params.seed is None else params.seed
-        return (seed + index * _SEED_STEP) % _SEEDS
+    def _seed_of(self, params: SamplingParams) -> int:
+        return self._random.getrandbits(64) if params.seed is None else params.seed
 
     def _hand_over(self) -> None:
         """After each step, on the engine's thread: one wake-up a stream, not one a chunk."""
@@ -342,8 +353,8 @@ class AsyncEngine:
     def sequence_finished(self, sequence: Sequence) -> None:
         """Called by the engine, on its thread."""
         with self._lock:
-            active = self._active[(sequence.tenant, sequence.rid)]
-            active.unfinished -= 1
+            active = self._active[sequence.request_key]
+            active.unfinished -= sequence.num_slots
             last = active.unfinished == 0
         if last:
             self._forget(active)
@@ -371,9 +382,21 @@ class AsyncEngine:
                         prompt_tokens=prompt_tokens,
                         completion_tokens=0,
                     )
-                    for index in range(active.request.n)
+                    for index in range(active.request.num_sequences)
                 ]
             )
+
+
+def continuation_seed(seed: int, index: int) -> int:
+    """The seed of a request's continuation `index`, however many it has: that of the first is the request's own.
+
+    Args:
+        seed: the request's.
+
+    Returns:
+        From 0 to 2^64 - 1.
+    """
+    return (seed + index * _SEED_STEP) % _SEEDS
 
 
 def _key(request: GenerationRequest) -> tuple[str, str]:
@@ -383,7 +406,7 @@ def _key(request: GenerationRequest) -> tuple[str, str]:
 def _names(request: GenerationRequest, index: int) -> frozenset[str]:
     """The ids by which a client may cancel a continuation: its request's, its batch's, and of several its own."""
     names = {request.rid, request.batch_rid or request.rid}
-    return frozenset(names | {f"{request.rid}_{index}"} if request.n > 1 else names)
+    return frozenset(names | {f"{request.rid}_{index}"} if request.num_started > 1 else names)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Attention over the slot cache, as an attention function of transformers.
 
-A forward pass is one packed row of tokens: first one token of each decoding sequence, then the prompt chunks, one
-after the other. The model's own code computes everything that is done token by token; only here do the sequences
-differ. The function stores the new keys and values in the slots and attends to views of them.
+A forward pass is one packed row of tokens: first those of each decoding sequence (its last token, and what is drafted
+behind it), then the prompt chunks, one after the other. The model's own code computes everything that is done token by
+token; only here do the sequences differ. The function stores the new keys and values in the slots and attends to views
+of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ATTENTION_NAME = "logitship_slots"
 # Measured on a CPU: a call costs about what 500 cache positions of one layer cost.
 _CALL_COST = 500
 
-_NOT_COMPUTED = {
+NOT_COMPUTED = {
     "s_aux": "attention sinks",
     "softcap": "softcapped attention",
     "position_bias": "a position bias",
@@ -48,7 +49,7 @@ class StepLayout:
     """Where the tokens of one forward pass stand, with what all layers share computed once.
 
     Args:
-        decode: segments of length 1, at the beginning of the packed row.
+        decode: segments of few tokens, at the beginning of the packed row.
         prefill: the other segments, in the order in which they follow.
     """
 
@@ -63,44 +64,49 @@ class StepLayout:
         self.positions = torch.tensor([p for s in segments for p in range(s.start, s.end)], device=device)
         self._dtype = dtype
         self._device = device
-        self._masks: dict[tuple[int | None, int | None], torch.Tensor | None] = {}
+        self._masks: dict[tuple[Segment | None, int | None], torch.Tensor | None] = {}
+        self.num_decode = sum(s.length for s in decode)
         if decode:
             self.num_slots = max(s.slot for s in decode) + 1
             self.longest = max(s.end for s in decode)
-            self.decode_slots = self.slots[: len(decode)]
-            self.ends = torch.zeros(self.num_slots, dtype=torch.long, device=device)
-            self.ends[self.decode_slots] = self.positions[: len(decode)] + 1
-            self.slots_are_rows = [s.slot for s in decode] == list(range(len(decode)))
+            self.most_tokens = max(s.length for s in decode)
+            self.decode_slots = self.slots[: self.num_decode]
+            self.places = torch.tensor([place for s in decode for place in range(s.length)], device=device)
+            self.ends = torch.zeros(self.num_slots, self.most_tokens, dtype=torch.long, device=device)
+            self.ends[self.decode_slots, self.places] = self.positions[: self.num_decode] + 1
+            self.slots_are_rows = self.most_tokens == 1 and [s.slot for s in decode] == list(range(len(decode)))
             padded = self.num_slots * self.longest
             self.row_by_row = padded > sum(s.end for s in decode) + _CALL_COST * len(decode)
 
     def decode_mask(self, window: int | None) -> torch.Tensor:
-        """Additive mask of the decoding rows, [slots, 1, 1, longest]. A slot without a row sees position 0 alone."""
+        """Additive mask of the decoding sequences, [slots, 1, most tokens of a sequence, longest].
+
+        Where a slot has no such token, it sees position 0 alone.
+        """
         if (None, window) not in self._masks:
             position = torch.arange(self.longest, device=self._device)
-            ends = self.ends.clamp(min=1)[:, None]
+            ends = self.ends.clamp(min=1)[:, :, None]
             seen = position < ends
             if window is not None:
                 seen &= position >= ends - window
-            self._masks[None, window] = self._additive(seen)[:, None, None, :]
+            self._masks[None, window] = self._additive(seen)[:, None]
         mask = self._masks[None, window]
         assert mask is not None
         return mask
 
-    def prefill_mask(self, index: int, window: int | None) -> torch.Tensor | None:
-        """Additive mask of one prompt chunk, [length, end]; None where the plain causal mask is meant."""
-        if (index, window) not in self._masks:
-            segment = self.prefill[index]
+    def segment_mask(self, segment: Segment, window: int | None) -> torch.Tensor | None:
+        """Additive mask of one segment, [length, end]; None where the plain causal mask is meant."""
+        if (segment, window) not in self._masks:
             if segment.start == 0 and (window is None or window >= segment.end):
-                self._masks[index, window] = None
+                self._masks[segment, window] = None
             else:
                 query = torch.arange(segment.start, segment.end, device=self._device)[:, None]
                 key = torch.arange(segment.end, device=self._device)
                 seen = key <= query
                 if window is not None:
                     seen &= key > query - window
-                self._masks[index, window] = self._additive(seen)
-        return self._masks[index, window]
+                self._masks[segment, window] = self._additive(seen)
+        return self._masks[segment, window]
 
     def _additive(self, seen: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
@@ -132,7 +138,7 @@ def slot_attention(
     Raises:
         NotImplementedError: the layer asks for something that this function does not compute.
     """
-    for name, meaning in _NOT_COMPUTED.items():
+    for name, meaning in NOT_COMPUTED.items():
         if others.get(name) is not None:
             raise NotImplementedError(f"{meaning} ({name})")
     index = module.layer_idx
@@ -142,24 +148,45 @@ def slot_attention(
     values[step.slots, :, step.positions] = value[0].transpose(0, 1)
 
     outputs = []
-    first = len(step.decode)
-    if first:
+    one_by_one = step.prefill
+    first = 0
+    if step.decode and step.row_by_row:
+        one_by_one = [*step.decode, *step.prefill]
+    elif step.decode:
+        first = step.num_decode
         outputs.append(_attend_decode(query[0, :, :first].transpose(0, 1), keys, values, step, scaling, sliding_window))
-    for number, segment in enumerate(step.prefill):
+    for segment in one_by_one:
         last = first + segment.length
-        mask = step.prefill_mask(number, sliding_window)
-        output = scaled_dot_product_attention(
-            query[:, :, first:last],
-            keys[segment.slot : segment.slot + 1, :, : segment.end],
-            values[segment.slot : segment.slot + 1, :, : segment.end],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        outputs.append(output[0].transpose(0, 1))
+        outputs.append(_attend_segment(query[:, :, first:last], keys, values, step, segment, scaling, sliding_window))
         first = last
     return torch.cat(outputs).unsqueeze(0) if len(outputs) > 1 else outputs[0].unsqueeze(0), None
+
+
+def _attend_segment(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: StepLayout,
+    segment: Segment,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """[1, heads, length, head size] in, [length, heads, head size] out."""
+    if segment.length == 1:  # it sees all, or the window: no mask
+        begin, mask, is_causal = 0 if window is None else max(0, segment.end - window), None, False
+    else:
+        begin, mask = 0, step.segment_mask(segment, window)
+        is_causal = mask is None
+    output = scaled_dot_product_attention(
+        query,
+        keys[segment.slot, None, :, begin : segment.end],
+        values[segment.slot, None, :, begin : segment.end],
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return output[0].transpose(0, 1)
 
 
 def _attend_decode(
@@ -170,44 +197,32 @@ def _attend_decode(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """[rows, heads, head size] in, the same out."""
-    if step.row_by_row:
-        rows = []
-        for row, segment in enumerate(step.decode):
-            begin = 0 if window is None else max(0, segment.end - window)
-            span = slice(begin, segment.end)
-            rows.append(
-                scaled_dot_product_attention(
-                    query[row, None, :, None],
-                    keys[segment.slot, None, :, span],
-                    values[segment.slot, None, :, span],
-                    scale=scaling,
-                    enable_gqa=True,
-                )
-            )
-        return torch.cat(rows).squeeze(2)
-    # A free slot among those in use gets a query of zeros: cheaper than copying keys to close the gap.
-    if not step.slots_are_rows:
-        spread = query.new_zeros(step.num_slots, *query.shape[1:])
-        spread[step.decode_slots] = query
+    """All decoding sequences at once: [tokens, heads, head size] in, the same out."""
+    # A free slot among those in use, and a sequence with fewer tokens than another, get queries of zeros: cheaper than
+    # copying keys to close the gap.
+    if step.slots_are_rows:
+        query = query[:, None]
+    else:
+        spread = query.new_zeros(step.num_slots, step.most_tokens, *query.shape[1:])
+        spread[step.decode_slots, step.places] = query
         query = spread
     output = scaled_dot_product_attention(
-        query[:, :, None],
+        query.transpose(1, 2),
         keys[: step.num_slots, :, : step.longest],
         values[: step.num_slots, :, : step.longest],
         attn_mask=step.decode_mask(window),
         scale=scaling,
         enable_gqa=True,
-    ).squeeze(2)
-    return output if step.slots_are_rows else output[step.decode_slots]
+    ).transpose(1, 2)
+    return output[:, 0] if step.slots_are_rows else output[step.decode_slots, step.places]
 
 
 def register() -> None:
     """Make the function known to transformers under `ATTENTION_NAME`."""
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def no_mask(*args: Any, **kwargs: Any) -> None:
     """Transformers asks for a mask for the whole packed row; `StepLayout` makes its own."""
     return None

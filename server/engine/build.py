@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
-from logitship.builtin_processors.batch_processors import make_logits_processors
+from logitship.builtin_processors.batch_processors import check_mode, make_logits_processors
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import Registry, installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
@@ -32,6 +32,7 @@ from logitship.server.vllm_names import enable_vllm_names
 from .async_engine import AsyncEngine
 from .callable_library import CallableLibrary
 from .capacity import max_model_len
+from .deterministic_check import check_determinism
 from .engine import Engine
 from .info import ModelInfo
 from .model_loader import LoadedModel, load_model
@@ -40,6 +41,8 @@ from .processor_library import ProcessorLibrary
 from .reasoning_markers import resolve_reasoning_config
 from .registered_processors import RegisteredProcessors
 from .scheduler import Scheduler
+from .speculation import NGramSpeculation
+from .step_cost import measure_step_cost
 from .trees import carried_by_all, load_trees
 
 logger = logging.getLogger(__name__)
@@ -83,12 +86,12 @@ def _built(
         plugins,
         carried_by_all(config),
     )
-    runner = ModelRunner(loaded.model, config.max_num_seqs, async_engine.model.max_model_len)
+    runner = _model_runner(config, loaded, async_engine.model.max_model_len)
     async_engine.start(
         Engine(
             runner,
             _sampler(_vllm_config(config, async_engine.model, loaded), loaded, plugins),
-            Scheduler(runner.cache, config.chunked_prefill_size),
+            Scheduler(runner.cache, config.chunked_prefill_size, _speculation(config, runner)),
             PersistentBatch(config.max_num_seqs),
             on_finished=async_engine.sequence_finished,
         ),
@@ -97,13 +100,30 @@ def _built(
     return async_engine
 
 
+def _model_runner(config: ServerConfig, loaded: LoadedModel, max_len: int) -> ModelRunner:
+    deterministic = config.enable_deterministic_inference
+    runner = ModelRunner(loaded.model, config.max_num_seqs, max_len, deterministic=deterministic)
+    if deterministic:
+        check_determinism(runner)
+    return runner
+
+
 def _load_plugins(config: ServerConfig) -> list[Plugin]:
     # First: an operator who misspelt a name should not wait for the model to learn of it.
     enable_vllm_names()
     try:
-        return load_plugins(config.logits_processors)
-    except PluginLoadError as error:
+        plugins = load_plugins(config.logits_processors)
+        check_mode(plugins, pooling=False, speculative=config.speculative_algorithm is not None)
+    except (PluginLoadError, ValueError) as error:
         raise StartError(str(error)) from error
+    return plugins
+
+
+def _speculation(config: ServerConfig, runner: ModelRunner) -> NGramSpeculation | None:
+    if config.speculative_algorithm is None:
+        return None
+    most_tokens = config.max_num_seqs * (1 + config.speculative_num_draft_tokens)
+    return NGramSpeculation(config.speculative_num_draft_tokens, measure_step_cost(runner, most_tokens))
 
 
 def _registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Registry:
@@ -204,6 +224,7 @@ def _vllm_config(config: ServerConfig, model: ModelInfo, loaded: LoadedModel) ->
         logprobs_mode=config.logprobs_mode,
         logits_processors=config.logits_processors,
         reasoning_config=_reasoning_config(config, loaded),
+        num_speculative_tokens=config.speculative_num_draft_tokens if config.speculative_algorithm else None,
     )
 
 

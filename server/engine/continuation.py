@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from logitship.client.records import Receipt
 
-from .messages import FinishReason, GenerationChunk, TokenLogprobs
+from .messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
 
 
 @dataclass
@@ -29,6 +29,22 @@ class Continuation:
     cached_tokens: int = 0
     completion_tokens: int = 0
     receipts: tuple[Receipt, ...] = ()
+    cumulative_logprob: float | None = None
+    beam_score: float | None = None
+
+    @property
+    def is_absent(self) -> bool:
+        """A search found no sequence to stand here, see `ABSENT`."""
+        return self.finish_reason is ABSENT
+
+    def copy(self) -> Continuation:
+        """The same so far, to be added to by itself."""
+        return replace(
+            self,
+            token_ids=self.token_ids.copy(),
+            logprobs=self.logprobs.copy(),
+            prompt_logprobs=self.prompt_logprobs.copy(),
+        )
 
     def add(self, chunk: GenerationChunk) -> None:
         """Append what the engine gave."""
@@ -41,3 +57,5 @@ class Continuation:
         self.cached_tokens = chunk.cached_tokens
         self.completion_tokens = chunk.completion_tokens
         self.receipts = chunk.receipts
+        self.cumulative_logprob = chunk.cumulative_logprob
+        self.beam_score = chunk.beam_score

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from logitship.server.tokenizer import Tokenizer
@@ -63,6 +64,12 @@ class IncrementalDetokenizer:
         piece = certain[self._given :]
         self._given = max(self._given, len(certain))
         return piece
+
+    def fork(self) -> IncrementalDetokenizer:
+        """The same so far, to go on by itself."""
+        twin = copy.copy(self)
+        twin._ids = self._ids.copy()
+        return twin
 
     def flush(self) -> str:
         """What is left at the end, with U+FFFD for bytes that never became a character."""

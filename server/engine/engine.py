@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from logitship.client.errors import ProcessorFault
+from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.guarded_processor import BatchProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.persistent_batch import PersistentBatch
 from logitship.sampler.row_order import adjacent_swaps, group_key
-from logitship.sampler.sampler import NonFiniteLogitsError, Sampler, SamplerOutput
+from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 
+from .beam_group import BeamGroup
+from .forward_pass import StepLogits, forward, prompt_logprob_offsets
 from .messages import FinishReason, RequestError, TokenLogprobs
-from .model_runner import Chunk, ModelRunner
-from .scheduler import Plan, ScheduledChunk, Scheduler
+from .model_runner import ModelRunner
+from .scheduler import Plan, Scheduler
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,8 @@ class Engine:
     Not safe to use from several threads: `EngineThread` owns it.
 
     Args:
-        on_finished: told of each sequence that ended, whatever the reason, after its last chunk.
+        on_finished: told of each sequence that ended, whatever the reason, after its last chunk; of the beams of a
+            search, of the first alone, when the search has ended.
     """
 
     def __init__(
@@ -80,11 +83,11 @@ class Engine:
             self._join_batch(plan)
             self._keep_groups_adjacent()
             self._sampler.update_state(self._batch.commit())
-            logits = self._forward(plan)
-            drawn = self._sampler.sample(logits[: len(self._batch)])
-            self._take_prompt_logprobs(plan, logits[len(self._batch) :])
+            logits = forward(self._runner, plan, self._batch.members)
+            self._take_prompt_logprobs(plan, logits.prompt)
             self._advance(plan)
-            self._deliver(drawn)
+            self._scheduler.share_prompts()  # before a sequence may end, and its slot with it
+            self._draw(plan, logits)
             self._end_without_draw(plan)
         except Exception:  # whatever a step raises, the engine goes on
             logger.exception("a step failed: its requests end with an error")
@@ -93,9 +96,9 @@ class Engine:
         return True
 
     def _join_batch(self, plan: Plan) -> None:
-        """A sequence takes a row of the batch in the step that draws its first token."""
-        for chunk in plan.prefill:
-            if chunk.draws:
+        """A sequence takes a row of the batch in the step that draws its first token; a new beam, in its first step."""
+        for chunk in plan.chunks:
+            if chunk.draws and chunk.sequence not in self._batch:
                 self._batch.add(chunk.sequence)
 
     def _keep_groups_adjacent(self) -> None:
@@ -108,23 +111,30 @@ class Engine:
             for row_1, row_2 in adjacent_swaps(keys):
                 self._batch.swap(row_1, row_2)
 
-    def _forward(self, plan: Plan) -> torch.Tensor:
-        """Logits of the batch's rows, in row order, then those that prompt log-probabilities ask for."""
-        last_token: dict[int, int] = {}
-        prompt_tokens: list[int] = []
-        position = 0
-        for chunk in plan.chunks:
-            prompt_tokens += [position + offset for offset in _prompt_logprob_offsets(chunk)]
-            position += len(chunk.token_ids)
-            last_token[id(chunk.sequence)] = position - 1
-        rows = [last_token[id(sequence)] for sequence in self._batch.members]
-        return self._runner.forward(_chunks(plan.decode), _chunks(plan.prefill), rows + prompt_tokens)
+    def _draw(self, plan: Plan, logits: StepLogits) -> None:
+        """Draw each row's next token, and those after it for as long as they are what was drafted."""
+        members = self._batch.members
+        rows = self._deliver(members, range(len(members)), self._sampler.sample(logits.rows))
+        drafts = {chunk.sequence: chunk.drafts for chunk in plan.decode}
+        for depth, of_drafts in enumerate(logits.drafts):
+            rows = [
+                row
+                for row in rows
+                if len(drafts.get(members[row], ())) > depth
+                and drafts[members[row]][depth] == members[row].output_token_ids[-1]
+            ]
+            if not rows:
+                return
+            for row in rows:
+                members[row].num_computed += 1
+            self._sampler.update_state(None)
+            rows = self._deliver(members, rows, self._sampler.sample(of_drafts.of(rows), rows))
 
     def _take_prompt_logprobs(self, plan: Plan, logits: torch.Tensor) -> None:
         first = 0
         for chunk in plan.prefill:
             sequence = chunk.sequence
-            offsets = _prompt_logprob_offsets(chunk)
+            offsets = prompt_logprob_offsets(chunk)
             top = sequence.sampling_params.prompt_logprobs
             if top is None:
                 continue
@@ -139,17 +149,55 @@ class Engine:
         for chunk in plan.chunks:
             chunk.sequence.num_computed += len(chunk.token_ids)
 
-    def _deliver(self, drawn: SamplerOutput) -> None:
-        """Give each row its token; those that end leave the batch."""
+    def _deliver(self, members: list[Sequence], rows: Iterable[int], drawn: SamplerOutput) -> list[int]:
+        """Give each of the rows its token; those that end leave the batch.
+
+        Returns:
+            The rows that go on.
+        """
         faults = dict(drawn.faults)
-        for row, sequence in enumerate(self._batch.members):
-            if row in faults:
-                self._end_with_fault(sequence, faults[row])
+        going_on = []
+        searching: dict[BeamGroup, dict[Sequence, RowLogprobs | LogitshipError]] = {}
+        for place, row in enumerate(rows):
+            sequence = members[row]
+            if sequence.beams is not None:
+                result = faults.get(place) or drawn.logprobs[place]
+                assert result is not None
+                searching.setdefault(sequence.beams, {})[sequence] = result
                 continue
-            record = drawn.logprobs[row]
-            sequence.append(drawn.token_ids[row], _public(record) if record else None)
-            if sequence.finish_reason is not None:
+            if place in faults:
+                self._end_with_fault(sequence, faults[place])
+                continue
+            record = drawn.logprobs[place]
+            sequence.append(drawn.token_ids[place], _public(record) if record else None)
+            if sequence.finish_reason is None:
+                going_on.append(row)
+            else:
                 self._leave(sequence)
+        for beams, results in searching.items():
+            self._search(beams, results)
+        return going_on
+
+    def _search(self, beams: BeamGroup, results: Mapping[Sequence, RowLogprobs | LogitshipError]) -> None:
+        """Let the beams of a request go on, branch off or be given up. One that no token is left to is given up."""
+        faults = {sequence: fault for sequence, fault in results.items() if isinstance(fault, LogitshipError)}
+        for sequence, fault in faults.items():
+            if not isinstance(fault, NoTokenLeftError):
+                self._end_with_fault(sequence, fault)
+                return
+        try:
+            step = beams.advance({one: result for one, result in results.items() if isinstance(result, RowLogprobs)})
+        except ProcessorFault as fault:
+            self._end_with_fault(beams.lead, fault)
+            return
+        for sequence in step.given_up:
+            self._retire(sequence)
+        for source, sequence in step.branched:
+            self._scheduler.branch(source, sequence)
+        if beams.has_answer and beams.is_final:
+            self._end_beams(beams)
+        elif beams.is_final:
+            self._end_with_fault(beams.lead, next(iter(faults.values())))
 
     def _end_without_draw(self, plan: Plan) -> None:
         """End the sequences that are done with their prompt and want nothing more."""
@@ -172,41 +220,42 @@ class Engine:
     def _end_all_running(self) -> None:
         self._batch.clear()
         for sequence in list(self._scheduler.running):
-            self._wipe(sequence)
-            self._end(sequence, FinishReason("abort", error=INTERNAL_ERROR))
+            if sequence.slot is not None:  # it has none if it ended with the other beams of its request
+                self._wipe(sequence)
+                self._end(sequence, FinishReason("abort", error=INTERNAL_ERROR))
 
     def _wipe(self, sequence: Sequence) -> None:
         """Where the logits are not finite, the sequence's keys and values may not be either."""
         assert sequence.slot is not None
-        self._runner.cache.wipe(sequence.slot, sequence.num_computed + self._scheduler.chunked_prefill_size)
+        self._runner.cache.wipe(sequence.slot, sequence.num_computed + self._scheduler.most_tokens)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.beams is not None:
+            self._end_beams(sequence.beams, reason)
+            return
         sequence.finish(reason)
         self._leave(sequence)
 
+    def _end_beams(self, beams: BeamGroup, reason: FinishReason | None = None) -> None:
+        """End a search, with its answer or for another reason. Harmless where it has ended."""
+        if beams.is_over:
+            return
+        for sequence in self._scheduler.matching(lambda sequence: sequence.beams is beams):
+            self._retire(sequence)
+        self._scheduler.free_slots(beams)
+        beams.finish(reason)
+        self._on_finished(beams.lead)
+
     def _leave(self, sequence: Sequence) -> None:
-        if sequence in self._batch:
-            self._batch.remove(sequence)
-        self._scheduler.remove(sequence)
+        self._retire(sequence)
         self._on_finished(sequence)
 
-
-def _chunks(scheduled: list[ScheduledChunk]) -> list[Chunk]:
-    chunks = []
-    for chunk in scheduled:
-        assert chunk.sequence.slot is not None
-        chunks.append(Chunk(chunk.sequence.slot, chunk.sequence.num_computed, chunk.token_ids))
-    return chunks
-
-
-def _prompt_logprob_offsets(chunk: ScheduledChunk) -> range:
-    """Which tokens of a chunk are followed by a prompt token whose log-probability is wanted."""
-    sequence = chunk.sequence
-    if sequence.sampling_params.prompt_logprobs is None or not sequence.prefilling:
-        return range(0)
-    begin = max(0, sequence.sampling_params.prompt_logprobs_start - 1 - sequence.num_computed)
-    end = min(len(chunk.token_ids), sequence.num_prompt - 1 - sequence.num_computed)
-    return range(begin, end)
+    def _retire(self, sequence: Sequence) -> None:
+        if sequence in self._batch:
+            self._batch.remove(sequence)
+        for use in sequence.sampling_params.processors:
+            use.drop_fork()
+        self._scheduler.remove(sequence)
 
 
 def _public(record: RowLogprobs) -> TokenLogprobs:

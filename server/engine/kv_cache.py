@@ -5,7 +5,7 @@ Assumptions:
 * Positions are written in order, and nothing at or beyond a sequence's length is attended to.
 
 Guarantees:
-* Storage never moves and is never copied: attention reads a view of it.
+* Storage never moves: attention reads a view of it.
 * `allocate` gives the lowest free slot, so that the slots in use stay close together.
 * What stands beyond a sequence's length is finite: zeros, or what an earlier sequence left. (Attention multiplies it
   by a weight of zero, which would turn a NaN into a NaN.)
@@ -64,6 +64,11 @@ class SlotCache:
     def free(self, slot: int) -> None:
         """Give a slot back."""
         heapq.heappush(self._free, slot)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy a slot's first positions to another slot: tokens that both sequences begin with."""
+        for layer in (*self.keys, *self.values):
+            layer[target, :, :length].copy_(layer[source, :, :length])
 
     def wipe(self, slot: int, length: int) -> None:
         """Zero a slot's first positions. Needed when its sequence may have left something that is not finite."""

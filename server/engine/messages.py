@@ -10,6 +10,8 @@ from logitship.client.processor_string import ProcessorString
 from logitship.client.records import Receipt
 from logitship.sampler.sampling_params import SamplingParams
 
+from .beam_search import BeamSearch
+
 
 @dataclass(frozen=True)
 class ProcessorRequest:
@@ -46,7 +48,7 @@ CarriedProcessor: TypeAlias = ProcessorRequest | CallableRequest
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One prompt to continue, `n` times.
+    """One prompt to continue, `num_sequences` times.
 
     The engine admits it or refuses it with a `RequestRefused`; after that it always ends with a `FinishReason`.
     """
@@ -62,7 +64,37 @@ class GenerationRequest:
     processors: tuple[CarriedProcessor, ...] = ()
     """In the order in which they run. The engine loads them at admission and fills `sampling_params.processors`."""
     n: int = 1
-    """Number of independent continuations. The seed of continuation i derives from the request's and i."""
+    """Number of continuations in the answer. They are independent: the seed of each is a `continuation_seed`."""
+    best_of: int | None = None
+    """Number of continuations to make, of which the `n` most likely are answered, see `most_likely`; None: `n`."""
+
+    beam_search: BeamSearch | None = None
+    """Search for the most likely continuations instead of drawing them; `n` of the beams are answered."""
+
+    @property
+    def num_started(self) -> int:
+        """Number of sequences that the engine begins with: of a search, one, from which the other beams branch off."""
+        return self.num_sequences if self.beam_search is None else 1
+
+    @property
+    def num_slots(self) -> int:
+        """Most sequences of it that run at a time."""
+        return self.num_sequences if self.beam_search is None else self.beam_search.width
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of continuations that the engine makes, each with chunks of its own."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks(self) -> bool:
+        """True if there are more than are answered: their tokens have log-probabilities, asked for or not."""
+        return self.num_sequences > self.n
+
+    @property
+    def is_known_at_end(self) -> bool:
+        """True if nothing of the answer is certain before all continuations have ended."""
+        return self.ranks or self.beam_search is not None
 
 
 @dataclass(frozen=True)
@@ -110,14 +142,19 @@ class FinishReason:
     """Why a continuation ended.
 
     Attributes:
-        kind: `stop` (end token, stop token or stop string), `length`, or `abort` (cancelled, or `error` says why).
+        kind: `stop` (end token, stop token or stop string), `length`, `abort` (cancelled, or `error` says why), or
+            `absent`, see `ABSENT`.
         matched: for `stop`: the token id or the string that ended it.
         error: for `abort`: what went wrong; None if somebody cancelled it.
     """
 
-    kind: Literal["stop", "length", "abort"]
+    kind: Literal["stop", "length", "abort", "absent"]
     matched: int | str | None = None
     error: RequestError | None = None
+
+
+ABSENT = FinishReason("absent")
+"""Of a beam search that found fewer sequences than were asked for: this one is left out of the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +162,7 @@ class GenerationChunk:
     """What one continuation gained since its previous chunk. Chunks concatenate to the whole."""
 
     index: int
-    """Which of the `n` continuations."""
+    """Which of the request's continuations."""
     text: str
     """New text. A possible beginning of a stop string is held back until it is decided."""
     token_ids: list[int]
@@ -137,8 +174,12 @@ class GenerationChunk:
     """Set on the last chunk of this continuation, and only there."""
     prompt_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were not computed for this request but found in a cache."""
+    """Prompt tokens whose keys and values were not computed for this continuation but copied from another's."""
     completion_tokens: int
     """Output tokens so far, this chunk's included."""
     receipts: tuple[Receipt, ...] = ()
     """On the last chunk: one a processor that the request carried."""
+    cumulative_logprob: float | None = None
+    """Of a beam search: sum of the log-probabilities of the output's tokens, after all edits of the logits."""
+    beam_score: float | None = None
+    """Of a beam search: what the sequences were compared by, see `BeamSearch.score`."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from logitship.server.errors import StartError
+from logitship.server.errors import UnsupportedModel
 
 from .attention import ATTENTION_NAME, Segment, StepLayout, register
+from .deterministic import make_deterministic
 from .kv_cache import CacheShape, SlotCache
 
 
@@ -23,22 +24,24 @@ class Chunk:
     token_ids: Sequence[int]
 
 
-class UnsupportedModel(StartError):
-    """The model has something that the slot cache cannot serve. The message names it."""
-
-
 class ModelRunner:
     """A transformers model for causal language modelling on top of a `SlotCache`."""
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, max_len: int) -> None:
-        """Prepare a model and allocate its cache.
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_len: int, *, deterministic: bool = False) -> None:
+        """Prepare a model, in place, and allocate its cache.
+
+        Args:
+            deterministic: compute each token as if it were alone, to the last bit.
 
         Raises:
             UnsupportedModel: its layers are not plain attention, or it fails on a first token.
         """
-        register()
         _require_plain_attention(model)
-        model.set_attn_implementation(ATTENTION_NAME)
+        if deterministic:
+            make_deterministic(model)
+        else:
+            register()
+            model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.train(False)
         self.device = model.device
         self.dtype = model.dtype
@@ -50,7 +53,7 @@ class ModelRunner:
         """Compute the next tokens of some sequences.
 
         Args:
-            decode: chunks of one token each.
+            decode: chunks of few tokens: the last one drawn, and what is drafted behind it.
             prefill: prompt chunks.
             keep: which tokens' logits are wanted, in the order wanted; a token's number counts through `decode`, then
                 `prefill`. The hidden states are put in that order before the LM head, which is far cheaper than

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from .beam_group import BeamGroup
 from .kv_cache import SlotCache
+from .prompt_sharing import computing_prompts, share_prompts
 from .sequence import Sequence
+from .speculation import NGramSpeculation
 
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """Tokens of one sequence that the next step computes."""
+    """Tokens of one sequence that the next step computes.
+
+    Attributes:
+        token_ids: the prompt's, or the last one drawn.
+        drafts: tokens that may follow, and are computed with it.
+    """
 
     sequence: Sequence
     token_ids: list[int]
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def draws(self) -> bool:
@@ -25,7 +35,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: a token of each decoding sequence, and some of the prompts that wait to be computed."""
+    """One step: a token of each decoding sequence, with its drafts, and some of the prompts that are to be computed."""
 
     decode: list[ScheduledChunk]
     prefill: list[ScheduledChunk]
@@ -44,15 +54,29 @@ class Scheduler:
 
     Guarantees:
     * A sequence runs from the moment a slot is free until it ends: nothing is preempted.
+    * A beam search gets the slots of all its beams together, or none: two of them never wait for each other.
+    * The continuations of one request have their prompt computed once, see `prompt_sharing`.
     * A step computes at most `chunked_prefill_size` prompt tokens, so that a long prompt delays the running sequences
       by no more than that.
+
+    Args:
+        speculation: what drafts tokens; None: nothing does.
     """
 
-    def __init__(self, cache: SlotCache, chunked_prefill_size: int) -> None:
+    def __init__(
+        self, cache: SlotCache, chunked_prefill_size: int, speculation: NGramSpeculation | None = None
+    ) -> None:
         self._cache = cache
+        self._speculation = speculation
         self.chunked_prefill_size = chunked_prefill_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a sequence in a step."""
+        num_drafts = self._speculation.num_draft_tokens if self._speculation else 0
+        return max(self.chunked_prefill_size, 1 + num_drafts)
 
     def matching(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """The running and waiting sequences that fit."""
@@ -60,25 +84,53 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Give free slots to those who wait, then plan a step."""
-        while self.waiting and self._cache.num_free:
+        while self.waiting and self._cache.num_free >= self.waiting[0].num_slots:
             sequence = self.waiting.popleft()
             sequence.slot = self._cache.allocate()
+            if sequence.beams is not None:
+                sequence.beams.spare_slots = [self._cache.allocate() for _ in range(sequence.num_slots - 1)]
             self.running.append(sequence)
-        decode = [ScheduledChunk(s, s.next_tokens(1)) for s in self.running if not s.prefilling]
+        self.share_prompts()
+        decoding = [sequence for sequence in self.running if not sequence.prefilling]
+        # A beam's next token is not its own to draw.
+        drafting = [sequence for sequence in decoding if sequence.beams is None]
+        drafts = self._speculation.drafts(drafting) if self._speculation else {}
+        decode = [ScheduledChunk(s, s.next_tokens(1), drafts.get(s, [])) for s in decoding]
         prefill = []
         budget = self.chunked_prefill_size
-        for sequence in self.running:
-            if sequence.prefilling and budget:
+        for sequence in computing_prompts(self.running):
+            if budget:
                 chunk = ScheduledChunk(sequence, sequence.next_tokens(budget))
                 budget -= len(chunk.token_ids)
                 prefill.append(chunk)
         return Plan(decode, prefill)
 
+    def share_prompts(self) -> None:
+        """Copy prompts that were computed to the running sequences that wait for them."""
+        share_prompts(self.running, self._cache)
+
+    def branch(self, source: Sequence, sequence: Sequence) -> None:
+        """Let a new beam of a search run: with a slot of its request, and the source's keys and values in it."""
+        assert source.slot is not None
+        assert sequence.beams is not None
+        sequence.slot = heapq.heappop(sequence.beams.spare_slots)
+        self._cache.copy(source.slot, sequence.slot, sequence.num_computed)
+        self.running.append(sequence)
+
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, and free its slot if it has one."""
+        """Take a sequence out, and free its slot if it has one: for all, or for the other beams of its request."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
-        self._cache.free(sequence.slot)
+        if sequence.beams is None:
+            self._cache.free(sequence.slot)
+        else:
+            heapq.heappush(sequence.beams.spare_slots, sequence.slot)
         sequence.slot = None
+
+    def free_slots(self, beams: BeamGroup) -> None:
+        """Free the slots of a search, whose beams have all been removed."""
+        for slot in beams.spare_slots:
+            self._cache.free(slot)
+        beams.spare_slots = []

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.tokenizer import Tokenizer
 
 from .detokenizer import IncrementalDetokenizer, StopMatch, StopStrings
 from .messages import FinishReason, GenerationChunk, TokenLogprobs
+
+if TYPE_CHECKING:
+    from .beam_group import BeamGroup
 
 _CONTEXT_TOKENS = 5
 """How much of the prompt the text of the first output token may depend on."""
@@ -26,8 +31,11 @@ class Sequence:
         tenant: whose request it is.
         slot: its slot of the cache, while it has one.
         num_computed: its tokens whose keys and values are in the cache.
+        num_copied: those of them that another sequence of its request computed.
+        prompt_logprobs: what was asked for of the prompt, as far as it is computed.
         output_token_ids: grows by one a step. Others hold references to it: it is never replaced.
         finish_reason: None while it runs.
+        beams: of a beam search, the group that it belongs to; None of all others.
     """
 
     def __init__(
@@ -51,8 +59,11 @@ class Sequence:
         self.output_token_ids: list[int] = []
         self.slot: int | None = None
         self.num_computed = 0
+        self.num_copied = 0
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.beams: BeamGroup | None = None
+        self._has_emitted = False
         self._max_tokens = max_tokens
         self._sink = sink
         self._detokenizer = IncrementalDetokenizer(
@@ -71,6 +82,21 @@ class Sequence:
         return len(self.prompt_token_ids)
 
     @property
+    def request_key(self) -> tuple[str, str]:
+        """The same for the sequences of one request, which have one prompt."""
+        return self.tenant, self.rid
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that it must get before it can begin."""
+        return 1 if self.beams is None else self.beams.width
+
+    @property
+    def num_missing(self) -> int:
+        """Most tokens that it may still draw."""
+        return self._max_tokens - len(self.output_token_ids)
+
+    @property
     def draws(self) -> bool:
         """False if only the prompt is to be computed, for its log-probabilities."""
         return self._max_tokens > 0
@@ -79,6 +105,16 @@ class Sequence:
     def prefilling(self) -> bool:
         """True until the whole prompt is in the cache."""
         return self.num_computed < self.num_prompt
+
+    @property
+    def needs_prompt(self) -> bool:
+        """True until all of the prompt that can be copied is in the cache: all but its last token."""
+        return self.num_computed < self.num_prompt - 1
+
+    def take_prompt(self, source: Sequence) -> None:
+        """Go on from the prompt of another sequence of the request, whose keys and values were copied."""
+        self.num_computed = self.num_copied = self.num_prompt - 1
+        self.prompt_logprobs = source.prompt_logprobs.copy()
 
     def next_tokens(self, count: int) -> list[int]:
         """The next tokens to compute, at most `count`: of the prompt, then the last one drawn."""
@@ -95,6 +131,27 @@ class Sequence:
             # The last piece may complete a stop string, which then is the better reason.
             self.finish_reason = self.finish_reason or FinishReason("length")
         self._emit(text, [token_id], [logprobs] if logprobs else [])
+
+    def would_end(self, token_id: int) -> bool:
+        """Whether a token would end the sequence, if it were the next one."""
+        length = len(self.output_token_ids) + 1
+        if length >= self._max_tokens or (length >= self.sampling_params.min_tokens and self._is_stop_token(token_id)):
+            return True
+        if not self.sampling_params.stop:
+            return False
+        twin = self.fork(lambda chunk: None)
+        twin.append(token_id, None)
+        return twin.finish_reason is not None
+
+    def fork(self, sink: Sink) -> Sequence:
+        """Another sequence with the same output so far, without a slot."""
+        twin = copy.copy(self)
+        twin.output_token_ids = self.output_token_ids.copy()
+        twin.slot = None
+        twin._sink = sink
+        twin._detokenizer = self._detokenizer.fork()
+        twin._stop_strings = copy.copy(self._stop_strings)
+        return twin
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence from outside."""
@@ -119,8 +176,7 @@ class Sequence:
         return self._past_stop_strings(piece)
 
     def _is_stop_token(self, token_id: int) -> bool:
-        params = self.sampling_params
-        return token_id in params.stop_token_ids or (token_id in params.eos_token_ids and not params.ignore_eos)
+        return self.sampling_params.is_end_token(token_id)
 
     def _past_stop_strings(self, piece: str) -> str:
         found = self._stop_strings.push(piece)
@@ -136,7 +192,8 @@ class Sequence:
 
     def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         finished = self.finish_reason is not None
-        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        prompt_logprobs = [] if self._has_emitted else self.prompt_logprobs.copy()
+        self._has_emitted = True
         self._sink(
             GenerationChunk(
                 index=self.index,
@@ -146,6 +203,7 @@ class Sequence:
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=self.finish_reason,
                 prompt_tokens=self.num_prompt,
+                cached_tokens=self.num_copied,
                 completion_tokens=len(self.output_token_ids),
                 receipts=tuple(use.receipt for use in self.sampling_params.processors) if finished else (),
             )

@@ -108,8 +108,11 @@ async def sampling_params(
     try:
         if RESERVED_KEY in (fields.custom_params or {}):
             raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is the server's own")
+        # What a search does not do, and what it does, are its defaults.
+        searches = fields.beam_search is not None
+        default_mode = "processed_logprobs" if searches else engine.config.logprobs_mode
         return SamplingParams(
-            temperature=fields.temperature,
+            temperature=0 if searches and "temperature" not in fields.model_fields_set else fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
             min_p=fields.min_p,
@@ -122,7 +125,7 @@ async def sampling_params(
             logit_bias=fields.logit_bias,
             allowed_token_ids=None if fields.allowed_token_ids is None else frozenset(fields.allowed_token_ids),
             bad_words_token_ids=await asyncio.to_thread(bad_words_token_ids, engine.tokenizer, fields.bad_words),
-            logprobs_mode=fields.logprobs_mode or engine.config.logprobs_mode,
+            logprobs_mode=fields.logprobs_mode or default_mode,
             skip_special_tokens=fields.skip_special_tokens,
             spaces_between_special_tokens=fields.spaces_between_special_tokens,
             custom_params=fields.custom_params,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Generic
 
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.best_of import most_likely
 from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.messages import GenerationChunk
 
@@ -42,7 +43,7 @@ class OpenAIAnswer(ABC, Generic[Body]):
         """The answer as one object."""
         return {
             **self._head(self.object),
-            "choices": [self.choice(continuation) for continuation in continuations],
+            "choices": [self.choice(continuation) for continuation in self._answered(continuations)],
             "usage": self._usage(continuations),
         }
 
@@ -77,6 +78,15 @@ class OpenAIAnswer(ABC, Generic[Body]):
             fields["receipts"] = [asdict(receipt) for receipt in continuation.receipts]
         return fields
 
+    def _answered(self, continuations: Sequence[Continuation]) -> Sequence[Continuation]:
+        """The continuations that become choices, with their places in the answer."""
+        made, n = self.body.num_continuations, self.body.n
+        if made == n:
+            return continuations
+        of_prompts = (continuations[first : first + made] for first in range(0, len(continuations), made))
+        best = [continuation for of_prompt in of_prompts for continuation in most_likely(of_prompt, n)]
+        return [replace(continuation, index=index) for index, continuation in enumerate(best)]
+
     def _head(self, kind: str) -> dict[str, Any]:
         request = self.request
         return {
@@ -88,8 +98,11 @@ class OpenAIAnswer(ABC, Generic[Body]):
         }
 
     def _usage(self, continuations: Sequence[Continuation]) -> dict[str, Any]:
-        """Token counts. A prompt counts once, however many continuations it has."""
-        of_prompt = {continuation.prompt: continuation for continuation in continuations}.values()
+        """Token counts. A prompt counts once, however many continuations it has: as the first of them saw it.
+
+        What `best_of` leaves out counts too: it was generated.
+        """
+        of_prompt = {continuation.prompt: continuation for continuation in reversed(continuations)}.values()
         prompt = sum(continuation.prompt_tokens for continuation in of_prompt)
         completion = sum(continuation.completion_tokens for continuation in continuations)
         return {

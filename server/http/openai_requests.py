@@ -71,7 +71,7 @@ async def read_completion(
     _check_model(engine, body.model)
     is_batch = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
     given: list[Any] = body.prompt if is_batch and isinstance(body.prompt, list) else [body.prompt]
-    check_batch(engine.config, len(given), "prompt", body.n)
+    check_batch(engine.config, len(given), "prompt", *_sequences_of_a_prompt(body))
     if is_batch:
         check_processor_lists(body, len(given))
     constraint = constraint_of(body)
@@ -111,7 +111,7 @@ async def read_chat(
         RequestRefused: names the field.
     """
     _check_model(engine, body.model)
-    check_batch(engine.config, 1, "messages", body.n)
+    check_batch(engine.config, 1, "messages", *_sequences_of_a_prompt(body))
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     carried = read_processors(engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body))
@@ -160,10 +160,19 @@ def _request_id(body: OpenAIFields, prefix: str) -> str:
     return body.rid or body.request_id or f"{prefix}-{uuid4().hex}"
 
 
+def _sequences_of_a_prompt(body: OpenAIFields) -> tuple[int, str]:
+    """How many there are, and the field that says so."""
+    if (body.num_beams or 1) > body.num_continuations:
+        return body.num_beams or 1, "num_beams"
+    return body.num_continuations, "n" if body.best_of is None else "best_of"
+
+
 def _names(body: OpenAIFields) -> dict[str, str]:
     own = {"rid": "request_id" if body.rid is None else "rid"}
     if body.no_stop_trim:
         own["include_stop_str_in_output"] = "no_stop_trim"
+    if body.num_beams is None:
+        own["num_beams"] = "n"
     return _NAMES | own
 
 
@@ -216,5 +225,7 @@ async def _submission(
         sampling_params=params,
         processors=carried.processors,
         n=body.n,
+        best_of=body.best_of,
+        beam_search=body.beam_search,
     )
     return Submission(request, names)

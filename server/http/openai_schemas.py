@@ -19,7 +19,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "ec_transfer_params": (),
     "extra_key": ("",),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
     "lora_path": (),
     "priority": (0,),
@@ -38,7 +37,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "stream_interval": (1,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "use_beam_search": (False,),
     "watermarking": (False,),
 }
 
@@ -63,6 +61,9 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
 
     model: str | None = None
     """The model's name; may be left out, there is only one."""
+    best_of: Count | None = None
+    """Make this many continuations of each prompt, and return the `n` with the highest log-probability per token, the
+    highest first. Not with `stream`, unless it is `n`."""
     seed: Seed | None = None
     """Same seed, prompt and parameters: same tokens."""
     stream: bool = False
@@ -100,8 +101,19 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
         """Every event holds the token counts so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
+    @property
+    def num_continuations(self) -> int:
+        """How many continuations of each prompt are made."""
+        return self.n if self.best_of is None else self.best_of
+
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
+        if self.num_continuations < self.n:
+            raise FieldError("best_of", f"must not be smaller than n, which is {self.n}")
+        if self.num_continuations > self.n and self.stream:
+            raise FieldError("best_of", "goes without stream: the best are only known at the end")
+        if self.stream and (self.use_beam_search or (self.num_beams or 1) > 1):
+            raise FieldError("stream", "does not go with beam search: nothing is certain before its end")
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "goes with stream: true")
         if self.prompt_logprobs is not None and self.stream:
@@ -139,16 +151,8 @@ class CompletionRequest(OpenAIFields):
     """Return log-probabilities, with this many of the most likely tokens at each position."""
     echo: bool = False
     """Begin the text with the prompt."""
-    best_of: Count | None = None
-    """Only the value of `n` is supported."""
     add_special_tokens: bool = True
     """Begin the prompt with the special tokens that the tokenizer puts there."""
-
-    @model_validator(mode="after")
-    def _check_best_of(self) -> Self:
-        if self.best_of not in (None, self.n):
-            raise FieldError("best_of", "is not supported by this server, except as the value of n")
-        return self
 
 
 def _content(value: Any) -> str:

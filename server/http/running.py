@@ -35,7 +35,7 @@ async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> 
 
     Args:
         engine: the engine.
-        submissions: one a prompt, all with the same `n`.
+        submissions: one a prompt, all with the same number of continuations.
 
     Raises:
         RequestRefused: the engine's refusal, in the client's words.
@@ -47,7 +47,7 @@ async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> 
             submitted.push_async_callback(stream.aclose)
             streams.append(stream)
         submitted.pop_all()
-    return RunningRequests(streams, submissions[0].request.n)
+    return RunningRequests(streams, submissions[0].request.num_sequences)
 
 
 async def _submit(engine: AsyncEngine, submission: Submission) -> GenerationStream:
@@ -76,12 +76,15 @@ class RunningRequests:
     async def finish(self) -> list[Continuation]:
         """Wait for the end of all continuations.
 
+        Returns:
+            All but those that are absent.
+
         Raises:
             GenerationFailed: one of them was ended by an error; the others are not waited for.
         """
         async for continuation, _ in self:
             raise_if_failed(continuation)
-        return self.continuations
+        return [continuation for continuation in self.continuations if not continuation.is_absent]
 
     async def aclose(self) -> None:
         """Cancel what still runs. Harmless at the end."""

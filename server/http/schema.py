@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from logitship.sampler.sampling_params import LogprobsMode
+from logitship.server.engine.beam_search import BeamSearch, EarlyStopping, beam_search_of
 from logitship.server.errors import BadRequest
 
 Model = TypeVar("Model", bound="RequestModel")
@@ -162,11 +163,20 @@ def _seed(value: Any) -> Any:
     raise ValueError("must be an integer from -2^63 to 2^64 - 1")
 
 
+def _early_stopping(value: Any) -> Any:
+    if type(value) is bool or value == "never":
+        return value
+    raise ValueError('must be true, false or "never"')
+
+
 StopStrings = Annotated[tuple[str, ...], PlainValidator(_stop_strings, json_schema_input_type=str | list[str])]
 TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
 Texts = Annotated[list[str], PlainValidator(_texts, json_schema_input_type=list[str])]
 TokenBiases = Annotated[dict[int, float], PlainValidator(_token_biases, json_schema_input_type=dict[str, float])]
 Count = Annotated[int, PlainValidator(_count, json_schema_input_type=Annotated[int, Field(ge=1)])]
+EarlyStoppingField = Annotated[
+    EarlyStopping, PlainValidator(_early_stopping, json_schema_input_type=bool | Literal["never"])
+]
 Seed = Annotated[int, PlainValidator(_seed, json_schema_input_type=int)]
 
 
@@ -213,3 +223,33 @@ class SamplingFields(RequestModel):
     """Most tokens that the model may think before its end of the thinking is forced; -1: any number."""
     custom_params: dict[str, Any] | None = None
     """Parameters of the processor."""
+    num_beams: Count | None = None
+    """Above 1: beam search with so many beams, of which the best `n` are returned."""
+    num_return_sequences: Count | None = None
+    """Hugging Face's name of `n`."""
+    use_beam_search: bool = False
+    """Beam search with `n` beams, all of which are returned; with `num_beams`, the best `n` of these."""
+    length_penalty: float = 1.0
+    """Of beam search: sums of log-probabilities are divided by length ** `length_penalty`."""
+    early_stopping: EarlyStoppingField = False
+    """Of beam search: whether to stop as soon as there are as many finished sequences as beams; "never": only when no
+    beam can become better than they are."""
+
+    @property
+    def beam_search(self) -> BeamSearch | None:
+        """The search that is asked for.
+
+        Raises:
+            InvalidSamplingParams: its fields make no sense.
+        """
+        return beam_search_of(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_num_return_sequences(cls, data: Any) -> Any:
+        n = data.get("num_return_sequences") if isinstance(data, dict) else None
+        if type(n) is not int:
+            return data
+        if data.get("n") not in (None, n):
+            raise FieldError("num_return_sequences", "is not the same as n")
+        return {**data, "n": n}

@@ -68,6 +68,9 @@ class GenerateAnswer:
             meta |= tables.update(continuation)
         if continuation.receipts:
             meta["receipts"] = [asdict(receipt) for receipt in continuation.receipts]
+        if continuation.beam_score is not None:
+            meta["cumulative_logprob"] = continuation.cumulative_logprob
+            meta["beam_score"] = continuation.beam_score
         if reason is not None:
             meta["e2e_latency"] = time.perf_counter() - self._started
         return meta

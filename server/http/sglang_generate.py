@@ -32,10 +32,13 @@ from .structured_outputs import constraint_of
 _NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(SamplingParams)} | {
     "bad_words": "bad_words",
     "bad_words_token_ids": "bad_words",
+    "early_stopping": "early_stopping",
     "include_stop_str_in_output": "no_stop_trim",
+    "length_penalty": "length_penalty",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "n": "n",
+    "num_beams": "num_beams",
     "seed": "sampling_seed",
 }
 _NAMES_BESIDE_THEM = {
@@ -116,8 +119,9 @@ class _Reader:
         n = samplings[0].n
         if any(sampling.n != n for sampling in samplings):
             raise BadRequest("sampling_params: n must be the same for all prompts", param="sampling_params")
-        n_at = f"{entry_path(given, 0, 'sampling_params')}.n"
-        check_batch(self._engine.config, len(self._prompts), self._at, n, n_at)
+        beams = max(sampling.num_beams or 1 for sampling in samplings)
+        n_at = f"{entry_path(given, 0, 'sampling_params')}.{'num_beams' if beams > n else 'n'}"
+        check_batch(self._engine.config, len(self._prompts), self._at, max(n, beams), n_at)
         return samplings
 
     def rids(self) -> list[str]:
@@ -148,6 +152,8 @@ class _Reader:
             constraint_of(sampling, sampling_at),
         )
         names = {**_names(at, sampling_at), **carried.names}
+        if sampling.num_beams is None:
+            names["num_beams"] = f"{sampling_at}.n"
         if body.max_thinking_tokens is not None:
             names["thinking_token_budget"] = "max_thinking_tokens"
         prompt = await read_prompt(self._engine, self._prompts[i], at, add_special_tokens=True)
@@ -175,7 +181,10 @@ class _Reader:
             sampling_params=params,
             processors=carried.processors,
             n=sampling.n,
+            beam_search=sampling.beam_search,
         )
+        if request.beam_search is not None and body.stream:
+            raise BadRequest("stream: does not go with beam search: nothing is certain before its end", param="stream")
         return Submission(request, names)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from logitship.server.engine.async_engine import AsyncEngine
 
+from .beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .chat import render_conversation
 from .engine_owner import EngineOwner
 from .loop_thread import LoopThread
@@ -121,6 +122,27 @@ class LLM(EngineOwner):
             for index, conversation in enumerate(conversations)
         ]
         return self._run(self._requests.build(prompts, sampling_params, self._request_ids, at="messages"), use_tqdm)
+
+    def beam_search(
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, *, use_tqdm: UseTqdm = False
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely continuations of prompts.
+
+        Args:
+            prompts: as in `generate`.
+            params: for all prompts.
+            use_tqdm: as in `generate`.
+
+        Returns:
+            One `BeamSearchOutput` a prompt, in the order of the prompts.
+
+        Raises:
+            As `generate`.
+        """
+        self._check_open()
+        requests = self._requests.build(_listed(prompts), params.sampling_params(), self._request_ids)
+        outputs = self._run(requests, use_tqdm)
+        return [beam_search_output(output, params, self._engine.tokenizer) for output in outputs]
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from logitship.server.engine.best_of import most_likely
 from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.info import ModelInfo
 from logitship.server.engine.messages import FinishReason, GenerationChunk, TokenLogprobs
@@ -24,8 +25,9 @@ class OutputBuilder:
         self._request = request
         self._tokenizer = tokenizer
         params = request.request.sampling_params
+        self._shows_logprobs = params.logprobs is not None
         self._own_end_tokens = model.eos_token_ids - frozenset(params.stop_token_ids)
-        self._continuations = [_Tables(index) for index in range(request.request.n)]
+        self._continuations = [_Tables(index) for index in range(request.request.num_sequences)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
 
     def add(self, chunk: GenerationChunk) -> FinishReason | None:
@@ -38,35 +40,49 @@ class OutputBuilder:
         if chunk.prompt_logprobs and not self._prompt_logprobs:  # every continuation brings the same
             self._prompt_logprobs = [self._table(position) for position in chunk.prompt_logprobs]
         continuation.add(chunk)
-        continuation.tables += [self._table(position) or {} for position in chunk.logprobs]
+        if self._shows_logprobs:
+            continuation.tables += [self._table(position) or {} for position in chunk.logprobs]
         return chunk.finish_reason
+
+    @property
+    def finished(self) -> bool:
+        """True once all continuations have ended."""
+        return all(continuation.finish_reason for continuation in self._continuations)
 
     def output(self) -> RequestOutput:
         """Everything so far. Later chunks do not change it."""
         request = self._request.request
+        answered = most_likely(self._continuations, request.n) if request.ranks else self._continuations
         with_prompt = request.sampling_params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request.rid,
             prompt=self._request.prompt.text,
             prompt_token_ids=list(request.prompt_token_ids),
             prompt_logprobs=list(self._prompt_logprobs) if with_prompt else None,
-            outputs=[self._completion(continuation) for continuation in self._continuations],
-            finished=all(continuation.finish_reason for continuation in self._continuations),
+            outputs=[
+                self._completion(index, continuation)
+                for index, continuation in enumerate(answered)
+                if not continuation.is_absent
+            ],
+            finished=self.finished,
             num_cached_tokens=self._continuations[0].cached_tokens,
         )
 
-    def _completion(self, continuation: _Tables) -> CompletionOutput:
-        asked = self._request.request.sampling_params.logprobs is not None
+    def _completion(self, index: int, continuation: _Tables) -> CompletionOutput:
+        asked = self._shows_logprobs
         reason = continuation.finish_reason
         return CompletionOutput(
-            index=continuation.index,
+            index=index,
             text=continuation.text,
             token_ids=list(continuation.token_ids),
-            cumulative_logprob=sum(position.logprob or 0.0 for position in continuation.logprobs) if asked else None,
+            cumulative_logprob=sum(position.logprob or 0.0 for position in continuation.logprobs)
+            if asked
+            else continuation.cumulative_logprob,
             logprobs=list(continuation.tables) if asked else None,
             finish_reason=None if reason is None else reason.kind,
             stop_reason=None if reason is None or reason.matched in self._own_end_tokens else reason.matched,
             receipts=continuation.receipts,
+            beam_score=continuation.beam_score,
         )
 
     def _table(self, position: TokenLogprobs) -> dict[int, Logprob] | None:

@@ -27,16 +27,17 @@ class CompletionOutput:
     """One continuation of a prompt.
 
     Attributes:
-        index: which of the `n` continuations.
+        index: its place in `outputs`.
         text: what was generated.
         token_ids: the same as token ids, with the token that ended it.
-        cumulative_logprob: sum of the tokens' log-probabilities; None if none were asked for.
+        cumulative_logprob: sum of the tokens' log-probabilities; None if none were asked for, except with beam search.
         logprobs: one dict a token, by token id: the token itself, and as many of the most likely ones as were asked
             for. None if none were.
         finish_reason: `stop`, `length`, or `abort` (cancelled); None while it runs.
         stop_reason: the stop string or the stop token that ended it; None for the model's own end token and for all
             other reasons.
         receipts: at the end, one for each processor that the request carried.
+        beam_score: with beam search, what the sequences were compared by; None without.
     """
 
     index: int
@@ -47,6 +48,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     receipts: tuple[Receipt, ...] = ()
+    beam_score: float | None = None
 
     def finished(self) -> bool:
         """True once it has its finish reason."""
@@ -63,9 +65,10 @@ class RequestOutput:
         prompt_token_ids: its token ids.
         prompt_logprobs: one dict a token, as in `CompletionOutput.logprobs`; None for the first token, which nothing
             comes before. None if none were asked for.
-        outputs: the `n` continuations, in order of their `index`.
+        outputs: the `n` continuations, in order of their `index`; with `best_of` the most likely first.
+            With beam search the best first, and fewer where processors allow no more.
         finished: all of them have ended.
-        num_cached_tokens: prompt tokens whose keys and values were found in a cache.
+        num_cached_tokens: prompt tokens whose keys and values were found in a cache, for the first continuation.
     """
 
     request_id: str

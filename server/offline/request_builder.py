@@ -114,6 +114,13 @@ class RequestBuilder:
                 bad_words_token_ids=bad_words_token_ids(self._engine.tokenizer, given.bad_words),
                 logprobs_mode=given.logprobs_mode or self._engine.config.logprobs_mode,
             )
+            if given.beam_search is not None:
+                params = dataclasses.replace(
+                    params,
+                    # 1 is the default, and changes nothing.
+                    temperature=0 if given.temperature == 1 else given.temperature,
+                    logprobs_mode=given.logprobs_mode or "processed_logprobs",
+                )
             carried = read_carried(params, to_string, self._engine.config.max_processor_size)
         names |= {field: places.get(place, place) for field, place in carried.names.items()}
         return _Sampling(params, carried, names)
@@ -128,9 +135,11 @@ class RequestBuilder:
                 sampling_params=self._ended_by_the_model(sampling.params, prompt),
                 processors=sampling.carried.processors,
                 n=sampling.params.n,
+                best_of=sampling.params.best_of,
+                beam_search=sampling.params.beam_search,
             )
         with refusals_translated(names):
-            self._check_n(request.n)
+            self._check_n(request)
             self._engine.check(request)
         return OfflineRequest(request, prompt, names)
 
@@ -146,10 +155,11 @@ class RequestBuilder:
             return dataclasses.replace(encode_prompt(self._engine, list(given), at), text=text)
         raise TypeError(f"{at}: expected a text or a list of token ids (integers), not {_describe(given)}")
 
-    def _check_n(self, n: int) -> None:
+    def _check_n(self, request: GenerationRequest) -> None:
+        n, param = request.num_sequences, "n" if request.best_of is None else "best_of"
         limit = self._engine.config.max_num_seqs + self._engine.config.max_queued_requests
         if n > limit:
-            raise BadRequest(f"asks for {n} continuations, this engine takes at most {limit}", param="n")
+            raise BadRequest(f"asks for {n} continuations, this engine takes at most {limit}", param=param)
 
     def _ended_by_the_model(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """As in vLLM, an output that reaches the model's length ends there, however much was asked for."""

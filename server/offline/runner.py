@@ -76,7 +76,8 @@ class Runner:
         try:
             async with aclosing(running.chunks()) as chunks:
                 async for builder in chunks:
-                    yield builder.output()
+                    if builder.finished or not request.request.is_known_at_end:
+                        yield builder.output()
         finally:
             await running.aclose()
 
@@ -106,7 +107,7 @@ class Runner:
                 await running.aclose()
 
     async def _start(self, request: OfflineRequest) -> RunningRequest:
-        n = request.request.n
+        n = request.request.num_slots
         await self._room.enter(n)
         try:
             stream = await self._submit(request)

@@ -6,10 +6,11 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from logitship.sampler.sampling_params import InvalidSamplingParams, LogprobsMode
 from logitship.sampler.sampling_params import SamplingParams as EngineSamplingParams
+from logitship.server.engine.beam_search import BeamSearch, beam_search_of
 from logitship.server.engine.processor_entries import RESERVED_KEY
 from logitship.server.http.schema import parse_model
 from logitship.server.http.sglang_schemas import SGLangSamplingParams
@@ -48,6 +49,20 @@ class SamplingParams(EngineSamplingParams):
 
     n: int = 1
     """Number of independent continuations of each prompt."""
+    best_of: int | None = None
+    """Number of continuations to make, of which the `n` with the highest log-probability per token come out, the
+    highest first. None: `n`."""
+    num_beams: int | None = None
+    """Above 1: beam search with so many beams, of which the best `n` come out, the best first."""
+    num_return_sequences: int | None = None
+    """Hugging Face's name of `n`."""
+    use_beam_search: bool = False
+    """Beam search with `n` beams, all of which come out; with `num_beams`, the best `n` of these."""
+    length_penalty: float = 1.0
+    """Of beam search: sums of log-probabilities are divided by length ** `length_penalty`."""
+    early_stopping: bool | Literal["never"] = False
+    """Of beam search: whether to stop as soon as there are as many finished sequences as beams; "never": only when no
+    beam can become better than they are."""
     max_tokens: int | None = 16
     """Most tokens of the output. None: up to the model's length, which always ends the output."""
     bad_words: Sequence[str] = ()
@@ -84,8 +99,16 @@ class SamplingParams(EngineSamplingParams):
         for name, harmless in _UNSUPPORTED.items():
             if getattr(self, name) is not harmless:
                 raise InvalidSamplingParams(name, f"is not supported by logitship: leave it at {harmless}")
+        if self.num_return_sequences is not None:
+            if self.n not in (1, self.num_return_sequences):
+                raise InvalidSamplingParams("num_return_sequences", f"is not the same as n, which is {self.n}")
+            object.__setattr__(self, "n", self.num_return_sequences)
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise InvalidSamplingParams("n", "must be an integer, 1 or greater")
+        if self.best_of is not None and (type(self.best_of) is not int or self.best_of < self.n):
+            raise InvalidSamplingParams("best_of", f"must be an integer, not smaller than n, which is {self.n}")
+        if self.beam_search is not None and self.best_of not in (None, self.n):
+            raise InvalidSamplingParams("best_of", "does not go with beam search: leave it out")
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
         self._check_processors()
@@ -97,6 +120,11 @@ class SamplingParams(EngineSamplingParams):
         if RESERVED_KEY in (self.custom_params or {}):
             raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is the engine's own")
         super().__post_init__()
+
+    @property
+    def beam_search(self) -> BeamSearch | None:
+        """The search that is asked for."""
+        return beam_search_of(self)
 
     def _check_processors(self) -> None:
         several = self.logits_processors or ()

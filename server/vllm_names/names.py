@@ -53,6 +53,7 @@ _CONFIGS = {
     for name in ("DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
 }
 _SAMPLING_PARAMS = {"SamplingParams": f"{_OFFLINE}.sampling_params:SamplingParams"}
+_BEAM_SEARCH = {"BeamSearchParams": f"{_OFFLINE}.beam_search:BeamSearchParams"}
 _STRUCTURED_OUTPUTS = {"StructuredOutputsParams": f"{_OFFLINE}.structured_outputs:StructuredOutputsParams"}
 _OUTPUTS = {name: f"{_OFFLINE}.outputs:{name}" for name in ("CompletionOutput", "RequestOutput")}
 _TOKENIZERS = {
@@ -71,7 +72,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "vllm.logger": {"init_logger": "logitship.server.vllm_names.logger:init_logger"},
     "vllm.logits_process": {"LogitsProcessor": f"{_SAMPLER}.adapter:RequestLogitsProcessor"},
     "vllm.outputs": _OUTPUTS,
-    "vllm.sampling_params": {**_SAMPLING_PARAMS, **_STRUCTURED_OUTPUTS},
+    "vllm.sampling_params": {**_SAMPLING_PARAMS, **_BEAM_SEARCH, **_STRUCTURED_OUTPUTS},
     "vllm.tokenizers": _TOKENIZERS,
     "vllm.transformers_utils": {},
     "vllm.transformers_utils.tokenizer": _TOKENIZERS,  # where they were until 0.11

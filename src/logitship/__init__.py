@@ -1,8 +1,8 @@
 """Send a logits processor with your request to an LLM server.
 
 `__all__` comes from `logitship.client`, and needs nothing else. `LLM`, `AsyncLLM`, `SamplingParams`,
-`StructuredOutputsParams`, `RequestOutput`, `CompletionOutput` and `enable_vllm_names` come from `logitship.server` when
-they are asked for.
+`BeamSearchParams`, `StructuredOutputsParams`, `RequestOutput`, `CompletionOutput` and `enable_vllm_names` come from
+`logitship.server` when they are asked for.
 """
 
 from typing import TYPE_CHECKING
@@ -72,6 +72,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from logitship.server.offline.async_llm import AsyncLLM as AsyncLLM
+    from logitship.server.offline.beam_search import BeamSearchParams as BeamSearchParams
     from logitship.server.offline.llm import LLM as LLM
     from logitship.server.offline.outputs import CompletionOutput as CompletionOutput
     from logitship.server.offline.outputs import RequestOutput as RequestOutput
@@ -84,6 +85,7 @@ else:
     # Not in `__all__`: they need torch, which `import *` must not, nor an installation of the client alone.
     _NEED_THE_SERVER = {
         "AsyncLLM": "logitship.server.offline.async_llm",
+        "BeamSearchParams": "logitship.server.offline.beam_search",
         "CompletionOutput": "logitship.server.offline.outputs",
         "LLM": "logitship.server.offline.llm",
         "RequestOutput": "logitship.server.offline.outputs",

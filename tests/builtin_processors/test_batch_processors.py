@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,13 @@ from logitship.builtin_processors.batch_processors import (
     build_logitsprocs,
     make_logits_processors,
 )
-from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.guarded_processor import GuardedProcessor
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.logits_processors import LogitsProcessors
 from logitship.sampler.plugins import load_plugins
-from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
+from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 
 CPU = torch.device("cpu")
 CONFIG = VllmConfig(SchedulerConfig(max_num_seqs=4))
@@ -40,13 +40,18 @@ class Nothing(LogitsProcessor):
         return logits
 
 
+class Drafting(Nothing):
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        return logits
+
+
 class Row(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: object = None) -> torch.Tensor:
         return logits
 
 
-def speculating(speculative_config: object) -> VllmConfig:
-    return VllmConfig(SchedulerConfig(max_num_seqs=4), speculative_config=speculative_config)
+def speculating() -> VllmConfig:
+    return VllmConfig(SchedulerConfig(max_num_seqs=4), speculative_config=SpeculativeConfig(3))
 
 
 def types(processors: LogitsProcessors) -> list[type]:
@@ -70,8 +75,6 @@ def test_the_thinking_budget_is_made_where_markers_are_known() -> None:
     (made,) = build_logitsprocs(config, CPU, False, False).forcing
     assert type(made) is ThinkingTokenBudgetLogitsProcessor
     assert build_logitsprocs(CONFIG, CPU, False, False).forcing == []
-    drafting = dataclasses.replace(config, speculative_config={"method": "ngram"})
-    assert types(build_logitsprocs(drafting, CPU, False, False)) == [MinTokensLogitsProcessor]
 
 
 def test_row_level_ones_wait_for_requests() -> None:
@@ -97,10 +100,10 @@ def test_pooling_refuses_in_vllms_words() -> None:
 
 
 def test_speculation_refuses_in_vllms_words() -> None:
-    config = speculating({"method": "ngram"})
+    config = speculating()
     with pytest.raises(ValueError, match=STR_SPEC_DEC_REJECTS_LOGITSPROCS):
         build_logitsprocs(config, CPU, False, False, [Nothing])
-    assert types(build_logitsprocs(config, CPU, False, False)) == [MinTokensLogitsProcessor]
+    assert types(build_logitsprocs(config, CPU, False, False, [Drafting])) == [*BUILTIN_LOGITS_PROCESSORS, Drafting]
 
 
 @pytest.mark.parametrize("pooling", [True, False])
@@ -110,8 +113,8 @@ def test_entry_points_are_not_dropped_without_a_word(
     info = tmp_path / "quiet-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet\nVersion: 1.0\n")
-    target = "logitship.builtin_processors.min_p:MinPLogitsProcessor"
+    target = "logitship.sampler.interface:LogitsProcessor"
     (info / "entry_points.txt").write_text(f"[vllm.logits_processors]\nquiet = {target}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="quiet = "):
-        build_logitsprocs(speculating({"method": "ngram"}), CPU, False, pooling)
+        build_logitsprocs(speculating(), CPU, False, pooling)

@@ -18,6 +18,7 @@ import torch
 from logitship import AsyncClient, CustomLogitProcessor
 from logitship.client.records import TokenLogprob
 from logitship.sampler.ops.random_numbers import uniform_numbers
+from logitship.server.engine.async_engine import continuation_seed
 
 TOKENS = 24
 NEAR = 1e-3
@@ -167,6 +168,29 @@ def test_each_output_is_the_one_that_the_request_gets_alone(real_server: str) ->
         position = next(i for i in range(TOKENS) if company.token_ids[i] != single.token_ids[i])
         assert is_near_tie(wanted, position, single, company.token_ids[position]), (wanted, position)
     assert differing <= 4, "near-ties are rare: so many differences have another reason"
+
+
+async def several_and_single(base_url: str, wanted: Wanted, n: int) -> tuple[list[Output], list[Wanted], list[Output]]:
+    """Continuations of one request; the same as requests; and what these give one after the other."""
+    assert wanted.seed is not None
+    singles = [
+        Wanted(wanted.prompt, wanted.options | {"seed": continuation_seed(wanted.seed, index)}) for index in range(n)
+    ]
+    async with AsyncClient(base_url, timeout=300) as client:
+        together = await client.generate(wanted.prompt, n=n, **wanted.options)
+        alone = [await stream(client, single) for single in singles]
+    assert isinstance(together, list)
+    several = [Output(result.text, list(result.output_ids), list(result.logprobs or ())) for result in together]
+    return several, singles, alone
+
+
+def test_each_of_n_continuations_is_the_one_of_a_request_with_its_seed(real_server: str) -> None:
+    for number in (3, 7, 29):  # without a processor, with a stateful one, with a built-in
+        wanted = requests()[number]
+        several, singles, alone = asyncio.run(several_and_single(real_server, wanted, 3))
+        for single, company, expected in zip(singles, several, alone, strict=True):
+            differing = [i for i in range(TOKENS) if company.token_ids[i] != expected.token_ids[i]]
+            assert not differing or is_near_tie(single, differing[0], expected, company.token_ids[differing[0]])
 
 
 def test_a_near_tie_is_not_found_where_there_is_none(real_server: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitship import LLM, AsyncLLM, Client, CustomLogitProcessor, SamplingParams
+from logitship import LLM, AsyncLLM, BeamSearchParams, Client, CustomLogitProcessor, SamplingParams
 
 PROMPTS = ["The capital of France is", "Once upon a time", "2 + 2 ="]
 
@@ -80,3 +80,36 @@ def test_async_llm(llm: LLM) -> None:
     texts = asyncio.run(main())
     assert texts[-1] == expected.outputs[0].text
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+def test_beam_search_is_the_one_of_hugging_face(llm: LLM) -> None:
+    """With scores apart by more than rounding; and both APIs of ours give the same."""
+    model: Any = llm._engine._engine._runner.model
+    tokenizer = llm.get_tokenizer()
+    before, expected = model.config._attn_implementation, []
+    model.set_attn_implementation("sdpa")
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=4,
+            num_return_sequences=4,
+            do_sample=False,
+            max_new_tokens=10,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        rows = [row[ids.shape[1] :].tolist() for row in output.sequences]
+        expected.append((rows, output.sequences_scores.tolist()))
+    model.set_attn_implementation(before)
+    outputs = llm.generate(PROMPTS, SamplingParams(num_beams=4, n=4, max_tokens=10), use_tqdm=False)
+    for found, (rows, scores) in zip(outputs, expected, strict=True):
+        assert [one.beam_score for one in found.outputs] == pytest.approx(scores, abs=1e-3)
+        assert [one.token_ids for one in found.outputs] == [
+            row[: len(one.token_ids)] for one, row in zip(found.outputs, rows, strict=True)
+        ]
+    searched = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=10))
+    assert [[one.score for one in each.sequences] for each in searched] == [
+        [one.beam_score for one in each.outputs] for each in outputs
+    ]

@@ -235,6 +235,38 @@ def test_every_row_gets_what_it_gets_alone(seed: int) -> None:
             output.append(result.token_ids[row])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_some_rows_get_what_they_get_alone(seed: int) -> None:
+    """As speculative decoding asks for them: fewer rows from depth to depth, whose outputs grow in between."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    vocab_size = 150
+    sampler = Sampler(vocab_size, CPU, LogitsProcessors(builtin_processors()), None)
+    batch: list[Request] = []
+    for _ in range(30):
+        sampler.update_state(change_batch(rng, batch, vocab_size))
+        rows = list(range(len(batch)))
+        for depth in range(4):
+            logits = torch.randn(len(rows), vocab_size) * 4
+            result = sampler.sample(logits.clone(), rows if depth else None)
+            assert result.faults == []
+            for place, row in enumerate(rows):
+                params, prompt, output = batch[row]
+                alone = sample_alone(logits[place], params, prompt, list(output))
+                assert result.token_ids[place] == alone.token_ids[0]
+                assert result.logprobs[place] == alone.logprobs[0]
+                output.append(result.token_ids[place])
+            rows = sorted(rng.sample(rows, rng.randrange(len(rows) + 1)))
+            sampler.update_state(None)
+
+
+def test_a_batch_processor_that_knows_all_rows_only_cannot_be_asked_for_some() -> None:
+    sampler = make_sampler(5, Edit(same), rows=[GREEDY, GREEDY])
+    sampler.sample(torch.zeros(2, 5))
+    with pytest.raises(TypeError, match="Edit has no apply_with_spec_decode"):
+        sampler.sample(torch.zeros(1, 5), [1])
+
+
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     logits = torch.zeros(1000)
 

@@ -50,6 +50,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
     also = {"enable_custom_logit_processor": True} if field == "shipping_api_key" else {}
     written: list[str] = {
         "dtype": ["bfloat16"],
+        "speculative_algorithm": ["NGRAM"],
         "logprobs_mode": ["processed_logprobs"],
         "processor_isolation": ["none"],
         "log_level": ["error"],

@@ -464,3 +464,63 @@ def test_a_sandbox_changes_no_bit(
     assert applied > 20
     monkeypatch.setattr(template, "close", lambda: None)
     host.close()
+
+
+COUNTS_ITS_CALLS = """
+import gc
+for row, params in zip(logits, custom_param_list):
+    state = params["__req__"].state
+    row[0] = state["calls"] = state.get("calls", 0) + 1
+    row[1] = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+return logits
+"""
+
+
+def test_a_fork_goes_on_from_the_state_in_the_sandbox(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(COUNTS_ITS_CALLS))
+    row = caller.attach(processor)
+    unborn = row.fork([])  # nobody was told of its source yet: it begins at the beginning
+    assert caller.call(processor, row)[0] == [1]
+    twin, dropped = row.fork([]), row.fork([])
+    assert caller.call(processor, row, twin, unborn)[0] == [2, 2, 1]
+    assert caller.call(processor, twin)[0] == [3]
+    dropped.close()
+    logits = torch.zeros(1, VOCAB)
+    host.begin(processor, logits, [row]).finish()
+    assert logits[0, :2].tolist() == [3, 3]
+
+
+def test_what_a_sandbox_cannot_copy_is_the_forks_fault(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source("custom_param_list[0]['__req__'].state['kept'] = (x for x in ())\nreturn logits + 1"))
+    row, other = caller.attach(processor), caller.attach(processor)
+    caller.call(processor, row)
+    logits, outcome = caller.call(processor, row.fork([]), other, row)
+    assert logits[1:] == [1, 1]
+    ((place, (kind, message)),) = faults(outcome).items()
+    assert (place, kind) == (0, "uncopyable")
+    assert "processor P keeps something of a sequence that cannot be copied" in message
+
+
+def test_a_fork_of_what_died_with_its_sandbox_has_died_too(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(COUNTS_ITS_CALLS))
+    row = caller.attach(processor)
+    caller.call(processor, row)
+    before = row.fork([])
+    sandbox_of(processor).kill("crash", "crashed")
+    for twin in (before, row.fork([]), row):
+        assert faults(caller.call(processor, twin)[1]) == {0: ("crash", "processor P crashed")}
+
+
+def test_a_copy_that_takes_too_long_ends_the_sandbox(host: SandboxHost, caller: Caller) -> None:
+    body = """
+class Slow:
+    def __deepcopy__(self, memo):
+        while True: pass
+custom_param_list[0]["__req__"].state["slow"] = Slow()
+return logits + 1
+"""
+    processor = host.load(source(body))
+    row = caller.attach(processor)
+    caller.call(processor, row)
+    row.fork([])
+    assert faults(caller.call(processor, row)[1]) == {0: ("deadline", f"processor P {NO_ANSWER}")}

@@ -183,3 +183,80 @@ def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPat
     serving.join(30)
     assert ended.is_set()
     theirs.close()
+
+
+def fork(worker: Worker, of: int, to: int) -> None:
+    assert worker.handle(Kind.FORK, marshal.dumps((of, to))) is None
+
+
+COUNTS = """
+for row, params in zip(logits, custom_param_list):
+    req = params['__req__']
+    state = req.state.setdefault('log', params['log'])
+    state.append(len(req.output_ids))
+    row[:3] = torch.tensor([len(state), sum(state), float(params['log'] is state)])
+return logits
+"""
+
+
+def test_a_fork_goes_on_from_the_state_of_its_sequence() -> None:
+    worker, logits = loaded(COUNTS.strip())
+    worker.handle(Kind.ATTACH, attach(5, (4,), log=[]))
+    assert step(worker, (5, []))[0] is Answer.DONE
+    fork(worker, 5, 6)
+    assert step(worker, (5, [9]), (6, [8, 7]))[0] is Answer.DONE
+    assert logits[:2, :3].tolist() == [[2, 3, 1], [2, 4, 1]]
+    fork(worker, 6, 7)
+    worker.handle(Kind.DETACH, marshal.dumps(6))
+    assert step(worker, (7, []), (5, []))[0] is Answer.DONE
+    assert logits[:2, :3].tolist() == [[3, 7, 1], [3, 5, 1]]
+
+
+KEEPS = """
+logits += 1
+for params in custom_param_list:
+    req = params['__req__']
+    req.state.setdefault('outputs', []).append(req.output_ids[:])
+    req.state['kept'] = (each for each in ()) if params.get('keeps') else None
+    assert not (params.get('fails') and len(req.output_ids) > 1), 'as told'
+return logits
+"""
+
+
+def test_what_cannot_be_copied_is_told_of_the_fork_alone() -> None:
+    worker, logits = loaded(KEEPS.strip())
+    worker.handle(Kind.ATTACH, attach(5, keeps=True))
+    worker.handle(Kind.ATTACH, attach(6))
+    assert step(worker, (5, []), (6, []))[0] is Answer.DONE
+    fork(worker, 5, 7)
+    fork(worker, 6, 8)
+    fork(worker, 7, 9)  # before anybody was told of 7
+    for _ in range(2):  # in the next step and in all that follow
+        logits.zero_()
+        answer, body = step(worker, (7, [1]), (5, [2]), (8, [3]), (9, [4]))
+        assert answer is Answer.FAULTS
+        (((rows, kind, message, _)),) = orjson.loads(body)
+        assert (rows, kind) == ([0, 3], "uncopyable")
+        assert message.startswith("processor P keeps something of a sequence that cannot be copied")
+        assert logits[:, 0].tolist() == [0, 1, 1, 0]
+    assert step(worker, (9, []))[0] is Answer.FAULTS
+    for handle in (7, 9):
+        worker.handle(Kind.DETACH, marshal.dumps(handle))
+    assert step(worker, (5, []), (8, []))[0] is Answer.DONE
+
+
+def test_a_fork_without_a_copy_among_rows_that_fail() -> None:
+    worker, logits = loaded(KEEPS.strip())
+    worker.handle(Kind.ATTACH, attach(4))
+    worker.handle(Kind.ATTACH, attach(5, keeps=True))
+    worker.handle(Kind.ATTACH, attach(6, fails=True))
+    assert step(worker, (4, []), (5, []), (6, []))[0] is Answer.DONE
+    fork(worker, 5, 7)
+    logits.zero_()
+    assert step(worker, (7, [1]), (4, [1]), (6, [1, 2])) == (Answer.AGAIN, b"")
+    logits.zero_()
+    answer = worker.handle(Kind.RETRY, b"")
+    assert answer is not None
+    told = {kind: rows for rows, kind, *_ in orjson.loads(answer[1])}
+    assert told == {"uncopyable": [0], "exception": [2]}
+    assert logits[:, 0].tolist()[1] == 1

@@ -63,3 +63,18 @@ def test_wipe_leaves_finite_values_in_one_slot_alone() -> None:
         assert layer[[0, 2]].isnan().all()
     cache.wipe(1, 100)  # more than there are: all
     assert not cache.keys[0][1].any()
+
+
+def test_copy_takes_the_first_positions_of_all_layers() -> None:
+    cache = new_cache()
+    layers = [*cache.keys, *cache.values]
+    for layer in layers:
+        layer.copy_(torch.randn(layer.shape))
+    before = [layer.clone() for layer in layers]
+    cache.copy(2, 0, 3)
+    for layer, old in zip(layers, before, strict=True):
+        assert layer[0, :, :3].equal(old[2, :, :3])
+        assert layer[0, :, 3:].equal(old[0, :, 3:])
+        assert layer[1:].equal(old[1:])
+    cache.copy(1, 2, 0)
+    assert cache.keys[0][2].equal(before[0][2])

@@ -31,7 +31,8 @@ from logitship.server.engine import attention
 from logitship.server.engine.attention import Segment, StepLayout
 from logitship.server.engine.kv_cache import CacheShape, SlotCache
 from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.engine.model_runner import Chunk, ModelRunner, UnsupportedModel
+from logitship.server.engine.model_runner import Chunk, ModelRunner
+from logitship.server.errors import UnsupportedModel
 
 VOCAB, MAX_LEN = 64, 48
 SIZES: dict[str, Any] = {

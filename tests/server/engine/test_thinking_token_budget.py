@@ -10,7 +10,6 @@ import pytest
 
 from logitship.client.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.engine.admission import Limits, check
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.messages import (
     CarriedProcessor,
@@ -125,10 +124,3 @@ def test_a_server_that_knows_of_no_thinking_refuses_budgets(make_engine: BuildEn
         run(engine, request("a", 7))
     assert refused.value.param == "thinking_token_budget"
     assert len(run(engine, request("b", -1))[0][0]) == 12
-
-
-def test_no_budgets_with_speculative_decoding() -> None:
-    limits = Limits(260, 512, 5, speculative=True, knows_thinking=True)
-    with pytest.raises(BadRequest, match="not supported with speculative decoding") as refused:
-        check(request("a", 7), limits)
-    assert refused.value.param == "thinking_token_budget"

@@ -114,7 +114,7 @@ def spell(text: str) -> Script:
                     completion_tokens=0,
                     receipts=receipts,
                 )
-                for index in range(request.n)
+                for index in range(request.num_sequences)
             ]
         return [
             GenerationChunk(
@@ -129,7 +129,7 @@ def spell(text: str) -> Script:
                 receipts=receipts if place == len(tokens) - 1 else (),
             )
             for place, token in enumerate(tokens)
-            for index in range(request.n)
+            for index in range(request.num_sequences)
         ]
 
     return script
@@ -197,6 +197,7 @@ class FakeEngine(AsyncEngine):
                 self.model.vocab_size,
                 self.model.max_model_len,
                 self.config.max_logprobs,
+                self.config.max_num_seqs,
                 knows_thinking=knows_thinking,
             ),
         )

@@ -65,7 +65,14 @@ def _cases() -> Iterator[Case]:
     for param in ("image_data", "session_params", "return_hidden_states", "token_ids_logprob", "input_embeds"):
         yield Case(GENERATE, {param: "x"}, param, says=f"{param}: is not supported")
     yield Case(COMPLETIONS, {"suffix": "x"}, "suffix", says="not supported")
-    yield Case(COMPLETIONS, {"best_of": 2}, "best_of", says="not supported")
+    for path in (COMPLETIONS, CHAT):
+        yield Case(path, {"n": 3, "best_of": 2}, "best_of", says="not be smaller than n, which is 3")
+        yield Case(path, {"best_of": 2, "stream": True}, "best_of", says="without stream")
+        yield Case(path, {"best_of": 0}, "best_of", says="1 or greater")
+        yield Case(path, {"best_of": 1.0}, "best_of", says="1 or greater")
+        yield Case(path, {"best_of": 1000}, "best_of", says="at most")
+    yield Case(GENERATE, {"best_of": 2}, "best_of", says="unknown field")
+    yield Case(GENERATE, {"sampling_params": {"best_of": 2}}, "sampling_params.best_of", says="unknown field")
     for param, value in {
         "tools": [{"type": "function"}],
         "tool_choice": "required",

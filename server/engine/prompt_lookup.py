@@ -1,0 +1,115 @@
+"""Guesses what a sequence goes on with: what followed the last time that its last tokens stood there.
+
+Summaries, edits and answers with quotations repeat long parts of their prompts. Saxena 2023, "Prompt Lookup Decoding",
+https://github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+from __future__ import annotations
+
+import secrets
+from itertools import islice
+from typing import Final
+
+_SIZES: Final = (4, 2)
+"""Lengths of the n-grams that are looked up, the longer first: what follows more tokens is the better guess."""
+_PRIME: Final = (1 << 61) - 1
+_FACTORS: Final = [secrets.randbelow(_PRIME - 1) + 1 for _ in range(max(_SIZES))]
+"""Of the n-grams' keys: nobody can send tokens that all have the same."""
+
+
+class HitRate:
+    """How often guesses came true of late: an exponential mean.
+
+    Attributes:
+        value: between 0 and 1.
+    """
+
+    _WEIGHT = 0.125
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def count(self, hit: bool) -> None:
+        """A guess came true, or not."""
+        self.value += self._WEIGHT * (hit - self.value)
+
+
+class PromptLookup:
+    """Follows one sequence, O(1) for each token.
+
+    Every token is guessed before it is seen, whether anybody uses the guess or not: so the hit rates cost nothing, and
+    are right also where nothing is drafted.
+
+    Attributes:
+        first: hit rate of guesses just after the n-gram was found.
+        further: hit rate of guesses after a guess that came true.
+    """
+
+    def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
+        self._output = output_token_ids
+        self._tokens = list(prompt_token_ids)
+        self._num_prompt = len(prompt_token_ids)
+        self._following: dict[int, int] = {}
+        """Key of an n-gram → where the token stands that last followed it."""
+        self._guess: int | None = None
+        """Where the token stands that is expected to be the next one."""
+        self._is_confirmed = False
+        self.first = HitRate(0.4)
+        self.further = HitRate(0.8)
+        for end in range(1, len(self._tokens)):
+            self._index(end)
+        self._look_up()
+
+    def follow(self) -> None:
+        """Take over the tokens that came."""
+        for token in islice(self._output, len(self._tokens) - self._num_prompt, None):
+            self._append(token)
+
+    def probability(self, place: int) -> float:
+        """That the draft's token at a place, and all before it, come true; 0 if there is no draft."""
+        if self._guess is None:
+            return 0.0
+        begin = self.further.value if self._is_confirmed else self.first.value
+        return float(begin * self.further.value**place)
+
+    def draft(self, count: int) -> list[int]:
+        """The next tokens, as guessed. None if nothing like the last tokens stood there before.
+
+        What follows behind the end is guessed to repeat.
+        """
+        if self._guess is None:
+            return []
+        known = self._tokens[self._guess : self._guess + count]
+        while len(known) < count:
+            known.append(known[len(known) - (len(self._tokens) - self._guess)])
+        return known
+
+    def _append(self, token: int) -> None:
+        if self._guess is not None:
+            hit = self._tokens[self._guess] == token
+            (self.further if self._is_confirmed else self.first).count(hit)
+            self._is_confirmed = hit
+            self._guess = self._guess + 1 if hit else None
+        self._tokens.append(token)
+        self._index(len(self._tokens) - 1)
+        if self._guess is None:
+            self._look_up()
+
+    def _index(self, place: int) -> None:
+        """Remember what the token at a place follows."""
+        for size in _SIZES:
+            if place >= size:
+                self._following[self._key(place, size)] = place
+
+    def _look_up(self) -> None:
+        end = len(self._tokens)
+        self._is_confirmed = False
+        keys = (self._key(end, size) for size in _SIZES if end >= size)
+        self._guess = next((self._following[key] for key in keys if key in self._following), None)
+
+    def _key(self, end: int, size: int) -> int:
+        """Of the n-gram before a place. Two that differ have the same one with a probability of 2^-61."""
+        key = size
+        for token, factor in zip(self._tokens[end - size : end], _FACTORS, strict=False):
+            key += (token + 1) * factor
+        return key % _PRIME

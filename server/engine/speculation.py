@@ -1,0 +1,65 @@
+"""Which tokens the next step checks ahead of their time (speculative decoding).
+
+The target model computes the drafted tokens of a sequence together with its last one. Then the sampler draws, one token
+after the other, for as long as what it draws is what was drafted. Each token is drawn from the same distribution, with
+the same random number and the same processors' state, as it would be one step at a time: for a draft that is certain of
+its token, that is the rejection sampling of Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding" (arXiv:2211.17192), which accepts token x with probability p(x).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from weakref import WeakKeyDictionary
+
+from .prompt_lookup import PromptLookup
+from .sequence import Sequence
+
+
+class NGramSpeculation:
+    """Drafts by prompt lookup: as many tokens as promise the most tokens per second.
+
+    The likeliest tokens of all sequences are taken first. How many, is decided by what the step is then expected to
+    give, over the time that it takes.
+
+    Args:
+        num_draft_tokens: most of a sequence in a step.
+        step_cost: how long a step of so many tokens takes, in any unit.
+    """
+
+    def __init__(self, num_draft_tokens: int, step_cost: Callable[[int], float]) -> None:
+        self.num_draft_tokens = num_draft_tokens
+        self._step_cost = step_cost
+        self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
+
+    def drafts(self, decoding: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+        """The drafts of the next step, of the sequences that have one.
+
+        Args:
+            decoding: the sequences that draw a token in the step, apart from those that draw their first.
+        """
+        lookups = {sequence: self.lookup(sequence) for sequence in decoding}
+        # A token is never likelier than those before it, so that a part of this order is a draft of each sequence.
+        likeliest = sorted(
+            (
+                (lookup.probability(place), sequence)
+                for sequence, lookup in lookups.items()
+                if lookup.probability(0)
+                for place in range(min(self.num_draft_tokens, sequence.num_missing - 1))
+            ),
+            key=lambda each: -each[0],
+        )
+        expected = accumulate((probability for probability, _ in likeliest), initial=float(len(lookups)))
+        rates = [tokens / self._step_cost(len(lookups) + count) for count, tokens in enumerate(expected)]
+        chosen = [sequence for _, sequence in likeliest[: rates.index(max(rates))]] if likeliest else []
+        return {sequence: lookups[sequence].draft(count) for sequence, count in Counter(chosen).items()}
+
+    def lookup(self, sequence: Sequence) -> PromptLookup:
+        """The guesses of a sequence, up to its last token."""
+        lookup = self._lookups.get(sequence)
+        if lookup is None:
+            lookup = self._lookups[sequence] = PromptLookup(sequence.prompt_token_ids, sequence.output_token_ids)
+        lookup.follow()
+        return lookup

@@ -1,0 +1,765 @@
+"""Beam search in the engine, against searches written plainly: without a cache, without a batch, without forks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from logitship.builtin_processors import TreeLogitsProcessor
+from logitship.client.loading import load_class
+from logitship.client.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.local_host import LocalRow
+from logitship.sampler.request_view import ModelView, RequestView
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.beam_search import BeamSearch
+from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.errors import BadRequest
+
+BuildEngine = Callable[..., AsyncEngine]
+Carried = tuple[tuple[ProcessorString, dict[str, Any]], ...]
+Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""(output, logits [vocab]) to edited logits [vocab]."""
+
+ENDS = frozenset({1, *range(100, 130)})
+"""Enough tokens for a sequence of the tiny model to end now and then."""
+PROMPTS = [[5, 6, 7, 8], [9], [40 + 3 * k for k in range(25)]]
+
+FOLLOWS_ITS_HISTORY = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class FollowsItsHistory(CustomLogitProcessor):
+    '''What it raises depends on every call that was made for this very history, and on nothing else.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            req = params["__req__"]
+            state = req.state
+            calls = state.setdefault("calls", params["calls"])
+            assert calls is params["calls"], "two names of one list"
+            calls.append(len(req.output_ids))
+            assert calls == list(range(len(req.output_ids) + 1)), (calls, req.output_ids)
+            for token in req.output_ids[state.get("read", 0):]:
+                state["hash"] = (31 * state.get("hash", 7) + token) % 251
+            state["read"] = len(req.output_ids)
+            row[state.get("hash", 7) % 6 :: 6] += 3.0
+        return logits
+""",
+    "FollowsItsHistory",
+)
+KEEPS_A_LOCK = SourceProcessor(
+    """
+import itertools
+from logitship import CustomLogitProcessor
+
+class KeepsALock(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        for params in custom_param_list:
+            if params.get("keeps"):
+                params["__req__"].state["lock"] = (each for each in ())
+        return logits
+""",
+    "KeepsALock",
+)
+FAILS_LATER = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class FailsLater(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        if len(custom_param_list[0]["__req__"].output_ids) == 3:
+            raise ValueError("no such luck")
+        return logits
+""",
+    "FailsLater",
+)
+
+
+def request(
+    rid: str = "r",
+    prompt: Sequence[int] = (5, 6, 7, 8),
+    search: BeamSearch | None = None,
+    n: int = 1,
+    processors: Carried = (),
+    **params: Any,
+) -> GenerationRequest:
+    values: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "stop_token_ids": ENDS}
+    return GenerationRequest(
+        rid=rid,
+        prompt_token_ids=list(prompt),
+        n=n,
+        processors=tuple(ProcessorRequest(*each) for each in processors),
+        sampling_params=SamplingParams(**(values | params)),
+        beam_search=search,
+    )
+
+
+async def generate(engine: AsyncEngine, wanted: GenerationRequest) -> list[GenerationChunk]:
+    """The answer: of a search one chunk a sequence, without the absent ones."""
+    last: dict[int, GenerationChunk] = {}
+    tokens: dict[int, list[int]] = {}
+    async for chunk in await engine.submit(wanted):
+        last[chunk.index] = chunk
+        tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
+    assert wanted.beam_search is None or all(last[index].token_ids == tokens[index] for index in last)
+    return [chunk for _, chunk in sorted(last.items()) if chunk.finish_reason != FinishReason("absent")]
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(120):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def assert_free(engine: AsyncEngine) -> None:
+    """No slot and no row is taken, and no request is in the books."""
+    internal = engine._engine
+    assert internal._runner.cache.num_free == engine.config.max_num_seqs
+    assert len(internal._batch) == 0
+    assert (internal.num_running, internal.num_waiting) == (0, 0)
+    assert not engine._active
+
+
+def no_edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+@contextmanager
+def plain_attention(loaded: LoadedModel) -> Iterator[None]:
+    """Transformers' own attention. An engine on the model goes on with its own afterwards."""
+    before = loaded.model.config._attn_implementation
+    loaded.model.set_attn_implementation("eager")
+    yield
+    loaded.model.set_attn_implementation(before)
+
+
+def generate_of(loaded: LoadedModel) -> Callable[..., Any]:
+    model: Any = loaded.model
+    return model.generate  # type: ignore[no-any-return]
+
+
+def reference(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    search: BeamSearch,
+    max_tokens: int = 6,
+    edit: Edit = no_edit,
+    ends: frozenset[int] = ENDS,
+) -> list[tuple[list[int], float]]:
+    """Finished outputs and their scores, the best first: the rules of `generate(num_beams=…)`, step by step."""
+    with plain_attention(loaded):
+        return _reference(loaded, prompt, search, max_tokens, edit, ends)
+
+
+def _reference(
+    loaded: LoadedModel, prompt: Sequence[int], search: BeamSearch, max_tokens: int, edit: Edit, ends: frozenset[int]
+) -> list[tuple[list[int], float]]:
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    finished: list[tuple[list[int], float]] = []
+    for length in range(1, max_tokens + 1):
+        candidates = []
+        for output, total in beams:
+            with torch.no_grad():
+                logits = loaded.model(torch.tensor([[*prompt, *output]])).logits[0, -1].float()
+            logprobs = edit(output, logits).log_softmax(0).tolist()
+            candidates += [(total + logprob, [*output, token]) for token, logprob in enumerate(logprobs)]
+        candidates = [each for each in candidates if each[0] > -math.inf]
+        candidates.sort(key=lambda each: -each[0])
+        candidates = candidates[: (1 + len(ends)) * search.width]
+        beams = []
+        for rank, (total, output) in enumerate(candidates):
+            if output[-1] not in ends and length < max_tokens:
+                beams.append((output, total))
+            elif rank < search.width:
+                finished.append((output, total / length**search.length_penalty))
+        beams = beams[: search.width]
+        finished = sorted(finished, key=lambda each: -each[1])[: search.width]
+        if not beams:
+            break
+        if len(finished) == search.width:
+            longest = max_tokens if search.early_stopping == "never" and search.length_penalty > 0 else length
+            if search.early_stopping is True or beams[0][1] / longest**search.length_penalty <= finished[-1][1]:
+                break
+    return finished
+
+
+def up_to_its_end(output: list[int]) -> list[int]:
+    """Without the padding behind the end token."""
+    end = next((place for place, token in enumerate(output) if token in ENDS), len(output))
+    return output[: end + 1]
+
+
+def found(chunks: Sequence[GenerationChunk]) -> list[tuple[list[int], Any]]:
+    assert all(chunk.beam_score is not None for chunk in chunks)
+    return [(chunk.token_ids, pytest.approx(chunk.beam_score, abs=1e-3)) for chunk in chunks]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_equal_to_generate_of_hugging_face(
+    make_engine: BuildEngine, loaded_model: LoadedModel, early_stopping: bool
+) -> None:
+    cases = list(itertools.product(PROMPTS, (1, 2, 4), (-1.0, 0.0, 0.6, 1.0, 2.0)))
+    expected = []
+    for prompt, width, penalty in cases:
+        with plain_attention(loaded_model):
+            output = generate_of(loaded_model)(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                num_beams=width,
+                num_return_sequences=width,
+                do_sample=False,
+                max_new_tokens=9,
+                length_penalty=penalty,
+                early_stopping=early_stopping,
+                eos_token_id=sorted(ENDS),
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        rows = [up_to_its_end(row[len(prompt) :].tolist()) for row in output.sequences]
+        scores = output.sequences_scores.tolist() if width > 1 else [None]
+        expected.append(list(zip(rows, scores, strict=True)))
+    engine = make_engine(max_num_seqs=8)
+
+    async def search_all() -> list[list[GenerationChunk]]:
+        return await asyncio.gather(
+            *(
+                generate(
+                    engine,
+                    request(str(i), prompt, BeamSearch(width, penalty, early_stopping), width, max_tokens=9),
+                )
+                for i, (prompt, width, penalty) in enumerate(cases)
+            )
+        )
+
+    answers = run(search_all())
+    for case, answer, wanted in zip(cases, answers, expected, strict=True):
+        assert [chunk.token_ids for chunk in answer] == [tokens for tokens, _ in wanted], case
+        if case[1] > 1:
+            assert [chunk.beam_score for chunk in answer] == pytest.approx([score for _, score in wanted], abs=1e-3)
+    ended = [chunk.finish_reason.kind for answer in answers for chunk in answer]
+    assert ended.count("stop") > 20
+    assert ended.count("length") > 20
+    assert_free(engine)
+
+
+def test_with_edits_it_is_the_one_that_normalizes_again(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    forbidden = [49, 54, 97, 246, *range(200, 230)]
+    with plain_attention(loaded_model):
+        output = generate_of(loaded_model)(
+            torch.tensor([PROMPTS[0]]),
+            attention_mask=torch.ones(1, 4, dtype=torch.int64),
+            num_beams=4,
+            num_return_sequences=4,
+            do_sample=False,
+            max_new_tokens=6,
+            suppress_tokens=forbidden,
+            renormalize_logits=True,
+            eos_token_id=sorted(ENDS),
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    carried: Carried = ((InstalledProcessor("disallowed_tokens"), {"token_ids": forbidden}),)
+    engine = make_engine()
+    answer = run(generate(engine, request(search=BeamSearch(4), n=4, processors=carried)))
+    assert [chunk.token_ids for chunk in answer] == [up_to_its_end(row[4:].tolist()) for row in output.sequences]
+    assert [chunk.beam_score for chunk in answer] == pytest.approx(output.sequences_scores.tolist(), abs=1e-3)
+
+
+def test_beside_speculation_nothing_changes(make_engine: BuildEngine) -> None:
+    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
+    wanted = [
+        request("a", PROMPTS[0], BeamSearch(3), 3, carried, max_tokens=20),
+        request("b", [5, 6, 7] * 8, BeamSearch(2), 2, stop_token_ids=(), max_tokens=20),
+        request("c", [5, 6, 7] * 8, processors=carried, stop_token_ids=(), max_tokens=30),
+        request("d", [9, 9, 9, 9, 9, 9], stop_token_ids=(), max_tokens=30),
+    ]
+
+    async def all_of(engine: AsyncEngine) -> list[list[list[int]]]:
+        return await asyncio.gather(*(outputs(engine, one) for one in wanted))
+
+    drafting = make_engine(max_num_seqs=7, speculative_algorithm="NGRAM")
+    assert run(all_of(drafting)) == run(all_of(make_engine(max_num_seqs=7)))
+    assert_free(drafting)
+
+
+async def outputs(engine: AsyncEngine, wanted: GenerationRequest) -> list[list[int]]:
+    """The tokens of each sequence."""
+    tokens: dict[int, list[int]] = {}
+    async for chunk in await engine.submit(wanted):
+        tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
+    return [each for _, each in sorted(tokens.items())]
+
+
+def test_sums_scores_and_counts(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    wanted = request(search=BeamSearch(3, 0.5), n=2, logprobs=2, logprobs_mode="processed_logprobs")
+    for chunk in run(generate(engine, wanted)):
+        length = len(chunk.token_ids)
+        assert chunk.completion_tokens == length
+        assert chunk.prompt_tokens == 4
+        assert [position.token_id for position in chunk.logprobs] == chunk.token_ids
+        assert sum(position.logprob or 0.0 for position in chunk.logprobs) == pytest.approx(chunk.cumulative_logprob)
+        assert chunk.beam_score == pytest.approx((chunk.cumulative_logprob or 0.0) / length**0.5)
+        for position in chunk.logprobs:
+            assert len(position.top) == 2
+            assert position.rank is not None
+            if position.rank <= 2:
+                assert position.top[position.rank - 1] == (position.token_id, position.logprob)
+
+
+def replayed(string: SourceProcessor, params: Callable[[], dict[str, Any]]) -> Edit:
+    """A processor's edit after an output: it is shown each beginning of it, as if it had been drawn without beams."""
+    processor = load_class(string)()
+
+    def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        view = RequestView(
+            rid="r",
+            prompt_token_ids=[],
+            output_token_ids=[],
+            sampling_params=SamplingParams(),
+            model=ModelView(260, frozenset({1}), None),
+        )
+        values = {**params(), "__req__": view}
+        for length in range(len(output) + 1):
+            view.output_ids[:] = output[:length]
+            (edited,) = processor(logits[None].clone(), [values])
+        return torch.as_tensor(edited)
+
+    return edit
+
+
+@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+def test_the_state_follows_its_beam(make_engine: BuildEngine, loaded_model: LoadedModel, isolation: str) -> None:
+    searches = [BeamSearch(2), BeamSearch(4, 0.6), BeamSearch(3, 1.0, True)]
+    edit = replayed(FOLLOWS_ITS_HISTORY, lambda: {"calls": []})
+    expected = [reference(loaded_model, prompt, search, edit=edit) for prompt in PROMPTS for search in searches]
+    engine = make_engine(max_num_seqs=9, processor_isolation=isolation)
+
+    async def search_all() -> list[list[GenerationChunk]]:
+        return await asyncio.gather(
+            *(
+                generate(
+                    engine,
+                    request(f"{i} {j}", prompt, search, search.width, ((FOLLOWS_ITS_HISTORY, {"calls": []}),)),
+                )
+                for i, prompt in enumerate(PROMPTS)
+                for j, search in enumerate(searches)
+            )
+        )
+
+    answers = run(search_all())
+    assert [found(answer) for answer in answers] == expected
+    for chunk in itertools.chain.from_iterable(answers):
+        # One call a token of its own history, whatever other beams came to.
+        assert [receipt.steps for receipt in chunk.receipts] == [len(chunk.token_ids)]
+    assert_free(engine)
+
+
+def test_every_beam_is_a_path_of_the_tree(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    prefixes = {
+        "7": [3, 4, 50, 51],
+        "7_3": [60, 61],
+        "7_4": [62],
+        "7_50": [63, 64, 65],
+        "7_51": [],
+        "7_3_60": [70, 71, 72],
+        "7_3_61": [73],
+        "7_50_64": [74, 75],
+    }
+    tree = {"start_token_id": 7, "end_token_id": 1, "prefix_dict": prefixes}
+    processor = TreeLogitsProcessor()
+
+    def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        view = RequestView(
+            rid="r",
+            prompt_token_ids=[5],
+            output_token_ids=output,
+            sampling_params=SamplingParams(),
+            model=ModelView(260, frozenset({1}), None),
+        )
+        return processor(logits[None].clone(), [{"tree": tree, "__req__": view}])[0]
+
+    ends = frozenset({1})
+    wanted: dict[str, Any] = {"stop_token_ids": (), "max_tokens": 8}
+    carried: Carried = ((InstalledProcessor("tree"), {"tree": tree}),)
+    for width in (2, 3, 16):
+        search = BeamSearch(width)
+        engine = make_engine(max_num_seqs=16)
+        answer = run(generate(engine, request(search=search, n=width, processors=carried, **wanted)))
+        assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, 8, edit, ends)
+        for chunk in answer:
+            *path, end = chunk.token_ids
+            assert end == 1
+            for length in range(len(path)):
+                prefix = "_".join(map(str, [7, *path[:length]]))
+                assert path[length] in prefixes[prefix]
+        # Sixteen are asked for; the tree has fewer sequences, since a token without a path of its own leads nowhere.
+        assert len(answer) == min(width, len({tuple(chunk.token_ids) for chunk in answer}))
+        assert_free(engine)
+
+
+def test_a_beam_that_no_token_is_left_to_dies_alone(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    """After 20, nothing may follow; one can only go on with 21 and 22."""
+
+    def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(logits, -math.inf)
+        kept = [] if output[-1:] == [20] else [20, 21, 22]
+        masked[kept] = logits[kept]
+        return masked
+
+    allowed: dict[str, Any] = {
+        "allowed_token_ids": [20, 21, 22],
+        "bad_words_token_ids": [[20, each] for each in (20, 21, 22)],
+    }
+    engine = make_engine()
+    search = BeamSearch(3)
+    answer = run(generate(engine, request(search=search, n=3, **allowed)))
+    assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit, ends=ENDS)
+    assert all(20 not in chunk.token_ids[:-1] for chunk in answer)
+    nothing = run(
+        generate(
+            engine, request(search=search, n=2, allowed_token_ids=[20], bad_words_token_ids=[[20, 20]], max_tokens=3)
+        )
+    )
+    assert [chunk.finish_reason.error.type for chunk in nothing] == ["NoTokenLeftError"] * 2
+    assert_free(engine)
+
+
+def test_two_searches_beside_plain_requests_are_as_alone(make_engine: BuildEngine) -> None:
+    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
+    wanted = [
+        request("a", PROMPTS[0], BeamSearch(3), 3, carried),
+        request("b", PROMPTS[2], BeamSearch(2, 2.0, "never"), 2, max_tokens=11),
+        *(request(f"plain {i}", PROMPTS[i], temperature=0.8, seed=i, processors=carried[: i % 2]) for i in range(3)),
+        request("c", PROMPTS[1], BeamSearch(4, early_stopping=True), 2, carried, min_tokens=3),
+    ]
+    engine, alone = make_engine(max_num_seqs=9, chunked_prefill_size=8), make_engine(max_num_seqs=4)
+
+    async def compare() -> tuple[list[list[GenerationChunk]], list[list[GenerationChunk]]]:
+        together = await asyncio.gather(*(generate(engine, one) for one in wanted))
+        return together, [await generate(alone, one) for one in wanted]
+
+    together, apart = run(compare())
+    assert [[chunk.text for chunk in answer] for answer in together] == [
+        [chunk.text for chunk in answer] for answer in apart
+    ]
+    assert [[chunk.token_ids for chunk in answer] for answer in together] == [
+        [chunk.token_ids for chunk in answer] for answer in apart
+    ]
+    assert_free(engine)
+
+
+def test_searches_that_do_not_fit_together_wait_for_all_their_slots(make_engine: BuildEngine) -> None:
+    engine = make_engine(max_num_seqs=4)
+
+    async def all_at_once() -> list[list[GenerationChunk]]:
+        widths = [4, 1, 3, 3, 2, 4]
+        return await asyncio.gather(
+            *(generate(engine, request(str(i), search=BeamSearch(width), n=1)) for i, width in enumerate(widths))
+        )
+
+    answers = run(all_at_once())
+    assert [len(answer) for answer in answers] == [1] * 6
+    assert_free(engine)
+
+
+@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+def test_an_abort_in_the_middle_frees_all(make_engine: BuildEngine, isolation: str) -> None:
+    engine = make_engine(max_num_seqs=4, processor_isolation=isolation)
+    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
+
+    async def abort() -> tuple[list[GenerationChunk], list[GenerationChunk]]:
+        endless = request("endless", search=BeamSearch(4), n=2, processors=carried, max_tokens=400, stop_token_ids=())
+        running = asyncio.ensure_future(generate(engine, endless))
+        waiting = asyncio.ensure_future(generate(engine, request("waiting", search=BeamSearch(2), n=1)))
+        while engine.stats().running < 4:
+            await asyncio.sleep(0.001)
+        engine.abort("endless")
+        return await running, await waiting
+
+    aborted, following = run(abort())
+    assert [(chunk.finish_reason, chunk.token_ids) for chunk in aborted] == [(FinishReason("abort"), [])] * 2
+    assert next(chunk.finish_reason.kind for chunk in following) in ("stop", "length")
+    assert_free(engine)
+
+
+def test_a_client_that_leaves_cancels_its_search(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def leave() -> None:
+        endless = request("endless", search=BeamSearch(4), max_tokens=400, stop_token_ids=())
+        stream = await engine.submit(endless)
+        while engine.stats().running < 4:
+            await asyncio.sleep(0.001)
+        await stream.aclose()
+        await generate(engine, request("next"))
+
+    run(leave())
+    assert_free(engine)
+
+
+@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+def test_what_cannot_be_copied_ends_its_own_request(make_engine: BuildEngine, isolation: str) -> None:
+    engine = make_engine(processor_isolation=isolation, max_num_seqs=6)
+
+    async def both() -> list[list[GenerationChunk]]:
+        wanted = [
+            request("bad", search=BeamSearch(2), n=2, processors=((KEEPS_A_LOCK, {"keeps": True}),)),
+            request("good", search=BeamSearch(2), processors=((KEEPS_A_LOCK, {}),)),
+            request("plain", processors=((KEEPS_A_LOCK, {"keeps": True}),)),
+        ]
+        return await asyncio.gather(*(generate(engine, one) for one in wanted))
+
+    bad, good, plain = run(both())
+    for chunk in bad:
+        error = chunk.finish_reason.error
+        assert (error.type, error.kind, error.name, error.status_code) == (
+            "ProcessorFault",
+            "uncopyable",
+            "KeepsALock",
+            400,
+        )
+        assert "cannot be copied, as beam search needs it: TypeError" in error.message
+    assert {chunk.finish_reason.kind for chunk in (*good, *plain)} <= {"stop", "length"}
+    assert_free(engine)
+
+
+def test_a_fault_ends_the_whole_search(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    answer = run(
+        generate(engine, request(search=BeamSearch(3), n=2, processors=((FAILS_LATER, {}),), stop_token_ids=()))
+    )
+    assert [chunk.finish_reason.error.kind for chunk in answer] == ["exception", "exception"]
+    assert_free(engine)
+
+
+def test_a_step_that_fails_ends_searches_too(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    sampler = engine._engine._sampler
+    sample, calls = sampler.sample, itertools.count()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("the step fails")
+        return sample(*args, **kwargs)
+
+    monkeypatch.setattr(sampler, "sample", failing)
+
+    async def both() -> list[list[GenerationChunk]]:
+        wanted = [request("a", search=BeamSearch(3), n=2, stop_token_ids=()), request("b", stop_token_ids=())]
+        return [*await asyncio.gather(*(generate(engine, one) for one in wanted)), await generate(engine, request())]
+
+    search, plain, next_one = run(both())
+    assert [chunk.finish_reason.error.status_code for chunk in (*search, *plain)] == [500] * 3
+    assert next_one[0].finish_reason.error is None
+    assert_free(engine)
+
+
+def test_stop_strings_end_sequences(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    """A stop string of one token, which is the most likely first one: it is like an end token."""
+    search, stop, token = BeamSearch(3, 0.0), "N", 49
+    expected = reference(loaded_model, [5, 6, 7, 8], search, 8, ends=frozenset({1, token}))
+    engine = make_engine()
+    wanted: dict[str, Any] = {"search": search, "n": 3, "stop": [stop], "stop_token_ids": (), "max_tokens": 8}
+    trimmed = run(generate(engine, request(**wanted)))
+    kept = run(generate(engine, request(**wanted, include_stop_str_in_output=True)))
+    assert found(trimmed) == found(kept) == expected
+    assert {chunk.finish_reason for chunk in kept} > {FinishReason("stop", stop)}
+    for chunk, without in zip(kept, trimmed, strict=True):
+        ended = chunk.finish_reason == FinishReason("stop", stop)
+        assert chunk.text == without.text + stop * ended
+        assert stop not in without.text
+
+
+def test_a_stop_string_across_tokens(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    wanted: dict[str, Any] = {"search": BeamSearch(3, 0.0), "n": 3, "stop_token_ids": (), "max_tokens": 8}
+    plain = run(generate(engine, request(**wanted)))
+    texts = [chunk.text.replace("\ufffd", " ") for chunk in plain]
+    pairs = [text[k : k + 2] for text in texts for k in range(len(text) - 1) if " " not in text[k : k + 2]]
+    answer = run(generate(engine, request(**wanted, stop=pairs)))
+    stopped = [chunk for chunk in answer if chunk.finish_reason.matched in pairs]
+    assert stopped
+    for chunk in answer:
+        assert not any(pair in chunk.text for pair in pairs)
+
+
+def test_min_tokens_and_ignore_eos(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        if len(output) < 4:
+            logits[list(ENDS)] = -math.inf
+        return logits
+
+    engine = make_engine()
+    search = BeamSearch(3, 0.0)
+    answer = run(generate(engine, request(search=search, n=3, min_tokens=4)))
+    assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit)
+    ignoring = run(generate(engine, request(search=search, n=3, stop_token_ids=(), ignore_eos=True)))
+    assert found(ignoring) == reference(loaded_model, [5, 6, 7, 8], search, ends=frozenset({-1}))
+
+
+def test_prompt_log_probabilities_are_those_of_a_plain_request(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    (plain,) = run(generate(engine, request(max_tokens=1, prompt_logprobs=2)))
+    for chunk in run(generate(engine, request(search=BeamSearch(3), n=3, prompt_logprobs=2))):
+        assert chunk.prompt_logprobs == plain.prompt_logprobs
+        assert len(chunk.prompt_logprobs) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"search": BeamSearch(9)}, "num_beams"),
+        ({"search": BeamSearch(2), "n": 3}, "n"),
+        ({"search": BeamSearch(2), "temperature": 0.5}, "temperature"),
+        ({"search": BeamSearch(2), "temperature": 1, "top_p": 0.5}, "temperature"),
+        ({"search": BeamSearch(2), "top_k": 5}, "top_k"),
+        ({"search": BeamSearch(2), "min_p": 0.1}, "min_p"),
+        ({"search": BeamSearch(2), "max_tokens": 0}, "max_tokens"),
+        ({"search": BeamSearch(2), "logprobs": 1}, "logprobs_mode"),
+        ({"search": BeamSearch(2), "stop_token_ids": range(65)}, "stop_token_ids"),
+    ],
+)
+def test_refusals(make_engine: BuildEngine, fields: dict[str, Any], param: str) -> None:
+    engine = make_engine()
+    with pytest.raises(BadRequest) as refused:
+        run(generate(engine, request(**fields)))
+    assert refused.value.param == param
+
+
+class Recorder(LogitsProcessor):
+    """Keeps what it is told of rows, as vLLM's contract has it."""
+
+    told: ClassVar[list[tuple[list[int], list[int]]]] = []
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._outputs: dict[int, list[int]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is not None:
+            for _, _, prompt, output in batch_update.added:
+                assert prompt is not None
+                Recorder.told.append((list(output), output))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+def test_batch_processors_are_told_of_a_branch_with_its_output(make_engine: BuildEngine) -> None:
+    Recorder.told.clear()
+    engine = make_engine(logits_processors=(Recorder,))
+    answer = run(generate(engine, request(search=BeamSearch(4), n=4)))
+    lengths = [len(at_first) for at_first, _ in Recorder.told]
+    assert lengths[:4] == [0, 1, 1, 1]
+    assert max(lengths) > 1
+    for at_first, live in Recorder.told:
+        assert live[: len(at_first)] == at_first
+    # The lists are live: an answer's tokens are those of one of them, and the token that it ended with.
+    for chunk in answer:
+        assert any(chunk.token_ids[: len(live)] == live[: len(chunk.token_ids) - 1] for _, live in Recorder.told)
+
+
+def test_penalties_and_bad_words_know_the_output_of_a_branch(
+    make_engine: BuildEngine, loaded_model: LoadedModel
+) -> None:
+    def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        for token in output:
+            logits[token] -= 2.0
+        return logits
+
+    engine = make_engine()
+    search = BeamSearch(3)
+    answer = run(generate(engine, request(search=search, n=3, frequency_penalty=2.0)))
+    assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit)
+
+
+def test_in_a_sandbox_nothing_of_the_beams_stays(make_engine: BuildEngine) -> None:
+    counts = SourceProcessor(
+        """
+import gc
+from logitship import CustomLogitProcessor
+
+class Counts(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        members = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+        assert members <= custom_param_list[0]["most"], members
+        return logits
+""",
+        "Counts",
+    )
+    engine = make_engine(processor_isolation="sandbox", max_num_seqs=4)
+
+    async def several() -> list[GenerationChunk]:
+        chunks = []
+        for i in range(3):
+            chunks += await generate(
+                engine,
+                request(str(i), search=BeamSearch(4), processors=((counts, {"most": 4}),), stop_token_ids=()),
+            )
+        return chunks
+
+    assert [chunk.finish_reason.kind for chunk in run(several())] == ["length"] * 3
+
+
+def test_a_branch_that_is_cancelled_before_its_first_step_is_closed(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    closed: list[LocalRow] = []
+    monkeypatch.setattr(LocalRow, "close", lambda row: closed.append(row))
+    internal, waiting = engine._engine, []
+    step = internal.step
+
+    def step_then_cancel() -> bool:
+        worked = step()
+        uses = [use for one in internal._scheduler.running for use in one.sampling_params.processors]
+        waiting.extend(use.forked for use in uses if use.forked is not None)
+        if waiting:
+            internal.abort(lambda sequence: True)
+        return worked
+
+    monkeypatch.setattr(internal, "step", step_then_cancel)
+    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
+    (chunk,) = run(generate(engine, request(search=BeamSearch(3), processors=carried)))
+    assert chunk.finish_reason == FinishReason("abort")
+    assert len(waiting) == 2
+    assert set(waiting) <= set(closed)
+    assert_free(engine)
+
+
+def test_a_search_that_waits_can_be_cancelled(make_engine: BuildEngine) -> None:
+    engine = make_engine(max_num_seqs=3)
+
+    async def cancel() -> list[list[GenerationChunk]]:
+        running = asyncio.ensure_future(generate(engine, request("a", max_tokens=300, stop_token_ids=())))
+        while not engine.stats().running:
+            await asyncio.sleep(0.001)
+        waits = asyncio.ensure_future(generate(engine, request("b", search=BeamSearch(3), n=2)))
+        while not engine.stats().waiting:
+            await asyncio.sleep(0.001)
+        engine.abort("b")
+        cancelled = await waits
+        engine.abort("a")
+        return [cancelled, await running]
+
+    cancelled, _ = run(cancel())
+    assert [chunk.finish_reason for chunk in cancelled] == [FinishReason("abort")] * 2
+    assert_free(engine)

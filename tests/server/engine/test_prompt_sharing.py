@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import random
+
+import torch
+
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.kv_cache import CacheShape, SlotCache
+from logitship.server.engine.messages import FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.engine.scheduler import Scheduler
+from logitship.server.engine.sequence import Sequence
+from logitship.server.tokenizer import Tokenizer
+
+MAX_LEN = 64
+
+
+class ScriptedEngine:
+    """The scheduler and its cache without a model: a token's key says what the token is and where it stands.
+
+    Attributes:
+        prompt_tokens: number of prompt tokens that were computed, by request.
+        drawn: all sequences that drew a first token, each from the right prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_slots: int, chunk_size: int) -> None:
+        self._tokenizer = tokenizer
+        shape = CacheShape(num_layers=2, num_slots=num_slots, num_kv_heads=1, max_len=MAX_LEN, head_dim=1)
+        self._cache = SlotCache(shape, torch.float64, torch.device("cpu"))
+        self.scheduler = Scheduler(self._cache, chunk_size)
+        self.prompt_tokens: dict[str, int] = {}
+        self.drawn: set[tuple[str, int]] = set()
+        self.chunks: list[GenerationChunk] = []
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that run or wait."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def add(self, rid: str, n: int, prompt: list[int], max_tokens: int, *, tenant: str = "") -> list[Sequence]:
+        """Queue the sequences of a request. Its prompt log-probabilities are the tokens themselves."""
+        sequences = [
+            Sequence(
+                rid=rid,
+                index=index,
+                names=frozenset({rid}),
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(prompt_logprobs=0),
+                max_tokens=max_tokens,
+                tokenizer=self._tokenizer,
+                sink=self.chunks.append,
+                tenant=tenant,
+            )
+            for index in range(n)
+        ]
+        self.scheduler.waiting.extend(sequences)
+        return sequences
+
+    def step(self) -> None:
+        """As `Engine.step`. Every step gives every sequence whose turn it is something to do."""
+        plan = self.scheduler.schedule()
+        assert plan, "somebody waits for what nobody computes"
+        drawing = [chunk.sequence for chunk in plan.chunks if chunk.draws]
+        for chunk in plan.prefill:
+            sequence = chunk.sequence
+            self.prompt_tokens[sequence.rid] = self.prompt_tokens.get(sequence.rid, 0) + len(chunk.token_ids)
+            sequence.prompt_logprobs += [TokenLogprobs(token, 0.0, 1) for token in chunk.token_ids]
+        for chunk in plan.chunks:
+            self._compute(chunk.sequence, chunk.token_ids)
+        self.scheduler.share_prompts()
+        for sequence in drawing:
+            self._check_history(sequence)
+            sequence.append(4 + (7 * sequence.num_computed + sequence.index) % 250, None)
+            if sequence.finish_reason is not None:
+                self.scheduler.remove(sequence)
+        for chunk in plan.prefill:
+            if not chunk.sequence.draws and not chunk.sequence.prefilling:
+                self.end(chunk.sequence, "length")
+
+    def end(self, sequence: Sequence, kind: str = "abort") -> None:
+        """End a sequence from outside."""
+        sequence.finish(FinishReason("length" if kind == "length" else "abort"))
+        self.scheduler.remove(sequence)
+
+    def run(self) -> None:
+        """Step until nothing is left."""
+        while self.unfinished:
+            self.step()
+
+    def _compute(self, sequence: Sequence, token_ids: list[int]) -> None:
+        assert sequence.slot is not None
+        for token_id in token_ids:
+            position = sequence.num_computed
+            for number, layer in enumerate((*self._cache.keys, *self._cache.values)):
+                layer[sequence.slot, 0, position] = _mark(number, position, token_id)
+            sequence.num_computed += 1
+
+    def _check_history(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        history = [*sequence.prompt_token_ids, *sequence.output_token_ids]
+        assert sequence.num_computed == len(history)
+        for number, layer in enumerate((*self._cache.keys, *self._cache.values)):
+            expected = [_mark(number, position, token_id) for position, token_id in enumerate(history)]
+            assert layer[sequence.slot, 0, : len(history), 0].tolist() == expected
+        if not sequence.output_token_ids:
+            # What stands before the last token; whether that is there too, depends on who computed it.
+            records = [record.token_id for record in sequence.prompt_logprobs]
+            assert records[: sequence.num_prompt - 1] == sequence.prompt_token_ids[:-1]
+            self.drawn.add((sequence.rid, sequence.index))
+
+
+def _mark(layer: int, position: int, token_id: int) -> float:
+    return layer * 1e6 + position * 1e3 + token_id
+
+
+def prompt_of(length: int, begin: int = 4) -> list[int]:
+    return [begin + k % 200 for k in range(length)]
+
+
+def test_a_prompt_is_computed_once(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=7)
+    sequences = engine.add("r", 6, prompt_of(30), max_tokens=3)
+    other = engine.add("other", 1, prompt_of(30), max_tokens=3)
+    engine.run()
+    assert engine.prompt_tokens == {"r": 30 + 5, "other": 30}
+    assert [sequence.num_copied for sequence in (*sequences, *other)] == [0, *[29] * 5, 0]
+    assert len(engine.drawn) == 7
+
+
+def test_it_is_shared_before_the_first_to_compute_it_may_end(tokenizer: Tokenizer) -> None:
+    for max_tokens in (0, 1):
+        engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=256)
+        engine.add("r", 4, prompt_of(30), max_tokens)
+        engine.run()
+        assert engine.prompt_tokens == {"r": 30 + 3}
+
+
+def test_a_prompt_of_one_token_is_nothing_to_wait_for(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=256)
+    sequences = engine.add("r", 4, [5], max_tokens=2)
+    engine.step()
+    assert [len(sequence.output_token_ids) for sequence in sequences] == [1] * 4
+    assert [sequence.num_copied for sequence in sequences] == [0] * 4
+    engine.run()
+
+
+def test_the_next_takes_over_when_the_first_ends_early(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=10)
+    first, second, third = engine.add("r", 3, prompt_of(30), max_tokens=2)
+    engine.step()
+    assert (first.num_computed, second.num_computed, third.num_computed) == (10, 0, 0)
+    engine.end(first)
+    engine.step()
+    assert (second.num_computed, third.num_computed) == (10, 0)
+    engine.end(third)
+    engine.run()
+    assert second.num_copied == 0
+    assert engine.drawn == {("r", 1)}
+
+
+def test_who_comes_late_copies_from_one_that_runs(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=2, chunk_size=256)
+    sequences = engine.add("r", 3, prompt_of(20), max_tokens=8)
+    engine.step()
+    engine.step()
+    engine.end(sequences[0])
+    engine.step()
+    assert len(sequences[2].output_token_ids) == 1
+    assert engine.prompt_tokens == {"r": 20 + 2}
+    engine.run()
+    late = [chunk for chunk in engine.chunks if chunk.index == 2]
+    assert [record.token_id for record in late[0].prompt_logprobs][:19] == prompt_of(20)[:19]
+    assert not any(chunk.prompt_logprobs for chunk in late[1:])
+    assert {chunk.cached_tokens for chunk in late} == {19}
+
+
+def test_who_comes_after_all_others_ended_computes_it_again(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=1, chunk_size=256)
+    sequences = engine.add("r", 2, prompt_of(20), max_tokens=2)
+    engine.run()
+    assert [sequence.num_copied for sequence in sequences] == [0, 0]
+    assert len(engine.drawn) == 2
+
+
+def test_requests_of_two_tenants_with_one_id_share_nothing(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=5)
+    sequences = [
+        *engine.add("r", 2, prompt_of(20), max_tokens=2, tenant="a"),
+        *engine.add("r", 2, prompt_of(25, begin=50), max_tokens=2, tenant="b"),
+    ]
+    engine.run()
+    assert [sequence.num_copied for sequence in sequences] == [0, 19, 0, 24]
+
+
+def step_or_abort(engine: ScriptedEngine, rng: random.Random) -> None:
+    if rng.random() < 0.1:
+        engine.end(rng.choice(engine.unfinished))
+    else:
+        engine.step()
+
+
+def test_any_schedule_computes_the_right_prompts(tokenizer: Tokenizer) -> None:
+    """Random requests, sizes and cancellations: everybody draws from the right prompt, and nobody waits for ever."""
+
+    for seed in range(100):
+        rng = random.Random(seed)
+        engine = ScriptedEngine(tokenizer, num_slots=rng.randint(1, 6), chunk_size=rng.choice([1, 3, 8, 256]))
+        added: list[Sequence] = []
+        for number in range(rng.randint(1, 5)):
+            prompt = prompt_of(rng.choice([1, 2, 3, 17, 40]), begin=4 + number)
+            added += engine.add(f"r{number}", rng.randint(1, 7), prompt, rng.randint(0, 5))
+            while engine.unfinished and rng.random() < 0.5:
+                step_or_abort(engine, rng)
+        while engine.unfinished:
+            step_or_abort(engine, rng)
+        ended = [chunk for chunk in engine.chunks if chunk.finish_reason is not None]
+        assert len(ended) == len(added)
+        assert all(sequence.slot is None for sequence in added)

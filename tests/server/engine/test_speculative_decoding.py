@@ -1,0 +1,342 @@
+"""With drafts and without: the same tokens, whatever is drafted, through the whole engine on the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.processor_string import InstalledProcessor, SourceProcessor
+from logitship.sampler.batch_rows import BatchRows
+from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.messages import CarriedProcessor, FinishReason, GenerationRequest, ProcessorRequest
+from logitship.server.engine.sequence import Sequence
+from logitship.server.engine.speculation import NGramSpeculation
+from logitship.server.errors import StartError
+
+BuildEngine = Callable[..., AsyncEngine]
+
+LENGTH = 30
+REASONING = {"reasoning_parser": "qwen3"}
+THINK, END_THINK = 2, 3
+
+STATEFUL = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class Stateful(CustomLogitProcessor):
+    '''What it raises depends on its calls, and on what it kept of the logits. It notices a call too many.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            req = params["__req__"]
+            calls = req.state["calls"] = req.state.get("calls", 0) + 1
+            params["seen"].append(list(req.output_ids))
+            assert calls == len(req.output_ids) + 1
+            assert [len(seen) for seen in params["seen"]] == list(range(calls))
+            req.state["largest"] = max(req.state.get("largest", 0), int(row.argmax()))
+            row[(7 * calls + req.state["largest"] + sum(req.output_ids)) % req.vocab_size] += 3.0
+        return logits
+""",
+    "Stateful",
+)
+FAILS_AT_NINE = SourceProcessor(
+    """
+from logitship import CustomLogitProcessor
+
+class FailsAtNine(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        if any(len(params["__req__"].output_ids) == 9 for params in custom_param_list):
+            raise RuntimeError("nine")
+        return logits
+""",
+    "FailsAtNine",
+)
+
+
+class EveryThird(LogitsProcessor):
+    """Raises a token of each row, another one at every third place."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.outputs: BatchRows[list[int]] = BatchRows(lambda params, prompt, output: output)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.outputs.update(batch_update)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.apply_with_spec_decode(logits, [1] * len(logits))
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: list[int]) -> torch.Tensor:
+        rows = [row for row, drafts in enumerate(num_draft_tokens) for _ in range(drafts)]
+        assert len(rows) == len(logits)
+        for place, row in enumerate(rows):
+            logits[place, 100 if len(self.outputs[row]) % 3 else 50] += 20.0
+        return logits
+
+
+class WithoutDrafts(EveryThird):
+    apply_with_spec_decode = None  # type: ignore[assignment]
+
+
+def named(name: str, **params: Any) -> tuple[CarriedProcessor, ...]:
+    return (ProcessorRequest(InstalledProcessor(name), params),)
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[CarriedProcessor, ...]]] = {
+    "greedy": ({}, ()),
+    "random": ({"temperature": 1.0, "seed": 1}, ()),
+    "filtered": ({"temperature": 0.8, "seed": 2, "top_p": 0.9, "top_k": 20}, ()),
+    "min_p": ({"temperature": 1.5, "seed": 3, "min_p": 0.1}, ()),
+    "penalties": ({"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}, ()),
+    "bias": ({"logit_bias": {30: 2.0, 31: -5.0}}, ()),
+    "min_tokens": ({"min_tokens": 9, "stop_token_ids": list(range(100, 200))}, ()),
+    "bad_words": ({"bad_words_token_ids": [[a, b] for a in range(4, 60) for b in range(60, 200)]}, ()),
+    "allowed": ({"allowed_token_ids": list(range(50, 150))}, ()),
+    "logprobs": ({"logprobs": 3}, ()),
+    "processed_logprobs": ({"logprobs": 2, "logprobs_mode": "processed_logprobs", "temperature": 0.7, "seed": 4}, ()),
+    "stop_string": ({"stop": ["a", "e", "x", "Z"]}, ()),
+    "thinking_token_budget": ({"thinking_token_budget": 7}, ()),
+    "random thinking": ({"thinking_token_budget": 5, "temperature": 1.0, "seed": 5}, ()),
+    "stateful": ({}, (ProcessorRequest(STATEFUL, {"seen": []}),)),
+    "stateful, random": ({"temperature": 1.0, "seed": 6}, (ProcessorRequest(STATEFUL, {"seen": []}),)),
+    "fails": ({}, (ProcessorRequest(FAILS_AT_NINE, None),)),
+    "two": (
+        {},
+        (ProcessorRequest(STATEFUL, {"seen": []}), *named("disallowed_tokens", token_ids=list(range(4, 40)))),
+    ),
+    "no_repeat_ngram": ({}, named("no_repeat_ngram", ngram_size=2, window_size=50)),
+    "thinking_budget": ({}, named("thinking_budget", thinking_budget=6, start=[THINK], end=[END_THINK], newline=[14])),
+    "think_mode": ({}, named("think_mode", max_thinking_tokens=6, end_think_token_ids=[END_THINK])),
+    "tree": (
+        {},
+        named("tree", tree={"start_token_id": 9, "end_token_id": 1, "prefix_dict": {"9": [40, 41], "9_40": [42]}}),
+    ),
+    "grammar": ({"temperature": 1.0, "seed": 7}, named("grammar", ebnf='root ::= ("a" | "b")* "c"')),
+    "gen_length": ({}, named("gen_length", boost_factor=0.3)),
+    "cite_from_prompt": ({}, named("cite_from_prompt", boost_factor=2.0, conditional_boost_factor=2.0)),
+    "force_last_phrase": ({}, named("force_last_phrase", phrase="bye")),
+    "trigger_phrase": ({}, named("trigger_phrase", phrase="now", trigger_token_phrase="a", trigger_count=1)),
+    "prevent_hallucination": ({}, named("prevent_hallucination", phrase="no", minp=0.2, tolerate=2)),
+}
+
+
+def requests(names: Iterable[str] = CASES) -> list[GenerationRequest]:
+    made = []
+    for number, name in enumerate(names):
+        params, processors = CASES[name]
+        defaults = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
+        prompt = [THINK, *(4 + (7 * number + 13 * place) % 250 for place in range(5 + number))]
+        made.append(
+            GenerationRequest(
+                rid=name,
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(**(defaults | params)),
+                processors=processors,
+            )
+        )
+    return made
+
+
+class Result:
+    """What a request gave."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.steps: list[int] = []
+
+
+def run(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[str, Result]:
+    async def result(request: GenerationRequest) -> Result:
+        found = Result()
+        async for chunk in await engine.submit(request):
+            found.token_ids += chunk.token_ids
+            found.text += chunk.text
+            found.logprobs += [record.logprob for record in chunk.logprobs if record.logprob is not None]
+            found.finish_reason = chunk.finish_reason
+            found.steps = [receipt.steps for receipt in chunk.receipts]
+        return found
+
+    async def all_of_them() -> dict[str, Result]:
+        named = list(wanted)
+        async with asyncio.timeout(240):
+            results = await asyncio.gather(*map(result, named))
+        return {request.rid: found for request, found in zip(named, results, strict=True)}
+
+    return asyncio.run(all_of_them())
+
+
+def reason(result: Result) -> str:
+    """Why it ended, without the number that a module of a class that is loaded gets."""
+    return re.sub(r"processor_\d+", "processor", str(result.finish_reason))
+
+
+class Oracle:
+    """Drafts what is known to come, with a mistake here and there."""
+
+    def __init__(self, known: dict[str, Result], mistakes: float) -> None:
+        self.known = known
+        self.mistakes = mistakes
+        self.random = random.Random(0)
+        self.drafted = self.accepted = 0
+        self._before: dict[str, tuple[int, int]] = {}
+
+    def drafts(self, decoding: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+        drafts = {}
+        for sequence in decoding:
+            done = len(sequence.output_token_ids)
+            last, drafted = self._before.get(sequence.rid, (done, 0))
+            self.accepted += max(0, done - last - 1) if drafted else 0
+            coming = self.known[sequence.rid].token_ids[done:] + [5] * 9
+            most = min(self.random.randrange(9), sequence.num_missing - 1)
+            draft = [
+                self.random.randrange(260) if self.random.random() < self.mistakes else token for token in coming[:most]
+            ]
+            self._before[sequence.rid] = done, len(draft)
+            self.drafted += len(draft)
+            if draft:
+                drafts[sequence] = draft
+        return drafts
+
+
+@pytest.fixture(scope="module", params=["none", "sandbox"])
+def isolation(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("mistakes", [0.0, 0.3, 1.0])
+def test_drafts_change_nothing(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, isolation: str, mistakes: float
+) -> None:
+    settings = {
+        "enable_custom_logit_processor": True,
+        "processor_isolation": isolation,
+        "reasoning_config": REASONING,
+        "max_num_seqs": 40,
+    }
+    plain = run(make_engine(**settings), requests())
+    oracle = Oracle(plain, mistakes)
+    monkeypatch.setattr(NGramSpeculation, "drafts", lambda self, decoding: oracle.drafts(decoding))
+    engine = make_engine(**settings, speculative_algorithm="NGRAM")
+    drafted = run(engine, requests())
+    for name, expected in plain.items():
+        assert drafted[name].token_ids == expected.token_ids, name
+        assert drafted[name].text == expected.text, name
+        assert drafted[name].logprobs == pytest.approx(expected.logprobs, abs=1e-4), name
+        assert drafted[name].steps == expected.steps, name
+        assert reason(drafted[name]) == reason(expected), name
+    assert oracle.drafted > 500
+    if mistakes < 1:
+        assert oracle.accepted > 0.3 * oracle.drafted
+        assert engine.stats().steps < 2 * LENGTH
+
+
+def test_a_plugin_is_asked_for_the_rows_that_go_on(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = requests(["greedy", "random", "filtered", "penalties"])
+    plain = run(make_engine(logits_processors=(EveryThird,)), wanted)
+    assert 100 in plain["greedy"].token_ids
+    oracle = Oracle(plain, 0.2)
+    monkeypatch.setattr(NGramSpeculation, "drafts", lambda self, decoding: oracle.drafts(decoding))
+    engine = make_engine(logits_processors=(EveryThird,), speculative_algorithm="NGRAM")
+    drafted = run(engine, wanted)
+    assert {name: each.token_ids for name, each in drafted.items()} == {
+        name: each.token_ids for name, each in plain.items()
+    }
+    assert engine.stats().steps < LENGTH
+
+
+def test_a_plugin_that_cannot_be_asked_is_refused_at_start(make_engine: BuildEngine) -> None:
+    with pytest.raises(StartError, match=r"speculative decoding is enabled. \(.*WithoutDrafts: no apply_with_spec"):
+        make_engine(logits_processors=(WithoutDrafts,), speculative_algorithm="NGRAM")
+
+
+def test_its_own_drafts_save_steps(make_engine: BuildEngine) -> None:
+    """A request whose output repeats itself takes fewer steps than it has tokens, and gives the same."""
+    looping = GenerationRequest(
+        rid="loop",
+        prompt_token_ids=[10, 11, 12],
+        sampling_params=SamplingParams(
+            max_tokens=200, ignore_eos=True, temperature=0.0, logit_bias={40: 30.0, 41: 29.0}
+        ),
+        processors=named("no_repeat_ngram", ngram_size=60, window_size=100),
+    )
+    plain = run(make_engine(), [looping])
+    engine = make_engine(speculative_algorithm="NGRAM")
+    assert run(engine, [looping])["loop"].token_ids == plain["loop"].token_ids
+    assert engine.stats().steps < 120
+
+
+def test_draws_have_the_distribution_of_the_model(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens out of three possible ones, drawn 3,000 times with a constant draft: a chi-square test by enumeration.
+
+    The seeds are new ones, so that the draws are not those of the run without drafts.
+    """
+    tokens = [50, 60, 70]
+    defaults = {"max_tokens": 3, "ignore_eos": True, "allowed_token_ids": tokens}
+
+    def wanted(seeds: Iterable[int]) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                rid=str(seed),
+                prompt_token_ids=[10, 11, 12],
+                sampling_params=SamplingParams(**defaults, temperature=1.0, seed=seed, logprobs=0),
+            )
+            for seed in seeds
+        ]
+
+    monkeypatch.setattr(
+        NGramSpeculation, "drafts", lambda self, decoding: {each: [60, 60][: each.num_missing - 1] for each in decoding}
+    )
+    engine = make_engine(speculative_algorithm="NGRAM", max_num_seqs=64, max_queued_requests=5000)
+    probability = enumerated(make_engine(), tokens)
+    drawn = Counter(tuple(each.token_ids) for each in run(engine, wanted(range(3000))).values())
+    assert sum(probability.values()) == pytest.approx(1, abs=1e-3)
+    chi_square = sum((drawn[path] - 3000 * p) ** 2 / (3000 * p) for path, p in probability.items())
+    # 26 degrees of freedom: beyond 54 in one of a thousand.
+    assert chi_square < 54
+    assert engine.stats().steps < 3000 * 3 / 64
+
+
+def enumerated(engine: AsyncEngine, tokens: list[int]) -> dict[tuple[int, ...], float]:
+    """The probability of each output of three tokens, by forcing it and reading the log-probabilities."""
+    numbers = count()
+
+    def probabilities(prefix: tuple[int, ...]) -> dict[int, float]:
+        request = GenerationRequest(
+            rid=f"enumerated {next(numbers)}",
+            prompt_token_ids=[10, 11, 12, *prefix],
+            sampling_params=SamplingParams(
+                max_tokens=1,
+                ignore_eos=True,
+                temperature=1.0,
+                seed=0,
+                allowed_token_ids=tokens,
+                logprobs=3,
+                logprobs_mode="processed_logprobs",
+            ),
+        )
+
+        async def top() -> dict[int, float]:
+            async for chunk in await engine.submit(request):
+                return {token: float(torch.tensor(each).exp()) for token, each in chunk.logprobs[0].top}
+            raise AssertionError
+
+        return asyncio.run(top())
+
+    paths = {(): 1.0}
+    for _ in range(3):
+        paths = {(*path, token): p * each for path, p in paths.items() for token, each in probabilities(path).items()}
+    return paths
