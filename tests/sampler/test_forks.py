@@ -240,8 +240,9 @@ def test_a_row_takes_what_was_forked_for_it(load: Callable[..., LoadedProcessor]
     stage.update_state(BatchUpdate(2, [], [(1, SamplingParams(processors=(forked,)), [1], [3, 4])], []))
     assert stage.apply(torch.zeros(2, VOCAB))[:, 0].tolist() == [2, 2]
     assert (use.steps, forked.steps) == (2, 2)
-    # Another request with the same parameters begins anew.
-    stage.update_state(BatchUpdate(2, [], [(1, params, [1], [])], []))
+    # Another request begins anew.
+    other = SamplingParams(processors=(ProcessorUse(use.processor, {}, "s"),))
+    stage.update_state(BatchUpdate(2, [], [(1, other, [1], [])], []))
     assert stage.apply(torch.zeros(2, VOCAB))[:, 0].tolist() == [3, 1]
 
 
