@@ -44,13 +44,19 @@ CODE = [
     "    return [line.strip() for line in lines]\n\n\ndef write_lines(path, lines):\n"
     "    with open(path, 'w') as file:\n        file.write('\\n'.join(lines))\n",
 ]
-REPEATING = [
-    *(f"Summarize this text by repeating its most important sentences word for word:\n\n{text}" for text in PARAGRAPHS),
-    *(
-        f"Add a comment to each function, and repeat the rest of the code as it is:\n\n```python\n{code}```"
-        for code in CODE
-    ),
+_REWRITES = [
+    "Proofread this text. Answer with the corrected text only",
+    "Make this text a little shorter, but keep its words",
 ]
+_EDITS = [
+    "Add type hints to this code. Answer with the whole code",
+    "Fix the bugs in this code, and answer with all of it",
+]
+REPEATING = [
+    *(f"{rewrite}:\n\n{text}" for rewrite in _REWRITES for text in PARAGRAPHS),
+    *(f"{edit}:\n\n```python\n{code}```" for edit in _EDITS for code in CODE),
+]
+"""Tasks in whose answers a model as small as SmolLM2-135M repeats much of the prompt."""
 NOT_REPEATING = [
     "Write a short story about a girl who finds a door in a tree.",
     "Explain how rain is made.",
