@@ -8,6 +8,7 @@ of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ ATTENTION_NAME = "logitship_slots"
 # Measured on a CPU: a call costs about what 500 cache positions of one layer cost.
 _CALL_COST = 500
 
-NOT_COMPUTED = {
+_NOT_COMPUTED = {
     "s_aux": "attention sinks",
     "softcap": "softcapped attention",
     "position_bias": "a position bias",
@@ -113,6 +114,32 @@ class StepLayout:
         return mask.masked_fill_(~seen, float("-inf"))
 
 
+def store(
+    module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, step: StepLayout, others: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put a layer's new keys and values into the slots.
+
+    Args:
+        key: [1, key-value heads, tokens, head size], as `value`.
+        others: what a model passes to its attention function beside what every model does.
+
+    Returns:
+        The layer's cache of keys, and that of values: [slots, key-value heads, positions, head size].
+
+    Raises:
+        NotImplementedError: the layer asks for something that no attention function here computes.
+    """
+    for name, meaning in _NOT_COMPUTED.items():
+        if others.get(name) is not None:
+            raise NotImplementedError(f"{meaning} ({name})")
+    index = module.layer_idx
+    assert isinstance(index, int)
+    keys, values = step.cache.keys[index], step.cache.values[index]
+    keys[step.slots, :, step.positions] = key[0].transpose(0, 1)
+    values[step.slots, :, step.positions] = value[0].transpose(0, 1)
+    return keys, values
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -138,14 +165,7 @@ def slot_attention(
     Raises:
         NotImplementedError: the layer asks for something that this function does not compute.
     """
-    for name, meaning in NOT_COMPUTED.items():
-        if others.get(name) is not None:
-            raise NotImplementedError(f"{meaning} ({name})")
-    index = module.layer_idx
-    assert isinstance(index, int)
-    keys, values = step.cache.keys[index], step.cache.values[index]
-    keys[step.slots, :, step.positions] = key[0].transpose(0, 1)
-    values[step.slots, :, step.positions] = value[0].transpose(0, 1)
+    keys, values = store(module, key, value, step, others)
 
     outputs = []
     one_by_one = step.prefill

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import NOT_COMPUTED, StepLayout, no_mask
+from .attention import StepLayout, no_mask, store
 
 DETERMINISTIC_ATTENTION_NAME = "logitship_slots_token_by_token"
 
@@ -32,14 +32,7 @@ def token_by_token_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention. Arguments, results and errors are those of `slot_attention`."""
-    for name, meaning in NOT_COMPUTED.items():
-        if others.get(name) is not None:
-            raise NotImplementedError(f"{meaning} ({name})")
-    index = module.layer_idx
-    assert isinstance(index, int)
-    keys, values = step.cache.keys[index], step.cache.values[index]
-    keys[step.slots, :, step.positions] = key[0].transpose(0, 1)
-    values[step.slots, :, step.positions] = value[0].transpose(0, 1)
+    keys, values = store(module, key, value, step, others)
 
     # Contiguous, so that a query's strides do not depend on the number of tokens either.
     queries = query[0].transpose(0, 1).contiguous()
