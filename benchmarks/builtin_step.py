@@ -65,7 +65,7 @@ class Histories:
 
 def logitship_step(case: Case, logits: torch.Tensor, histories: Histories) -> Step:
     """The processor's part of a step, as the sampler runs it."""
-    stage, params = _stage(case, ModelView(logits.shape[1], frozenset({0}), TOKENIZER))
+    stage, params = stage_of(case)
     sequences = zip(histories.prompts, histories.outputs, strict=True)
     added = [(row, params(row), prompt, output) for row, (prompt, output) in enumerate(sequences)]
     stage.update_state(BatchUpdate(len(added), [], added, []))
@@ -81,10 +81,11 @@ def logitship_step(case: Case, logits: torch.Tensor, histories: Histories) -> St
     return step
 
 
-def _stage(case: Case, model: ModelView) -> tuple[LogitsProcessor, Callable[[int], SamplingParams]]:
+def stage_of(case: Case) -> tuple[LogitsProcessor, Callable[[int], SamplingParams]]:
     """A batch processor, and what makes the sampling parameters of its rows."""
     if case.make_batch_processor:
         return case.make_batch_processor(), lambda row: SamplingParams(**case.params(row))
+    model = ModelView(VOCAB_SIZE, frozenset({0}), TOKENIZER)
     instance = installed_processors().make(case.processor)
     assert isinstance(instance, BuiltinProcessor)
     loaded = LoadedProcessor("sha256:0", case.processor, InProcessHost({}), instance, is_trusted=True)

@@ -12,7 +12,11 @@ import torch
 from logitship.sampler.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.device_tensor import copies_to
 from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.ops.rows import row_parts
 from logitship.sampler.sampling_params import SamplingParams
+
+_PART_SIZE = 2**18
+"""How many logits are worked on at a time."""
 
 
 class MinPLogitsProcessor(LogitsProcessor):
@@ -38,10 +42,8 @@ class MinPLogitsProcessor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Set the tokens that are too unlikely to -inf, in place: float32 [rows, vocab]."""
-        if len(self._rows) == len(logits):
-            return _forbid_unlikely(logits, self._log_min_p)
         if self._rows:
-            logits[self._index] = _forbid_unlikely(logits[self._index], self._log_min_p)
+            _forbid_unlikely(logits, self._index, self._log_min_p)
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
@@ -51,14 +53,18 @@ class MinPLogitsProcessor(LogitsProcessor):
         if places:
             index = self._to_device(np.array(places, dtype=np.int64))
             log_min_p = np.array([[self._rows[rows[place]]] for place in places], dtype=np.float32)
-            logits[index] = _forbid_unlikely(logits[index], self._to_device(log_min_p))
+            _forbid_unlikely(logits, index, self._to_device(log_min_p))
         return logits
 
 
-def _forbid_unlikely(logits: torch.Tensor, log_min_p: torch.Tensor) -> torch.Tensor:
-    # A ratio of probabilities is a difference of logits: no softmax is needed.
-    too_unlikely = logits - logits.amax(dim=-1, keepdim=True) < log_min_p
-    return logits.masked_fill_(too_unlikely, -math.inf)
+def _forbid_unlikely(logits: torch.Tensor, rows: torch.Tensor, log_min_p: torch.Tensor) -> None:
+    for part in row_parts(len(rows), logits, _PART_SIZE):
+        # A view where these are all rows.
+        some = logits[part] if len(rows) == len(logits) else logits[rows[part]]
+        # A ratio of probabilities is a difference of logits: no softmax is needed.
+        some.masked_fill_(some < some.amax(dim=-1, keepdim=True) + log_min_p[part], -math.inf)
+        if len(rows) < len(logits):
+            logits[rows[part]] = some
 
 
 def _log_min_p(params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> float | None:

@@ -49,7 +49,7 @@ class MinTokensLogitsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch, and drop the rows that have reached their minimum."""
         changed = self._rows.update(batch_update)
-        changed |= self._rows.discard_if(lambda row: row.missing == 0)
+        changed |= self._rows.discard_if(lambda row: len(row.output_token_ids) >= row.min_tokens)
         if changed:
             self._forbidden = self._positions({row: state.stop_token_ids for row, state in self._rows.items()})
 

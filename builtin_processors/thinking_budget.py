@@ -58,55 +58,67 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Force the next token on each row whose budget is spent, in place."""
+        key = f"thinking_budget:{self.THINKING_START_TOKEN_ID}:{self.THINKING_END_TOKEN_ID}"
         forced = {
             row: token_id
             for row, params in enumerate(custom_param_list or ())
-            if (token_id := self._forced_token(params)) is not None
+            if (token_id := self._forced_token(params, key)) is not None
         }
         force_tokens(logits, forced)
         return logits
 
-    def _forced_token(self, params: Mapping[str, Any]) -> int | None:
-        """The only token that may follow the row's history, or None if any may."""
+    def _forced_token(self, params: Mapping[str, Any], key: str) -> int | None:
+        """The only token that may follow the row's history, or None if any may.
+
+        Args:
+            key: of what is kept in the sequence's state.
+        """
         budget = params.get("thinking_budget")
         # Admission lets none but None through here; a subclass that a request ships is not checked there.
         if not isinstance(budget, int) or budget < 0:
             return None
         request = params["__req__"]
-        start = self._open_block(request.origin_input_ids, request.output_ids, request.state)
-        if start is None:
-            return None
-        thought = len(request.origin_input_ids) + len(request.output_ids) - start - 1
-        if thought < budget:
+        prompt, output, state = request.origin_input_ids, request.output_ids, request.state
+        read, last, start = self._read(prompt, output, *state.get(key, _UNREAD))
+        # A tuple, so that copies of the state never share what one of them changes.
+        state[key] = read, last, start
+        if start is None or read - start <= budget:
             return None
         # A new line at the end of the prompt does not count: SGLang looks at the output alone.
-        after_new_line = bool(request.output_ids) and request.output_ids[-1] == self.NEW_LINE_TOKEN_ID
-        return self.THINKING_END_TOKEN_ID if after_new_line else self.NEW_LINE_TOKEN_ID
+        return self.THINKING_END_TOKEN_ID if last == self.NEW_LINE_TOKEN_ID else self.NEW_LINE_TOKEN_ID
 
-    def _open_block(self, prompt: Sequence[int], output: Sequence[int], state: dict[str, Any]) -> int | None:
-        """Where the open thinking block starts in prompt + output, or None if none is open."""
-        key = f"thinking_budget:{self.THINKING_START_TOKEN_ID}:{self.THINKING_END_TOKEN_ID}"
-        length = len(prompt) + len(output)
-        read: int
-        last: int | None
-        start: int | None
-        read, last, start = state.get(key, (0, None, None))
+    def _read(
+        self, prompt: Sequence[int], output: Sequence[int], read: int, last: int | None, start: int | None
+    ) -> tuple[int, int | None, int | None]:
+        """Read the new tokens of prompt + output.
+
+        Args:
+            read: how many tokens were read before.
+            last: the last one of them that was in the output.
+            start: where the thinking block started that was open behind them, or None if none was.
+
+        Returns:
+            The same three, of all tokens.
+        """
+        num_prompt = len(prompt)
+        length = num_prompt + len(output)
         # Tokens were taken back: what was found may be among them. That others came in their place is noticed if the
         # last one differs, as with `StateHistory`.
-        if read > length or (read > len(prompt) and last != output[read - len(prompt) - 1]):
+        if read > length or (read > num_prompt and last != output[read - num_prompt - 1]):
             read, start = 0, None
         # From the end, since the last border decides; most of the time it is the token before the new ones.
         for position in range(length - 1, read - 1, -1):
-            token = prompt[position] if position < len(prompt) else output[position - len(prompt)]
+            token = prompt[position] if position < num_prompt else output[position - num_prompt]
             if token == self.THINKING_START_TOKEN_ID:
                 start = position
                 break
             if token == self.THINKING_END_TOKEN_ID:
                 start = None
                 break
-        # A tuple, so that copies of the state never share what one of them changes.
-        state[key] = (length, output[-1] if output else None, start)
-        return start
+        return length, output[-1] if output else None, start
+
+
+_UNREAD = (0, None, None)
 
 
 class Qwen3ThinkingBudgetLogitProcessor(ThinkingBudgetLogitProcessor):

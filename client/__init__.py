@@ -1,6 +1,7 @@
 """What the author of a processor imports. Importing it loads neither torch nor dill."""
 
 from .async_client import AsyncClient
+from .check_report import CheckReport
 from .client import Client
 from .errors import (
     APIStatusError,
@@ -20,29 +21,43 @@ from .errors import (
     TransportError,
 )
 from .processor import CustomLogitProcessor
+from .processor_info import ProcessorDetails, ProcessorInfo
 from .processor_string import InstalledProcessor, RegisteredProcessor
-from .records import FinishReason, Generation, GenerationChunk, InstalledInfo, Model, Receipt, TokenLogprob, Usage
+from .records import (
+    FinishReason,
+    Generation,
+    GenerationChunk,
+    Model,
+    Receipt,
+    TokenLogprob,
+    TokenTrace,
+    TraceCandidate,
+    TraceStage,
+    Usage,
+)
 
 __all__ = [
     "APIStatusError",
     "AsyncClient",
     "AuthenticationError",
     "BadRequestError",
+    "CheckReport",
     "Client",
     "CustomLogitProcessor",
     "FinishReason",
     "Generation",
     "GenerationChunk",
     "GenerationError",
-    "InstalledInfo",
     "InstalledProcessor",
     "InternalServerError",
     "LogitshipError",
     "Model",
     "NotFoundError",
     "PermissionDeniedError",
+    "ProcessorDetails",
     "ProcessorError",
     "ProcessorFault",
+    "ProcessorInfo",
     "ProcessorLoadError",
     "ProcessorSerializationError",
     "Receipt",
@@ -50,6 +65,9 @@ __all__ = [
     "RequestTooLargeError",
     "ServerBusyError",
     "TokenLogprob",
+    "TokenTrace",
+    "TraceCandidate",
+    "TraceStage",
     "TransportError",
     "Usage",
 ]

@@ -13,13 +13,13 @@ import httpx
 from . import requests
 from .errors import APIStatusError, TransportError
 from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
+from .processor_info import ProcessorDetails, ProcessorInfo, parse_deleted, parse_processor, parse_processors
 from .processor_string import RegisteredProcessor
-from .records import Generation, GenerationChunk, InstalledInfo, Model
+from .records import Generation, GenerationChunk, Model
 from .requests import HttpRequest
 from .responses import (
     parse_error,
     parse_generate,
-    parse_installed,
     parse_models,
     parse_openai,
     parse_registered,
@@ -143,13 +143,21 @@ class AsyncClient:
         """See `Client.chat_stream`."""
         return self._stream(requests.chat(messages, n, options, stream=True))
 
-    async def register(self, processor: ProcessorLike) -> RegisteredProcessor:
+    async def register(self, processor: ProcessorLike, name: str | None = None) -> RegisteredProcessor:
         """See `Client.register`."""
-        return await self._call(requests.register(processor), parse_registered)
+        return await self._call(requests.register(processor, name), parse_registered)
 
-    async def processors(self) -> list[InstalledInfo]:
+    async def processors(self) -> list[ProcessorInfo]:
         """See `Client.processors`."""
-        return await self._call(requests.get("/v1/processors"), parse_installed)
+        return await self._call(requests.get("/v1/processors"), parse_processors)
+
+    async def processor(self, id: str | RegisteredProcessor) -> ProcessorDetails:
+        """See `Client.processor`."""
+        return await self._call(requests.processor(id), parse_processor)
+
+    async def delete_processor(self, id: str | RegisteredProcessor) -> list[str]:
+        """See `Client.delete_processor`."""
+        return await self._call(requests.delete_processor(id), parse_deleted)
 
     async def models(self) -> list[Model]:
         """See `Client.models`."""

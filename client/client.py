@@ -13,13 +13,13 @@ import httpx
 from . import requests
 from .errors import APIStatusError, TransportError
 from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
+from .processor_info import ProcessorDetails, ProcessorInfo, parse_deleted, parse_processor, parse_processors
 from .processor_string import RegisteredProcessor
-from .records import Generation, GenerationChunk, InstalledInfo, Model
+from .records import Generation, GenerationChunk, Model
 from .requests import HttpRequest
 from .responses import (
     parse_error,
     parse_generate,
-    parse_installed,
     parse_models,
     parse_openai,
     parse_registered,
@@ -163,13 +163,46 @@ class Client:
         """`chat`, chunk by chunk. Closing the iterator early cancels the request on the server."""
         return self._stream(requests.chat(messages, n, options, stream=True))
 
-    def register(self, processor: ProcessorLike) -> RegisteredProcessor:
-        """Upload a processor once; pass what this returns as `processor=` from then on: it sends only the digest."""
-        return self._call(requests.register(processor), parse_registered)
+    def register(self, processor: ProcessorLike, name: str | None = None) -> RegisteredProcessor:
+        """Upload a processor once; pass what this returns as `processor=` from then on: it sends only the digest.
 
-    def processors(self) -> list[InstalledInfo]:
-        """The processors that the server has installed: pass a name as `processor=`."""
-        return self._call(requests.get("/v1/processors"), parse_installed)
+        Another class under the same name becomes its next version; the same class again stays what it is.
+
+        Args:
+            name: what it goes by: pass `"<name>"` as `processor=` for its newest version, `"<name>@2"` for the second.
+                None: the class's name.
+        """
+        return self._call(requests.register(processor, name), parse_registered)
+
+    def processors(self) -> list[ProcessorInfo]:
+        """The processors that the server has: installed ones, and those registered with this client's API key."""
+        return self._call(requests.get("/v1/processors"), parse_processors)
+
+    def processor(self, id: str | RegisteredProcessor) -> ProcessorDetails:
+        """One of them with its source.
+
+        Args:
+            id: name (the newest version), name and version, digest, or what `register` returned.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        return self._call(requests.processor(id), parse_processor)
+
+    def delete_processor(self, id: str | RegisteredProcessor) -> list[str]:
+        """Delete what was registered. Requests that run keep it.
+
+        Args:
+            id: name and version, name (all its versions), digest, or what `register` returned.
+
+        Returns:
+            The ids of what was deleted.
+
+        Raises:
+            NotFoundError: there is none.
+            PermissionDeniedError: it is installed.
+        """
+        return self._call(requests.delete_processor(id), parse_deleted)
 
     def models(self) -> list[Model]:
         """The models that the server serves."""

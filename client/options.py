@@ -17,8 +17,8 @@ Message: TypeAlias = Mapping[str, Any]
 Params: TypeAlias = Mapping[str, Any]
 
 ProcessorLike: TypeAlias = type | str | Mapping[str, Any] | RegisteredProcessor | InstalledProcessor
-"""A processor class; a processor string; one of its forms as a dict; a digest; the name of an installed processor; what
-`register` returned."""
+"""A processor class; a processor string; one of its forms as a dict; a digest; the name of an installed or a registered
+processor; what `register` returned."""
 
 
 class ProcessorOptions(TypedDict, total=False):
@@ -35,6 +35,9 @@ class ProcessorOptions(TypedDict, total=False):
     its operator allows their names. For a batch also a list of such lists, one a prompt."""
     vllm_xargs: Mapping[str, Any]
     """Parameters of batch processors that are installed on the server."""
+    trace: Mapping[str, int]
+    """`{"top": 20}`: show for each token what became of the most likely ones, see `TokenTrace` (only on logitship
+    servers)."""
     extra_body: Mapping[str, Any]
     """Further fields of the request body, for what a server understands and this client does not know."""
 

@@ -6,7 +6,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import torch
+
+    from .check_report import CheckReport
 
 
 class CustomLogitProcessor(ABC):
@@ -80,3 +84,51 @@ class CustomLogitProcessor(ABC):
 
             raise ProcessorLoadError("the string only names a processor of a server; it holds no code to load here")
         return instantiate(load_class(string, names_in_use()))
+
+    @classmethod
+    def check(
+        cls,
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt: str | Sequence[str] | None = None,
+        max_tokens: int = 8,
+        batch_sizes: Sequence[int] = (1, 8, 64),
+        ignore: Sequence[str] = (),
+        **settings: Any,
+    ) -> CheckReport:
+        """Try this class as a server would run it: does it travel, is a row what it is alone, how fast is it, …
+
+        Needs the server's libraries. Takes some ten seconds. In a notebook, the value of the
+        call shows as the report's page.
+
+        Args:
+            params: `custom_params` for the rows; several find more. None: the examples in `params_schema`.
+            prompt: one or several, for real logits.
+            max_tokens: tokens of a sequence.
+            batch_sizes: rows of the calls that are timed.
+            ignore: names of checks that do not count, see `CheckReport.checks`.
+            settings: as flags of `logitship check`: `model_path`, `tokenizer_path`, `processor_isolation`,
+                `sandbox_step_timeout`, ….
+
+        Raises:
+            ImportError: the server is not installed.
+            ValueError: what was asked for cannot be checked; the message says why.
+        """
+        from importlib import import_module
+
+        # By its name, because the client imports nothing of the server, which most of its users do not have. This one
+        # method is a door for those who have it: an author has the class in hand, and nothing else to call.
+        try:
+            notebook = import_module("logitship.server.check.notebook")
+        except ModuleNotFoundError as error:
+            raise ImportError(f'check() needs the server: pip install "logitship[serve]" ({error})') from error
+        report: CheckReport = notebook.check_class(
+            cls,
+            params,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            batch_sizes=batch_sizes,
+            ignore=ignore,
+            settings=settings,
+        )
+        return report

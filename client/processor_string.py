@@ -6,7 +6,8 @@ A processor string is JSON text in one of four forms:
 {"callable": "<hex>", "logitship": {…}}          pickled: SGLang's form, ours adds the second key
 {"source": "<python>", "class_name": "Name"}     source: no pickle at all
 {"digest": "sha256:…"}                           registered: uploaded before
-{"name": "disallowed_tokens"}                    installed: put there by the operator; ships no code
+{"name": "disallowed_tokens"}                    installed: put there by the operator; ships no code.
+                                                 Also the name of a registered one: "Lipogram", "Lipogram@2"
 ```
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -108,14 +109,19 @@ class PickledProcessor:
 
 @dataclass(frozen=True)
 class RegisteredProcessor:
-    """A processor that was uploaded before, by its digest."""
+    """A processor that was uploaded before, by its digest.
+
+    Attributes:
+        id: its name and version, such as `Lipogram@2`, where it comes from an answer of the server.
+    """
 
     digest: str
+    id: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class InstalledProcessor:
-    """A processor that the operator installed, by name or as `module:Class`."""
+    """A processor that the operator installed, by name or as `module:Class`; or a registered one, by its name."""
 
     name: str
 

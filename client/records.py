@@ -25,23 +25,6 @@ class Receipt:
 
 
 @dataclass(frozen=True)
-class InstalledInfo:
-    """A processor that a server has installed: a request asks for it by name and ships no code.
-
-    Attributes:
-        name: what a request says: `{"name": "<name>"}`.
-        description: what it does, in a sentence or two; "" if its class does not say.
-        params_schema: JSON Schema of its parameters; None if its class has none.
-        is_mask: it only forbids tokens, and does so before and after the request's other processors.
-    """
-
-    name: str
-    description: str
-    params_schema: dict[str, Any] | None
-    is_mask: bool = False
-
-
-@dataclass(frozen=True)
 class FinishReason:
     """Why a continuation ended.
 
@@ -84,6 +67,63 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
 
 
+@dataclass(frozen=True)
+class TraceStage:
+    """What a step had made of the candidates for one token, at one point.
+
+    Attributes:
+        stage: `model`: what the model computed. `request`: after the request's own parameters (biases, penalties,
+            masks, a thinking budget) and the server's batch processors, before the request's processors. `processor`:
+            after the one that is named. `sampling`: what the token was drawn from, after temperature, min-p, top-k and
+            top-p; with temperature 0, the token alone.
+        name: of the processor.
+        digest: of the processor.
+        again: it is a mask, which runs once more after the other processors.
+        logprobs: one a candidate, natural logarithm; None for a token that is forbidden there.
+        num_allowed: how many tokens of the vocabulary are not forbidden there; 1: the token is forced.
+    """
+
+    stage: str
+    name: str | None = None
+    digest: str | None = None
+    again: bool = False
+    logprobs: tuple[float | None, ...] = ()
+    num_allowed: int = 0
+
+
+@dataclass(frozen=True)
+class TraceCandidate:
+    """A token that was, or might have been, drawn.
+
+    Attributes:
+        text: the token by itself; bytes that are no UTF-8 alone become U+FFFD.
+    """
+
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """How one token of an output came about. `print` shows it as a table.
+
+    Attributes:
+        token: what was drawn.
+        candidates: the most likely tokens of each stage, and the one that was drawn; the most likely of the model
+            first.
+        stages: in the order in which they ran.
+    """
+
+    token: TraceCandidate
+    candidates: tuple[TraceCandidate, ...]
+    stages: tuple[TraceStage, ...]
+
+    def __str__(self) -> str:
+        from .trace_table import trace_table
+
+        return trace_table(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """One finished continuation of one prompt.
@@ -99,6 +139,7 @@ class Generation:
         prompt_logprobs: one a prompt token, if asked for.
         receipts: one a processor that the request carried, in the order in which they ran. Empty: the server issues
             none (stock SGLang and vLLM do not).
+        trace: one an output token, if asked for. None: it was not, or the server makes none (stock SGLang does not).
         rid: the request's id.
         raw: the part of the server's answer that this was read from.
     """
@@ -111,6 +152,7 @@ class Generation:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     receipts: tuple[Receipt, ...] = ()
+    trace: tuple[TokenTrace, ...] | None = field(default=None, repr=False)
     rid: str | None = None
     raw: Mapping[str, Any] = field(repr=False)
 
@@ -129,6 +171,7 @@ class GenerationChunk:
             text at the end of the stream.
         logprobs: one a new token, if asked for.
         receipts: one a processor, at the end of the continuation.
+        trace: one a new token, if asked for.
         rid: the request's id.
         raw: the event that this was read from.
     """
@@ -141,6 +184,7 @@ class GenerationChunk:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     receipts: tuple[Receipt, ...] = ()
+    trace: tuple[TokenTrace, ...] | None = field(default=None, repr=False)
     rid: str | None = None
     raw: Mapping[str, Any] = field(repr=False)
 

@@ -7,11 +7,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 
 from .options import ChatOptions, CompletionOptions, GenerateOptions, SamplingOptions
 from .processor_argument import ProcessorStrings
+from .processor_string import RegisteredProcessor
 
 _HOLD_PROCESSORS = ("processor", "logits_processors")
 """These may hold classes, which get their JSON form when the body is finished."""
@@ -22,7 +24,7 @@ class HttpRequest:
     """An HTTP request, not sent yet.
 
     Attributes:
-        method: `GET` or `POST`.
+        method: `GET`, `POST` or `DELETE`.
         path: path on the server, with its leading slash.
         json: the body, or None.
         stream: the answer is read while it arrives.
@@ -108,10 +110,27 @@ def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) ->
     return _openai("/v1/chat/completions", {"messages": list(messages)}, n, fields, None, stream)
 
 
-def register(processor: Any) -> HttpRequest:
-    """Upload a processor once, to name it by its digest afterwards."""
+def register(processor: Any, name: str | None = None) -> HttpRequest:
+    """Upload a processor once, to name it afterwards.
+
+    Args:
+        name: what it goes by; None: its class's name.
+    """
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError("name: expected a text such as 'Lipogram'")
     form = orjson.loads(ProcessorStrings()(processor, "processor"))
-    return HttpRequest("POST", "/v1/processors", form, idempotent=True)
+    query = "" if name is None else f"?name={quote(name, safe='')}"
+    return HttpRequest("POST", f"/v1/processors{query}", form, idempotent=True)
+
+
+def processor(id: str | RegisteredProcessor) -> HttpRequest:
+    """What the server has under a name, a name and version, or a digest."""
+    return get(_processor_path(id))
+
+
+def delete_processor(id: str | RegisteredProcessor) -> HttpRequest:
+    """Delete a version, or all versions of a name or of a digest."""
+    return HttpRequest("DELETE", _processor_path(id))
 
 
 def abort(rid: str | None) -> HttpRequest:
@@ -125,6 +144,13 @@ def abort(rid: str | None) -> HttpRequest:
 def flush_cache() -> HttpRequest:
     """Drop what the server caches between requests."""
     return HttpRequest("POST", "/flush_cache", idempotent=True)
+
+
+def _processor_path(id: str | RegisteredProcessor) -> str:
+    given = (id.id or id.digest) if isinstance(id, RegisteredProcessor) else id
+    if not isinstance(given, str) or not given:
+        raise ValueError("id: expected a name, a name and version such as 'Lipogram@2', or a digest")
+    return f"/v1/processors/{quote(given, safe='@:')}"
 
 
 def is_many(prompt: Any, n: int | None) -> bool:

@@ -12,7 +12,16 @@ from .errors import LogitshipError, TransportError
 from .logprobs import openai_logprobs, sglang_logprobs
 from .problems import Problem, problem_in
 from .processor_string import RegisteredProcessor
-from .records import FinishReason, Generation, InstalledInfo, Model, Receipt, Usage
+from .records import (
+    FinishReason,
+    Generation,
+    Model,
+    Receipt,
+    TokenTrace,
+    TraceCandidate,
+    TraceStage,
+    Usage,
+)
 
 T = TypeVar("T")
 
@@ -75,17 +84,9 @@ def parse_models(data: Any) -> list[Model]:
     return [Model(entry["id"], entry.get("max_model_len"), entry) for entry in data["data"]]
 
 
-def parse_installed(data: Any) -> list[InstalledInfo]:
-    """The answer of `GET /v1/processors`."""
-    return [
-        InstalledInfo(entry["name"], entry["description"], entry["params_schema"], entry["is_mask"])
-        for entry in data["data"]
-    ]
-
-
 def parse_registered(data: Any) -> RegisteredProcessor:
     """The answer of `POST /v1/processors`."""
-    return RegisteredProcessor(data["digest"])
+    return RegisteredProcessor(data["digest"], data.get("id"))
 
 
 def parse_error(status_code: int, content: bytes) -> LogitshipError:
@@ -136,6 +137,29 @@ def parse_receipts(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Receipt
     )
 
 
+def parse_trace(entries: Sequence[Mapping[str, Any]] | None) -> tuple[TokenTrace, ...] | None:
+    """The traces in an answer; None where there are none."""
+    return None if entries is None else tuple(map(_token_trace, entries))
+
+
+def _token_trace(entry: Mapping[str, Any]) -> TokenTrace:
+    return TokenTrace(
+        TraceCandidate(entry["token_id"], entry["text"]),
+        tuple(TraceCandidate(candidate["token_id"], candidate["text"]) for candidate in entry["candidates"]),
+        tuple(
+            TraceStage(
+                stage["stage"],
+                stage.get("name"),
+                stage.get("digest"),
+                stage.get("again", False),
+                tuple(stage["logprobs"]),
+                stage["num_allowed"],
+            )
+            for stage in entry["stages"]
+        ),
+    )
+
+
 def openai_receipts(data: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[Receipt, ...]:
     """A choice's receipts."""
     return parse_receipts(choice.get("receipts") or data.get("receipts"))
@@ -167,6 +191,7 @@ def _sglang_generation(data: Mapping[str, Any], index: int) -> Generation:
         logprobs=sglang_logprobs(meta, "output"),
         prompt_logprobs=sglang_logprobs(meta, "input"),
         receipts=parse_receipts(meta.get("receipts")),
+        trace=parse_trace(meta.get("trace")),
         rid=meta.get("id"),
         raw=data,
     )
@@ -182,6 +207,7 @@ def _openai_generation(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Ge
         usage=openai_usage(data.get("usage")) or Usage(),
         logprobs=openai_logprobs(choice.get("logprobs")),
         receipts=openai_receipts(data, choice),
+        trace=parse_trace(choice.get("trace")),
         rid=data.get("id"),
         raw=data,
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -45,7 +46,8 @@ class ServerDialect:
         A request for OpenAI's routes that carries no processor is the same everywhere.
         """
         carries = carries_processors(request)
-        if self._kind == "auto" and (carries or request.path == "/generate"):
+        traced = isinstance(request.json, Mapping) and "trace" in request.json  # vLLM would overlook it
+        if self._kind == "auto" and (carries or traced or request.path == "/generate"):
             return _WHO
         if self._kind == "vllm" and carries and self._plugin is None:
             return _plugin_question(request)

@@ -22,6 +22,7 @@ from .responses import (
     openai_usage,
     parse_finish_reason,
     parse_receipts,
+    parse_trace,
     problem_of_choice,
     problem_of_finish,
     sglang_usage,
@@ -136,6 +137,7 @@ class _Progress:
         self.text = ""
         self.output_ids: list[int] = []
         self.logprobs = 0
+        self.traced = 0
 
 
 class SGLangDialect:
@@ -151,6 +153,10 @@ class SGLangDialect:
         so_far = self._progress.setdefault(index, _Progress())
         text, output_ids = event.get("text") or "", event.get("output_ids") or []
         logprobs = sglang_logprobs(meta, "output")
+        # Only logitship makes traces, whose lists always hold everything so far.
+        entries = meta.get("trace")
+        trace = parse_trace(entries and entries[so_far.traced :])
+        so_far.traced += len(trace or ())
         if not self._is_increment(so_far, output_ids, meta):
             text = text[len(so_far.text) :]
             output_ids = output_ids[len(so_far.output_ids) :]
@@ -168,6 +174,7 @@ class SGLangDialect:
                 usage=sglang_usage(meta),
                 logprobs=logprobs,
                 receipts=parse_receipts(meta.get("receipts")),
+                trace=trace,
                 rid=meta.get("id"),
                 raw=event,
             ),
@@ -210,6 +217,7 @@ class OpenAIDialect:
                     usage=usage,
                     logprobs=openai_logprobs(choice.get("logprobs")),
                     receipts=openai_receipts(event, choice),
+                    trace=parse_trace(choice.get("trace")),
                     rid=event.get("id"),
                     raw=event,
                 ),

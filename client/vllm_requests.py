@@ -49,6 +49,7 @@ _STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar
 _UNKNOWN_TO_VLLM = {
     "stop_regex": "vLLM has no stop expressions",
     "logprobs_mode": "on vLLM this is the operator's choice (--logprobs-mode)",
+    "trace": "vLLM makes no traces",
 }
 
 
@@ -178,5 +179,8 @@ def _refuse_registered(name: str, text: Any) -> None:
         form = orjson.loads(text) if isinstance(text, str) else None
     except orjson.JSONDecodeError:
         return  # the server says what is wrong with it
-    if isinstance(form, dict) and "digest" in form:
-        raise ValueError(f"{name}: vLLM keeps no registered processors: send the class instead of {form['digest']!r}")
+    if not isinstance(form, dict):
+        return
+    registered = form.get("digest", form.get("name"))
+    if "digest" in form or "@" in str(registered):
+        raise ValueError(f"{name}: vLLM keeps no registered processors: send the class instead of {registered!r}")

@@ -11,6 +11,8 @@ from types import CoroutineType
 from typing import Any, TypeVar
 
 import torch
+from torch import get_default_dtype, is_grad_enabled
+from torch._C import _len_torch_function_stack
 
 from logitship.client.author_errors import author_traceback, class_name, error_text
 from logitship.client.errors import ProcessorFault
@@ -24,9 +26,9 @@ class BadResult(TypeError):
 
 
 def edit(
-    function: Callable[[torch.Tensor], object],
+    function: Callable[..., object],
     logits: torch.Tensor,
-    *,
+    *arguments: object,
     name: str,
     digest: str = "",
     shipped_class: type | None = None,
@@ -36,6 +38,7 @@ def edit(
     Args:
         function: gets the logits; may edit them in place, and must return them or a new tensor.
         logits: of any shape.
+        arguments: what else the function gets.
         name: of the processor, for people.
         digest: its identity, if it has one.
         shipped_class: the class, if it came with a request: explains names that did not travel with it.
@@ -46,9 +49,10 @@ def edit(
     # Another tensor on the same memory: whatever becomes of its shape, type or gradient, `logits` stays as it is.
     given = logits.detach()
     try:
-        result = call(function, given)
+        result = call(function, given, *arguments)
         # In here too: what it returned may be a subclass of Tensor, whose methods are the author's code.
-        _take_over(result, logits)
+        if result is not given or given.dtype is not logits.dtype or not given.is_set_to(logits):
+            _take_over(result, logits)
     except BadResult as bad:
         fault = ProcessorFault(f"processor {name} returned {bad}", digest=digest, name=name, kind="bad_result")
     # Whatever it raises, `SystemExit` included, must not end the engine's thread.
@@ -62,15 +66,16 @@ def edit(
 
 def call(function: Callable[..., T], *arguments: Any) -> T:
     """Run an author's code, and undo what it may have set for all that runs after it without meaning to."""
-    grad, dtype, modes = torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._len_torch_function_stack()
+    grad, dtype, modes = is_grad_enabled(), get_default_dtype(), _len_torch_function_stack()
     try:
         return function(*arguments)
     finally:
-        torch.set_grad_enabled(grad)
-        if torch.get_default_dtype() is not dtype:
+        if is_grad_enabled() is not grad:
+            torch.set_grad_enabled(grad)
+        if get_default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
         # The default device is such a mode. Counting them is far cheaper than asking for it.
-        if torch._C._len_torch_function_stack() != modes:
+        if _len_torch_function_stack() != modes:
             torch.set_default_device(None)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from logitship.client.author_errors import class_name, error_message, error_text
+from logitship.client.author_errors import error_message, error_text
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.loading import instantiate, load_class
 from logitship.client.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 
 from .author_code import call, edit
+from .class_description import describe
 from .local_host import LocalHost
 from .processor_host import LoadedProcessor
 
@@ -35,23 +36,33 @@ class InProcessHost(LocalHost):
         try:
             cls = call(load_class, runnable, self._names)
             instance = call(instantiate, cls)
+            described = call(describe, cls)
         except ProcessorLoadError as error:
             raise ProcessorLoadError(error_message(error)) from None
         # `load_class` lets KeyboardInterrupt and its like pass. Raised by the author's code, they must not end us.
         except BaseException as error:  # noqa: BLE001
             raise ProcessorLoadError(f"the processor could not be loaded: {error_text(error)}") from None
-        return LoadedProcessor(runnable.digest, class_name(cls), self, instance, tenant=tenant)
+        return LoadedProcessor(
+            runnable.digest,
+            described.name,
+            self,
+            instance,
+            tenant=tenant,
+            description=described.description,
+            params_schema=described.params_schema,
+        )
 
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
         """See `LocalHost.run`."""
-        params = list(param_list)
+        instance = processor.instance
         edit(
-            lambda given: processor.instance(given, params),
+            instance,
             logits,
+            list(param_list),
             name=processor.name,
             digest=processor.digest,
-            shipped_class=type(processor.instance),
+            shipped_class=type(instance),
         )
         return logits

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +23,15 @@ if TYPE_CHECKING:
 class LocalRow:
     """A sequence whose processor runs here.
 
+    Args:
+        on_first_use: called when the processor uses the sequence's `output_ids` for the first time.
+
     Attributes:
         params: what the processor receives for this row, `__req__` included.
+        output: keeps `__req__.output_ids` up to date.
     """
 
-    def __init__(self, processor: LoadedProcessor, sequence: HostedSequence) -> None:
+    def __init__(self, processor: LoadedProcessor, sequence: HostedSequence, on_first_use: Callable[[], None]) -> None:
         self._processor = processor
         self._sequence = sequence
         self._view = view = RequestView(
@@ -44,11 +47,7 @@ class LocalRow:
             self.params: dict[str, Any] = {**copy.deepcopy(params), "__req__": view}
         else:
             self.params = {**params, "__req__": view, PREPARED_KEY: sequence.prepared}
-        self._output = OutputFollower(view, sequence.output_token_ids)
-
-    def sync(self) -> None:
-        """See `HostedRow.sync`."""
-        self._output.sync()
+        self.output = OutputFollower(view, sequence.output_token_ids, on_first_use)
 
     def fork(self, output_token_ids: list[int]) -> LocalRow:
         """See `HostedRow.fork`."""
@@ -57,13 +56,13 @@ class LocalRow:
         # Of what was prepared at admission, the parameters are shared by all sequences: nobody changes them.
         kept = {} if is_prepared else self.params
         shared = [sequence.model.tokenizer, sequence.prepared, getattr(self._view, "sampling_params", None)]
-        params, view, output_ids = duplicate(
-            (kept, self._view, self._output.output_ids), shared, name=processor.name, digest=processor.digest
+        params, view, output = duplicate(
+            (kept, self._view, self.output), shared, name=processor.name, digest=processor.digest
         )
         twin = copy.copy(self)
         twin.params = {**self.params, "__req__": view} if is_prepared else params
-        twin._view = view
-        twin._output = self._output.fork(view, output_ids, output_token_ids)
+        twin._view, twin.output = view, output
+        twin.output.follow(output_token_ids)
         return twin
 
     def close(self) -> None:
@@ -72,6 +71,9 @@ class LocalRow:
 
 class LocalHost(ABC):
     """A `ProcessorHost` that calls processors in this process: a subclass says how."""
+
+    _num_first_uses = 0
+    """Sequences whose processor has used their `output_ids`, since the start."""
 
     @abstractmethod
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
@@ -102,31 +104,57 @@ class LocalHost(ABC):
 
     def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> LocalRow:
         """See `ProcessorHost.attach`."""
-        return LocalRow(processor, sequence)
+        return LocalRow(processor, sequence, self._count_first_use)
 
-    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> _LocalRun:
-        """See `ProcessorHost.begin`."""
-        return _LocalRun(self, processor, logits, rows)
+    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> LocalGroup:
+        """See `ProcessorHost.group`."""
+        return LocalGroup(self, processor, [row for row in rows if isinstance(row, LocalRow)])
+
+    def _count_first_use(self) -> None:
+        self._num_first_uses += 1
 
 
-@dataclass(frozen=True)
-class _LocalRun:
-    """A call that is made when it is finished: until then, others may work elsewhere."""
+class LocalGroup:
+    """A `HostedGroup` whose processor runs here. It is its own `Run`, since it has one call at a time.
 
-    host: LocalHost
-    processor: LoadedProcessor
-    logits: torch.Tensor
-    rows: Sequence[HostedRow]
+    A call is made when it is finished: until then, others may work elsewhere.
+    """
+
+    def __init__(self, host: LocalHost, processor: LoadedProcessor, rows: Sequence[LocalRow]) -> None:
+        self._host = host
+        self._processor = processor
+        self._rows = rows
+        self._params = [row.params for row in rows]
+        self._used_outputs: list[OutputFollower] = []
+        self._num_first_uses = -1
+        self._logits: torch.Tensor | None = None
+
+    def begin(self, logits: torch.Tensor) -> LocalGroup:
+        """See `HostedGroup.begin`."""
+        self._logits = logits
+        return self
 
     def finish(self) -> RunOutcome:
         """See `Run.finish`."""
+        logits, self._logits = self._logits, None
+        assert logits is not None
         began = time.perf_counter()
-        params = [row.params for row in self.rows if isinstance(row, LocalRow)]
+        if self._used_outputs or self._num_first_uses != self._host._num_first_uses:
+            self._sync()
         try:
-            result = self.host.run(self.processor, self.logits, params)
+            result = self._host.run(self._processor, logits, self._params)
         except ProcessorFault as fault:
             # The call is one for all rows, so that nobody can say which of them was the reason: all of them end.
-            return RunOutcome(time.perf_counter() - began, dict.fromkeys(range(len(self.rows)), fault))
-        if result is not self.logits:
-            self.logits.copy_(result)
+            return RunOutcome(time.perf_counter() - began, dict.fromkeys(range(len(self._rows)), fault))
+        if result is not logits:
+            logits.copy_(result)
         return RunOutcome(time.perf_counter() - began)
+
+    def _sync(self) -> None:
+        """Bring the outputs up to date that the processor may have kept."""
+        # Not a look at each row, which in every step would take longer than many a processor.
+        if self._num_first_uses != self._host._num_first_uses:
+            self._num_first_uses = self._host._num_first_uses
+            self._used_outputs = [row.output for row in self._rows if row.output.is_used]
+        for output in self._used_outputs:
+            output.sync()

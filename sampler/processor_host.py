@@ -7,8 +7,9 @@ host's business: in this process (`LocalHost`), or in a process of its own (`San
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from logitship.client.errors import ProcessorLoadError
 
@@ -41,6 +42,8 @@ class LoadedProcessor:
         is_trusted: it comes with logitship. What it leaves is not checked after its call, which takes a look at all
             logits, but at the end of the step, with those of all rows.
         tenant: whose it is. Two tenants never share a loaded processor, because a class may keep things on itself.
+        description: what a shipped class says that it does; "" if it does not say.
+        params_schema: JSON Schema of its parameters, as a shipped class says, or None.
     """
 
     digest: str
@@ -51,6 +54,8 @@ class LoadedProcessor:
     is_mask: bool = False
     is_trusted: bool = False
     tenant: str = ""
+    description: str = ""
+    params_schema: Mapping[str, Any] | None = None
 
     @property
     def group_name(self) -> str:
@@ -84,10 +89,6 @@ class HostedSequence:
 class HostedRow(Protocol):
     """A sequence at its host, while it has a row of the batch."""
 
-    def sync(self) -> None:
-        """Take over the tokens that came since the last step. Once a step."""
-        ...
-
     def fork(self, output_token_ids: list[int]) -> HostedRow:
         """Take in another sequence, which goes on from the history that this one had in its last step.
 
@@ -109,17 +110,18 @@ class HostedRow(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RunOutcome:
+class RunOutcome(NamedTuple):
     """What came of a call.
 
     Attributes:
         seconds: how long it took.
         faults: of the rows, by their place in the call, that have none of the processor's logits, and why.
+        row_by_row: the call failed for all rows together, and was made again for each of them.
     """
 
     seconds: float
-    faults: Mapping[int, ProcessorFault] = field(default_factory=dict)
+    faults: Mapping[int, ProcessorFault] = MappingProxyType({})
+    row_by_row: bool = False
 
 
 class Run(Protocol):
@@ -127,6 +129,21 @@ class Run(Protocol):
 
     def finish(self) -> RunOutcome:
         """Wait for its end. The rows hold what the processor made of them; those of the faults are unspecified."""
+        ...
+
+
+class HostedGroup(Protocol):
+    """The rows of a processor at its host, until the batch changes."""
+
+    def begin(self, logits: torch.Tensor) -> Run:
+        """Begin to call the processor. Calls for several groups may be begun before the first is finished.
+
+        The processor sees all tokens of the rows' outputs.
+
+        Args:
+            logits: float32 [rows, vocab], contiguous; edited in place until the call is finished. The author's code
+                only ever gets another tensor, on the same memory or not.
+        """
         ...
 
 
@@ -157,11 +174,10 @@ class ProcessorHost(Protocol):
         """Take in a sequence that got a row of the batch."""
         ...
 
-    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> Run:
-        """Begin to call a processor on the rows of its group. Several calls may be begun before the first is finished.
+    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> HostedGroup:
+        """Put together what a processor is called for, until the batch changes.
 
         Args:
-            logits: float32 [rows, vocab], contiguous; edited in place until the call is finished.
             rows: what `attach` gave, in row order.
         """
         ...
@@ -197,6 +213,6 @@ class NoHost:
         """Never called."""
         raise AssertionError("no processor was loaded")
 
-    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> NoReturn:
+    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> NoReturn:
         """Never called."""
         raise AssertionError("no processor was loaded")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,10 @@ class RequestView:
     """
 
     __slots__ = (
+        "_before_first_use",
+        "_output_ids",
         "eos_token_ids",
         "origin_input_ids",
-        "output_ids",
         "rid",
         "sampling_params",
         "state",
@@ -62,48 +64,85 @@ class RequestView:
         """
         self.rid = rid
         self.origin_input_ids = list(prompt_token_ids)
-        self.output_ids = list(output_token_ids)
+        self._output_ids = list(output_token_ids)
+        self._before_first_use: Callable[[], None] | None = None
         self.sampling_params = copy.copy(sampling_params)
         self.eos_token_ids = set(model.eos_token_ids)
         self.vocab_size = model.vocab_size
         self.tokenizer = model.tokenizer
         self.state: dict[Any, Any] = {}
 
+    @property
+    def output_ids(self) -> list[int]:
+        """See the class."""
+        if self._before_first_use is not None:
+            self._before_first_use()
+        return self._output_ids
+
+    @output_ids.setter
+    def output_ids(self, output_ids: list[int]) -> None:
+        if self._before_first_use is not None:
+            self._before_first_use()
+        self._output_ids = output_ids
+
+    @output_ids.deleter
+    def output_ids(self) -> None:
+        if self._before_first_use is not None:
+            self._before_first_use()
+        del self._output_ids
+
+
+def _nothing() -> None:
+    pass
+
 
 class OutputFollower:
     """Keeps the `output_ids` of a view in step with the engine's list.
+
+    Before a processor has used them, nobody sees what they are, and most processors never do: the first use brings them
+    up to date. From there on `sync` is due before each call, because the processor may have kept the list.
 
     Apart from the view: whatever a processor does to its view, nothing here fails.
 
     Args:
         output_token_ids: the engine's own list of output tokens, which grows.
+        on_first_use: called once, when a processor uses `output_ids` for the first time.
 
     Attributes:
-        output_ids: the view's list.
+        is_used: a processor has used `output_ids`.
     """
 
-    def __init__(self, view: RequestView, output_token_ids: list[int]) -> None:
+    def __init__(
+        self, view: RequestView, output_token_ids: list[int], on_first_use: Callable[[], None] = _nothing
+    ) -> None:
         self._view = view
-        self.output_ids = view.output_ids
+        self._output_ids = view.output_ids
         self._live = output_token_ids
         self._num_known = len(output_token_ids)
+        self._on_first_use = on_first_use
+        self.is_used = False
+        view._before_first_use = self._begin
 
     def sync(self) -> None:
-        """Take over the tokens that came since the last step."""
-        # Not the length of `output_ids`: the processor may have edited that.
+        """Take over the tokens that came since the last call."""
+        # Not the length of `_output_ids`: the processor may have edited that.
         if self._num_known < len(self._live):
-            self.output_ids.extend(self._live[self._num_known :])
+            self._output_ids.extend(self._live[self._num_known :])
             self._num_known = len(self._live)
-            self._view.output_ids = self.output_ids  # it may have been replaced or deleted
+            self._view._output_ids = self._output_ids  # it may have been replaced or deleted
 
-    def fork(self, view: RequestView, output_ids: list[int], output_token_ids: list[int]) -> OutputFollower:
-        """The same for a sequence that goes on by itself from the tokens that are known so far.
-
-        Args:
-            view: a copy of the view.
-            output_ids: the copy's list.
-            output_token_ids: the engine's list of the other sequence; begins with the tokens that are known here.
-        """
-        twin = copy.copy(self)
-        twin._view, twin.output_ids, twin._live = view, output_ids, output_token_ids
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputFollower:
+        """A copy for the view's copy. It follows the same list, until `follow` names another."""
+        twin = memo[id(self)] = copy.copy(self)
+        twin._view, twin._output_ids = copy.deepcopy((self._view, self._output_ids), memo)
         return twin
+
+    def follow(self, output_token_ids: list[int]) -> None:
+        """Go on with another list of the engine's, which begins with the tokens that are known so far."""
+        self._live = output_token_ids
+
+    def _begin(self) -> None:
+        self._view._before_first_use = None
+        self.is_used = True
+        self.sync()
+        self._on_first_use()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,12 +14,18 @@ from logitship.client.errors import LogitshipError, ProcessorFault
 
 from .interface import BatchUpdate
 from .logits_processors import LogitsProcessors, apply_to, take_faults
-from .ops.draw import draw, draw_top_k_top_p, most_likely, take_rows
-from .ops.logprobs import RowLogprobs, token_logprobs
+from .ops.draw import draw, draw_top_k_top_p, most_likely
+from .ops.logprobs import RowLogprobs, look_up
 from .ops.masks import mask_forbidden, mask_tokens
 from .ops.penalties import apply_penalties
+from .ops.rows import row_parts, take_rows
 from .ops.temperature import apply_temperature
+from .ops.threads import one_thread_for_few
 from .sampling_batch import LogprobRows, Penalties, PreparedRows, RandomRows, SamplingBatch
+from .trace import RowTrace, StepTrace
+
+_PART_SIZE = 2**20
+"""How many probabilities are worked on at a time."""
 
 
 class NoTokenLeftError(LogitshipError):
@@ -63,8 +71,21 @@ class ShippedStage(Protocol):
         """The same on some rows of the batch: those with a 1. See `apply_to`."""
         ...
 
+    def watch(self, trace: StepTrace) -> None:
+        """Show the trace what processors make of its rows, in the calls from now on."""
+        ...
+
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         """(row of the batch, fault) of the processors that failed in the last call."""
+        ...
+
+    def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
+        """Whose fault it is that a row is not finite, if nobody looked at it after the last processor's call.
+
+        Args:
+            row: of the batch.
+            logits: float32 [vocab].
+        """
         ...
 
 
@@ -76,11 +97,13 @@ class SamplerOutput:
         token_ids: the next tokens. That of a row in `faults` has no meaning.
         logprobs: for rows that asked, None for the others and for those in `faults`.
         faults: (row, why it has no next token), in row order.
+        traces: for rows that asked, None for the others and for those in `faults`.
     """
 
     token_ids: list[int]
     logprobs: list[RowLogprobs | None]
     faults: list[tuple[int, LogitshipError]]
+    traces: list[RowTrace | None]
 
 
 class Sampler:
@@ -149,15 +172,19 @@ class Sampler:
         if logits.shape != (len(batch), self._vocab_size):
             raise ValueError(f"logits: expected shape ({len(batch)}, {self._vocab_size}), got {tuple(logits.shape)}")
         # What processors are told of some rows, and the places of what they tell of them.
-        place = {row: place for place, row in enumerate(range(len(batch)) if rows is None else rows)}
+        place = range(len(batch)) if rows is None else {row: place for place, row in enumerate(rows)}
         chosen = None if rows is None else [int(row in place) for row in range(self._batch.size)]
-        raw = logits[batch.raw.rows]
+        with one_thread_for_few(logits):
+            raw = _all_logprobs(logits, batch.raw)
+        trace = StepTrace(batch.traced)
+        trace.see("model", logits)
 
         faults: dict[int, LogitshipError] = {}
 
         # 1
         mask_forbidden(logits, batch.forbidden)
-        mask_tokens(logits, *batch.bad_word_endings())
+        if batch.any_bad_words:
+            mask_tokens(logits, *batch.bad_word_endings())
         # 2
         for processor in self._processors.non_argmax_invariant:
             logits = apply_to(processor, logits, chosen)
@@ -166,47 +193,49 @@ class Sampler:
         # 4
         for processor in self._processors.forcing:
             logits = apply_to(processor, logits, chosen)
+        trace.see("request", logits)
         # 5
         if self._shipped is not None:
+            self._shipped.watch(trace)
             logits = apply_to(self._shipped, logits, chosen)
             faults.update((place[row], fault) for row, fault in self._shipped.take_faults())
-        # 6
-        mask_forbidden(logits, batch.forbidden)
-        peak = _check_rows(logits, batch, faults)
-        # 7
-        tokens = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
-        if len(batch.greedy) > 0:
-            tokens[batch.greedy] = most_likely(take_rows(logits, batch.greedy))
-        processed_greedy = logits[batch.processed_greedy.rows]
-        if batch.any_random:
-            # 8
-            apply_temperature(logits, peak, batch.temperature)
-            # 9
-            for processor in self._processors.argmax_invariant:
-                logits = apply_to(processor, logits, chosen)
-            # 10
-            if batch.unfiltered.outputs:
-                probabilities, _ = _probabilities(logits, batch.unfiltered, faults)
-                tokens[batch.unfiltered.rows] = draw(probabilities, batch.unfiltered.uniform())
-            if (filtered := batch.filtered).outputs:
-                probabilities, kept = _probabilities(logits, filtered, faults)
-                tokens[filtered.rows] = draw_top_k_top_p(
-                    kept, probabilities, filtered.top_k, filtered.top_p, filtered.uniform()
-                )
-        # Also of those that did not run in this step: one may have failed when it was told what changed.
-        for row, fault in take_faults(self._processors.all):
-            if row in place:
-                faults.setdefault(place[row], fault)
-        token_ids = tokens.tolist()
-        # 11
-        logprobs = _logprobs(
-            token_ids,
-            faults,
-            (batch.raw, raw),
-            (batch.processed_greedy, processed_greedy),
-            (batch.processed_random, logits[batch.processed_random.rows]),
-        )
-        return SamplerOutput(token_ids, logprobs, sorted(faults.items(), key=lambda fault: fault[0]))
+        with one_thread_for_few(logits):
+            # 6
+            mask_forbidden(logits, batch.forbidden)
+            peak, tokens = _largest(logits, batch)
+            _check_rows(logits, peak, batch, faults, partial(self._shipped_fault, rows))
+            # 7: `tokens` has them
+            processed_greedy = _all_logprobs(logits, batch.processed_greedy)
+            if batch.any_random:
+                # 8
+                apply_temperature(logits, peak, batch.temperature)
+                # 9
+                for processor in self._processors.argmax_invariant:
+                    logits = apply_to(processor, logits, chosen)
+                # 10
+                for drawing in (batch.unfiltered, batch.filtered):
+                    if drawing.outputs:
+                        tokens.index_copy_(0, drawing.rows, _draw(logits, drawing, faults))
+            trace.see_drawn(logits, batch.params, tokens)
+            # Also of those that did not run in this step: one may have failed when it was told what changed.
+            for row, fault in take_faults(self._processors.all):
+                if row in place:
+                    faults.setdefault(place[row], fault)
+            token_ids = tokens.tolist()
+            # 11
+            logprobs: list[RowLogprobs | None] = [None] * len(token_ids)
+            _look_up(logprobs, raw, token_ids, batch.raw)
+            _look_up(logprobs, processed_greedy, token_ids, batch.processed_greedy)
+            _look_up(logprobs, _all_logprobs(logits, batch.processed_random), token_ids, batch.processed_random)
+            for row in faults:
+                logprobs[row] = None
+            in_row_order = sorted(faults.items(), key=lambda fault: fault[0])
+            return SamplerOutput(token_ids, logprobs, in_row_order, trace.finish(token_ids, faults))
+
+    def _shipped_fault(self, rows: Sequence[int] | None, place: int, logits: torch.Tensor) -> ProcessorFault | None:
+        if self._shipped is None:
+            return None
+        return self._shipped.fault_of(place if rows is None else rows[place], logits)
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties | None) -> None:
@@ -222,47 +251,91 @@ def _penalise(logits: torch.Tensor, penalties: Penalties | None) -> None:
         )
 
 
-def _check_rows(logits: torch.Tensor, batch: PreparedRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
-    """Replace unusable rows by zeros and add them to `faults`. Returns each row's largest logit, [rows, 1]."""
-    # The largest value tells all three: it is NaN or +inf if there is one, and -inf if there is nothing else.
-    peak = logits.amax(dim=-1, keepdim=True)
+def _all_logprobs(logits: torch.Tensor, asking: LogprobRows) -> torch.Tensor | None:
+    """The log-probabilities of all tokens as they are now, in the rows that ask for them; None without such rows."""
+    return take_rows(logits, asking.rows).log_softmax(dim=-1) if asking.numbers else None
+
+
+def _look_up(
+    found: list[RowLogprobs | None], logprobs: torch.Tensor | None, token_ids: Sequence[int], asking: LogprobRows
+) -> None:
+    """Write the records of the rows that ask to their places in `found`."""
+    if logprobs is not None:
+        records = look_up(logprobs, [token_ids[row] for row in asking.numbers], asking.top)
+        for row, record in zip(asking.numbers, records, strict=True):
+            found[row] = record
+
+
+def _largest(logits: torch.Tensor, batch: PreparedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest logit, [rows, 1], and the most likely tokens of the greedy rows, int64 [rows]."""
+    if not batch.any_random:
+        tokens = most_likely(logits)
+        return logits.gather(-1, tokens[:, None]), tokens
+    tokens = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
+    if len(batch.greedy) > 0:
+        tokens[batch.greedy] = most_likely(logits[batch.greedy])
+    return logits.amax(dim=-1, keepdim=True), tokens
+
+
+def _check_rows(
+    logits: torch.Tensor,
+    peak: torch.Tensor,
+    batch: PreparedRows,
+    faults: dict[int, LogitshipError],
+    shipped_fault: Callable[[int, torch.Tensor], ProcessorFault | None],
+) -> None:
+    """Replace unusable rows by zeros, also in `peak`, and add them to `faults`.
+
+    Args:
+        peak: float32 [rows, 1]: each row's largest logit. It is NaN or +inf if there is one, and -inf if there is
+            nothing else.
+        shipped_fault: takes a row's place and its logits: whether a shipped processor left them so.
+    """
+    # One number tells that all are finite, mostly: a sum that overflows by itself only costs the closer look.
+    if math.isfinite(peak.sum()):
+        return
     unusable = (~torch.isfinite(peak)).nonzero()[:, 0]
     for row in unusable.tolist():
         empty = peak[row].isneginf()
         params = batch.params[row]
         processors = [use.processor.name for use in params.processors]
-        faults.setdefault(row, NoTokenLeftError(params.forbidding) if empty else NonFiniteLogitsError(processors))
+        fault = NoTokenLeftError(params.forbidding) if empty else NonFiniteLogitsError(processors)
+        faults.setdefault(row, shipped_fault(row, logits[row]) or fault)
     logits[unusable] = 0.0
     peak[unusable] = 0.0
-    return peak
+
+
+def _draw(logits: torch.Tensor, drawing: RandomRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
+    """Draw a token for each of some rows, int64 [n], from float32 [rows, vocab]."""
+    uniform = drawing.uniform()
+    tokens = torch.zeros_like(drawing.rows)
+    for part in row_parts(len(uniform), logits, _PART_SIZE):
+        rows = drawing.rows[part]
+        # A view where these are all rows.
+        kept = logits[part] if len(drawing.rows) == len(logits) else logits[rows]
+        probabilities, kept = _probabilities(kept, rows, faults)
+        if drawing.filters:
+            top_k, top_p = drawing.top_k[part], drawing.top_p[part]
+            tokens[part] = draw_top_k_top_p(kept, probabilities, top_k, top_p, uniform[part])
+        else:
+            tokens[part] = draw(probabilities, uniform[part])
+    return tokens
 
 
 def _probabilities(
-    logits: torch.Tensor, random_rows: RandomRows, faults: dict[int, LogitshipError]
+    logits: torch.Tensor, rows: torch.Tensor, faults: dict[int, LogitshipError]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities of some rows, and the logits that they are of."""
-    logits = take_rows(logits, random_rows.rows)
+    """Probabilities of some rows, and the logits that they are of.
+
+    Args:
+        rows: int64 [n]: where in `faults` they belong.
+    """
     probabilities = logits.softmax(dim=-1)
     # Softmax spreads what an installed processor may have broken at step 9 over the whole row: one column shows it.
+    if math.isfinite(probabilities[:, 0].sum()):
+        return probabilities, logits
     broken = probabilities[:, 0].isnan()
-    if broken.any():
-        for row in random_rows.rows[broken].tolist():
-            faults.setdefault(row, NonFiniteLogitsError())
-        logits = logits.masked_fill(broken[:, None], 0.0)
-        probabilities = logits.softmax(dim=-1)
-    return probabilities, logits
-
-
-def _logprobs(
-    token_ids: list[int],
-    faults: Mapping[int, LogitshipError],
-    *sources: tuple[LogprobRows, torch.Tensor],
-) -> list[RowLogprobs | None]:
-    rows = [row for asking, _ in sources for row in asking.rows]
-    logprobs: list[RowLogprobs | None] = [None] * len(token_ids)
-    if rows:
-        top = [k for asking, _ in sources for k in asking.top]
-        records = token_logprobs(torch.cat([logits for _, logits in sources]), [token_ids[r] for r in rows], top)
-        for row, record in zip(rows, records, strict=True):
-            logprobs[row] = None if row in faults else record
-    return logprobs
+    for row in rows[broken].tolist():
+        faults.setdefault(row, NonFiniteLogitsError())
+    logits = logits.masked_fill(broken[:, None], 0.0)
+    return logits.softmax(dim=-1), logits

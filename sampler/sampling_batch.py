@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .batch_rows import BatchRows
 from .interface import BatchUpdate
 from .ops.masks import BadWords, forbidden_tokens
-from .ops.random_numbers import uniform_numbers
+from .ops.random_numbers import UniformNumbers
 from .sampling_params import LogprobsMode, SamplingParams
 from .token_counts import TokenCounts
 
@@ -46,27 +45,36 @@ class RandomRows:
         rows: int64 [n], ascending.
         top_k: int64 [n]; 0 for all tokens.
         top_p: float64 [n].
-        seeds: uint64 [n].
+        numbers: the random numbers of their seeds.
         outputs: the live outputs.
+        filters: they ask for top-k or top-p.
     """
 
     rows: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
-    seeds: npt.NDArray[np.uint64]
+    numbers: UniformNumbers
     outputs: list[list[int]]
+    filters: bool
 
     def uniform(self) -> torch.Tensor:
         """This step's random number of each row: float64 [n], in [0, 1)."""
         positions = np.array([len(output) for output in self.outputs], dtype=np.int64)
-        return torch.from_numpy(uniform_numbers(self.seeds, positions)).to(self.rows.device)
+        return torch.from_numpy(self.numbers.at(positions)).to(self.rows.device)
 
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """Rows that ask for log-probabilities of one kind, and how many of the most likely tokens each asks for."""
+    """Rows that ask for log-probabilities of one kind.
 
-    rows: list[int]
+    Attributes:
+        rows: int64 [n], ascending.
+        numbers: the same on the host.
+        top: how many of the most likely tokens each asks for.
+    """
+
+    rows: torch.Tensor
+    numbers: list[int]
     top: list[int]
 
 
@@ -97,28 +105,30 @@ class PreparedRows:
         processed_greedy: greedy rows that ask for them after the edits.
         processed_random: random rows that do.
         forbidden: row to bool [vocab], the tokens outside its `allowed_token_ids`.
+        traced: row to how many of the most likely tokens its trace shows.
     """
 
     def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
         def numbers(condition: Callable[[SamplingParams], bool]) -> list[int]:
             return [number for number, row in enumerate(rows) if condition(row.params)]
 
-        random = numbers(lambda params: not params.greedy)
-        filtered = [number for number in random if _filters(rows[number].params, vocab_size)]
+        filtered = numbers(lambda params: not params.greedy and _filters(params, vocab_size))
+        unfiltered = numbers(lambda params: not params.greedy and not _filters(params, vocab_size))
         self._device = device
         self.params = [row.params for row in rows]
         self.temperature = _to(device, [_temperature(params) for params in self.params], torch.float32)[:, None]
         self.greedy = _to(device, numbers(lambda params: params.greedy), torch.int64)
-        self.unfiltered = _random_rows(rows, [number for number in random if number not in filtered], device)
-        self.filtered = _random_rows(rows, filtered, device)
-        self.raw = _logprob_rows(rows, numbers(lambda params: _asks(params, "raw_logprobs")))
+        self.unfiltered = _random_rows(rows, unfiltered, device, filters=False)
+        self.filtered = _random_rows(rows, filtered, device, filters=True)
+        self.raw = _logprob_rows(rows, numbers(lambda params: _asks(params, "raw_logprobs")), device)
         self.processed_greedy = _logprob_rows(
-            rows, numbers(lambda params: params.greedy and _asks(params, "processed_logprobs"))
+            rows, numbers(lambda params: params.greedy and _asks(params, "processed_logprobs")), device
         )
         self.processed_random = _logprob_rows(
-            rows, numbers(lambda params: not params.greedy and _asks(params, "processed_logprobs"))
+            rows, numbers(lambda params: not params.greedy and _asks(params, "processed_logprobs")), device
         )
         self.forbidden = {number: row.forbidden for number, row in enumerate(rows) if row.forbidden is not None}
+        self.traced = {number: p.trace for number, p in enumerate(self.params) if p.trace is not None}
         self._bad_words = {
             number: (row.bad_words, row.output_token_ids)
             for number, row in enumerate(rows)
@@ -135,6 +145,11 @@ class PreparedRows:
     def any_random(self) -> bool:
         """True if some row draws at random."""
         return bool(self.unfiltered.outputs or self.filtered.outputs)
+
+    @property
+    def any_bad_words(self) -> bool:
+        """True if some row has bad words."""
+        return bool(self._bad_words)
 
     def bad_word_endings(self) -> tuple[list[int], list[int]]:
         """Rows and, for each, a token that would complete a bad word there now."""
@@ -235,19 +250,21 @@ def _asks(params: SamplingParams, mode: LogprobsMode) -> bool:
     return params.logprobs is not None and params.logprobs_mode == mode
 
 
-def _random_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.device) -> RandomRows:
+def _random_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.device, *, filters: bool) -> RandomRows:
     params = [rows[number].params for number in numbers]
     return RandomRows(
         rows=_to(device, numbers, torch.int64),
         top_k=_to(device, [min(max(p.top_k, 0), _INT64_MAX) for p in params], torch.int64),
         top_p=_to(device, [p.top_p for p in params], torch.float64),
-        seeds=np.array([(p.seed or 0) % 2**64 for p in params], dtype=np.uint64),
+        numbers=UniformNumbers(np.array([(p.seed or 0) % 2**64 for p in params], dtype=np.uint64)),
         outputs=[rows[number].output_token_ids for number in numbers],
+        filters=filters,
     )
 
 
-def _logprob_rows(rows: Sequence[SamplingRow], numbers: list[int]) -> LogprobRows:
-    return LogprobRows(numbers, [rows[number].params.logprobs or 0 for number in numbers])
+def _logprob_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.device) -> LogprobRows:
+    top = [rows[number].params.logprobs or 0 for number in numbers]
+    return LogprobRows(_to(device, numbers, torch.int64), numbers, top)
 
 
 def _to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:

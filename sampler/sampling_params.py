@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
+MOST_TRACED = 100
+"""Most tokens of each stage that a trace shows."""
+
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
@@ -120,6 +123,9 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """Raw: before any edit. Processed: after all of them, temperature and min-p included."""
 
+    trace: int | None = None
+    """None: no trace. k: the k most likely tokens, before and after all that edits the logits."""
+
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
@@ -170,6 +176,11 @@ class SamplingParams:
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "must be 0 or greater")
         _require(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "must be 0 or greater")
         _require(self.prompt_logprobs_start >= 0, "prompt_logprobs_start", "must be 0 or greater")
+        _require(
+            self.trace is None or (type(self.trace) is int and 1 <= self.trace <= MOST_TRACED),
+            "trace",
+            f"must be an integer from 1 to {MOST_TRACED}",
+        )
 
     @property
     def greedy(self) -> bool:

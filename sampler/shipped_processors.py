@@ -6,11 +6,10 @@ once a step with the rows of its group and nothing else.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,9 +19,11 @@ from logitship.client.records import Receipt
 from .author_code import non_finite_fault
 from .batch_rows import BatchRows, rows_of_drafts
 from .interface import BatchUpdate, LogitsProcessor
-from .processor_host import HostedRow, HostedSequence, LoadedProcessor, Run, RunOutcome
+from .processor_groups import CallCount, Group, Member, ObserveCall, Stage, grouped
+from .processor_host import HostedRow, HostedSequence, LoadedProcessor, RunOutcome
 from .request_view import ModelView
 from .sampling_params import SamplingParams
+from .trace import StepTrace
 
 
 @dataclass(eq=False)
@@ -33,8 +34,8 @@ class ProcessorUse:
         params: the request's parameters for it, `custom_params` in SGLang's words.
         rid: the request id.
         prepared: what an installed processor made of `params` at admission; None for all others.
-        steps: decoding steps to which it was applied so far.
-        seconds: time spent so far: a call's time divided by its rows.
+        own_count: its calls so far, without those in `shared_counts`.
+        shared_counts: those of the groups that it is or was in since the batch changed, which count for all members.
         hosted: the sequence at the processor's host, from when it gets a row of the batch.
         forked: the same before, of a sequence that goes on from another one's history.
     """
@@ -43,8 +44,8 @@ class ProcessorUse:
     params: dict[str, Any]
     rid: str
     prepared: Any = None
-    steps: int = 0
-    seconds: float = 0.0
+    own_count: CallCount = field(default_factory=CallCount)
+    shared_counts: list[CallCount] = field(default_factory=list)
     hosted: HostedRow | None = None
     forked: HostedRow | None = None
 
@@ -57,7 +58,9 @@ class ProcessorUse:
             ProcessorFault: what the processor keeps of the sequence cannot be copied.
         """
         assert self.hosted is not None
-        return replace(self, hosted=None, forked=self.hosted.fork(output_token_ids))
+        return replace(
+            self, own_count=self.count, shared_counts=[], hosted=None, forked=self.hosted.fork(output_token_ids)
+        )
 
     def drop_fork(self) -> None:
         """Close what `fork` made, if it has not got a row: it never will. Harmless otherwise."""
@@ -65,69 +68,40 @@ class ProcessorUse:
             self.forked.close()
             self.forked = None
 
+    def settle(self) -> None:
+        """Take over what was counted together with others: the batch has changed, and with it the groups."""
+        if self.shared_counts:
+            self.own_count, self.shared_counts = self.count, []
+
     @property
     def receipt(self) -> Receipt:
         """What the response says of it."""
-        return Receipt(self.processor.digest, self.processor.name, self.steps, round(self.seconds * 1e3, 3))
-
-
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """A use in its place, and the sequence at the processor's host.
-
-    Attributes:
-        before: names of what may have forbidden tokens before it: fields of the request, and earlier processors.
-    """
-
-    use: ProcessorUse
-    hosted: HostedRow
-    before: tuple[str, ...]
-
-
-@dataclass
-class _Group:
-    """All rows of one processor, at one place in the order in which its requests' processors run.
-
-    Attributes:
-        again: it is a mask that ran before the others already.
-        rows: row numbers, ascending.
-    """
-
-    processor: LoadedProcessor
-    again: bool = False
-    rows: list[int] = field(default_factory=list)
-    members: list[_Row] = field(default_factory=list)
+        count = self.count
+        return Receipt(self.processor.digest, self.processor.name, count.steps, round(count.seconds * 1e3, 3))
 
     @property
-    def adjacent(self) -> bool:
-        """True if the rows follow one another: the group is then a view of the logits."""
-        return self.rows[-1] - self.rows[0] + 1 == len(self.rows)
-
-    def without(self, rows: Container[int]) -> _Group:
-        """The same without some rows."""
-        return self.at({row: row for row in self.rows if row not in rows})
-
-    def at(self, places: Mapping[int, int]) -> _Group:
-        """Those of the rows that have a place, by their places."""
-        kept = [(places[row], member) for row, member in zip(self.rows, self.members, strict=True) if row in places]
-        return _Group(self.processor, self.again, [place for place, _ in kept], [member for _, member in kept])
+    def count(self) -> CallCount:
+        """Its calls so far, as a copy."""
+        count = CallCount()
+        for each in (self.own_count, *self.shared_counts):
+            count.add(each.steps, each.seconds)
+        return count
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A call of a group's processor that was begun.
-
-    Attributes:
-        logits: float32 [rows of the group, vocab]: a view of the batch's logits if the group is adjacent.
-    """
-
-    group: _Group
-    logits: torch.Tensor
-    run: Run
+CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
+"""Gives what is told of the calls of a processor."""
 
 
 def _never(use: ProcessorUse) -> bool:
     return False
+
+
+def _nobody(processor: LoadedProcessor) -> ObserveCall:
+    return _ignore_call
+
+
+def _ignore_call(num_rows: int, seconds: float) -> None:
+    pass
 
 
 class ShippedProcessors(LogitsProcessor):
@@ -138,6 +112,9 @@ class ShippedProcessors(LogitsProcessor):
         uses: finds a request's processors in its sampling params.
         is_kept: says of a use whose row went that the sequence will be back, perhaps in another row: it then finds its
             state. That is looked at whenever the batch changes, and by `close_those_gone`.
+        on_call: of each processor, what is told of its calls, after each. Asked when the batch changes.
+        check_last: look at what the last processor of a row left, as at what the others do. False for a caller who
+            looks at all rows anyway, and asks `fault_of` about those that have no finite logit, NaN or +inf.
     """
 
     def __init__(
@@ -149,26 +126,31 @@ class ShippedProcessors(LogitsProcessor):
         model: ModelView,
         uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = attrgetter("processors"),
         is_kept: Callable[[ProcessorUse], bool] = _never,
+        on_call: CallObserver = _nobody,
+        check_last: bool = True,
     ) -> None:
         self._model = model
         self._uses = uses
         self._is_kept = is_kept
-        self._rows: BatchRows[list[_Row]] = BatchRows(self._attach)
-        self._members: dict[ProcessorUse, _Row] = {}
-        self._stages: list[list[_Group]] = []
+        self._on_call = on_call
+        self._check_last = check_last
+        self._rows: BatchRows[list[Member]] = BatchRows(self._attach)
+        self._members: dict[ProcessorUse, Member] = {}
+        self._stages: list[Stage] = []
         self._faults: dict[int, ProcessorFault] = {}
+        self._trace = StepTrace({})
 
     def is_argmax_invariant(self) -> bool:
         """False: a shipped processor may do anything to its rows."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch, and the outputs of the rows that have a processor."""
+        """Follow the batch."""
         if batch_update is not None and self._rows.update(batch_update):
             self.close_those_gone()
-            self._stages = self._grouped()
-        for member in self._members.values():
-            member.hosted.sync()
+            for use in self._members:
+                use.settle()
+            self._stages = grouped(self._rows, self._on_call)
 
     def close_those_gone(self) -> None:
         """Let go of the sequences that have no row and will not be back."""
@@ -198,32 +180,59 @@ class ShippedProcessors(LogitsProcessor):
         """
         rows = rows_of_drafts(num_draft_tokens)
         places = {row: place for place, row in enumerate(rows)}
-        self._run([[group.at(places) for group in stage] for stage in self._stages], logits)
+        self._run([stage.at(places) for stage in self._stages], logits)
         self._faults = {rows[place]: fault for place, fault in self._faults.items()}
         return logits
 
-    def _run(self, stages: Iterable[Sequence[_Group]], logits: torch.Tensor) -> None:
+    def watch(self, trace: StepTrace) -> None:
+        """Show what the processors make of the rows, in the calls from now on."""
+        self._trace = trace
+
+    def _run(self, stages: Iterable[Stage], logits: torch.Tensor) -> None:
         self._faults = {}  # a step that failed elsewhere may have left some
         for stage in stages:
-            groups = stage if not self._faults else [group.without(self._faults) for group in stage]
-            for begun in [self._begin(group, logits) for group in groups if group.rows]:
-                self._finish(begun, logits)
+            if self._faults:
+                stage = stage.without(self._faults)
+            begun = [(group, rows, group.hosted.begin(rows)) for group, rows in stage.rows_of(logits)]
+            for group, rows, run in begun:
+                self._finish(group, rows, run.finish(), logits)
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         """The rows whose processor broke its contract in the last `apply`, each with its fault."""
+        if not self._faults:
+            return []
         faults, self._faults = sorted(self._faults.items(), key=lambda item: item[0]), {}
         return faults
 
+    def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
+        """Why a row is not finite that was left unchecked, see `check_last`.
+
+        Args:
+            row: of the batch.
+            logits: float32 [vocab].
+
+        Returns:
+            None if it was checked, or has no processor whose doing it could be.
+        """
+        for member in self._rows.get(row, ()):
+            if member.is_last and not member.use.processor.is_trusted:
+                return _non_finite_fault(logits, member)
+        return None
+
     def _attach(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-    ) -> list[_Row] | None:
-        rows: list[_Row] = []
+    ) -> list[Member] | None:
+        uses = in_run_order(self._uses(params))
+        masks = [use for use in uses if use.processor.is_mask]
+        # Masks among others run again after these, and the sampler's own mask comes after all of them.
+        is_edited_later = 0 < len(masks) < len(uses) or params.allowed_token_ids is not None
+        rows: list[Member] = []
         before = [*params.forbidding_fields]
-        for use in in_run_order(self._uses(params)):
+        for use in uses:
             if use not in self._members:
-                self._members[use] = _Row(
-                    use, self._hosted(use, params, prompt_token_ids, output_token_ids), tuple(before)
-                )
+                hosted = self._hosted(use, params, prompt_token_ids, output_token_ids)
+                is_last = use is uses[-1] and not is_edited_later
+                self._members[use] = Member(use, hosted, tuple(before), is_last)
             rows.append(self._members[use])
             before.append(use.processor.name)
         return rows or None
@@ -246,72 +255,41 @@ class ShippedProcessors(LogitsProcessor):
             use.hosted = use.processor.host.attach(use.processor, sequence)
         return use.hosted
 
-    def _grouped(self) -> list[list[_Group]]:
-        """The groups, stage by stage: what of a request runs first is in stage (False, 0). Stages run in order."""
-        stages: defaultdict[tuple[bool, int], dict[tuple[str, int | None], _Group]] = defaultdict(dict)
-        for row, members in sorted(self._rows.items()):
-            for (again, number), member in _stages(members):
-                processor = member.use.processor
-                key = (processor.group_name, row if processor.per_sequence else None)
-                group = stages[again, number].setdefault(key, _Group(processor, again))
-                group.rows.append(row)
-                group.members.append(member)
-        return [list(groups.values()) for _, groups in sorted(stages.items(), key=lambda item: item[0])]
+    def _finish(self, group: Group, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
+        """Take what a call left in a group's rows.
 
-    def _begin(self, group: _Group, logits: torch.Tensor) -> _Begun:
-        # Detached: a processor that writes values with a gradient must not tie all the logits to it.
-        rows = logits[group.rows[0] : group.rows[-1] + 1].detach() if group.adjacent else logits[group.rows]
-        return _Begun(
-            group, rows, group.processor.host.begin(group.processor, rows, [member.hosted for member in group.members])
-        )
+        Args:
+            rows: float32 [rows of the group, vocab]: a view of the batch's logits if the group is adjacent.
+            logits: those of the batch.
+        """
+        group.count(outcome)
+        if outcome.faults or not (group.processor.is_trusted or (group.is_last and not self._check_last)):
+            self._check(group, rows, outcome)
+        if not group.is_adjacent:
+            logits[group.rows] = rows
+        if self._trace.top:
+            for place, row in enumerate(group.rows):
+                self._trace.see_processor(row, group.processor, rows[place], again=group.again)
 
-    def _finish(self, begun: _Begun, logits: torch.Tensor) -> None:
-        group = begun.group
-        outcome = begun.run.finish()
-        share = outcome.seconds / len(group.rows)
-        for place, member in enumerate(group.members):
-            if place not in outcome.faults:
-                member.use.steps += not group.again
-                member.use.seconds += share
-        if not group.processor.is_trusted or outcome.faults:
-            self._check(begun, outcome)
-        if not group.adjacent:
-            logits[group.rows] = begun.logits
-
-    def _check(self, begun: _Begun, outcome: RunOutcome) -> None:
+    def _check(self, group: Group, rows: torch.Tensor, outcome: RunOutcome) -> None:
         """Put zeros into the rows that a processor failed on, or made unusable."""
-        group = begun.group
         # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
         # only where nothing else is left.
-        finite = torch.isfinite(begun.logits.amax(dim=-1)).tolist()
+        finite = torch.isfinite(rows.amax(dim=-1)).tolist()
         for place, (row, is_finite) in enumerate(zip(group.rows, finite, strict=True)):
             fault = outcome.faults.get(place)
             if fault is None and not is_finite:
-                fault = non_finite_fault(
-                    begun.logits[place],
-                    name=group.processor.name,
-                    digest=group.processor.digest,
-                    before=group.members[place].before,
-                )
+                fault = _non_finite_fault(rows[place], group.members[place])
             if fault is not None:
                 self._faults[row] = fault
-                begun.logits[place] = 0.0
+                rows[place] = 0.0
+
+
+def _non_finite_fault(logits: torch.Tensor, member: Member) -> ProcessorFault:
+    processor = member.use.processor
+    return non_finite_fault(logits, name=processor.name, digest=processor.digest, before=member.before)
 
 
 def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
     """A request's processors as they run: masks first. The masks run once more, after the others."""
     return sorted(uses, key=lambda use: not use.processor.is_mask)
-
-
-def _stages(members: Sequence[_Row]) -> Iterator[tuple[tuple[bool, int], _Row]]:
-    """What runs on a row, each with its stage.
-
-    Args:
-        members: in run order.
-    """
-    for number, member in enumerate(members):
-        yield (False, number), member
-    masks = [member for member in members if member.use.processor.is_mask]
-    if len(masks) < len(members):
-        for number, member in enumerate(masks):
-            yield (True, number), member

@@ -1,4 +1,4 @@
-"""The command line: `logitship serve` and `logitship demo`."""
+"""The command line: `logitship serve`, `logitship check` and `logitship demo`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .check.command import add_arguments as add_check_arguments
+from .check.command import run_command as run_check_command
 from .config import ServerConfig
 from .errors import StartError
 
@@ -26,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         print('This needs the server: pip install "logitship[serve]"', file=sys.stderr)
         return 1
+    if command == "check":
+        return run_check_command(options)
     try:
         config = ServerConfig(**{name: _frozen(value) for name, value in options.items()})
     except ValueError as error:
@@ -55,8 +59,9 @@ def _frozen(value: Any) -> Any:
 def _serve(config: ServerConfig) -> int:
     from .engine.build import build_engine
     from .http_server import HTTPServer
+    from .logs import set_up_logging
 
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(config.log_level, config.log_format)
     server = HTTPServer(build_engine(config))
     server.run()
     return 0 if server.started else 1
@@ -81,6 +86,7 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("--served-model-name",), "the name under which clients ask for the model"),
         (("--dtype",), "type of the weights; auto: float32 on a CPU, the checkpoint's own elsewhere"),
         (("--device",), "cpu, cuda, cuda:1, …; auto: a GPU if there is one"),
+        (("--model-impl",), "transformers: the model's own code; auto: faster layers where they are known"),
         (("--chat-template",), "a file with a Jinja template, instead of the tokenizer's"),
         (("--trust-remote-code",), "run code that comes with the model's folder"),
     ],
@@ -89,7 +95,11 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("--max-model-len", "--context-length"), "longest prompt and output together, in tokens"),
         (("--max-queued-requests",), "requests that may wait; more are refused with 429"),
         (("--chunked-prefill-size",), "most prompt tokens computed in one step beside the running sequences"),
-        (("--mem-fraction-static", "--gpu-memory-utilization"), "share of the free memory that the cache may take"),
+        (("--mem-fraction-static", "--gpu-memory-utilization"), "share of the free memory for keys and values"),
+        (
+            ("--prefix-cache-bytes",),
+            "bytes of it for what earlier requests began with, which is not computed again; 0: none (default: a tenth)",
+        ),
         (("--random-seed", "--seed"), "seeds the requests that bring no seed of their own"),
         (("--enable-deterministic-inference",), "the same bits whatever else runs: read docs/deterministic.md first"),
         (("--speculative-algorithm",), "NGRAM: check several tokens in a step where a text repeats itself"),
@@ -134,10 +144,27 @@ _FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "tokens that may ship processors, which the others then may not; or in $LOGITSHIP_SHIPPING_API_KEY",
         ),
         (("--max-request-bytes",), "longest request body, in bytes"),
+        (("--disable-playground",), "do not serve the playground, the page at /"),
         (("--shutdown-timeout",), "seconds that running requests get to finish after SIGTERM"),
         (("--log-level",), "how much to log"),
+        (("--log-format",), "lines for people, or a JSON object a line"),
     ],
 }
+
+
+_FIELDS_OF_CHECK = (
+    "model_path",
+    "tokenizer_path",
+    "dtype",
+    "device",
+    "trust_remote_code",
+    "processor_isolation",
+    "sandbox_memory",
+    "sandbox_cpu_time",
+    "sandbox_step_timeout",
+    "sandbox_load_timeout",
+)
+"""What `check` takes of a server's settings."""
 
 
 def spellings() -> dict[str, dict[str, str]]:
@@ -146,6 +173,11 @@ def spellings() -> dict[str, dict[str, str]]:
         group: {_python_name(name): _python_name(names[0]) for names, _ in flags for name in names}
         for group, flags in _FLAGS.items()
     }
+
+
+def help_of_fields() -> dict[str, str]:
+    """What the flag of each field of `ServerConfig` says of it."""
+    return {_python_name(names[0]): text for flags in _FLAGS.values() for names, text in flags}
 
 
 def _python_name(flag: str) -> str:
@@ -157,11 +189,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"logitship {version('logitship')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP")
+    check = commands.add_parser("check", help="try a processor class as a server would run it")
     demo = commands.add_parser("demo", help="ship two processors and see what they do")
     for title, flags in _FLAGS.items():
         group = serve.add_argument_group(title)
         for names, text in flags:
             _add_flag(group, names, text)
+    add_check_arguments(check)
+    for field in _FIELDS_OF_CHECK:
+        _add_flag(
+            check, *next(flag for flags in _FLAGS.values() for flag in flags if _python_name(flag[0][0]) == field)
+        )
     _add_flag(demo, *_FLAGS["model"][0])
     _add_flag(demo, *next(flag for flag in _FLAGS["isolation"] if flag[0] == ("--processor-isolation",)))
     return parser

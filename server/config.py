@@ -12,6 +12,7 @@ from typing import Any, Literal
 from logitship.sampler.sampling_params import LogprobsMode
 
 from .allowed_processors import read_allowed_digests
+from .logs import LogFormat
 from .reasoning_config import ReasoningStrings, read_reasoning_config
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -28,6 +29,8 @@ class ServerConfig:
     served_model_name: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    model_impl: Literal["auto", "transformers"] = "auto"
+    """transformers: the model's own code. auto: fused layers where they are known, the same otherwise."""
     chat_template: str | None = None
     """A file with a Jinja template that replaces the tokenizer's."""
     trust_remote_code: bool = False
@@ -41,7 +44,9 @@ class ServerConfig:
     chunked_prefill_size: int = 256
     """Most prompt tokens computed in one step beside the running rows."""
     mem_fraction_static: float = 0.5
-    """Share of the free memory that the cache may take."""
+    """Share of the free memory that keys and values may take."""
+    prefix_cache_bytes: int | None = None
+    """Bytes of it for keys and values of what earlier requests began with. 0: none are kept. None: a tenth."""
     random_seed: int | None = None
     enable_deterministic_inference: bool = False
     """Compute each token as if it were alone: its logits are the same to the last bit in any company. Slower."""
@@ -97,9 +102,12 @@ class ServerConfig:
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate, and if there are any, the only ones that may ship code."""
     max_request_bytes: int = 16 << 20
+    disable_playground: bool = False
+    """Do not serve the playground."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
 
     @property
     def model_name(self) -> str:
@@ -159,8 +167,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or greater, not {value}")
-        for name in ("max_queued_requests", "max_logprobs", "shutdown_timeout"):
-            if not getattr(self, name) >= 0:  # NaN too
+        for name in ("max_queued_requests", "max_logprobs", "prefix_cache_bytes", "shutdown_timeout"):
+            if not (getattr(self, name) or 0) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
         for name in ("sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"):
             if not 0 < getattr(self, name) < math.inf:  # NaN too

@@ -87,7 +87,7 @@ WHAT_NEXT = f"""\
 The server is stopped. What next:
    Read the two classes: {demo_processors.__file__}
    Start a server that stays: logitship serve --enable-custom-logit-processor
-   Ship a class of your own to it: docs/client.md"""
+   Write a class of your own, and ship it: docs/tutorial.md"""
 
 
 def demo_config(config: ServerConfig) -> ServerConfig:

@@ -19,6 +19,10 @@ from .http.app import create_app
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE = 75
+"""Seconds that a connection without a request stays open. Longer than clients and proxies keep theirs (httpx for 5
+seconds, others for a minute): whoever closes first does so while the other may be sending a request."""
+
 
 class HTTPServer(uvicorn.Server):
     """Uvicorn, with an end in two parts.
@@ -35,6 +39,9 @@ class HTTPServer(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 log_level=config.log_level,
+                log_config=None,  # its messages go where all others go
+                access_log=False,  # `RequestLogMiddleware` writes it
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=5,
                 lifespan="off",
             )

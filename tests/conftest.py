@@ -69,6 +69,16 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def loaded_model(tokenizer: Tokenizer) -> LoadedModel:
     """The tiny model: 260 tokens, of which 0 to 3 are special and 1 is the end token; 512 tokens long."""
+    return _tiny(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def unserved_model(tokenizer: Tokenizer) -> LoadedModel:
+    """The same for those who run it without an engine: one gives the model that it serves an attention of its own."""
+    return _tiny(tokenizer)
+
+
+def _tiny(tokenizer: Tokenizer) -> LoadedModel:
     return LoadedModel(
         model=tiny_model(), tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=512
     )

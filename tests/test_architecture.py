@@ -20,6 +20,8 @@ FORBIDDEN = {
     "server": {"vllm"},
 }
 """Distributions that a folder never imports, not even inside a function."""
+SHOWN = ROOT / "server" / "playground" / "examples"
+"""Sources that the playground shows and ships, as an author would write them: no module imports them."""
 VLLM_PLUGIN = ROOT / "server" / "vllm"
 """The one place that is only ever imported inside vLLM."""
 
@@ -49,7 +51,7 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 
 def files_of(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+    return sorted(path for path in (ROOT / folder).rglob("*.py") if path.parent != SHOWN)
 
 
 def imports_in(folder: str) -> list[Import]:

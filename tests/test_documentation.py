@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from logitship.server.check.options import CHECKS
 from logitship.server.cli import main
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
@@ -28,6 +29,16 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 )
 IN_THE_EXAMPLES = "http://127.0.0.1:30000"
 """Where the examples' server is."""
+ON_THE_DEFAULT_MODEL = {
+    "cookbook.md",
+    "migrating-from-huggingface.md",
+    "migrating-from-sglang.md",
+    "migrating-from-vllm.md",
+    "traces.md",
+}
+"""Pages whose examples show what the default model says. The others run on a tiny one."""
+BY_ITSELF = {"tutorial.md"}
+"""Followed command by command: `tests/end_to_end/test_tutorial.py`."""
 
 VLLM_SERVE = (
     'pip install "logitship[vllm]"\n'
@@ -36,6 +47,7 @@ VLLM_SERVE = (
 )
 # Only these: they install, start something that stays, or need what the tests have not.
 NOT_RUN = {
+    "checking.md": ["""logitship check ban.py:Ban --params '{"token_ids": [30]}'"""],
     "README.md": [
         "python3 -m venv .venv && source .venv/bin/activate",
         'pip install -c constraints.txt -e ".[serve]" && logitship demo',
@@ -55,9 +67,13 @@ NOT_RUN = {
         "export LOGITSHIP_API_KEY=first-key,second-key LOGITSHIP_SHIPPING_API_KEY=third-key\n"
         "logitship serve --enable-custom-logit-processor",
     ],
+    "tutorial.md": [
+        'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve]"',
+    ],
     "vllm.md": [VLLM_SERVE],
     "CONTRIBUTING.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',
+        "mkdocs serve",
         'pip install -e ".[serve,dev]"\nscripts/test\npip freeze --exclude-editable',
     ],
 }
@@ -86,7 +102,11 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 CURL_BLOCKS = [block for block in BLOCKS if block.language == "bash" and not block.word]
-PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+PYTHON_PAGES = [
+    page
+    for page in PAGES
+    if page.name not in BY_ITSELF and any(block.language == "python" for block in blocks_of(page))
+]
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +125,40 @@ def base_url(loaded_model: LoadedModel) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def default_model_url() -> Iterator[str]:
+    """The same on the default model."""
+    config = ServerConfig(
+        port=0,
+        max_model_len=1024,
+        enable_custom_logit_processor=True,
+        logits_processor_pattern=r"(transformers|logits_processor_zoo)\..*",
+        sandbox_step_timeout=30,  # some make a table of the vocabulary in their first step, here on a busy machine
+        sandbox_load_timeout=60,  # and one imports transformers
+        log_level="error",
+    )
+    with running_server(config) as url:
+        yield url
+
+
+def server_for(page: Path, request: pytest.FixtureRequest) -> str:
+    """The base URL of the server that the examples of a page talk to."""
+    url: str = request.getfixturevalue("default_model_url" if page.name in ON_THE_DEFAULT_MODEL else "base_url")
+    return url
+
+
 # --- the examples ---
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    assert {(block.language, block.word) for block in BLOCKS} == {
+    assert {(block.language, re.sub(r'^title=".*"$', "title", block.word)) for block in BLOCKS} == {
         ("bash", ""),
         ("bash", "no-run"),
+        ("console", ""),
+        ("console", "background"),
         ("json", ""),
         ("python", ""),
+        ("python", "title"),
         ("text", ""),
     }
 
@@ -128,21 +173,31 @@ def test_only_what_cannot_run_is_not_run() -> None:
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_as_one_script(
-    page: Path, base_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    page: Path, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A `text` block right after a Python block is what that prints."""
+    base_url = server_for(page, request)
+    examples = re.findall(
+        r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    end_of_example = "--- end of an example ---"
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
-    parts = [block.text for block in blocks_of(page) if block.language == "python"]
+    parts = [f"{code}\n\nprint({end_of_example!r})\n" for code, _ in examples]
     script.write_text("\n\n".join(parts).replace(IN_THE_EXAMPLES, base_url))
     runpy.run_path(str(script), run_name="__main__")
-    printed = capsys.readouterr().out
-    kinds = re.findall(r"^```python\n.*?^```\n\n```text\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    for expected in kinds:
-        assert expected in printed
+    printed = capsys.readouterr().out.split(end_of_example)
+    for (_, expected), output in zip(examples, printed, strict=False):
+        if expected:
+            assert re.fullmatch(pattern_of(expected), " ".join(output.split())), f"{output}is not\n{expected}"
+
+
+def pattern_of(shown: str) -> str:
+    """What an output must match: text that is wrapped in the page, with `…` for what differs from time to time."""
+    return ".*".join(re.escape(part) for part in " ".join(shown.split()).split("…"))
 
 
 @pytest.mark.parametrize("block", CURL_BLOCKS, ids=str)
-def test_curl_runs(block: Block, base_url: str) -> None:
+def test_curl_runs(block: Block, request: pytest.FixtureRequest) -> None:
     command = shlex.split(block.text)
     assert command.count("curl") == 1
     assert command[0] == "curl"
@@ -153,7 +208,7 @@ def test_curl_runs(block: Block, base_url: str) -> None:
     curl = parser.parse_args(command[1:])
     assert curl.url.startswith(IN_THE_EXAMPLES)
     name, _, value = curl.header.partition(": ")
-    url = curl.url.replace(IN_THE_EXAMPLES, base_url)
+    url = curl.url.replace(IN_THE_EXAMPLES, server_for(block.page, request))
     answer = httpx.post(url, content=curl.body, headers={name: value}, timeout=60)
     assert answer.status_code == 200, answer.text
 
@@ -203,6 +258,18 @@ def test_the_flags_defaults_are_those_of_the_configuration() -> None:
     in_config = {f"--{field.name.replace('_', '-')}": shown(field.default) for field in fields(ServerConfig)}
     in_page = {re.findall(r"--[a-z-]+", row[0])[0]: row[1] for row in rows_of("docs/server.md", "Flags")}
     assert in_page == in_config
+
+
+def test_the_checks_are_those_that_are_made() -> None:
+    assert [codes_in(row[0]) for row in rows_of("docs/checking.md", "The checks")] == [[name] for name in CHECKS]
+
+
+def test_the_options_of_check_are_those_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    in_parser = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    in_page = [name for row in rows_of("docs/checking.md", "Options") for name in codes_in(row[0])]
+    assert in_page == ["TARGET", *in_parser]
 
 
 def test_the_routes_are_those_of_the_server(base_url: str) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+_BLOCKS = 16
+"""Blocks for each token that `row_candidates` is asked for: then most of them are the largest of a block."""
+_FAR_MORE = 8
+_LEAST = np.finfo(np.float32).min
 
 
 def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,3 +59,36 @@ def _block_size(vocab_size: int, width: int) -> int:
     A power of two, since vocabularies are mostly padded to a multiple of 64 or more: no token is left over.
     """
     return 1 << ((vocab_size // width).bit_length() - 1) // 2
+
+
+def row_candidates(values: npt.NDArray[np.float32], width: int) -> tuple[npt.NDArray[np.int64], bool]:
+    """The most likely tokens of one row on a CPU, in NumPy: much faster there than PyTorch is with few rows.
+
+    Args:
+        values: float32 [vocab], without NaN and +inf.
+        width: 1 or greater.
+
+    Returns:
+        Token ids, int64 [any], ordered by descending value, then by ascending id, and whether these are all that have a
+        finite value. If not, there are `width` or more, and no other token ties with the last one; where ties would
+        make it far more, there are fewer.
+    """
+    num_blocks = min(_BLOCKS * width, len(values))
+    block_size = len(values) // num_blocks
+    in_blocks = block_size * num_blocks
+    # Block i holds the tokens i, i + num_blocks, i + 2 * num_blocks, ...: a maximum then runs along lines of memory.
+    lines = values[:in_blocks].reshape(block_size, num_blocks)
+    largest = lines.max(axis=0)
+    # At least `width` tokens reach the `width`-th largest of these.
+    limit = np.partition(largest, -width)[-width] if width <= num_blocks else -np.inf
+    all_finite = bool(limit < _LEAST)
+    limit = max(limit, _LEAST)
+    blocks = np.flatnonzero(largest >= limit)
+    line, place = np.divmod(np.flatnonzero(lines[:, blocks] >= limit), max(1, len(blocks)))
+    token_ids = line * num_blocks + blocks[place]
+    if in_blocks < len(values):
+        token_ids = np.concatenate([token_ids, in_blocks + np.flatnonzero(values[in_blocks:] >= limit)])
+    if len(token_ids) > _FAR_MORE * width:
+        token_ids, all_finite = token_ids[values[token_ids] > limit], False
+    # Stable, and the ids ascend: so they do in a tie.
+    return token_ids[np.argsort(-values[token_ids], kind="stable")], all_finite

@@ -7,19 +7,19 @@ sums are exact (see `top_k_top_p`): the same row, parameters and number give the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from .candidates import top_candidates
-from .top_k_top_p import draw_from_all, draw_from_candidates, integer_weights
+from .candidates import row_candidates, top_candidates
+from .rows import row_parts
+from .top_k_top_p import UNIT_WEIGHT, draw_from_all, draw_from_candidates, integer_weights
 
 _WIDTHS = (64, 512)
 """How many of the most likely tokens are looked at, before all of them."""
 
 _PART_SIZE = 2**17
-"""How many numbers of a [rows, vocab] matrix are worked on at a time."""
+"""How many weights of a [rows, vocab] matrix are worked on at a time."""
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         int64 [rows]; never a token of probability 0.
     """
     tokens = torch.zeros_like(uniform, dtype=torch.int64)
-    for part in _parts(probabilities):
+    for part in row_parts(len(probabilities), probabilities, _PART_SIZE):
         cumulative = integer_weights(probabilities[part]).cumsum(dim=-1)
         tokens[part] = _invert(cumulative, cumulative[:, -1], uniform[part]).squeeze(-1)
     return tokens
@@ -68,45 +68,64 @@ def draw_top_k_top_p(
     Returns:
         int64 [rows]; never a token of probability 0.
     """
-    k, p, numbers = (tensor.cpu().numpy() for tensor in (top_k, top_p, uniform))
-    tokens = np.zeros(len(logits), dtype=np.int64)
-    undecided = np.ones(len(logits), dtype=np.bool_)
-    # The k-th token decides only if the one after it is known to be less likely.
-    candidates_needed = k + 1.0
-    for width in (width for width in _WIDTHS if width < logits.shape[-1]):
-        rows = np.flatnonzero(undecided & (candidates_needed <= width))
-        if len(rows) > 0:
-            values, token_ids, weights = _candidates(logits, probabilities, rows, width)
-            drawn = draw_from_candidates(values, weights, k[rows], p[rows], numbers[rows])
-            decided = np.flatnonzero(drawn.decided)
-            tokens[rows[decided]] = token_ids[decided, drawn.position[decided]]
-            candidates_needed[rows] = drawn.candidates_needed
-            undecided[rows] = ~drawn.decided
-    for row in np.flatnonzero(undecided):
-        weights_of_all = integer_weights(probabilities[row])
-        tokens[row] = draw_from_all(logits[row], weights_of_all, int(k[row]), float(p[row]), float(numbers[row]))
-    return torch.from_numpy(tokens).to(logits.device)
+    vocab_size = logits.shape[-1]
+    settings = [
+        (k if k < vocab_size else 0, p, number)
+        for k, p, number in zip(top_k.tolist(), top_p.tolist(), uniform.tolist(), strict=True)
+    ]
+    tokens = [0] * len(settings)
+    # Rows that are not decided yet, and how many candidates each needs at least.
+    undecided: dict[int, float] = {row: k for row, (k, _, _) in enumerate(settings)}
+    for width in _WIDTHS:
+        rows = [row for row, needed in undecided.items() if needed <= width]
+        for row, candidates in zip(rows, _candidates(logits, probabilities, rows, width), strict=True):
+            drawn = draw_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
+            if drawn.position is None:
+                undecided[row] = drawn.candidates_needed
+            else:
+                tokens[row] = candidates.token_ids[drawn.position]
+                del undecided[row]
+    for row in undecided:
+        tokens[row] = draw_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
+    return torch.tensor(tokens).to(logits.device)
+
+
+class _Candidates(NamedTuple):
+    """Tokens of a row, and what `draw_from_candidates` asks of them."""
+
+    token_ids: list[int]
+    logits: list[float]
+    weights: list[int]
+    complete: bool
 
 
 def _candidates(
-    logits: torch.Tensor, probabilities: torch.Tensor, rows: npt.NDArray[np.int64], width: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Logits, token ids and weights of some rows' most likely tokens, each [rows, width], on the host."""
-    index = torch.from_numpy(rows).to(logits.device)
-    values, token_ids = top_candidates(take_rows(logits, index), width)
-    weights = integer_weights(probabilities[index[:, None], token_ids])
-    return values.cpu().numpy(), token_ids.cpu().numpy(), weights.cpu().numpy()
+    logits: torch.Tensor, probabilities: torch.Tensor, rows: list[int], width: int
+) -> Iterator[_Candidates]:
+    """The most likely tokens of some rows, about `width` of each."""
+    if logits.device.type == "cpu":
+        yield from (_candidates_of_row(logits[row], probabilities[row], width) for row in rows)
+    elif rows:
+        index = torch.tensor(rows).to(logits.device)
+        values, token_ids = top_candidates(logits[index], width)
+        weights = integer_weights(probabilities[index].gather(-1, token_ids))
+        # Tokens that tie with the last one may be missing.
+        certain = (values > values[:, -1:]).sum(dim=-1)
+        on_host = (each.tolist() for each in (token_ids, values, weights, certain))
+        for of_row, row_values, row_weights, count in zip(*on_host, strict=True):
+            if row_weights[-1] == 0 or len(of_row) == logits.shape[-1]:
+                yield _Candidates(of_row, row_values, row_weights, True)
+            else:
+                yield _Candidates(of_row[:count], row_values[:count], row_weights[:count], False)
 
 
-def _parts(matrix: torch.Tensor) -> Iterator[slice]:
-    """A few rows at a time: int64 temporaries of a whole batch would not fit into a CPU's caches."""
-    rows = max(1, _PART_SIZE // matrix.shape[-1])
-    return (slice(start, start + rows) for start in range(0, len(matrix), rows))
-
-
-def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`matrix[rows]`, without a copy if that is all of it. `rows`, int64 [n], is ascending without duplicates."""
-    return matrix if len(rows) == len(matrix) else matrix[rows]
+def _candidates_of_row(logits: torch.Tensor, probabilities: torch.Tensor, width: int) -> _Candidates:
+    values = logits.numpy()
+    token_ids, all_finite = row_candidates(values, width)
+    # Of exact products: see `integer_weights`.
+    weights = [int(probability * UNIT_WEIGHT) for probability in probabilities.numpy()[token_ids].tolist()]
+    complete = all_finite or weights[-1:] == [0]
+    return _Candidates(token_ids.tolist(), values[token_ids].tolist(), weights, complete)
 
 
 def _invert(cumulative: torch.Tensor, total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

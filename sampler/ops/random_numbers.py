@@ -13,6 +13,8 @@ _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array(
     [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
 )
 """What each round adds to the two words of the key: [rounds, 2, 1]."""
+_MADE_AT_ONCE = 256
+"""Numbers that NumPy makes in hardly more time than one."""
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
@@ -54,3 +56,28 @@ def uniform_numbers(seeds: _UInt64Array, positions: npt.NDArray[np.int64]) -> np
     bits = ((high << _32) | low) >> np.uint64(11)
     uniform: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return uniform
+
+
+class UniformNumbers:
+    """`uniform_numbers` of some sequences that mostly grow by a token at a time: made for a few positions at once.
+
+    Args:
+        seeds: uint64 [n].
+    """
+
+    def __init__(self, seeds: _UInt64Array) -> None:
+        self._rows = np.arange(len(seeds))
+        self._ahead = np.arange(max(1, _MADE_AT_ONCE // max(1, len(seeds))))
+        self._seeds = np.repeat(seeds, len(self._ahead))
+        self._first = np.zeros(len(seeds), dtype=np.int64)
+        self._made = np.empty((len(seeds), 0))
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The numbers at some positions, int64 [n], of each sequence: float64 [n]."""
+        ahead = positions - self._first
+        if not ((ahead >= 0) & (ahead < self._made.shape[1])).all():
+            self._first, ahead = positions, np.zeros_like(positions)
+            coming = (positions[:, None] + self._ahead).ravel()
+            self._made = uniform_numbers(self._seeds, coming).reshape(-1, len(self._ahead))
+        numbers: npt.NDArray[np.float64] = self._made[self._rows, ahead]
+        return numbers

@@ -19,17 +19,16 @@ row draws cannot depend on how a kernel splits its work, and thus not on the oth
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import neg
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 UNIT_WEIGHT = 2**60
 """The weight of probability 1."""
-
-_OUT_OF_REACH = 2**62
-"""More than all weights of a row, even where float32's rounding leaves their sum above 1."""
 
 _BUCKETS = 2048
 """Of a histogram of logits."""
@@ -50,57 +49,50 @@ class CandidateDraw:
     """What a draw from candidates came to.
 
     Attributes:
-        position: int64 [rows]: the candidate that is drawn. Means nothing where `decided` is False.
-        decided: bool [rows]: the kept tokens are all among the candidates.
-        candidates_needed: float64 [rows]: at least so many candidates have to be looked at to decide.
+        position: the candidate that is drawn; None if the kept tokens may not all be among the candidates.
+        candidates_needed: at least so many candidates have to be looked at to decide.
     """
 
-    position: npt.NDArray[np.int64]
-    decided: npt.NDArray[np.bool_]
-    candidates_needed: npt.NDArray[np.float64]
+    position: int | None
+    candidates_needed: float = 0
 
 
 def draw_from_candidates(
-    logits: npt.NDArray[np.float32],
-    weights: npt.NDArray[np.int64],
-    top_k: npt.NDArray[np.int64],
-    top_p: npt.NDArray[np.float64],
-    uniform: npt.NDArray[np.float64],
+    logits: Sequence[float], weights: Sequence[int], complete: bool, top_k: int, top_p: float, uniform: float
 ) -> CandidateDraw:
-    """Apply top-k, then top-p, to the most likely tokens of each row, and draw, if these tokens are enough to tell.
+    """Apply top-k, then top-p, to the most likely tokens of a row, and draw, if these tokens are enough to tell.
 
-    In NumPy: a step has few numbers left here, and each of many small operations costs PyTorch several times more.
+    In Python numbers: there are few, and each of many small operations on arrays costs several times more.
 
     Args:
-        logits: float32 [rows, width], in the order that `top_candidates` returns.
-        weights: int64 [rows, width], their `integer_weights`.
-        top_k: int64 [rows], less than width; 0 for all tokens.
-        top_p: float64 [rows], above 0 and at most 1.
-        uniform: float64 [rows], in [0, 1).
+        logits: of the first tokens of the ranking, any number; of a tie all or none.
+        weights: their `integer_weights`.
+        complete: all other tokens weigh nothing.
+        top_k: 0 for all tokens.
+        top_p: above 0 and at most 1.
+        uniform: in [0, 1).
     """
-    count, width = logits.shape
-    rows = np.arange(count)
-    limited = top_k > 0
-    # Tokens that tie with the last candidate may be missing. What weighs nothing is not missed.
-    last_weight = weights[:, -1]
-    complete = last_weight == 0
-    certain = np.where(complete, width, (logits > logits[:, -1:]).sum(axis=1))
-
-    kth = np.maximum(top_k - 1, 0)
-    dropped = limited[:, None] & (logits < logits[rows, kth][:, None])
-    cumulative = np.where(dropped, 0, weights).cumsum(axis=1)
-    total = np.where(limited, cumulative[:, -1], UNIT_WEIGHT)
-    needed = np.where(top_p < 1, np.maximum(np.ceil(total * top_p), 1), _OUT_OF_REACH).astype(np.int64)
-    border = (cumulative < needed[:, None]).sum(axis=1)
-    kept_weight = cumulative[rows, np.minimum(border, width - 1)]
-    target = (uniform * kept_weight).astype(np.int64)
-    # No token beyond the candidates weighs more than the last one.
-    beyond = np.maximum(needed - cumulative[:, -1], 1) / np.maximum(last_weight, 1)
-    return CandidateDraw(
-        position=(cumulative <= target[:, None]).sum(axis=1),
-        decided=np.where(limited, kth < certain, (border < certain) | complete),
-        candidates_needed=np.where(limited, width + 1, width + beyond),
-    )
+    kept, total = len(logits), UNIT_WEIGHT
+    if kept < max(1, top_k) and not complete:
+        return CandidateDraw(None, max(1, top_k))
+    sums = list(accumulate(weights))
+    if top_k > 0:
+        if top_k < kept:
+            kept = bisect_right(logits, -logits[top_k - 1], lo=top_k, key=neg)
+            del sums[kept:]
+        total = sums[-1]
+    border = kept - 1
+    if top_p < 1:
+        needed = max(1, math.ceil(total * top_p))
+        border = bisect_left(sums, needed)
+        if border == kept:
+            if top_k == 0 and not complete:
+                # No token beyond the candidates weighs more than the last one.
+                return CandidateDraw(None, kept + (needed - sums[-1]) / max(1, weights[-1]))
+            border = kept - 1
+    elif top_k == 0 and not complete:
+        return CandidateDraw(None, math.inf)
+    return CandidateDraw(bisect_right(sums, int(uniform * sums[border])))
 
 
 def draw_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, uniform: float) -> int:

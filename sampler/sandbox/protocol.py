@@ -6,7 +6,7 @@ each message with a header of 16 bytes.
 
 ```
 server → sandbox                                            answer
-LOAD     a processor string, in pieces                      LOADED (its name) or REFUSED (why)
+LOAD     a processor string, in pieces                      LOADED (what its class says of itself) or REFUSED (why)
 ATTACH   a sequence: parameters, prompt, output so far      none
 FORK     a sequence, and another that goes on from it       none
 DETACH   a sequence that left                               none

@@ -6,7 +6,8 @@ import itertools
 import logging
 import marshal
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -16,18 +17,17 @@ import torch
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.client.scrub import scrub
+from logitship.sampler.class_description import ClassDescription, from_bytes
 from logitship.sampler.processor_host import HostedRow, HostedSequence, LoadedProcessor
 
 from .protocol import Answer, Kind
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import SandboxRow, SandboxRun
 from .sandboxed_processor import LONGEST_TEXT, SandboxedProcessor
+from .spare_sandboxes import SpareSandboxes
 from .template_process import TemplateError, TemplateProcess
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_NAME = 200
-"""Characters."""
 
 WATCH_INTERVAL = 0.25
 """Seconds between two looks at what the sandboxes do while nobody asks them for anything."""
@@ -48,6 +48,21 @@ class SandboxLimits:
     load_timeout: float = 10.0
 
 
+@dataclass(frozen=True)
+class SandboxStats:
+    """Counts of sandboxes.
+
+    Attributes:
+        alive: now.
+        started: since the start.
+        ended: since the start, by the reason: `unloaded`, or the kind of a `ProcessorFault`.
+    """
+
+    alive: int
+    started: int
+    ended: Mapping[str, int]
+
+
 class SandboxHost:
     """A `ProcessorHost` whose processors run in sandboxes: nothing that came with a request runs in this process.
 
@@ -55,16 +70,21 @@ class SandboxHost:
         template: forks the sandboxes.
         max_rows: most rows of a call.
         vocab_size: width of the logits.
+        num_spares: sandboxes that are started before they are needed.
     """
 
-    def __init__(self, template: TemplateProcess, limits: SandboxLimits, max_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, template: TemplateProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
+    ) -> None:
         self._template = template
         self._limits = limits
-        self._max_rows = max_rows
-        self._vocab_size = vocab_size
+        self._spares = SpareSandboxes(lambda: Sandbox(template, max_rows, vocab_size), num_spares)
         self._handles = itertools.count()
         self._sandboxes: set[Sandbox] = set()
         self._unreported: dict[Sandbox, SandboxedProcessor] = {}
+        self._counting = threading.Lock()
+        self._num_started = 0
+        self._ended: Counter[str] = Counter()
         self._under_way: list[SandboxRun] = []
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="logitship-sandboxes", daemon=True)
@@ -77,7 +97,16 @@ class SandboxHost:
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         sandboxed = SandboxedProcessor(runnable.digest, tenant, _load_message(runnable))
         self._start(sandboxed)
-        return LoadedProcessor(runnable.digest, sandboxed.name, self, sandboxed, tenant=tenant)
+        described = sandboxed.described
+        return LoadedProcessor(
+            runnable.digest,
+            described.name,
+            self,
+            sandboxed,
+            tenant=tenant,
+            description=described.description,
+            params_schema=described.params_schema,
+        )
 
     def ensure(self, processor: LoadedProcessor) -> None:
         """See `ProcessorHost.ensure`."""
@@ -95,11 +124,13 @@ class SandboxHost:
         """See `ProcessorHost.attach`."""
         return SandboxRow(sequence, self._handles)
 
-    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Sequence[HostedRow]) -> SandboxRun:
-        """See `ProcessorHost.begin`."""
-        sandboxed: SandboxedProcessor = processor.instance
+    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> SandboxGroup:
+        """See `ProcessorHost.group`."""
+        return SandboxGroup(self, processor.instance, [row for row in rows if isinstance(row, SandboxRow)])
+
+    def begin(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, members: Sequence[SandboxRow]) -> SandboxRun:
+        """Begin a call, see `HostedGroup.begin`."""
         run = SandboxRun(sandboxed, logits, self._limits.step_timeout, self._under_way)
-        members = [row for row in rows if isinstance(row, SandboxRow)]
         sandbox: Sandbox | SandboxDied
         try:
             # Rows that lost their state with their sandbox need no other one.
@@ -111,10 +142,17 @@ class SandboxHost:
         run.begin(sandbox, members)
         return run
 
+    def stats(self) -> SandboxStats:
+        """Counts, for the operator. On any thread."""
+        with self._counting:
+            num_ended = sum(self._ended.values())
+            return SandboxStats(self._num_started - num_ended, self._num_started, dict(self._ended))
+
     def close(self) -> None:
         """End all sandboxes."""
         self._stopped.set()
         self._template.close()
+        self._spares.close()
         for sandbox in list(self._sandboxes):
             self._end(sandbox)
         self._watcher.join()
@@ -129,13 +167,15 @@ class SandboxHost:
             if sandboxed.sandbox is not None and sandboxed.sandbox.check():
                 return
             try:
-                sandbox = Sandbox(self._template, self._max_rows, self._vocab_size)
+                sandbox = self._spares.take()
             except (OSError, TemplateError) as error:
                 raise ProcessorLoadError(f"no sandbox can be started: {error}") from None
             self._sandboxes.add(sandbox)
             self._unreported[sandbox] = sandboxed
+            with self._counting:
+                self._num_started += 1
             try:
-                sandboxed.name = _loaded(sandbox, sandboxed.load_message, self._limits.load_timeout)
+                sandboxed.described = _loaded(sandbox, sandboxed.load_message, self._limits.load_timeout)
             except ProcessorLoadError:
                 self._end(sandbox)
                 raise
@@ -145,17 +185,24 @@ class SandboxHost:
 
     def _end(self, sandbox: Sandbox) -> None:
         self._report(sandbox)
+        # Before it is closed: the thread that watches would report it as one that died.
+        if self._unreported.pop(sandbox, None) is not None:
+            self._count_end("unloaded")
         sandbox.close()
         self._sandboxes.discard(sandbox)
-        self._unreported.pop(sandbox, None)
 
     def _report(self, sandbox: Sandbox) -> None:
         """Tell the operator of a sandbox that died, once."""
         if not sandbox.alive and (sandboxed := self._unreported.pop(sandbox, None)) is not None:
+            self._count_end(sandbox.death.kind)
             who = f"of tenant {sandboxed.tenant}" if sandboxed.tenant else "of all clients"
             logger.warning(
                 "processor %s (%s, %s) %s", sandboxed.name or "?", sandboxed.digest, who, sandbox.death.reason
             )
+
+    def _count_end(self, reason: str) -> None:
+        with self._counting:
+            self._ended[reason] += 1
 
     def _living(self, sandboxed: SandboxedProcessor) -> Sandbox:
         """A processor's sandbox. If it died, a step waits for the next one, but no longer than for an answer.
@@ -204,17 +251,30 @@ class SandboxHost:
                 self._report(sandbox)
 
 
+@dataclass(frozen=True)
+class SandboxGroup:
+    """A `HostedGroup` whose processor runs in a sandbox."""
+
+    host: SandboxHost
+    processor: SandboxedProcessor
+    rows: Sequence[SandboxRow]
+
+    def begin(self, logits: torch.Tensor) -> SandboxRun:
+        """See `HostedGroup.begin`."""
+        return self.host.begin(self.processor, logits, self.rows)
+
+
 def _load_message(string: PickledProcessor | SourceProcessor) -> bytes:
     if isinstance(string, PickledProcessor):
         return marshal.dumps(("pickled", string.payload, string.python))
     return marshal.dumps(("source", string.source, string.class_name, string.captured, string.python))
 
 
-def _loaded(sandbox: Sandbox, message: bytes, timeout: float) -> str:
+def _loaded(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescription:
     """Load a processor in a new sandbox.
 
     Returns:
-        The class's name.
+        What its class says of itself.
 
     Raises:
         ProcessorLoadError: it cannot be loaded; says why.
@@ -222,11 +282,17 @@ def _loaded(sandbox: Sandbox, message: bytes, timeout: float) -> str:
     try:
         sandbox.begin(Kind.LOAD, message, timeout)
         answer, body = sandbox.finish()
-        if answer not in (Answer.LOADED, Answer.REFUSED):
+        if answer is Answer.LOADED:
+            return _described(sandbox, body)
+        if answer is not Answer.REFUSED:
             raise sandbox.distrust()
     except SandboxDied as died:
         raise ProcessorLoadError(f"the processor {died.reason} (while it was loaded)") from None
-    text = scrub(body.decode(errors="replace"))
-    if answer is Answer.REFUSED:
-        raise ProcessorLoadError(text[:LONGEST_TEXT])
-    return "".join(text.split())[:_LONGEST_NAME] or "?"
+    raise ProcessorLoadError(scrub(body.decode(errors="replace"))[:LONGEST_TEXT])
+
+
+def _described(sandbox: Sandbox, body: bytes) -> ClassDescription:
+    try:
+        return from_bytes(body)
+    except ValueError:
+        raise sandbox.distrust() from None

@@ -39,9 +39,6 @@ class SandboxRow:
         self.sandbox: Sandbox | None = None
         self.num_known = 0
 
-    def sync(self) -> None:
-        """See `HostedRow.sync`: the tokens travel with the next call."""
-
     def fork(self, output_token_ids: list[int]) -> SandboxRow:
         """See `HostedRow.fork`. Raises nothing: what cannot be copied is told with the other sequence's next call."""
         twin = SandboxRow(replace(self.sequence, output_token_ids=output_token_ids), self._handles)
@@ -154,7 +151,7 @@ class SandboxRun:
                 self._take(*self._answer)
             except SandboxDied as died:
                 self.fail(self._places, died)
-        return RunOutcome(self._ended - self._began, self._faults)
+        return RunOutcome(self._ended - self._began, self._faults, self._is_retry)
 
     def advance(self) -> None:
         """Take note of the answer, if it is here. Never waits."""

@@ -9,6 +9,7 @@ import orjson
 
 from logitship.client.errors import ProcessorFault
 from logitship.client.scrub import scrub
+from logitship.sampler.class_description import ClassDescription
 
 from .sandbox import Sandbox, SandboxDied
 
@@ -25,7 +26,7 @@ class SandboxedProcessor:
         load_message: the body of LOAD.
         lock: held while a sandbox is started.
         sandbox: the last one that was started; None until there was one.
-        name: the class's name.
+        described: what its class says of itself, as far as its sandbox is to be believed.
         revival: a thread that starts the next one, on behalf of a step.
     """
 
@@ -35,8 +36,13 @@ class SandboxedProcessor:
         self.load_message = load_message
         self.lock = threading.Lock()
         self.sandbox: Sandbox | None = None
-        self.name = ""
+        self.described = ClassDescription("")
         self.revival: Future[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The class's name."""
+        return self.described.name
 
     @property
     def living_or_last(self) -> Sandbox:

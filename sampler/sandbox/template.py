@@ -26,6 +26,7 @@ from .channel import Channel, ChannelClosed, Note
 from .kernel import jail_root, privileges, protections, self_test
 from .kernel.lockdown import Lockdown, readable_paths
 from .protocol import FLOAT_BYTES, Answer, pack
+from .warm_up import warm_up
 from .worker import Worker, serve
 
 FIRST_CALL = 1
@@ -154,6 +155,7 @@ class Template:
             refusal = f"the sandbox cannot be locked: {error}".encode()
             os.write(connection, pack(Answer.REFUSED, FIRST_CALL, refusal))
             return
+        warm_up(logits, setup.model)
         serve(connection, Worker(logits, setup.model, setup.names))
 
     def _tested(self) -> list[str]:

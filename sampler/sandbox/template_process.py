@@ -36,9 +36,12 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from logitship.sampler.sandbox.launcher import main; main(int(sys.argv[1]))"
 )
+_MARK = "LOGITSHIP_LAUNCHER"
+"""Tells the launcher's process, by its environment."""
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
 """All of the server's environment that the launcher gets: the rest may hold secrets."""
 _VARIABLES = {
+    _MARK: "1",
     # One thread: a process with threads can neither be forked safely nor enter namespaces, and a sandbox has no more.
     "OMP_NUM_THREADS": "1",
     "OMP_THREAD_LIMIT": "1",
@@ -115,7 +118,17 @@ class TemplateProcess:
         self._closed = False
 
     def start(self) -> None:
-        """Start the launcher."""
+        """Start the launcher.
+
+        Raises:
+            TemplateError: this process is one.
+        """
+        if _MARK in os.environ:
+            # It ran this program instead of a module that it imports. Each launcher would start the next one.
+            raise TemplateError(
+                "a file beside this program has the name of a module that Python or torch imports, and was imported "
+                "in its place: rename it"
+            )
         with self._lock:
             self._start_launcher()
 

@@ -15,19 +15,18 @@ from typing import Any, BinaryIO, TypeAlias
 import orjson
 import torch
 
-from logitship.client.author_errors import class_name, error_message, error_text
+from logitship.client.author_errors import error_message, error_text
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.loading import instantiate, load_class
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.author_code import duplicate, edit
+from logitship.sampler.class_description import ClassDescription, describe, to_bytes
 from logitship.sampler.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
 from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from .row_retry import RowRetry
-
-_LONGEST_NAME = 200
 
 _Faults: TypeAlias = dict[int, ProcessorFault]
 
@@ -106,14 +105,19 @@ class Worker:
     def _load(self, form: str, *pieces: Any) -> tuple[Answer, bytes]:
         string = PickledProcessor(*pieces) if form == "pickled" else SourceProcessor(*pieces)
         try:
-            cls = load_class(string, self._names)
-            self._processor = instantiate(cls)
-            self._name = class_name(cls)
+            described = self.use(load_class(string, self._names))
         except ProcessorLoadError as error:
             return Answer.REFUSED, error_message(error).encode()
         except BaseException as error:  # noqa: BLE001  # the author's code may raise anything
             return Answer.REFUSED, f"the processor could not be loaded: {error_text(error)}".encode()
-        return Answer.LOADED, self._name[:_LONGEST_NAME].encode(errors="backslashreplace")
+        return Answer.LOADED, to_bytes(described)
+
+    def use(self, cls: type[CustomLogitProcessor]) -> ClassDescription:
+        """Make the processor. Runs its author's code, which may raise anything."""
+        self._processor = instantiate(cls)
+        described = describe(cls)
+        self._name = described.name
+        return described
 
     def _attach(
         self, handle: int, rid: str, params: dict[str, Any], prompt: bytes, output: bytes, sampling: dict[str, Any]

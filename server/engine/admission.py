@@ -17,6 +17,8 @@ from .messages import GenerationRequest, ProcessorRequest
 
 _MAX_PROCESSORS = 64
 """Of one request. Each costs a call a step, while which all other requests wait."""
+_MAX_TRACED_PROCESSORS = 16
+"""Of one request. A trace keeps a copy of the row for each, until the step ends."""
 _MAX_STOP_STRINGS = 1024
 """Of one request. Each is searched for in every step."""
 _MAX_STOP_TOKENS_OF_BEAMS = 64
@@ -83,6 +85,11 @@ def check(request: GenerationRequest, limits: Limits) -> None:
         raise BadRequest(
             f"holds {len(request.processors)} processors, a request may have {_MAX_PROCESSORS}",
             param="processors",
+        )
+    if params.trace is not None and len(request.processors) > _MAX_TRACED_PROCESSORS:
+        raise BadRequest(
+            f"goes with at most {_MAX_TRACED_PROCESSORS} processors, the request has {len(request.processors)}",
+            param="trace",
         )
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise BadRequest(f"holds {len(params.stop)} strings, a request may have {_MAX_STOP_STRINGS}", param="stop")
@@ -169,6 +176,8 @@ def _check_beam_search(request: GenerationRequest, search: BeamSearch, limits: L
         raise BadRequest("does not go with beam search: leave it out", param="best_of")
     if params.max_tokens == 0:
         raise BadRequest("must be 1 or greater with beam search", param="max_tokens")
+    if params.trace is not None:
+        raise BadRequest("does not go with beam search, which draws no token: leave it out", param="trace")
     drawing = {
         "temperature": params.temperature != 0,
         "top_p": params.top_p != 1,

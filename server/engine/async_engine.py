@@ -7,20 +7,23 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_string import ProcessorString
-from logitship.client.records import InstalledInfo
+from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
+from logitship.client.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.plugins import Plugin
 from logitship.sampler.processor_cache import ProcessorCacheFull
 from logitship.sampler.processor_host import LoadedProcessor
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxStats
 from logitship.sampler.shipped_processors import ProcessorUse
 from logitship.server.config import ServerConfig
-from logitship.server.errors import BadRequest, Forbidden, QueueFull, ServiceUnavailable
+from logitship.server.errors import BadRequest, Forbidden, NotFound, QueueFull, ServiceUnavailable
+from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.tokenizer import Tokenizer
 
 from .admission import Limits, check, check_sandboxed, check_with_plugins
@@ -36,13 +39,19 @@ from .messages import (
     FinishReason,
     GenerationChunk,
     GenerationRequest,
+    ProcessorRequest,
 )
+from .named_processors import InvalidName, NotDeletable
 from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from .registered_processors import NotRegistered, RegistryFull
 from .sequence import Sequence
+from .step_clock import StepClock
 
 _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 5.0
 """Seconds that the current step gets to end. It takes far less, unless shipped code hangs in it."""
+
+_NO_SANDBOXES = SandboxStats(alive=0, started=0, ended={})
 
 _SEEDS = 1 << 64
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -55,6 +64,7 @@ class _ActiveRequest:
 
     request: GenerationRequest
     stream: GenerationStream
+    meter: RequestMeter
     unfinished: int
     """Slots that its sequences have or wait for."""
     processors: list[LoadedProcessor] = field(default_factory=list)
@@ -100,19 +110,30 @@ class AsyncEngine:
         # By tenant and id: what one calls its requests is no other's business.
         self._active: dict[tuple[str, str], _ActiveRequest] = {}
         self._touched: list[_ActiveRequest] = []
+        self.clock = StepClock()
+        self.metrics = EngineMetrics(model, library.installed_digests, self.stats)
         self._lock = threading.Lock()
         self._accepting = True
 
-    def start(self, engine: Engine, *, on_stop: Callable[[], None] | None = None) -> None:
-        """Begin to run requests on `engine`, whose `on_finished` is `sequence_finished`.
+    def start(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        *,
+        sandboxes: SandboxHost | None = None,
+    ) -> None:
+        """Begin to run requests on `engine`.
 
         Args:
-            on_stop: called at the end, after the engine's last step.
+            engine: its `on_finished` is `sequence_finished`, its scheduler's `on_start` is `sequence_started`, and its
+                clock is `clock`.
+            thread: where it was made.
+            sandboxes: closed at the end, after the engine's last step.
         """
         self._engine = engine
-        self._on_stop = on_stop
-        self._thread = EngineThread(engine, after_step=self._hand_over, on_death=self._fail_all)
-        self._thread.start()
+        self._sandboxes = sandboxes
+        self._thread = thread
+        thread.start(engine, after_step=self._hand_over, on_death=self._fail_all)
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what cannot run on this model, without submitting it or loading its processors.
@@ -123,7 +144,7 @@ class AsyncEngine:
         check(request, self._limits)
         check_with_plugins(request.sampling_params, self._plugins)
         if self.config.processor_isolation == "sandbox":
-            check_sandboxed(request, self.ships_code)
+            check_sandboxed(request, lambda string: self.ships_code(string, request.tenant))
 
     async def submit(self, request: GenerationRequest) -> GenerationStream:
         """Admit a request.
@@ -136,22 +157,76 @@ class AsyncEngine:
         # At the end: a refusal names the request's own ones by their places.
         request = dataclasses.replace(request, processors=(*request.processors, *self._carried_by_all))
         stream = GenerationStream(request.num_sequences, lambda: self._cancel(active))
-        active = _ActiveRequest(request, stream, request.num_slots)
+        active = _ActiveRequest(request, stream, RequestMeter(self.metrics.requests), request.num_slots)
         self._reserve(active)
         processors = await self._loaded(active) if request.processors else [[] for _ in range(request.num_started)]
         active.sequences += [self._sequence(active, index, uses) for index, uses in enumerate(processors)]
+        active.meter.admitted()
         self._thread.add(active.sequences)
         if active.cancelled:
             self._cancel(active)
         return active.stream
 
-    def ships_code(self, string: ProcessorString) -> bool:
-        """True if a request with this processor needs `--enable-custom-logit-processor`."""
-        return self._library.ships_code(string)
+    def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
+        """A request with what its names of processors stand for now.
 
-    def installed_processors(self) -> list[InstalledInfo]:
-        """The processors that a request can ask for by name."""
-        return self._library.installed()
+        Without this, `submit` looks that up for each request, and those of a batch may get different versions.
+
+        Args:
+            pins: what the names stand for that were looked up for the same batch before; more are added.
+
+        Raises:
+            BadRequest: a name stands for nothing; `param` is `processors[i]`.
+        """
+        processors = list(request.processors)
+        for place, wanted in enumerate(processors):
+            if isinstance(wanted, ProcessorRequest) and isinstance(
+                wanted.string, RegisteredProcessor | InstalledProcessor
+            ):
+                with _load_errors_refused(param=f"processors[{place}]"):
+                    pins[wanted.string] = pins.get(wanted.string) or self._library.names.resolve(
+                        wanted.string, request.tenant
+                    )
+                processors[place] = dataclasses.replace(wanted, string=pins[wanted.string])
+        return dataclasses.replace(request, processors=tuple(processors))
+
+    def ships_code(self, string: ProcessorString, tenant: str = "") -> bool:
+        """True if a request with this processor needs `--enable-custom-logit-processor`."""
+        return self._library.ships_code(string, tenant)
+
+    def processors(self, tenant: str = "") -> list[ProcessorInfo]:
+        """The processors that a tenant's request can ask for by name."""
+        return self._library.names.of(tenant)
+
+    def processor(self, reference: str, tenant: str = "") -> ProcessorDetails:
+        """One of them by its name, its name and version, or its digest.
+
+        Raises:
+            NotFound: there is none.
+        """
+        try:
+            return self._library.names.details(reference, tenant)
+        except NotRegistered as error:
+            raise NotFound(str(error), param="id") from error
+
+    def delete_processor(self, reference: str, tenant: str = "") -> list[str]:
+        """Delete a version of what the tenant registered, or all versions of a name or a digest.
+
+        Requests that were admitted keep it.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            NotFound: there is none.
+            Forbidden: it is installed.
+        """
+        try:
+            return self._library.names.delete(reference, tenant)
+        except NotRegistered as error:
+            raise NotFound(str(error), param="id") from error
+        except NotDeletable as error:
+            raise Forbidden(str(error), param="id") from error
 
     def check_callable(self, wanted: CallableRequest) -> None:
         """Refuse a callable by a name that the operator did not allow.
@@ -161,21 +236,20 @@ class AsyncEngine:
         """
         self._library.callables.check_allowed(wanted.target)
 
-    async def register(self, string: ProcessorString, tenant: str = "") -> tuple[str, str]:
-        """Keep a processor, for requests that name it by its digest. Loads it, so that its mistakes show now.
+    async def register(self, string: ProcessorString, tenant: str = "", name: str | None = None) -> ProcessorInfo:
+        """Keep a processor, for requests that name it. Loads it, so that its mistakes show now.
 
         Args:
             tenant: who is asking. Requests of others may name the digest as well.
-
-        Returns:
-            Its digest, and its name for people.
+            name: what it goes by; None: its class's name. Another under the same name becomes its next version.
 
         Raises:
-            RequestRefused: it cannot be loaded, is too large to be kept, or there is no room to load it now.
+            RequestRefused: it cannot be loaded or go by that name, is too large to be kept, or there is no room for it
+                now. `param` is `name`, or None.
         """
         with self._lock:
             self._check_accepting()
-        return await in_daemon_thread(self._register, string, tenant)
+        return await in_daemon_thread(self._register, string, tenant, name)
 
     def abort(self, rid: str | None, tenant: str = "") -> None:
         """Cancel a request, the requests of a batch, or a continuation, by the id that its client knows; all: `None`.
@@ -203,11 +277,14 @@ class AsyncEngine:
             if self._active:
                 return False
         self._library.clear()
+        self._thread.clear_prefixes()
         return True
 
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
         cache = self._library.cache_stats()
+        prefixes = self._engine.prefix_stats
+        sandboxes = _NO_SANDBOXES if self._sandboxes is None else self._sandboxes.stats()
         return EngineStats(
             running=self._engine.num_running,
             waiting=self._engine.num_waiting,
@@ -218,6 +295,16 @@ class AsyncEngine:
             processor_cache_evictions=cache.evictions,
             processor_cache_entries=cache.entries,
             processor_cache_bytes=cache.bytes,
+            prefix_tokens_asked=prefixes.tokens_asked,
+            prefix_tokens_found=prefixes.tokens_found,
+            prefix_blocks=prefixes.blocks,
+            prefix_blocks_capacity=prefixes.capacity,
+            registered_processors=self._library.num_registered,
+            drafted=self._engine.num_drafted,
+            accepted=self._engine.num_accepted,
+            sandboxes=sandboxes.alive,
+            sandboxes_started=sandboxes.started,
+            sandboxes_ended=sandboxes.ended,
         )
 
     @property
@@ -241,8 +328,8 @@ class AsyncEngine:
         with self._lock:
             self._accepting = False
         self._thread.stop(_STOP_TIMEOUT)
-        if self._on_stop is not None:
-            self._on_stop()
+        if self._sandboxes is not None:
+            self._sandboxes.close()
 
     def _reserve(self, active: _ActiveRequest) -> None:
         """Enter a request into the books, before anything is loaded for it."""
@@ -259,10 +346,14 @@ class AsyncEngine:
         if not self._accepting or not self.healthy:
             raise ServiceUnavailable("the engine has died" if self._accepting else "the server is shutting down")
 
-    def _register(self, string: ProcessorString, tenant: str) -> tuple[str, str]:
-        with _load_errors_refused(param=None):
-            processor = self._library.register(string, tenant)
-        return processor.digest, processor.name
+    def _register(self, string: ProcessorString, tenant: str, name: str | None) -> ProcessorInfo:
+        try:
+            with _load_errors_refused(param=None):
+                return self._library.register(string, tenant, name)
+        except InvalidName as error:
+            raise BadRequest(f"name: {error}", param="name") from error
+        except RegistryFull as error:
+            raise ServiceUnavailable(str(error)) from error
 
     async def _loaded(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
         loading = in_daemon_thread(self._load_processors, active)
@@ -282,7 +373,7 @@ class AsyncEngine:
         uses: list[list[ProcessorUse]] = [[] for _ in range(request.num_started)]
         prepared: dict[tuple[int, int], Any] = {}
         for place, wanted in enumerate(request.processors):
-            with _load_errors_refused(param=f"processors[{place}]"):
+            with self.metrics.processor_load.time(), _load_errors_refused(param=f"processors[{place}]"):
                 for sequence_uses, use in zip(uses, self._uses(active, wanted, prepared), strict=True):
                     sequence_uses.append(use)
         return uses
@@ -344,11 +435,19 @@ class AsyncEngine:
         return self._random.getrandbits(64) if params.seed is None else params.seed
 
     def _hand_over(self) -> None:
-        """After each step, on the engine's thread: one wake-up a stream, not one a chunk."""
-        touched, self._touched = self._touched, []
-        for active in touched:
-            chunks, active.undelivered = active.undelivered, []
-            active.stream.deliver(chunks)
+        """After each step, on the engine's thread: one wake-up of the event loop, not one a chunk."""
+        with self.clock.deliver:
+            touched, self._touched = self._touched, []
+            for active in touched:  # first: who has got an answer may look at the metrics
+                active.meter.delivered(active.undelivered)
+            GenerationStream.deliver((active.stream, active.undelivered) for active in touched)
+            for active in touched:
+                active.undelivered = []
+        self.metrics.step_ended(self.clock)
+
+    def sequence_started(self, sequence: Sequence) -> None:
+        """Called by the scheduler, on the engine's thread."""
+        self._active[sequence.request_key].meter.started()
 
     def sequence_finished(self, sequence: Sequence) -> None:
         """Called by the engine, on its thread."""
@@ -372,19 +471,19 @@ class AsyncEngine:
         for active in orphans:
             reason = FinishReason("abort", error=INTERNAL_ERROR)
             prompt_tokens = len(active.request.prompt_token_ids)
-            active.stream.deliver(
-                [
-                    GenerationChunk(
-                        index=index,
-                        text="",
-                        token_ids=[],
-                        finish_reason=reason,
-                        prompt_tokens=prompt_tokens,
-                        completion_tokens=0,
-                    )
-                    for index in range(active.request.num_sequences)
-                ]
-            )
+            chunks = [
+                GenerationChunk(
+                    index=index,
+                    text="",
+                    token_ids=[],
+                    finish_reason=reason,
+                    prompt_tokens=prompt_tokens,
+                    completion_tokens=0,
+                )
+                for index in range(active.request.num_sequences)
+            ]
+            active.meter.delivered(chunks)
+            GenerationStream.deliver([(active.stream, chunks)])
 
 
 def continuation_seed(seed: int, index: int) -> int:

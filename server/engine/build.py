@@ -22,8 +22,8 @@ from logitship.sampler.processor_host import NoHost, ProcessorHost
 from logitship.sampler.request_view import ModelView
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
-from logitship.sampler.shipped_processors import ShippedProcessors
 from logitship.sampler.vllm_config import ReasoningConfig, VllmConfig, vllm_config
 from logitship.server.config import ServerConfig
 from logitship.server.errors import SHIPPING_IS_OFF, StartError
@@ -31,18 +31,21 @@ from logitship.server.vllm_names import enable_vllm_names
 
 from .async_engine import AsyncEngine
 from .callable_library import CallableLibrary
-from .capacity import max_model_len
+from .capacity import max_model_len, prefix_cache_blocks
 from .deterministic_check import check_determinism
 from .engine import Engine
+from .engine_thread import EngineThread
 from .info import ModelInfo
 from .model_loader import LoadedModel, load_model
 from .model_runner import ModelRunner
+from .prefix_cache import PrefixCache
 from .processor_library import ProcessorLibrary
 from .reasoning_markers import resolve_reasoning_config
 from .registered_processors import RegisteredProcessors
 from .scheduler import Scheduler
 from .speculation import NGramSpeculation
 from .step_cost import measure_step_cost
+from .timed_processors import TimedProcessors
 from .trees import carried_by_all, load_trees
 
 logger = logging.getLogger(__name__)
@@ -63,17 +66,25 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     plugins = _load_plugins(config)
     registry = _registry(plugins, load_trees(config))
     template = _start_template(config)  # beside the loading of the model: both take seconds
+    thread = EngineThread()
     try:
-        loaded = loaded or load_model(config)
-        return _built(config, loaded, plugins, registry, _shipped_host(config, loaded, template))
+        model = loaded or thread.call(lambda: load_model(config))
+        shipped_host = _shipped_host(config, model, template)
+        return thread.call(lambda: _built(config, model, plugins, registry, shipped_host, thread))
     except BaseException:
+        thread.stop(timeout=0)
         if template is not None:
             template.close()
         raise
 
 
 def _built(
-    config: ServerConfig, loaded: LoadedModel, plugins: list[Plugin], registry: Registry, shipped_host: ProcessorHost
+    config: ServerConfig,
+    loaded: LoadedModel,
+    plugins: list[Plugin],
+    registry: Registry,
+    shipped_host: ProcessorHost,
+    thread: EngineThread,
 ) -> AsyncEngine:
     reasoning = _reasoning_config(config, loaded)
     if reasoning is not None:
@@ -86,23 +97,39 @@ def _built(
         plugins,
         carried_by_all(config),
     )
-    runner = _model_runner(config, loaded, async_engine.model.max_model_len)
+    max_len = async_engine.model.max_model_len
+    runner = _model_runner(config, loaded, max_len)
+    prefixes = PrefixCache(runner.cache, prefix_cache_blocks(config, loaded.model, max_len))
     async_engine.start(
         Engine(
             runner,
-            _sampler(_vllm_config(config, async_engine.model, loaded), loaded, plugins),
-            Scheduler(runner.cache, config.chunked_prefill_size, _speculation(config, runner)),
+            _sampler(_vllm_config(config, async_engine.model, loaded), loaded, plugins, async_engine),
+            Scheduler(
+                runner.cache,
+                config.chunked_prefill_size,
+                prefixes,
+                _speculation(config, runner),
+                on_start=async_engine.sequence_started,
+            ),
             PersistentBatch(config.max_num_seqs),
             on_finished=async_engine.sequence_finished,
+            clock=async_engine.clock,
         ),
-        on_stop=shipped_host.close if isinstance(shipped_host, SandboxHost) else None,
+        thread,
+        sandboxes=shipped_host if isinstance(shipped_host, SandboxHost) else None,
     )
     return async_engine
 
 
 def _model_runner(config: ServerConfig, loaded: LoadedModel, max_len: int) -> ModelRunner:
     deterministic = config.enable_deterministic_inference
-    runner = ModelRunner(loaded.model, config.max_num_seqs, max_len, deterministic=deterministic)
+    runner = ModelRunner(
+        loaded.model,
+        config.max_num_seqs,
+        max_len,
+        deterministic=deterministic,
+        fused=config.model_impl == "auto",
+    )
     if deterministic:
         check_determinism(runner)
     return runner
@@ -138,13 +165,12 @@ def _registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Registry
 def _library(
     config: ServerConfig, loaded: LoadedModel, registry: Registry, shipped_host: ProcessorHost
 ) -> ProcessorLibrary:
-    bounds = {"max_entries": config.processor_cache_entries, "max_bytes": config.processor_cache_bytes}
     return ProcessorLibrary(
         registry,
         ProcessorCache(shipped_host, **_cache_bounds(config)),
         InProcessHost(SGLANG_NAMES),
         _model_view(loaded),
-        RegisteredProcessors(**bounds),
+        RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
         config.allowed_digests,
     )
@@ -183,7 +209,7 @@ def _shipped_host(config: ServerConfig, loaded: LoadedModel, template: TemplateP
         step_timeout=config.sandbox_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
-    return SandboxHost(template, limits, max_rows=config.max_num_seqs, vocab_size=loaded.vocab_size)
+    return SandboxHost(template, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
 
 
 def _model_view(loaded: LoadedModel) -> ModelView:
@@ -233,7 +259,7 @@ def _reasoning_config(config: ServerConfig, loaded: LoadedModel) -> ReasoningCon
     return None if strings is None else resolve_reasoning_config(strings, loaded.tokenizer, loaded.vocab_size)
 
 
-def _sampler(config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin]) -> Sampler:
+def _sampler(config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin], engine: AsyncEngine) -> Sampler:
     device = loaded.model.device
     pinned = device.type == "cuda"
     tokenizer = loaded.tokenizer.hf_tokenizer
@@ -241,5 +267,13 @@ def _sampler(config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin]) -> 
         processors = make_logits_processors(plugins, config, device, pinned, tokenizer=tokenizer, wrap=GuardedProcessor)
     except PluginLoadError as error:
         raise StartError(str(error)) from error
-    shipped = ShippedProcessors(config, device, pinned, model=_model_view(loaded))
+    shipped = TimedProcessors(
+        config,
+        device,
+        pinned,
+        model=_model_view(loaded),
+        on_call=engine.metrics.observer_of_calls,
+        check_last=False,  # the sampler looks at all rows
+        clock=engine.clock,
+    )
     return Sampler(loaded.vocab_size, device, processors, shipped)

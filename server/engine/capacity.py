@@ -1,4 +1,4 @@
-"""How long sequences may be, so that the cache fits into memory."""
+"""How the memory for keys and values is divided: how long sequences may be, and what is kept of those that ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from logitship.server.config import ServerConfig
 from logitship.server.errors import StartError
 
 from .model_runner import cache_shape
+from .prefix_cache import BLOCK_SIZE, block_bytes
 
 logger = logging.getLogger(__name__)
+
+
+_PREFIX_SHARE = 10
+"""The prefix cache takes one part in so many, unless the operator says how much."""
 
 
 class CacheTooLarge(StartError):
@@ -33,15 +38,17 @@ def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) 
         raise CacheTooLarge(f"--max-model-len {wanted} is longer than the model's own length, {model_len}")
     per_token = cache_shape(model, config.max_num_seqs, 1).nbytes(model.dtype)
     free = _free_bytes(model.device)
-    fits = int(free * config.mem_fraction_static) // per_token
+    fits = (_room(config, free) - _prefix_cache_bytes(config, free)) // per_token
     if wanted <= fits:
         return wanted
     if config.max_model_len is not None or fits < 1:
-        lower_length = f"--max-model-len (at most {fits}) or " if fits else ""
+        lower_length = f"--max-model-len (at most {fits}), " if fits > 0 else ""
         raise CacheTooLarge(
             f"a cache for {config.max_num_seqs} sequences of {wanted} tokens takes "
-            f"{wanted * per_token / 2**30:.1f} GiB, more than {config.mem_fraction_static:.0%} of the "
-            f"{free / 2**30:.1f} GiB that are free: lower {lower_length}--max-num-seqs, or raise --mem-fraction-static"
+            f"{wanted * per_token / 2**30:.1f} GiB; together with the prefix cache, which takes "
+            f"{_prefix_cache_bytes(config, free) / 2**30:.1f} GiB, that is more than {config.mem_fraction_static:.0%} "
+            f"of the {free / 2**30:.1f} GiB that are free: lower {lower_length}--max-num-seqs or "
+            "--prefix-cache-bytes, or raise --mem-fraction-static"
         )
     logger.warning(
         "serving sequences of up to %d tokens, not the model's %d: the cache for %d of them would not fit into memory",
@@ -50,6 +57,26 @@ def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) 
         config.max_num_seqs,
     )
     return fits
+
+
+def prefix_cache_blocks(config: ServerConfig, model: PreTrainedModel, model_len: int) -> int:
+    """How many blocks the prefix cache may hold: what fits into its memory, and not more than the slots hold.
+
+    Args:
+        model_len: the longest sequence that is served.
+    """
+    fits = _prefix_cache_bytes(config, _free_bytes(model.device)) // block_bytes(cache_shape(model, 1, 1), model.dtype)
+    return min(fits, config.max_num_seqs * model_len // BLOCK_SIZE)
+
+
+def _room(config: ServerConfig, free: float) -> int:
+    """Bytes for keys and values."""
+    return int(free * config.mem_fraction_static)
+
+
+def _prefix_cache_bytes(config: ServerConfig, free: float) -> int:
+    given = config.prefix_cache_bytes
+    return _room(config, free) // _PREFIX_SHARE if given is None else given
 
 
 def _free_bytes(device: torch.device) -> int | float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from logitship.client.records import Receipt
+from logitship.sampler.trace import RowTrace
 
 from .messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
 
@@ -23,6 +24,7 @@ class Continuation:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    traces: list[RowTrace] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
@@ -43,6 +45,7 @@ class Continuation:
             self,
             token_ids=self.token_ids.copy(),
             logprobs=self.logprobs.copy(),
+            traces=self.traces.copy(),
             prompt_logprobs=self.prompt_logprobs.copy(),
         )
 
@@ -51,6 +54,7 @@ class Continuation:
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.traces += chunk.traces
         self.prompt_logprobs += chunk.prompt_logprobs
         self.finish_reason = chunk.finish_reason
         self.prompt_tokens = chunk.prompt_tokens

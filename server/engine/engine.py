@@ -18,8 +18,10 @@ from .beam_group import BeamGroup
 from .forward_pass import StepLogits, forward, prompt_logprob_offsets
 from .messages import FinishReason, RequestError, TokenLogprobs
 from .model_runner import ModelRunner
+from .prefix_cache import PrefixCacheStats
 from .scheduler import Plan, Scheduler
 from .sequence import Sequence
+from .step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,12 @@ class Engine:
     Args:
         on_finished: told of each sequence that ended, whatever the reason, after its last chunk; of the beams of a
             search, of the first alone, when the search has ended.
+        clock: counts where the time of a step goes.
+
+    Attributes:
+        num_steps: computed so far.
+        num_drafted: tokens that were computed before they were drawn, so far.
+        num_accepted: those of them that were drawn.
     """
 
     def __init__(
@@ -43,13 +51,15 @@ class Engine:
         scheduler: Scheduler,
         batch: PersistentBatch[Sequence],
         on_finished: Callable[[Sequence], None],
+        clock: StepClock | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._scheduler = scheduler
         self._batch = batch
         self._on_finished = on_finished
-        self.num_steps = 0
+        self._clock = clock or StepClock()
+        self.num_steps = self.num_drafted = self.num_accepted = 0
 
     @property
     def num_running(self) -> int:
@@ -70,27 +80,41 @@ class Engine:
         for sequence in self._scheduler.matching(wanted):
             self._end(sequence, FinishReason("abort"))
 
+    def clear_prefixes(self) -> None:
+        """Forget what earlier sequences began with."""
+        self._scheduler.prefixes.clear()
+
+    @property
+    def prefix_stats(self) -> PrefixCacheStats:
+        """Of the cache of that."""
+        return self._scheduler.prefixes.stats()
+
     def step(self) -> bool:
         """Compute one step. A failure ends the sequences that ran, and never the engine.
 
         Returns:
             False if there was nothing to do.
         """
-        plan = self._scheduler.schedule()
+        with self._clock.schedule:
+            plan = self._scheduler.schedule()
         if not plan:
             return False
         try:
-            self._join_batch(plan)
-            self._keep_groups_adjacent()
-            self._sampler.update_state(self._batch.commit())
-            logits = forward(self._runner, plan, self._batch.members)
-            self._take_prompt_logprobs(plan, logits.prompt)
-            self._advance(plan)
-            self._scheduler.share_prompts()  # before a sequence may end, and its slot with it
-            self._draw(plan, logits)
-            self._end_without_draw(plan)
+            with self._clock.batch_update:
+                self._join_batch(plan)
+                self._keep_groups_adjacent()
+                self._sampler.update_state(self._batch.commit())
+            with self._clock.forward:
+                logits = forward(self._runner, plan, self._batch.members)
+            with self._clock.deliver:
+                self._take_prompt_logprobs(plan, logits.prompt)
+                self._advance(plan)
+                self._scheduler.share_prompts()  # before a sequence may end, and its slot with it
+                self._draw(plan, logits)
+                self._end_without_draw(plan)
         except Exception:  # whatever a step raises, the engine goes on
-            logger.exception("a step failed: its requests end with an error")
+            rids = sorted({sequence.rid for sequence in self._scheduler.running})
+            logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
             self._end_all_running()
         self.num_steps += 1
         return True
@@ -114,8 +138,10 @@ class Engine:
     def _draw(self, plan: Plan, logits: StepLogits) -> None:
         """Draw each row's next token, and those after it for as long as they are what was drafted."""
         members = self._batch.members
-        rows = self._deliver(members, range(len(members)), self._sampler.sample(logits.rows))
+        self._clock.num_rows = len(members)
+        rows = self._deliver(members, range(len(members)), self._sample(logits.rows))
         drafts = {chunk.sequence: chunk.drafts for chunk in plan.decode}
+        self.num_drafted += sum(map(len, drafts.values()))
         for depth, of_drafts in enumerate(logits.drafts):
             rows = [
                 row
@@ -125,10 +151,15 @@ class Engine:
             ]
             if not rows:
                 return
+            self.num_accepted += len(rows)
             for row in rows:
                 members[row].num_computed += 1
             self._sampler.update_state(None)
-            rows = self._deliver(members, rows, self._sampler.sample(of_drafts.of(rows), rows))
+            rows = self._deliver(members, rows, self._sample(of_drafts.of(rows), rows))
+
+    def _sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> SamplerOutput:
+        with self._clock.sample:
+            return self._sampler.sample(logits, rows)
 
     def _take_prompt_logprobs(self, plan: Plan, logits: torch.Tensor) -> None:
         first = 0
@@ -169,7 +200,7 @@ class Engine:
                 self._end_with_fault(sequence, faults[place])
                 continue
             record = drawn.logprobs[place]
-            sequence.append(drawn.token_ids[place], _public(record) if record else None)
+            sequence.append(drawn.token_ids[place], _public(record) if record else None, drawn.traces[place])
             if sequence.finish_reason is None:
                 going_on.append(row)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from .messages import GenerationChunk
 
@@ -37,11 +37,21 @@ class GenerationStream:
         if self._unfinished:
             self._cancel()
 
-    def deliver(self, chunks: list[GenerationChunk]) -> None:
-        """Take chunks, on any thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._put, chunks)
-
     def _put(self, chunks: list[GenerationChunk]) -> None:
         for chunk in chunks:
             self._chunks.put_nowait(chunk)
+
+    @staticmethod
+    def deliver(gained: Iterable[tuple[GenerationStream, list[GenerationChunk]]]) -> None:
+        """Give streams their chunks, on any thread: what many gained in a step wakes their event loop up once."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, list[GenerationChunk]]]] = {}
+        for stream, chunks in gained:
+            by_loop.setdefault(stream._loop, []).append((stream, chunks))
+        for loop, of_loop in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # it is closed: nobody listens any more
+                loop.call_soon_threadsafe(_put_all, of_loop)
+
+
+def _put_all(gained: list[tuple[GenerationStream, list[GenerationChunk]]]) -> None:
+    for stream, chunks in gained:
+        stream._put(chunks)

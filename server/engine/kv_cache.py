@@ -44,8 +44,8 @@ class SlotCache:
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         size = (shape.num_slots, shape.num_kv_heads, shape.max_len, shape.head_dim)
-        self.keys = [_zeros(size, dtype, device) for _ in range(shape.num_layers)]
-        self.values = [_zeros(size, dtype, device) for _ in range(shape.num_layers)]
+        self.keys = [allocate_zeros(size, dtype, device) for _ in range(shape.num_layers)]
+        self.values = [allocate_zeros(size, dtype, device) for _ in range(shape.num_layers)]
         self._free = list(range(shape.num_slots))
 
     @property
@@ -76,8 +76,9 @@ class SlotCache:
             layer[slot, :, :length].zero_()
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
+def allocate_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, which on a CPU take memory only where they are written to."""
+    if device.type != "cpu" or 0 in size:
         return torch.zeros(size, dtype=dtype, device=device)
     # `torch.zeros` writes the zeros, and so takes the memory at once. A new mapping is zero without that: the kernel
     # hands out its pages when they are first written. Small pages: with huge ones, the first token of each head in each

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from logitship.client.processor_string import ProcessorString
 from logitship.client.records import Receipt
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.trace import RowTrace
 
 from .beam_search import BeamSearch
 
@@ -167,6 +168,8 @@ class GenerationChunk:
     """New text. A possible beginning of a stop string is held back until it is decided."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One a new token, if the request asked for them."""
+    traces: list[RowTrace] = field(default_factory=list)
     """One a new token, if the request asked for them."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """On the first chunk, if the request asked for them: from `prompt_logprobs_start` on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,14 @@ from logitship.server.errors import UnsupportedModel
 
 from .attention import ATTENTION_NAME, Segment, StepLayout, register
 from .deterministic import make_deterministic
+from .fused_decoder import FusedDecoder, can_fuse
 from .kv_cache import CacheShape, SlotCache
+
+logger = logging.getLogger(__name__)
+
+_NUM_FIRST_TOKENS = 6
+_FUSED_TOLERANCE = 1e-3
+"""Of the largest logit. A wrong order of heads, say, gives wholly different ones."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +35,15 @@ class Chunk:
 class ModelRunner:
     """A transformers model for causal language modelling on top of a `SlotCache`."""
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, max_len: int, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, num_slots: int, max_len: int, *, deterministic: bool = False, fused: bool = True
+    ) -> None:
         """Prepare a model, in place, and allocate its cache.
 
         Args:
             deterministic: compute each token as if it were alone, to the last bit.
+            fused: run it with fewer and larger operations than its own code does, if it is of a kind for which that
+                is known, and not deterministic.
 
         Raises:
             UnsupportedModel: its layers are not plain attention, or it fails on a first token.
@@ -46,7 +58,10 @@ class ModelRunner:
         self.device = model.device
         self.dtype = model.dtype
         self.cache = SlotCache(cache_shape(model, num_slots, max_len), self.dtype, self.device)
+        self._fused: FusedDecoder | None = None
         self._try_out()
+        if fused and not deterministic and can_fuse(model):
+            self._fuse()
 
     @torch.no_grad()
     def forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
@@ -63,16 +78,44 @@ class ModelRunner:
             float32 [len(keep), vocab].
         """
         layout = StepLayout(_segments(decode), _segments(prefill), self.cache, self.dtype, self.device)
-        token_ids = [token for chunk in (*decode, *prefill) for token in chunk.token_ids]
+        token_ids = torch.tensor(
+            [token for chunk in (*decode, *prefill) for token in chunk.token_ids], device=self.device
+        )
+        wanted = torch.tensor(keep, dtype=torch.long, device=self.device)
+        if self._fused is not None:
+            return self._fused.forward(token_ids, layout, wanted)
+        return self._forward_of_model(token_ids, layout, wanted)
+
+    def _forward_of_model(self, token_ids: torch.Tensor, layout: StepLayout, keep: torch.Tensor) -> torch.Tensor:
         output = self.model(
-            input_ids=torch.tensor([token_ids], device=self.device),
+            input_ids=token_ids.unsqueeze(0),
             position_ids=layout.positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=torch.tensor(keep, dtype=torch.long, device=self.device),
+            logits_to_keep=keep,
             step=layout,
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+    def _fuse(self) -> None:
+        """Change over to the fused layers, if they compute the same as the model's own code, but for rounding."""
+        expected = self._first_logits()
+        self._fused = FusedDecoder(self.model)
+        found = self._first_logits()
+        if not torch.allclose(found, expected, rtol=0, atol=_FUSED_TOLERANCE * float(expected.abs().max())):
+            self._fused = None
+            logger.warning(
+                "%s is run by transformers' own code, which is slower: fused layers gave other logits, by up to %.2g",
+                type(self.model).__name__,
+                float((found - expected).abs().max()),
+            )
+
+    def _first_logits(self) -> torch.Tensor:
+        """Of the tokens of a short prompt, and of one more that is decoded behind it: float32 [tokens, vocab]."""
+        step = self.model.config.vocab_size // _NUM_FIRST_TOKENS
+        *prompt, last = range(0, step * _NUM_FIRST_TOKENS, step)
+        of_prompt = self.forward([], [Chunk(0, 0, prompt)], [*range(len(prompt))])
+        return torch.cat([of_prompt, self.forward([Chunk(0, len(prompt), [last])], [], [0])])
 
     def _try_out(self) -> None:
         """Compute one token, so that a model that cannot be served is refused now and not at the first request."""

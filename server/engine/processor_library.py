@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from hashlib import sha256
-from inspect import getdoc, isabstract
+from inspect import isabstract
 from typing import Any
 
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.registry import Registry
 from logitship.builtin_processors.sglang_names import installed_by_reference
-from logitship.client.processor import CustomLogitProcessor
+from logitship.client.processor_info import ProcessorInfo
 from logitship.client.processor_string import (
     InstalledProcessor,
     PickledProcessor,
     ProcessorString,
-    RegisteredProcessor,
     SourceProcessor,
 )
-from logitship.client.records import InstalledInfo
 from logitship.sampler.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processor_host import LoadedProcessor, ProcessorHost
 from logitship.sampler.request_view import ModelView
 
 from .callable_library import CallableLibrary
+from .named_processors import NamedProcessors
+from .processor_descriptions import installed_digest, registered_info
 from .registered_processors import RegisteredProcessors
+from .registration import Upload
 
 
 class InvalidParams(ValueError):
@@ -37,7 +37,7 @@ class ProcessorNotAllowed(Exception):
 
 
 class ProcessorLibrary:
-    """Installed processors by name, shipped ones through the cache, registered ones by their digest.
+    """Installed processors by name, shipped ones through the cache, registered ones by name or digest.
 
     Args:
         registry: the installed processors.
@@ -47,6 +47,9 @@ class ProcessorLibrary:
         registered: keeps the strings of registered ones.
         callables: makes request-level ones by name.
         allowed_digests: of the only shipped processors that may run; None: any may.
+
+    Attributes:
+        names: what names and digests stand for.
     """
 
     def __init__(
@@ -66,37 +69,46 @@ class ProcessorLibrary:
         self._registered = registered
         self._allowed_digests = allowed_digests
         self.callables = callables
+        self.names = NamedProcessors(registry, registered)
         self._installed: dict[str, LoadedProcessor] = {}
 
-    def installed(self) -> list[InstalledInfo]:
-        """The installed processors, by name."""
-        return [_info(name, self._registry.get(name)) for name in self._registry]
+    @property
+    def installed_digests(self) -> dict[str, str]:
+        """The names of the installed processors, by their digests."""
+        return {installed_digest(name): name for name in self._registry}
 
-    def ships_code(self, string: ProcessorString) -> bool:
-        """False if the processor is installed, asked for by name, by SGLang's reference to its own, or by digest."""
-        if isinstance(string, RegisteredProcessor):
-            string = self._registered.find(string.digest) or string
-        return self._installed_name(string) is None
+    @property
+    def num_registered(self) -> int:
+        """How many are registered, of all tenants together."""
+        return len(self._registered)
 
-    def register(self, string: ProcessorString, tenant: str) -> LoadedProcessor:
-        """Keep a string under the digest of what it runs, which is loaded once for that.
+    def ships_code(self, string: ProcessorString, tenant: str) -> bool:
+        """False if the processor is installed: asked for by name, by SGLang's reference to its own, or registered."""
+        return self._installed_name(self.names.find(string, tenant)) is None
 
-        The string is there for every tenant: it is text. What is loaded of it is each tenant's own.
+    def register(self, string: ProcessorString, tenant: str, name: str | None = None) -> ProcessorInfo:
+        """Keep a string as a version of a name. It is loaded once for that.
 
-        Returns:
-            What was loaded, for its digest and its name; not to be released.
+        The name is its tenant's alone; the digest may be told to others. What is loaded is each tenant's own.
+
+        Args:
+            name: what it goes by; None: its class's name.
 
         Raises:
+            InvalidName: it cannot go by that.
             ProcessorLoadError: it cannot be loaded, nothing has that name or digest, or it is too large to be kept.
             ProcessorNotAllowed: it is shipped, and not on the operator's list.
-            ProcessorCacheFull: there is no room for another shipped one.
+            ProcessorCacheFull: there is no room to load another shipped one.
+            RegistryFull: there is no room to keep it.
         """
+        if name is not None:  # before its code runs for nothing
+            self.names.check_name(name, self._installed_name(string))
         processor, string = self._load(string, tenant)
         try:
-            self._registered.add(processor.digest, string)
+            self.names.check_name(name or processor.name, self._installed_name(string))
+            return registered_info(self._registered.add(_upload(name, processor, string), tenant))
         finally:
             self.release(processor)
-        return processor
 
     def acquire(self, string: ProcessorString, tenant: str) -> LoadedProcessor:
         """A processor ready to run; give it back with `release`.
@@ -142,8 +154,7 @@ class ProcessorLibrary:
 
     def _load(self, string: ProcessorString, tenant: str) -> tuple[LoadedProcessor, ProcessorString]:
         """A processor, and the string of exactly what runs: its digest is the processor's."""
-        if isinstance(string, RegisteredProcessor):
-            string = self._registered.get(string.digest)
+        string = self.names.resolve(string, tenant)
         name = self._installed_name(string)
         if name is not None:
             return self._installed_processor(name), InstalledProcessor(name)
@@ -162,11 +173,10 @@ class ProcessorLibrary:
 
     def _installed_processor(self, name: str) -> LoadedProcessor:
         if name not in self._installed:
-            digest = f"sha256:{sha256(f'installed:{name}'.encode()).hexdigest()}"
             instance = self._registry.make(name)
             builtin = instance if isinstance(instance, BuiltinProcessor) else None
             made = LoadedProcessor(
-                digest,
+                installed_digest(name),
                 name,
                 self._installed_host,
                 instance,
@@ -186,14 +196,11 @@ class ProcessorLibrary:
         return None
 
 
-def _info(name: str, cls: type[CustomLogitProcessor]) -> InstalledInfo:
-    schema = cls.params_schema
-    return InstalledInfo(
-        name,
-        " ".join((getdoc(cls) or "").partition("\n\n")[0].split()),
-        None if schema is None else dict(schema),
-        issubclass(cls, BuiltinProcessor) and cls.is_mask,
-    )
+def _upload(name: str | None, processor: LoadedProcessor, string: ProcessorString) -> Upload:
+    schema = processor.params_schema
+    if schema is None and isinstance(string, PickledProcessor):
+        schema = string.params_schema  # it may be too long to travel out of a sandbox
+    return Upload(name or processor.name, processor.digest, string, processor.description, schema)
 
 
 def _check_known(processor: BuiltinProcessor, params: Mapping[str, Any]) -> None:

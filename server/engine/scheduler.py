@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from .beam_group import BeamGroup
 from .kv_cache import SlotCache
+from .prefix_cache import PrefixCache
 from .prompt_sharing import computing_prompts, share_prompts
 from .sequence import Sequence
 from .speculation import NGramSpeculation
@@ -49,6 +50,10 @@ class Plan:
         return [*self.decode, *self.prefill]
 
 
+def _nobody(sequence: Sequence) -> None:
+    pass
+
+
 class Scheduler:
     """First come, first served; every running sequence decodes in every step.
 
@@ -56,18 +61,28 @@ class Scheduler:
     * A sequence runs from the moment a slot is free until it ends: nothing is preempted.
     * A beam search gets the slots of all its beams together, or none: two of them never wait for each other.
     * The continuations of one request have their prompt computed once, see `prompt_sharing`.
+    * What an earlier sequence of the tenant began with is not computed again while `prefixes` has it.
     * A step computes at most `chunked_prefill_size` prompt tokens, so that a long prompt delays the running sequences
       by no more than that.
 
     Args:
+        prefixes: keeps what sequences began with; None: nothing does.
         speculation: what drafts tokens; None: nothing does.
+        on_start: told of each sequence that got its slot.
     """
 
     def __init__(
-        self, cache: SlotCache, chunked_prefill_size: int, speculation: NGramSpeculation | None = None
+        self,
+        cache: SlotCache,
+        chunked_prefill_size: int,
+        prefixes: PrefixCache | None = None,
+        speculation: NGramSpeculation | None = None,
+        on_start: Callable[[Sequence], None] = _nobody,
     ) -> None:
         self._cache = cache
+        self.prefixes = prefixes or PrefixCache(cache, 0)
         self._speculation = speculation
+        self._on_start = on_start
         self.chunked_prefill_size = chunked_prefill_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -90,7 +105,9 @@ class Scheduler:
             if sequence.beams is not None:
                 sequence.beams.spare_slots = [self._cache.allocate() for _ in range(sequence.num_slots - 1)]
             self.running.append(sequence)
+            self._on_start(sequence)
         self.share_prompts()
+        self._keep_prompts()
         decoding = [sequence for sequence in self.running if not sequence.prefilling]
         # A beam's next token is not its own to draw.
         drafting = [sequence for sequence in decoding if sequence.beams is None]
@@ -100,6 +117,8 @@ class Scheduler:
         budget = self.chunked_prefill_size
         for sequence in computing_prompts(self.running):
             if budget:
+                # Each time that it is its turn: a sequence ahead of it may just have computed the same.
+                self._restore_prefix(sequence)
                 chunk = ScheduledChunk(sequence, sequence.next_tokens(budget))
                 budget -= len(chunk.token_ids)
                 prefill.append(chunk)
@@ -108,6 +127,21 @@ class Scheduler:
     def share_prompts(self) -> None:
         """Copy prompts that were computed to the running sequences that wait for them."""
         share_prompts(self.running, self._cache)
+
+    def _restore_prefix(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        before = sequence.num_computed
+        wanted = sequence.prompt_token_ids[: sequence.num_restorable]
+        sequence.num_computed = self.prefixes.restore(sequence.tenant, wanted, sequence.slot, before)
+        sequence.num_copied += sequence.num_computed - before
+
+    def _keep_prompts(self) -> None:
+        """Keep the prompts that were computed since the last step."""
+        for sequence in self.running:
+            if not sequence.prefilling and not sequence.is_prompt_kept:
+                assert sequence.slot is not None
+                self.prefixes.keep(sequence.tenant, sequence.prompt_token_ids, sequence.slot)
+                sequence.is_prompt_kept = True
 
     def branch(self, source: Sequence, sequence: Sequence) -> None:
         """Let a new beam of a search run: with a slot of its request, and the source's keys and values in it."""
@@ -124,6 +158,8 @@ class Scheduler:
             return
         self.running.remove(sequence)
         if sequence.beams is None:
+            if sequence.is_sound:
+                self.prefixes.keep(sequence.tenant, sequence.computed_token_ids, sequence.slot)
             self._cache.free(sequence.slot)
         else:
             heapq.heappush(sequence.beams.spare_slots, sequence.slot)

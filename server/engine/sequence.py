@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.trace import RowTrace
 from logitship.server.tokenizer import Tokenizer
 
 from .detokenizer import IncrementalDetokenizer, StopMatch, StopStrings
@@ -31,7 +32,8 @@ class Sequence:
         tenant: whose request it is.
         slot: its slot of the cache, while it has one.
         num_computed: its tokens whose keys and values are in the cache.
-        num_copied: those of them that another sequence of its request computed.
+        num_copied: those of them that another sequence computed.
+        is_prompt_kept: the prompt's are in the prefix cache.
         prompt_logprobs: what was asked for of the prompt, as far as it is computed.
         output_token_ids: grows by one a step. Others hold references to it: it is never replaced.
         finish_reason: None while it runs.
@@ -60,6 +62,7 @@ class Sequence:
         self.slot: int | None = None
         self.num_computed = 0
         self.num_copied = 0
+        self.is_prompt_kept = False
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.beams: BeamGroup | None = None
@@ -111,6 +114,27 @@ class Sequence:
         """True until all of the prompt that can be copied is in the cache: all but its last token."""
         return self.num_computed < self.num_prompt - 1
 
+    @property
+    def num_restorable(self) -> int:
+        """How many of its first tokens may be copied from a sequence that began with the same ones.
+
+        Not the last one, behind which the first token is drawn, and none whose log-probabilities were asked for.
+        """
+        params = self.sampling_params
+        if params.prompt_logprobs is None:
+            return self.num_prompt - 1
+        return max(0, params.prompt_logprobs_start - 1)
+
+    @property
+    def computed_token_ids(self) -> list[int]:
+        """The tokens whose keys and values are in the cache."""
+        return [*self.prompt_token_ids, *self.output_token_ids][: self.num_computed]
+
+    @property
+    def is_sound(self) -> bool:
+        """False if an error ended it, after which its keys and values may be anything."""
+        return self.finish_reason is None or self.finish_reason.error is None
+
     def take_prompt(self, source: Sequence) -> None:
         """Go on from the prompt of another sequence of the request, whose keys and values were copied."""
         self.num_computed = self.num_copied = self.num_prompt - 1
@@ -122,7 +146,7 @@ class Sequence:
             return self.prompt_token_ids[self.num_computed : self.num_computed + count]
         return self.output_token_ids[-1:]
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def append(self, token_id: int, logprobs: TokenLogprobs | None, trace: RowTrace | None = None) -> None:
         """Take the token that was drawn, see whether it ends the sequence, and give out what is certain."""
         self.output_token_ids.append(token_id)
         text = self._text_of(token_id)
@@ -130,7 +154,7 @@ class Sequence:
             text += self._flush()
             # The last piece may complete a stop string, which then is the better reason.
             self.finish_reason = self.finish_reason or FinishReason("length")
-        self._emit(text, [token_id], [logprobs] if logprobs else [])
+        self._emit(text, [token_id], [logprobs] if logprobs else [], [trace] if trace else [])
 
     def would_end(self, token_id: int) -> bool:
         """Whether a token would end the sequence, if it were the next one."""
@@ -157,7 +181,7 @@ class Sequence:
         """End the sequence from outside."""
         text = self._flush()
         self.finish_reason = reason
-        self._emit(text, [], [])
+        self._emit(text, [], [], [])
 
     def _text_of(self, token_id: int) -> str:
         params = self.sampling_params
@@ -190,7 +214,7 @@ class Sequence:
         text = self._past_stop_strings(self._detokenizer.flush())
         return text if self.finish_reason and self.finish_reason.kind == "stop" else text + self._stop_strings.flush()
 
-    def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
+    def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs], traces: list[RowTrace]) -> None:
         finished = self.finish_reason is not None
         prompt_logprobs = [] if self._has_emitted else self.prompt_logprobs.copy()
         self._has_emitted = True
@@ -200,6 +224,7 @@ class Sequence:
                 text=text,
                 token_ids=token_ids,
                 logprobs=logprobs,
+                traces=traces,
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=self.finish_reason,
                 prompt_tokens=self.num_prompt,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_string import ProcessorString, RegisteredProcessor
+from logitship.client.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
@@ -258,10 +258,10 @@ def check_may_ship(engine: AsyncEngine, caller: Caller, string: ProcessorString,
         BadRequest: with SGLang's sentence.
         Forbidden: others may ship code, this caller may not.
     """
-    if not engine.ships_code(string):
+    if not engine.ships_code(string, caller.tenant):
         return
     if not engine.config.enable_custom_logit_processor:
         raise BadRequest(SHIPPING_IS_OFF, param=at)
-    # A digest is no code: somebody who may has shipped what it stands for.
-    if not isinstance(string, RegisteredProcessor):
+    # A digest or a name is no code: somebody who may has shipped what it stands for.
+    if not isinstance(string, RegisteredProcessor | InstalledProcessor):
         check_key_may_ship(caller, at)

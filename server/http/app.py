@@ -9,48 +9,88 @@ from fastapi import FastAPI
 
 from logitship.server.engine.async_engine import AsyncEngine
 
-from .auth import ApiKeyMiddleware, ApiKeys
-from .documentation import add_schemas
+from .answer_schemas import ErrorAnswer
+from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
+from .docs_routes import docs_router
+from .documentation import complete
+from .documented import Documented
 from .errors import install_error_handlers
+from .metrics_routes import metrics_router
+from .openai_answer_schemas import (
+    ChatAnswerSchema,
+    ChatEvent,
+    CompletionAnswerSchema,
+    CompletionEvent,
+    ModelCard,
+    ModelList,
+)
 from .openai_routes import openai_router
 from .openai_schemas import ChatCompletionRequest, CompletionRequest
+from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
-from .schema import RequestModel
+from .processor_schemas import DeletedProcessor, ProcessorDetailsObject, ProcessorList, ProcessorObject
+from .request_log import RequestLogMiddleware
+from .sglang_answer_schemas import EngineState, GenerateAnswerSchema, ModelInfoAnswer
 from .sglang_routes import sglang_router
 from .sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
 
-_BODIES: list[type[RequestModel]] = [
+_SCHEMAS: list[type[Documented]] = [
     AbortRequest,
+    ChatAnswerSchema,
     ChatCompletionRequest,
+    ChatEvent,
+    CompletionAnswerSchema,
+    CompletionEvent,
     CompletionRequest,
+    DeletedProcessor,
+    EngineState,
+    ErrorAnswer,
+    GenerateAnswerSchema,
     GenerateRequest,
+    ModelCard,
+    ModelInfoAnswer,
+    ModelList,
+    ProcessorDetailsObject,
+    ProcessorList,
+    ProcessorObject,
     SGLangSamplingParams,
 ]
 
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, with the request bodies."""
-        document = super().openapi()
-        add_schemas(document, _BODIES)
-        return document
+        """The OpenAPI document, with the schemas of bodies and answers."""
+        if self.openapi_schema is None:
+            complete(super().openapi(), _SCHEMAS)
+        assert self.openapi_schema is not None
+        return self.openapi_schema
 
 
 def create_app(engine: AsyncEngine) -> FastAPI:
     """The HTTP front of `engine`, which the caller starts and stops.
 
-    Everything but `/health` and `/health_generate` asks for an API key if `engine.config` has any.
+    Everything but `/health`, `/health_generate` and the playground's files asks for an API key if `engine.config` has
+    any.
     """
     app = _App(
         title="logitship",
         summary="An LLM server that runs the logits processor that comes with a request.",
         version=version("logitship"),
+        # FastAPI's own pages load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
     )
     install_error_handlers(app)
     app.include_router(sglang_router(engine))
     app.include_router(openai_router(engine))
     app.include_router(processor_router(engine))
     app.include_router(pooling_router(engine))
-    app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(engine.config.api_key, engine.config.shipping_api_key))
+    app.include_router(metrics_router(engine.metrics))
+    app.include_router(docs_router())
+    files = {} if engine.config.disable_playground else playground_files()
+    app.include_router(playground_router(files))
+    keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
+    app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys())
+    app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # around all others: it sees their answers
     return app

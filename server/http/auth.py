@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -67,16 +67,17 @@ class ApiKeys:
 class ApiKeyMiddleware:
     """Finds out who is calling, for `caller_of`. If there are keys, requests without one end here.
 
-    Not those for `OPEN_PATHS`, which have no caller.
+    Not those for the open paths, which have no caller.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             caller = self._keys.caller(Headers(scope=scope).get("authorization", ""))
             if caller is None:
                 refused = Unauthorized("the API key is missing or wrong: send it as 'Authorization: Bearer <key>'")
@@ -105,7 +106,7 @@ def check_key_may_ship(caller: Caller, at: str | None = None) -> None:
     if not caller.may_ship:
         raise Forbidden(
             "this API key may generate, but not ship processors: use one that the server's operator gave with "
-            "--shipping-api-key, or name a processor that is registered or installed",
+            "--shipping-api-key, or name an installed processor, or a registered one by its digest",
             param=at,
         )
 

@@ -22,6 +22,7 @@ from logitship.server.engine.messages import RequestError
 from logitship.server.errors import RequestRefused
 
 from .body import JSONResponse
+from .request_log import note_refusal
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left before the answer. Nobody receives it; access logs show it."""
@@ -79,6 +80,7 @@ def internal_error_body() -> dict[str, Any]:
 
 def refusal_response(refused: RequestRefused) -> Response:
     """The answer to a request that was not admitted."""
+    note_refusal(refused.type)
     return JSONResponse(refusal_body(refused), refused.status_code, _HEADERS.get(refused.status_code))
 
 

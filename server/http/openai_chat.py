@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.continuation import Continuation
-from logitship.server.engine.messages import GenerationChunk, TokenLogprobs
+from logitship.server.engine.messages import GenerationChunk
 
 from .openai_answers import OpenAIAnswer
 from .openai_logprobs import chat_logprobs, prompt_logprobs
 from .openai_requests import OpenAIRequest
 from .openai_schemas import ChatCompletionRequest
+from .traces import trace_objects
 
 
 class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
@@ -41,7 +41,7 @@ class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
         return {
             "index": continuation.index,
             "message": {"role": "assistant", "content": continuation.text, "refusal": None},
-            **self._about(continuation, continuation.token_ids, continuation.logprobs),
+            **self._about(continuation, continuation),
         }
 
     def event_choices(self, continuation: Continuation, chunk: GenerationChunk) -> list[dict[str, Any]]:
@@ -51,15 +51,15 @@ class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
             self._begun.add(continuation.index)
             delta = {"role": "assistant", "content": ""}
             choices.append({"index": continuation.index, "delta": delta, "logprobs": None, "finish_reason": None})
-        about = self._about(continuation, chunk.token_ids, chunk.logprobs)
+        about = self._about(continuation, chunk)
         choices.append({"index": continuation.index, "delta": {"content": chunk.text}, **about})
         return choices
 
-    def _about(
-        self, continuation: Continuation, token_ids: list[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
+    def _about(self, continuation: Continuation, part: Continuation | GenerationChunk) -> dict[str, Any]:
         fields = self.ending(continuation)
-        fields["logprobs"] = chat_logprobs(self.tokenizer, logprobs) if self.body.logprobs else None
+        fields["logprobs"] = chat_logprobs(self.tokenizer, part.logprobs) if self.body.logprobs else None
         if self.body.return_token_ids:
-            fields["token_ids"] = token_ids
+            fields["token_ids"] = part.token_ids
+        if self.body.trace is not None:
+            fields["trace"] = trace_objects(self.tokenizer, part.traces)
         return fields

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.continuation import Continuation
-from logitship.server.engine.messages import GenerationChunk, TokenLogprobs
+from logitship.server.engine.messages import GenerationChunk
 
 from .openai_answers import OpenAIAnswer
 from .openai_logprobs import completion_logprobs, prompt_logprobs
 from .openai_requests import OpenAIRequest
 from .openai_schemas import CompletionRequest
+from .traces import trace_objects
 
 
 class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
@@ -28,7 +28,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
 
     def choice(self, continuation: Continuation) -> dict[str, Any]:
         """A choice of the whole answer."""
-        choice = self._part(continuation, continuation.text, continuation.token_ids, continuation.logprobs)
+        choice = self._part(continuation, continuation)
         if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(
                 self.tokenizer, continuation.prompt_logprobs, self.body.prompt_logprobs
@@ -37,14 +37,13 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
 
     def event_choices(self, continuation: Continuation, chunk: GenerationChunk) -> list[dict[str, Any]]:
         """What a chunk brings."""
-        return [self._part(continuation, chunk.text, chunk.token_ids, chunk.logprobs)]
+        return [self._part(continuation, chunk)]
 
-    def _part(
-        self, continuation: Continuation, text: str, token_ids: list[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
+    def _part(self, continuation: Continuation, part: Continuation | GenerationChunk) -> dict[str, Any]:
         """A choice with this much of the output; the first part also holds what belongs to the prompt."""
         first = continuation.index not in self._text_offsets
         offset = self._text_offsets.setdefault(continuation.index, 0)
+        text, logprobs = part.text, part.logprobs
         if first and self.body.echo:
             text = self._prompt_text(continuation) + text
             logprobs = [*continuation.prompt_logprobs, *logprobs]
@@ -58,9 +57,11 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
             choice["logprobs"] = completion_logprobs(self.tokenizer, logprobs, self.body.logprobs, offset)
             self._text_offsets[continuation.index] += sum(len(token) for token in choice["logprobs"]["tokens"])
         if self.body.return_token_ids:
-            choice["token_ids"] = token_ids
+            choice["token_ids"] = part.token_ids
             if first:
                 choice["prompt_token_ids"] = self.request.prompts[continuation.prompt].token_ids
+        if self.body.trace is not None:
+            choice["trace"] = trace_objects(self.tokenizer, part.traces)
         return choice
 
     def _prompt_text(self, continuation: Continuation) -> str:

@@ -215,6 +215,7 @@ async def _submission(
         include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
         thinking_token_budget=body.thinking_token_budget,
         extra_args=body.vllm_xargs or None,
+        trace=body.trace and body.trace.top,
         **values,
     )
     request = GenerationRequest(

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
 
 from .auth import caller_of
 from .body import JSONResponse, read_body
-from .documentation import body_of
+from .documentation import operation
+from .openai_answer_schemas import (
+    ChatAnswerSchema,
+    ChatEvent,
+    CompletionAnswerSchema,
+    CompletionEvent,
+    ModelCard,
+    ModelList,
+)
 from .openai_answers import OpenAIAnswer
 from .openai_chat import ChatAnswer
 from .openai_completions import CompletionAnswer
@@ -20,6 +28,26 @@ from .openai_schemas import ChatCompletionRequest, CompletionRequest
 from .running import submit_all
 from .streaming import EventStream, answer_at_end
 
+ModelName = Annotated[str, Path(description="The model's name.", examples=["SmolLM2-135M-Instruct"])]
+
+_COMPLETION = operation(
+    body=CompletionRequest,
+    body_example={"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0},
+    answer=CompletionAnswerSchema,
+    events=CompletionEvent,
+)
+_CHAT = operation(
+    body=ChatCompletionRequest,
+    body_example={
+        "messages": [{"role": "user", "content": "What is the moon?"}],
+        "max_tokens": 16,
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "custom_params": {"token_ids": [30]},
+    },
+    answer=ChatAnswerSchema,
+    events=ChatEvent,
+)
+
 
 def openai_router(engine: AsyncEngine) -> APIRouter:
     """The routes, bound to `engine`."""
@@ -27,27 +55,27 @@ def openai_router(engine: AsyncEngine) -> APIRouter:
     limit = engine.config.max_request_bytes
     started = int(time.time())
 
-    @router.post("/completions", openapi_extra=body_of(CompletionRequest))
+    @router.post("/completions", openapi_extra=_COMPLETION)
     async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
         body = await read_body(request, CompletionRequest, limit)
         read = await read_completion(engine, caller_of(request), body)
         return await _answer(engine, request, CompletionAnswer(engine, read))
 
-    @router.post("/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
+    @router.post("/chat/completions", openapi_extra=_CHAT)
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         body = await read_body(request, ChatCompletionRequest, limit)
         read = await read_chat(engine, caller_of(request), body)
         return await _answer(engine, request, ChatAnswer(engine, read))
 
-    @router.get("/models")
+    @router.get("/models", openapi_extra=operation(answer=ModelList))
     async def models() -> Response:
         """The models: there is one."""
         return JSONResponse({"object": "list", "data": [_model(engine, started)]})
 
-    @router.get("/models/{name:path}")
-    async def model(name: str) -> Response:
+    @router.get("/models/{name:path}", openapi_extra=operation(answer=ModelCard))
+    async def model(name: ModelName) -> Response:
         """One model."""
         check_model_name(engine, name)
         return JSONResponse(_model(engine, started))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import FailFast, Field, PlainValidator, model_validator
 
-from .schema import Count, FieldError, RequestModel, SamplingFields, Seed, is_token_ids
+from .schema import Count, FieldError, RequestModel, SamplingFields, Seed, TraceOptions, is_token_ids
 from .structured_outputs import OpenAIGrammarFields
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -44,6 +44,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 class StreamOptions(RequestModel):
     """`stream_options`."""
 
+    examples: ClassVar = {"include_usage": True, "continuous_usage_stats": True}
     unsupported: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
@@ -55,6 +56,23 @@ class StreamOptions(RequestModel):
 class OpenAIFields(SamplingFields, OpenAIGrammarFields):
     """What both routes take."""
 
+    examples: ClassVar = {
+        "model": "SmolLM2-135M-Instruct",
+        "best_of": 4,
+        "seed": 42,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "min_tokens": 4,
+        "include_stop_str_in_output": True,
+        "prompt_logprobs": 5,
+        "return_token_ids": True,
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "logits_processors": [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [30]}}],
+        "vllm_xargs": {"target_token": 30},
+        "trace": {"top": 5},
+        "request_id": "first",
+        "rid": "first",
+    }
     without_effect: ClassVar = frozenset(
         {"custom_labels", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
     )
@@ -86,6 +104,8 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
     of prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of installed batch processors, as vLLM names them."""
+    trace: TraceOptions | None = None
+    """Show for each token what became of the most likely ones, before and after each processor and all else."""
     request_id: str | None = None
     """Id of the request and of the answer."""
     rid: str | None = None
@@ -141,6 +161,13 @@ _PromptTypes = str | list[str] | list[int] | list[list[int]]
 class CompletionRequest(OpenAIFields):
     """Body of `/v1/completions`."""
 
+    examples: ClassVar = {
+        "prompt": "The capital of France is",
+        "max_tokens": 4,
+        "logprobs": 5,
+        "echo": True,
+        "add_special_tokens": False,
+    }
     unsupported: ClassVar = _UNSUPPORTED | {"prompt_embeds": (), "suffix": ("",)}
 
     prompt: Annotated[str | list[Any], PlainValidator(_prompt, json_schema_input_type=_PromptTypes)]
@@ -173,6 +200,12 @@ def _content(value: Any) -> str:
 class Message(RequestModel):
     """A message of a conversation."""
 
+    examples: ClassVar = {
+        "role": "user",
+        "content": "What is the moon?",
+        "name": "Ada",
+        "tool_call_id": "call_1",
+    }
     unsupported: ClassVar = {
         "annotations": ([],),
         "audio": (),
@@ -234,6 +267,16 @@ _TEMPLATE_ARGUMENTS = frozenset(
 class ChatCompletionRequest(OpenAIFields):
     """Body of `/v1/chat/completions`."""
 
+    examples: ClassVar = {
+        "messages": [{"role": "user", "content": "What is the moon?"}],
+        "max_completion_tokens": 64,
+        "max_tokens": 64,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "add_generation_prompt": True,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     unsupported: ClassVar = _UNSUPPORTED | {
         "add_special_tokens": (False,),
         "audio": (),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from logitship.client.processor_string import ProcessorString
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.generation_stream import GenerationStream
@@ -15,6 +17,7 @@ from logitship.server.engine.request_building import in_client_words
 from logitship.server.errors import RequestRefused
 
 from .errors import GenerationFailed
+from .request_log import follow
 
 
 @dataclass(frozen=True)
@@ -41,29 +44,41 @@ async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> 
         RequestRefused: the engine's refusal, in the client's words.
     """
     streams: list[GenerationStream] = []
+    pins: dict[ProcessorString, ProcessorString] = {}  # a name is the same version for all prompts
     async with AsyncExitStack() as submitted:
         for submission in submissions:
-            stream = await _submit(engine, submission)
+            stream = await _submit(engine, submission, pins)
             submitted.push_async_callback(stream.aclose)
             streams.append(stream)
         submitted.pop_all()
-    return RunningRequests(streams, submissions[0].request.num_sequences)
+    running = RunningRequests(streams, submissions[0].request.num_sequences)
+    ids = {submission.request.batch_rid or submission.request.rid for submission in submissions}
+    follow(running, ids.pop() if len(ids) == 1 else None)
+    return running
 
 
-async def _submit(engine: AsyncEngine, submission: Submission) -> GenerationStream:
+async def _submit(
+    engine: AsyncEngine, submission: Submission, pins: dict[ProcessorString, ProcessorString]
+) -> GenerationStream:
     try:
-        return await engine.submit(submission.request)
+        return await engine.submit(engine.pin(submission.request, pins))
     except RequestRefused as refused:
         raise in_client_words(refused, submission.names) from None
 
 
 class RunningRequests:
-    """Iterate over it for each chunk with the continuation that it was added to, in order of arrival."""
+    """Iterate over it for each chunk with the continuation that it was added to, in order of arrival.
+
+    Attributes:
+        continuations: all of them, as far as they are known.
+        first_token_at: when the first token came, on the clock of `time.perf_counter`; None: there was none yet.
+    """
 
     def __init__(self, streams: Sequence[GenerationStream], n: int) -> None:
         self._streams = streams
         self._n = n
         self._pumps: list[asyncio.Task[None]] = []
+        self.first_token_at: float | None = None
         self.continuations = [Continuation(index, index // n) for index in range(len(streams) * n)]
 
     async def __aiter__(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
@@ -71,6 +86,8 @@ class RunningRequests:
         async for prompt, chunk in self._merged():
             continuation = self.continuations[prompt * self._n + chunk.index]
             continuation.add(chunk)
+            if self.first_token_at is None and chunk.token_ids:
+                self.first_token_at = time.perf_counter()
             yield continuation, chunk
 
     async def finish(self) -> list[Continuation]:

@@ -6,11 +6,13 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from logitship.sampler.sampling_params import LogprobsMode
+from logitship.sampler.sampling_params import MOST_TRACED, LogprobsMode
 from logitship.server.engine.beam_search import BeamSearch, EarlyStopping, beam_search_of
 from logitship.server.errors import BadRequest
+
+from .documented import Documented
 
 Model = TypeVar("Model", bound="RequestModel")
 
@@ -27,16 +29,14 @@ class FieldError(ValueError):
         self.reason = reason
 
 
-class RequestModel(BaseModel):
+class RequestModel(Documented):
     """A JSON object in a request. Nothing is converted (`"5"` is no number), and no field is overlooked.
 
     A field is applied, or it is refused. `null` always means the default, as if the field were left out, except for the
     fields in `nullable`.
     """
 
-    model_config = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields that the API knows and this server does not support, each with the values that ask for nothing."""
@@ -180,8 +180,45 @@ EarlyStoppingField = Annotated[
 Seed = Annotated[int, PlainValidator(_seed, json_schema_input_type=int)]
 
 
+class TraceOptions(RequestModel):
+    """`trace`."""
+
+    examples: ClassVar = {"top": 5}
+
+    top: int = Field(default=20, ge=1, le=MOST_TRACED)
+    """How many of the most likely tokens of each stage to show."""
+
+
 class SamplingFields(RequestModel):
     """Sampling parameters that the two APIs spell the same way."""
+
+    examples: ClassVar = {
+        "n": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "stop": ["\n\n"],
+        "stop_token_ids": [198],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+        "logit_bias": {"30": -5.0},
+        "allowed_token_ids": [28, 30, 7042],
+        "bad_words": ["never"],
+        "logprobs_mode": "processed_logprobs",
+        "thinking_token_budget": 256,
+        "custom_params": {"token_ids": [30]},
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "use_beam_search": True,
+        "length_penalty": 0.8,
+        "early_stopping": "never",
+    }
 
     n: Count = 1
     """Number of independent continuations of each prompt."""
@@ -201,7 +238,7 @@ class SamplingFields(RequestModel):
     """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt and the output."""
     stop: StopStrings = ()
     """Strings that end the output."""
-    stop_token_ids: TokenIds = []
+    stop_token_ids: TokenIds = Field(default=[])
     """Tokens that end the output, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on after the model's end token."""
@@ -211,11 +248,11 @@ class SamplingFields(RequestModel):
     """Put spaces between special tokens in the text, with tokenizers that do."""
     no_stop_trim: bool = False
     """Keep the stop string in the text."""
-    logit_bias: TokenBiases = {}
+    logit_bias: TokenBiases = Field(default={})
     """Added to the logits of these tokens."""
     allowed_token_ids: TokenIds | None = None
     """Only these tokens may be drawn."""
-    bad_words: Texts = []
+    bad_words: Texts = Field(default=[])
     """Texts that must not appear in the output."""
     logprobs_mode: LogprobsMode | None = None
     """Log-probabilities before any edit of the logits, or after all of them. Left out: as the server was started."""

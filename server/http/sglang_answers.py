@@ -16,6 +16,7 @@ from .errors import fault_details
 from .running import RunningRequests
 from .sglang_generate import Generate
 from .streaming import event
+from .traces import trace_objects
 
 WEIGHT_VERSION = "default"
 
@@ -28,6 +29,7 @@ class GenerateAnswer:
         self._tokenizer = tokenizer
         self._started = time.perf_counter()
         self._tables: dict[int, _LogprobTables] = {}
+        self._traces: dict[int, list[dict[str, Any]]] = {}
 
     def whole(self, continuations: list[Continuation]) -> Any:
         """One object, or a list of them."""
@@ -66,6 +68,11 @@ class GenerateAnswer:
                 _LogprobTables(self._tokenizer if self._generate.texts_in_logprobs else None, with_top=top > 0),
             )
             meta |= tables.update(continuation)
+        if self._generate.submissions[continuation.prompt].request.sampling_params.trace is not None:
+            # Kept from event to event, because each event repeats them whole.
+            objects = self._traces.setdefault(continuation.index, [])
+            objects += trace_objects(self._tokenizer, continuation.traces[len(objects) :])
+            meta["trace"] = objects
         if continuation.receipts:
             meta["receipts"] = [asdict(receipt) for receipt in continuation.receipts]
         if continuation.beam_score is not None:

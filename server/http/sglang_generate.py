@@ -46,6 +46,7 @@ _NAMES_BESIDE_THEM = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
     "prompt_logprobs_start": "logprob_start_len",
+    "trace": "trace",
 }
 _ONE_A_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
 
@@ -172,6 +173,7 @@ class _Reader:
             prompt_logprobs=None if start is None else top,
             prompt_logprobs_start=start or 0,
             extra_args=body.vllm_xargs or None,
+            trace=body.trace and body.trace.top,
         )
         request = GenerationRequest(
             rid=rid,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
-from .schema import RequestModel, SamplingFields, Seed, is_token_ids, one_or_list
+from .schema import RequestModel, SamplingFields, Seed, TraceOptions, is_token_ids, one_or_list
 from .structured_outputs import Constraint, GrammarFields
 
 OneOrMoreTexts = Annotated[
@@ -46,6 +46,13 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
         "stop_regex": ([],),
         "stream_interval": (1,),
     }
+    examples: ClassVar = {
+        "structural_tag": '{"type": "structural_tag", "format": {"type": "regex", "pattern": "[a-z]+"}}',
+        "max_new_tokens": 64,
+        "min_new_tokens": 4,
+        "sampling_seed": 42,
+        "seed": 42,
+    }
     nullable: ClassVar = frozenset({"max_new_tokens"})
 
     structural_tag: str | None = None
@@ -70,6 +77,22 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
 class GenerateRequest(RequestModel):
     """Body of `/generate`."""
 
+    examples: ClassVar = {
+        "text": "The capital of France is",
+        "input_ids": [504, 3575, 282, 4649, 314],
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0, "custom_params": {"token_ids": [30]}},
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "logits_processors": [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [30]}}],
+        "vllm_xargs": {"target_token": 30},
+        "max_thinking_tokens": 256,
+        "stream": True,
+        "rid": "first",
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 5,
+        "return_text_in_logprobs": True,
+        "trace": {"top": 5},
+    }
     unsupported: ClassVar = {
         "audio_data": ([],),
         "background": (False,),
@@ -135,10 +158,14 @@ class GenerateRequest(RequestModel):
     """How many of the most likely tokens to return for each position."""
     return_text_in_logprobs: bool = False
     """Give the tokens' texts beside their ids."""
+    trace: TraceOptions | None = None
+    """Show for each token what became of the most likely ones, before and after each processor and all else."""
 
 
 class AbortRequest(RequestModel):
     """Body of `/abort_request`."""
+
+    examples: ClassVar = {"rid": "first", "abort_all": True}
 
     rid: str = ""
     """The request to cancel."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -28,6 +29,11 @@ Schema = Annotated[
 """A JSON schema, or its JSON text."""
 
 
+_EXAMPLE_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_EXAMPLE_GRAMMAR = 'root ::= "yes" | "no"'
+_EXAMPLE_TAG = '{"type": "structural_tag", "format": {"type": "regex", "pattern": "[a-z]+"}}'
+
+
 @dataclass(frozen=True)
 class Constraint:
     """What a request constrains its output to.
@@ -49,6 +55,7 @@ class Constraint:
 class JsonSchemaFormat(RequestModel):
     """`response_format.json_schema`."""
 
+    examples: ClassVar = {"name": "capital", "schema": _EXAMPLE_SCHEMA}
     without_effect: ClassVar = frozenset({"description", "strict"})  # what is asked for is always kept to
 
     name: str
@@ -59,6 +66,14 @@ class JsonSchemaFormat(RequestModel):
 
 class ResponseFormat(RequestModel):
     """`response_format`."""
+
+    examples: ClassVar = {
+        "type": "json_schema",
+        "json_schema": JsonSchemaFormat.examples,
+        "format": {"type": "regex", "pattern": "[a-z]+"},
+        "structures": [{"begin": "<call>", "schema": {"type": "object"}, "end": "</call>"}],
+        "triggers": ["<call>"],
+    }
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     """`text`: anything. `json_object`: any JSON object. `json_schema`: JSON that fits the schema. `structural_tag`:
@@ -99,6 +114,16 @@ class ResponseFormat(RequestModel):
 class StructuredOutputs(RequestModel):
     """vLLM's `structured_outputs`."""
 
+    examples: ClassVar = {
+        "json": _EXAMPLE_SCHEMA,
+        "json_object": True,
+        "regex": "[A-Z][a-z]+",
+        "choice": ["yes", "no"],
+        "grammar": _EXAMPLE_GRAMMAR,
+        "structural_tag": _EXAMPLE_TAG,
+        "whitespace_pattern": "[ ]?",
+        "disable_any_whitespace": True,
+    }
     unsupported: ClassVar = {"disable_additional_properties": (False,)}
 
     json_schema: Schema | None = Field(default=None, alias="json")
@@ -148,6 +173,12 @@ class StructuredOutputs(RequestModel):
 class GrammarFields(RequestModel):
     """SGLang's fields, which stand in `sampling_params` and in the bodies of the OpenAI routes."""
 
+    examples: ClassVar = {
+        "json_schema": json.dumps(_EXAMPLE_SCHEMA),
+        "regex": "[A-Z][a-z]+",
+        "ebnf": _EXAMPLE_GRAMMAR,
+    }
+
     json_schema: Schema | None = None
     """The output is JSON that fits this JSON schema, mostly given as JSON text."""
     regex: str | None = None
@@ -168,6 +199,15 @@ class GrammarFields(RequestModel):
 
 class OpenAIGrammarFields(GrammarFields):
     """What the OpenAI routes take beside them."""
+
+    examples: ClassVar = {
+        "response_format": {"type": "json_schema", "json_schema": JsonSchemaFormat.examples},
+        "structured_outputs": {"choice": ["yes", "no"]},
+        "guided_json": _EXAMPLE_SCHEMA,
+        "guided_regex": "[A-Z][a-z]+",
+        "guided_choice": ["yes", "no"],
+        "guided_grammar": _EXAMPLE_GRAMMAR,
+    }
 
     response_format: ResponseFormat | None = None
     """OpenAI's way to ask for JSON."""

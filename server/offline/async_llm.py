@@ -23,7 +23,7 @@ class AsyncLLM(EngineOwner):
         **options: as for `LLM`.
 
     Raises:
-        As `LLM`.
+        TypeError, ValueError, StartError: as `LLM`.
     """
 
     async def generate(
@@ -46,7 +46,7 @@ class AsyncLLM(EngineOwner):
             Everything so far, of all `n` continuations; `finished` on the last.
 
         Raises:
-            As `LLM.generate`.
+            ValueError, TypeError, GenerationError, ProcessorFault: as `LLM.generate`.
         """
         self._check_open()
         request_ids = [uuid4().hex if request_id is None else request_id]

@@ -104,7 +104,8 @@ class LLM(EngineOwner):
             One `RequestOutput` a conversation, in their order.
 
         Raises:
-            As `generate`; ValueError also where the template refuses the messages.
+            ValueError: as `generate`; also where the template refuses the messages.
+            TypeError, ProcessorFault, GenerationError: as `generate`.
         """
         self._check_open()
         is_one = not messages or isinstance(messages[0], Mapping)
@@ -137,7 +138,7 @@ class LLM(EngineOwner):
             One `BeamSearchOutput` a prompt, in the order of the prompts.
 
         Raises:
-            As `generate`.
+            ValueError, TypeError, GenerationError: as `generate`.
         """
         self._check_open()
         requests = self._requests.build(_listed(prompts), params.sampling_params(), self._request_ids)

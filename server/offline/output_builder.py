@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from logitship.client.records import TokenTrace, TraceCandidate
+from logitship.sampler.trace import RowTrace
 from logitship.server.engine.best_of import most_likely
 from logitship.server.engine.continuation import Continuation
 from logitship.server.engine.info import ModelInfo
@@ -26,6 +28,7 @@ class OutputBuilder:
         self._tokenizer = tokenizer
         params = request.request.sampling_params
         self._shows_logprobs = params.logprobs is not None
+        self._shows_traces = params.trace is not None
         self._own_end_tokens = model.eos_token_ids - frozenset(params.stop_token_ids)
         self._continuations = [_Tables(index) for index in range(request.request.num_sequences)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
@@ -42,6 +45,7 @@ class OutputBuilder:
         continuation.add(chunk)
         if self._shows_logprobs:
             continuation.tables += [self._table(position) or {} for position in chunk.logprobs]
+        continuation.token_traces += [self._token_trace(trace) for trace in chunk.traces]
         return chunk.finish_reason
 
     @property
@@ -83,7 +87,14 @@ class OutputBuilder:
             stop_reason=None if reason is None or reason.matched in self._own_end_tokens else reason.matched,
             receipts=continuation.receipts,
             beam_score=continuation.beam_score,
+            trace=list(continuation.token_traces) if self._shows_traces else None,
         )
+
+    def _token_trace(self, trace: RowTrace) -> TokenTrace:
+        return TokenTrace(self._candidate(trace.token_id), tuple(map(self._candidate, trace.candidates)), trace.stages)
+
+    def _candidate(self, token_id: int) -> TraceCandidate:
+        return TraceCandidate(token_id, self._tokenizer.token_text(token_id))
 
     def _table(self, position: TokenLogprobs) -> dict[int, Logprob] | None:
         """One position as vLLM gives it: the token that stands there comes first."""
@@ -100,8 +111,9 @@ class OutputBuilder:
 
 
 class _Tables(Continuation):
-    """A continuation, and its log-probabilities in the form of the answer. Made once a token, not once an output."""
+    """A continuation, its log-probabilities and traces in the form of the answer. Made once a token, not an output."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index, prompt=0)
         self.tables: list[dict[int, Logprob]] = []
+        self.token_traces: list[TokenTrace] = []

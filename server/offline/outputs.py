@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from logitship.client.records import Receipt
+from logitship.client.records import Receipt, TokenTrace
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class CompletionOutput:
             other reasons.
         receipts: at the end, one for each processor that the request carried.
         beam_score: with beam search, what the sequences were compared by; None without.
+        trace: one a token, if asked for; None if not.
     """
 
     index: int
@@ -49,6 +50,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     receipts: tuple[Receipt, ...] = ()
     beam_score: float | None = None
+    trace: list[TokenTrace] | None = None
 
     def finished(self) -> bool:
         """True once it has its finish reason."""

@@ -22,6 +22,7 @@ from logitship.sampler.processor_host import NoHost, ProcessorHost
 from logitship.sampler.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
 from logitship.sampler.shipped_processors import ProcessorUse
 from logitship.server.engine.callable_library import CallableLibrary
@@ -166,7 +167,7 @@ def shipped_host(settings: PluginSettings, model: ModelView, max_rows: int) -> P
         step_timeout=settings.sandbox_step_timeout,
         load_timeout=settings.sandbox_load_timeout,
     )
-    return SandboxHost(template, limits, max_rows=max_rows, vocab_size=model.vocab_size)
+    return SandboxHost(template, limits, max_rows, model.vocab_size, NUM_SPARES)
 
 
 def _registry(settings: PluginSettings) -> Registry:

@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
-
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.processor_host import HostedSequence, LoadedProcessor, ProcessorHost
@@ -65,7 +63,7 @@ class TrialHost:
         """Never called: nothing runs here."""
         raise AssertionError("a processor that is on trial does not run")
 
-    def begin(self, processor: LoadedProcessor, logits: torch.Tensor, rows: Any) -> NoReturn:
+    def group(self, processor: LoadedProcessor, rows: Any) -> NoReturn:
         """Never called."""
         raise AssertionError("a processor that is on trial does not run")
 

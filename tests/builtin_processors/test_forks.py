@@ -76,9 +76,7 @@ class Rows:
         return self._loaded.host.attach(self._loaded, sequence)
 
     def step(self, rows: list[HostedRow], logits: torch.Tensor) -> torch.Tensor:
-        for row in rows:
-            row.sync()
-        outcome = self._loaded.host.begin(self._loaded, logits := logits.clone(), rows).finish()
+        outcome = self._loaded.host.group(self._loaded, rows).begin(logits := logits.clone()).finish()
         assert not outcome.faults
         return logits
 
@@ -243,8 +241,6 @@ def replay(case: dict[str, Any], all_rows: Rows, recorded_logits: ReadLogits) ->
         if step["op"] == "update":
             for output, tokens in zip(outputs, step["tokens"], strict=True):
                 output += tokens[prompt + len(output) :]  # of beams, the whole sequence is recorded
-            for row in rows:
-                row.sync()
         elif step["op"] == "reorder":
             outputs = [list(outputs[source]) for source in step["src"]]
             rows = [rows[source].fork(output) for source, output in zip(step["src"], outputs, strict=True)]

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, closing
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -21,8 +22,9 @@ from logitship.client.errors import (
     ServerBusyError,
     TransportError,
 )
+from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.processor_string import RegisteredProcessor
-from logitship.client.records import Generation, GenerationChunk, InstalledInfo
+from logitship.client.records import Generation, GenerationChunk
 from logitship.client.server_dialect import ServerKind
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -35,6 +37,19 @@ ANSWER = {
 CHAT_ANSWER = {"id": "c1", "choices": [{"index": 0, "message": {"content": "Hi"}, "finish_reason": "stop"}]}
 COMPLETION = {"id": "c1", "choices": [{"index": 0, "text": "Hi", "finish_reason": "stop"}]}
 DIGEST = "sha256:" + "0" * 64
+DETAILS = ProcessorDetails(
+    id="P@2",
+    kind="registered",
+    name="P",
+    version=2,
+    digest=DIGEST,
+    params_schema={"type": "object"},
+    form="source",
+    size=9,
+    created=1,
+    source="class P: ...",
+    class_name="P",
+)
 
 
 class Script:
@@ -168,7 +183,10 @@ def test_the_small_methods(call: Either) -> None:
         httpx.Response(200),
         httpx.Response(200, text="Cache flushed."),
         ok({"digest": DIGEST, "name": "P"}),
+        ok({"digest": DIGEST, "name": "Q", "id": "Q@3"}),
         ok({"data": [{"name": "ban", "description": "Bans.", "params_schema": {}, "is_mask": True}]}),
+        ok({"object": "processor", **asdict(DETAILS)}),
+        ok({"id": "P@2", "object": "processor", "deleted": True, "ids": ["P@2"]}),
     )
     assert [model.id for model in call(server, "models")] == ["m"]
     assert call(server, "model_info") == {"model_path": "m"}
@@ -177,7 +195,11 @@ def test_the_small_methods(call: Either) -> None:
     call(server, "abort_all")
     call(server, "flush_cache")
     assert call(server, "register", "min_p") == RegisteredProcessor(DIGEST)
-    assert call(server, "processors") == [InstalledInfo("ban", "Bans.", {}, True)]
+    assert call(server, "register", "min_p", name="Q").id == "Q@3"
+    ban = ProcessorInfo(id="ban", kind="installed", name="ban", description="Bans.", params_schema={}, is_mask=True)
+    assert call(server, "processors") == [ban]
+    assert call(server, "processor", "P@2") == DETAILS
+    assert call(server, "delete_processor", RegisteredProcessor(DIGEST, "P@2")) == ["P@2"]
     assert [(request.method, request.url.path) for request in server.requests] == [
         ("GET", "/v1/models"),
         ("GET", "/get_model_info"),
@@ -186,8 +208,12 @@ def test_the_small_methods(call: Either) -> None:
         ("POST", "/abort_request"),
         ("POST", "/flush_cache"),
         ("POST", "/v1/processors"),
+        ("POST", "/v1/processors"),
         ("GET", "/v1/processors"),
+        ("GET", "/v1/processors/P@2"),
+        ("DELETE", "/v1/processors/P@2"),
     ]
+    assert server.requests[7].url.query == b"name=Q"
 
 
 def test_health_raises_nothing_and_tries_once(call: Either) -> None:

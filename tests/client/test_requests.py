@@ -12,6 +12,7 @@ import pytest
 from logitship.client import requests
 from logitship.client.options import ChatOptions, CompletionOptions, GenerateOptions
 from logitship.client.processor_string import InstalledProcessor, RegisteredProcessor
+from logitship.client.requests import HttpRequest
 
 DIGEST = "sha256:" + "0" * 64
 
@@ -235,6 +236,26 @@ def test_params_of_the_openai_routes_are_one_dict() -> None:
 def test_register_sends_the_form_itself() -> None:
     request = requests.register({"name": "min_p"})
     assert (request.path, request.json, request.idempotent) == ("/v1/processors", {"name": "min_p"}, True)
+    assert requests.register({"name": "min_p"}, "a b&c@ä").path == "/v1/processors?name=a%20b%26c%40%C3%A4"
+    for name in ("", 5):
+        with pytest.raises(ValueError, match="name: expected a text"):
+            requests.register({"name": "min_p"}, name)  # type: ignore[arg-type]
+
+
+def test_a_processor_is_named_in_the_path() -> None:
+    for id, path in (
+        ("Lipogram@2", "Lipogram@2"),
+        (DIGEST, DIGEST),
+        ("a/../b?c", "a%2F..%2Fb%3Fc"),
+        (RegisteredProcessor(DIGEST), DIGEST),
+        (RegisteredProcessor(DIGEST, "Lipogram@2"), "Lipogram@2"),
+    ):
+        assert requests.processor(id) == HttpRequest("GET", f"/v1/processors/{path}", idempotent=True)
+        # Not idempotent: the second time it answers 404, though the first one did its work.
+        assert requests.delete_processor(id) == HttpRequest("DELETE", f"/v1/processors/{path}")
+    for nothing in ("", None, 5):
+        with pytest.raises(ValueError, match="id: expected a name"):
+            requests.processor(nothing)  # type: ignore[arg-type]
 
 
 def test_abort_never_aborts_all_by_mistake() -> None:

@@ -159,7 +159,9 @@ def test_a_chat_answer_of_tool_calls_has_no_text() -> None:
 def test_models_and_registered() -> None:
     entry = {"id": "m", "object": "model", "max_model_len": 2048}
     assert parse_models({"data": [entry, {"id": "n"}]}) == [Model("m", 2048, entry), Model("n", None, {"id": "n"})]
-    assert parse_registered({"digest": "sha256:00", "name": "P"}).digest == "sha256:00"
+    registered = parse_registered({"digest": "sha256:00", "name": "P"})
+    assert (registered.digest, registered.id) == ("sha256:00", None)
+    assert parse_registered({"digest": "sha256:00", "id": "P@1"}).id == "P@1"
 
 
 @pytest.mark.parametrize(

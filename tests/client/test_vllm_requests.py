@@ -91,6 +91,7 @@ def test_log_probabilities_that_were_not_asked_for() -> None:
     ("request_", "message"),
     [
         (generate(stop_regex="a"), "stop_regex: vLLM has no stop expressions"),
+        (generate(trace={"top": 3}), "trace: vLLM makes no traces"),
         (generate(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM this is the operator's choice"),
         (completions(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM this is the operator's choice"),
         (generate(return_logprob=True, logprob_start_len=0), "logprob_start_len: on vLLM only the output's"),
@@ -100,6 +101,7 @@ def test_log_probabilities_that_were_not_asked_for() -> None:
         (completions(["a", "b"], processor=[SHIPPED, None]), "processor: on vLLM all prompts of a batch"),
         (generate(["a"], logits_processors=[[{"processor": SHIPPED}]]), "logits_processors: on vLLM all prompts"),
         (generate(processor=DIGEST), f"processor: vLLM keeps no registered processors: .* '{DIGEST}'"),
+        (chat(processor="Lipogram@2"), "processor: vLLM keeps no registered processors: .* 'Lipogram@2'"),
         (chat(processor={"digest": DIGEST}), "processor: vLLM keeps no registered processors"),
         (chat(processor=[SHIPPED, DIGEST]), "vLLM keeps no registered processors"),
         (chat(logits_processors=[{"processor": DIGEST}]), "logits_processors: vLLM keeps no registered processors"),

@@ -110,6 +110,8 @@ def test_beam_search_is_the_one_of_hugging_face(llm: LLM) -> None:
             row[: len(one.token_ids)] for one, row in zip(found.outputs, rows, strict=True)
         ]
     searched = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=10))
-    assert [[one.score for one in each.sequences] for each in searched] == [
-        [one.beam_score for one in each.outputs] for each in outputs
-    ]
+    for found, each in zip(searched, outputs, strict=True):
+        # Not to the last bit: the prompts of the second search came out of the prefix cache.
+        assert [one.score for one in found.sequences] == pytest.approx(
+            [one.beam_score for one in each.outputs], abs=1e-5
+        )

@@ -340,7 +340,7 @@ def test_a_class_that_hung_runs_again(client: Client) -> None:
 def test_what_cannot_be_loaded_is_refused(client: Client) -> None:
     with pytest.raises(BadRequestError, match="no instance of this"):
         generate(client, processor=CannotBeMade)
-    with pytest.raises(BadRequestError, match="no processor is installed as 'nothing'"):
+    with pytest.raises(BadRequestError, match="no processor is installed or registered as 'nothing'"):
         generate(client, processor=InstalledProcessor("nothing"))
     with pytest.raises(BadRequestError, match="token_ids: missing"):
         generate(client, processor=InstalledProcessor("disallowed_tokens"), params={})

@@ -77,8 +77,15 @@ class Peer:
             rows_by_processor: processors, each with its rows in ascending order.
             custom_params: the parameters of each row's request.
         """
+        self.step(rows_by_processor, custom_params)(logits)
+
+    def step(
+        self, rows_by_processor: Sequence[tuple[Any, Sequence[int]]], custom_params: Sequence[dict[str, Any] | None]
+    ) -> Callable[[torch.Tensor], None]:
+        """The same for any number of steps of one batch, whose records SGLang keeps from step to step."""
         entries = {i: _Entry(p, list(rows), torch.tensor(rows)) for i, (p, rows) in enumerate(rows_by_processor)}
-        self.function(logits, _BatchInfo(entries, custom_params), 1)
+        batch = _BatchInfo(entries, custom_params)
+        return lambda logits: self.function(logits, batch, 1)
 
 
 def load() -> Peer:

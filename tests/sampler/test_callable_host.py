@@ -74,7 +74,7 @@ def test_each_sequence_has_its_own_callable_and_tokens(host: CallableHost, shipp
     batch.rows.remove(requests[0])
     requests[2].output_token_ids.append(3)
     assert batch.step()[0] == [[7.0, 9.0, 3.0, 0.0], [6.0, 9.0, 0.0, 0.0]]
-    assert requests[2].sampling_params.processors[0].steps == 3
+    assert requests[2].sampling_params.processors[0].count.steps == 3
 
 
 def test_they_run_in_order_with_other_processors(host: CallableHost, shipping: NewRequest, load: Load) -> None:

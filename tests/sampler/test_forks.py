@@ -30,7 +30,7 @@ def attach(processor: LoadedProcessor, output: list[int], prepared: Any = None, 
 
 def call(processor: LoadedProcessor, *rows: HostedRow) -> list[list[float]]:
     logits = torch.zeros(len(rows), VOCAB)
-    outcome = processor.host.begin(processor, logits, rows).finish()
+    outcome = processor.host.group(processor, rows).begin(logits).finish()
     assert not outcome.faults
     return logits.tolist()
 
@@ -55,7 +55,6 @@ def test_it_has_the_history_and_a_copy_of_the_state(load: Callable[..., LoadedPr
     row = attach(processor, ours, log=[], words=words)
     call(processor, row)
     ours.append(5)
-    row.sync()
     call(processor, row)
 
     theirs = [5]
@@ -63,11 +62,9 @@ def test_it_has_the_history_and_a_copy_of_the_state(load: Callable[..., LoadedPr
     ours.append(6)
     theirs.append(7)
     for each in (row, twin):
-        each.sync()
         call(processor, each)
     assert seen[2:] == [([5, 6], [0, 1, 2], ["a"], True, True), ([5, 7], [0, 1, 2], ["a"], True, True)]
     theirs.append(8)
-    twin.sync()
     call(processor, twin)
     call(processor, row)
     assert [(output, log) for output, log, *_ in seen[4:]] == [([5, 7, 8], [0, 1, 2, 3]), ([5, 6], [0, 1, 2, 2])]
@@ -89,7 +86,6 @@ def test_what_a_processor_did_to_its_view_is_copied_too(load: Callable[..., Load
     theirs: list[int] = []
     twin = row.fork(theirs)
     theirs.append(3)
-    twin.sync()
     with pytest.raises(AssertionError):  # it deletes what it has deleted already
         call(processor, twin)
     assert outputs == [[], [3]]
@@ -178,8 +174,6 @@ def test_a_callable_goes_its_own_way(target: type[Counts]) -> None:
     twin = row.fork(theirs)
     ours.append(5)
     theirs += [6, 7]
-    for each in (row, twin):
-        each.sync()
     assert call(processor, row)[0][:2] == [2, 3]
     assert call(processor, twin)[0][:2] == [2, 4]
     assert call(processor, row)[0][:2] == [3, 5]
@@ -198,8 +192,6 @@ def test_of_a_callable_of_hugging_face_the_fork_has_its_own_tokens() -> None:
     twin = row.fork(theirs)
     ours.append(5)
     theirs += [6, 7]
-    for each in (row, twin):
-        each.sync()
     assert call(processor, twin)[0][:2] == [7, 5]
     assert call(processor, row)[0][:2] == [5, 4]
 
@@ -209,8 +201,6 @@ class Closing:
 
     def __init__(self) -> None:
         self.closed = 0
-
-    def sync(self) -> None: ...
 
     def fork(self, output_token_ids: list[int]) -> Closing:
         return Closing()
@@ -236,10 +226,10 @@ def test_a_row_takes_what_was_forked_for_it(load: Callable[..., LoadedProcessor]
     stage.update_state(BatchUpdate(1, [], [(0, params, [1], output)], []))
     assert stage.apply(torch.zeros(1, VOCAB))[0, 0] == 1
     forked = use.fork([3, 4])
-    assert (forked.steps, forked.processor) == (1, use.processor)
+    assert (forked.count.steps, forked.processor) == (1, use.processor)
     stage.update_state(BatchUpdate(2, [], [(1, SamplingParams(processors=(forked,)), [1], [3, 4])], []))
     assert stage.apply(torch.zeros(2, VOCAB))[:, 0].tolist() == [2, 2]
-    assert (use.steps, forked.steps) == (2, 2)
+    assert (use.count.steps, forked.count.steps) == (2, 2)
     # Another request begins anew.
     other = SamplingParams(processors=(ProcessorUse(use.processor, {}, "s"),))
     stage.update_state(BatchUpdate(2, [], [(1, other, [1], [])], []))

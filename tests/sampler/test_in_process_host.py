@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -50,6 +51,15 @@ def test_a_processor_is_known_by_what_runs() -> None:
     loaded = host.load(other)
     assert (loaded.digest, loaded.name) == (string.digest, "Shipped")
     assert loaded.host is host
+
+
+def test_what_its_class_says_of_itself_is_known() -> None:
+    string = source("return logits")
+    says = "class Shipped(CustomLogitProcessor):\n    'Does it.'\n    params_schema = {'type': 'object'}\n\n"
+    described = string.source.replace("class Shipped(CustomLogitProcessor):\n", says)
+    loaded = InProcessHost({}).load(replace(string, source=described))
+    assert (loaded.description, loaded.params_schema) == ("Does it.", {"type": "object"})
+    assert InProcessHost({}).load(string).description == ""
 
 
 @pytest.mark.parametrize("string", [InstalledProcessor("min_p"), RegisteredProcessor("sha256:" + "0" * 64)])

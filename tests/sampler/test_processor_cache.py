@@ -63,7 +63,7 @@ class CountingHost:
     def attach(self, *_: Any) -> NoReturn:
         raise AssertionError("the cache runs nothing")
 
-    def begin(self, *_: Any) -> NoReturn:
+    def group(self, *_: Any) -> NoReturn:
         raise AssertionError("the cache runs nothing")
 
 

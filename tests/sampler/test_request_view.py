@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -67,6 +68,49 @@ def test_edits_by_the_processor_stay_its_own() -> None:
     assert (prompt, output, eos) == ([3, 4], [5, 6], frozenset({1}))
     # The processor keeps what it wrote, and still gets every new token once.
     assert view.output_ids == [5, 90, 91, 6]
+
+
+def test_before_the_first_use_there_is_nothing_to_follow() -> None:
+    uses: list[str] = []
+    output = [5]
+    view = view_of([], output)
+    follower = OutputFollower(view, output, lambda: uses.append("used"))
+    output += [6, 7]
+    assert not follower.is_used
+    kept = view.output_ids
+    assert kept == [5, 6, 7]
+    output.append(8)
+    assert kept == [5, 6, 7], "from here on, sync() is due"
+    follower.sync()
+    assert view.output_ids is kept
+    assert kept == [5, 6, 7, 8]
+    assert uses == ["used"]
+    assert follower.is_used
+
+
+@pytest.mark.parametrize("edit", ["view.output_ids = None", "del view.output_ids", "view.output_ids"])
+def test_every_access_is_a_use(edit: str) -> None:
+    view = view_of([], [5])
+    follower = OutputFollower(view, [5])
+    exec(edit)
+    assert follower.is_used
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_copy_of_a_view_and_its_follower_go_their_own_way(is_used: bool) -> None:
+    output, other = [5], [5, 9]
+    view = view_of([], output)
+    follower = OutputFollower(view, output)
+    if is_used:
+        view.output_ids.append(90)
+    twin_view, twin = copy.deepcopy((view, follower), {id(output): output})
+    twin.follow(other)
+    output.append(6)
+    for each in (follower, twin):
+        each.sync()
+    added = [90] if is_used else []
+    assert view.output_ids == [5, *added, 6]
+    assert twin_view.output_ids == [5, *added, 9]
 
 
 @pytest.mark.parametrize("edit", ["view.output_ids = None", "view.output_ids = (5,)", "del view.output_ids"])

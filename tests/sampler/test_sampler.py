@@ -22,6 +22,7 @@ from logitship.sampler.sampler import (
     ShippedStage,
 )
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.trace import StepTrace
 
 CPU = torch.device("cpu")
 INF = math.inf
@@ -81,8 +82,14 @@ class Shipped(Edit):
         super().__init__(edit)
         self.faults = list(faults)
 
+    def watch(self, trace: StepTrace) -> None:
+        self.trace = trace
+
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         return self.faults
+
+    def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
+        return None
 
 
 def same(logits: torch.Tensor) -> torch.Tensor:
@@ -295,7 +302,7 @@ def test_the_logits_must_fit_the_batch() -> None:
 
 def test_an_empty_batch() -> None:
     sampler = Sampler(5, CPU, LogitsProcessors(builtin_processors()), None)
-    assert sampler.sample(torch.empty(0, 5)) == SamplerOutput([], [], [])
+    assert sampler.sample(torch.empty(0, 5)) == SamplerOutput([], [], [], [])
 
 
 def test_drawn_tokens_follow_the_distribution() -> None:
@@ -433,6 +440,29 @@ def test_the_shipped_stage_reports_its_own_faults() -> None:
     result = make_sampler(4, shipped=Shipped(ruin, (1, fault), (0, fault)), rows=[GREEDY] * 3).sample(torch.eye(4)[:3])
     assert result.faults == [(0, fault), (1, fault)]
     assert result.token_ids[2] == 2
+
+
+@pytest.mark.parametrize("rows", [None, [0, 2]])
+def test_the_shipped_stage_is_asked_whose_fault_a_row_is(rows: list[int] | None) -> None:
+    """It may leave its last look at a row to step 6."""
+    fault = ProcessorFault("broke", digest="sha256:0", name="Broken", kind="non_finite")
+
+    class Asked(Shipped):
+        def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: object) -> torch.Tensor:
+            return self.apply(logits)
+
+        def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
+            assert logits.isnan().any()
+            return fault if row == 2 else None
+
+    def ruin(logits: torch.Tensor) -> torch.Tensor:
+        logits[0, 1] = logits[-1] = math.nan
+        return logits
+
+    sampler = make_sampler(4, shipped=Asked(ruin), rows=[GREEDY] * 3)
+    faults = dict(sampler.sample(torch.zeros(3 if rows is None else 2, 4), rows).faults)
+    assert faults.pop(2 if rows is None else 1) is fault
+    assert {row: type(each) for row, each in faults.items()} == {0: NonFiniteLogitsError}
 
 
 @pytest.mark.parametrize("top_k", [-1, 2])

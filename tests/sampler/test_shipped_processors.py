@@ -534,7 +534,8 @@ def test_masks_run_before_the_others_and_once_more_after_them(
     assert seen == [[2, 5]]
     assert [left(row) for row in result] == [[2, 5], [2, 5], list(range(VOCAB))]
     # A step counts once, however often a mask runs in it.
-    assert {use.processor.name: use.steps for use in request.sampling_params.processors} == {"Mask": 1, "Raise": 1}
+    uses = request.sampling_params.processors
+    assert {use.processor.name: use.count.steps for use in uses} == {"Mask": 1, "Raise": 1}
 
 
 def test_masks_intersect(new_shipped: NewShipped, shipping: Shipping, load_mask: Load) -> None:
@@ -566,3 +567,59 @@ def test_a_shipped_processor_that_leaves_nothing_of_what_masks_left(
         "row is -inf"
     )
     assert left(result[1]) == list(range(1, VOCAB))
+
+
+def test_each_call_is_told_once_with_its_rows(load: Load, shipping: Shipping) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def on_call(processor: LoadedProcessor) -> Callable[[int, float], None]:
+        def observe(num_rows: int, seconds: float) -> None:
+            assert seconds > 0
+            calls.append((processor.name, num_rows))
+
+        return observe
+
+    def failing(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
+        raise ValueError("no")
+
+    add, bad = load(add_by, "Add"), load(failing, "Bad")
+    model = ModelView(VOCAB, frozenset({1}), None)
+    shipped = ShippedProcessors(None, torch.device("cpu"), False, model=model, on_call=on_call)
+    uses = [[(add, {"by": 1.0})], [(add, {"by": 2.0})], [(bad, {})], []]
+    batch = Batch(shipped, *(shipping(f"r{row}", *of_row) for row, of_row in enumerate(uses)))
+    batch.step(logits_of(4))
+    assert sorted(calls) == [("Add", 2), ("Bad", 1)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "found"),
+    [(float("nan"), "returned NaN"), (float("-inf"), "left no token: every logit of the row is -inf")],
+)
+def test_who_looks_at_all_rows_asks_whose_fault_one_is(
+    bad: float, found: str, shipping: Shipping, load: Load, load_mask: Load
+) -> None:
+    """Only what no other processor gets to see afterwards is left to the caller."""
+
+    def spoil(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
+        return logits.fill_(bad)
+
+    model = ModelView(VOCAB, frozenset({1}), None)
+    shipped = ShippedProcessors(None, torch.device("cpu"), False, model=model, check_last=False)
+    alone, first = (load(spoil, "Alone"), {}), (load(spoil, "First"), {})
+    masked, limited = (load(spoil, "Masked"), {}), shipping("limited", (load(spoil, "Limited"), {}))
+    limited.sampling_params = replace(limited.sampling_params, allowed_token_ids=[1])
+    trusted = (replace(load(spoil, "Trusted"), is_trusted=True), {})
+    requests = [
+        shipping("alone", alone),
+        shipping("first", first, (load(add_by, "Add"), {"by": 1.0})),
+        shipping("masked", masked, (load_mask(only(2), "Mask"), {})),
+        limited,
+        shipping("trusted", trusted),
+        shipping("none"),
+    ]
+    logits, faults = Batch(shipped, *requests).step(logits_of(len(requests)))
+    assert {row: fault.name for row, fault in faults.items()} == {1: "First", 2: "Masked", 3: "Limited"}
+    fault = shipped.fault_of(0, logits[0])
+    assert fault is not None
+    assert (fault.name, fault.kind, fault.message) == ("Alone", "non_finite", f"processor Alone {found}")
+    assert [shipped.fault_of(row, logits[row]) for row in range(2, 6)] == [None] * 4

@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from logitship.client.processor_string import InstalledProcessor, PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
@@ -626,27 +627,33 @@ def test_parameters_that_do_not_fit_into_a_sandbox(loaded: Loaded) -> None:
     assert run(scene()) == loaded.expected["beside the offender"][:OFFENDER_LENGTH]
 
 
-async def end_of(process: int) -> None:
-    """Wait for the end of a process, whosever child it is."""
+def sandboxes_in_use(engine: AsyncEngine) -> set[Sandbox]:
+    """Those that have a processor, and not those that wait for one."""
+    assert engine._sandboxes is not None
+    return set(engine._sandboxes._sandboxes)
+
+
+async def end_of(sandbox: Sandbox) -> None:
+    """Wait for the end of its process."""
     ended = asyncio.Event()
-    pidfd = os.pidfd_open(process)
+    pidfd = os.dup(sandbox._process.pidfd)
     asyncio.get_running_loop().add_reader(pidfd, ended.set)
     await ended.wait()
     asyncio.get_running_loop().remove_reader(pidfd)
     os.close(pidfd)
 
 
-def test_one_that_computes_after_its_last_answer_is_killed(loaded: Loaded, sandbox_processes: Any) -> None:
+def test_one_that_computes_after_its_last_answer_is_killed(loaded: Loaded) -> None:
     """Nobody asks it for anything any more, so that no deadline ends it."""
     string = offender("# alone\n{}\nwhile True: pass".format(WRITE_FRAME.format(kind=3, size=0, more="")))
     company = Company(loaded.engine, sixteen_streams(string, own_company=False), loaded.expected)
 
     async def scene() -> list[int]:
         async with company.running():
-            others = sandbox_processes.of("sandbox")
+            others = sandboxes_in_use(loaded.engine)
             _, reason = await run_through(loaded.engine, offender_stream(string, 0).request(1))
             assert reason.kind == "length"
-            (sandbox,) = sandbox_processes.of("sandbox") - others
+            (sandbox,) = sandboxes_in_use(loaded.engine) - others
             await end_of(sandbox)
             again, _ = await run_through(loaded.engine, offender_stream(string, 1000).request(OFFENDER_LENGTH))
         return again

@@ -50,11 +50,14 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
     also = {"enable_custom_logit_processor": True} if field == "shipping_api_key" else {}
     written: list[str] = {
         "dtype": ["bfloat16"],
+        "model_impl": ["transformers"],
         "speculative_algorithm": ["NGRAM"],
         "logprobs_mode": ["processed_logprobs"],
         "processor_isolation": ["none"],
         "log_level": ["error"],
+        "log_format": ["json"],
         "max_model_len": ["7"],
+        "prefix_cache_bytes": ["7"],
         "random_seed": ["7"],
         "allow_processor": [str(allowed)],
         "tree": ["cities=cities.json"],

@@ -58,15 +58,14 @@ class Serving:
         self._reader = threading.Thread(target=self._read_log)
         self._reader.start()
         assert self._ready.wait(DEADLINE), "".join(self.log)
-        found = re.search(r"http://[\d.]+:\d+", self.log[-1])
+        found = re.search(r"http://[\d.]+:\d+", "".join(self.log))
         assert found, "".join(self.log)
         self.http = httpx.Client(base_url=found[0], timeout=DEADLINE)
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            if not self._ready.is_set():
-                self.log.append(line)
+            self.log.append(line)
             if "running on http" in line:
                 self._ready.set()
         self._ready.set()
@@ -198,3 +197,43 @@ def test_a_warning_where_nothing_isolates_shipped_code(
     engine.config = dataclasses.replace(engine.config, **settings)
     HTTPServer(engine)
     assert ("run inside this process" in caplog.text) == warns
+
+
+def test_clients_close_idle_connections_before_the_server_does(make_engine: Callable[..., AsyncEngine]) -> None:
+    """Else a request may be on its way when the server closes, and a generation is never sent twice."""
+    expiry = httpx.Limits().keepalive_expiry
+    assert expiry is not None
+    assert HTTPServer(make_engine()).config.timeout_keep_alive > expiry
+
+
+def end(serving: Serving) -> list[str]:
+    """End a server in order. Returns all that it logged."""
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.process.wait(DEADLINE) == 0
+    serving._reader.join()
+    return serving.log
+
+
+def test_a_request_is_logged_once(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    for _ in range(3):
+        serving.http.get("/v1/models", headers={"X-Request-ID": "mine"})
+    serving.http.get("/health")
+    log = end(serving)
+    lines = [line for line in log if "/v1/models" in line]
+    assert len(lines) == 3
+    assert all(re.search(r": GET /v1/models 200 \d+\.\d+.* \[mine\]\n$", line) for line in lines)
+    assert not any("/health" in line for line in log)
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.]+: ", line) for line in log)
+
+
+def test_every_line_is_json_if_that_is_asked_for(serve: Callable[..., Serving]) -> None:
+    serving = serve("--log-format", "json", "--log-level", "debug")
+    answer = serving.http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}})
+    serving.http.get("/health")
+    lines = [orjson.loads(line) for line in end(serving)]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    requests = [line for line in lines if "path" in line]
+    assert [(line["path"], line["level"]) for line in requests] == [("/generate", "info"), ("/health", "debug")]
+    assert requests[0]["request_id"] == answer.headers["x-request-id"] == answer.json()["meta_info"]["id"]
+    assert any(line["logger"].startswith("uvicorn") for line in lines)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as TokenizersTokenizer
@@ -38,6 +40,16 @@ def test_half_a_character_as_text_and_as_bytes(tokenizer: Tokenizer) -> None:
     first = tokenizer.encode("€", add_special_tokens=False)[0]
     assert tokenizer.token_text(first) == "\ufffd"
     assert tokenizer.token_bytes(first) == b"\xe2"
+
+
+def test_a_class_that_decodes_its_own_way_is_asked(tokenizer: Tokenizer) -> None:
+    class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    shouting = Tokenizer(Shouting(tokenizer_object=tokenizer.hf_tokenizer.backend_tokenizer, eos_token="</s>"))
+    ids = tokenizer.encode("abc", add_special_tokens=False)
+    assert (tokenizer.decode(ids), shouting.decode(ids)) == ("abc", "ABC")
 
 
 def test_a_model_may_have_more_tokens_than_its_tokenizer(tokenizer: Tokenizer) -> None:

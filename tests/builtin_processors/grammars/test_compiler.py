@@ -114,7 +114,9 @@ def test_the_least_recently_used_grammar_is_forgotten(model: ModelView) -> None:
 def test_threads_get_the_same_grammar(compiler: GrammarCompiler) -> None:
     made = []
     threads = [
-        threading.Thread(target=lambda i=i: made.append(compiler.compile(from_regex(f"x{i % 3}")).compute_bitmask()))
+        threading.Thread(
+            target=lambda i=i: made.append(compiler.compile(from_regex(f"x{i % 3}")).deep_copy().compute_bitmask())
+        )
         for i in range(12)
     ]
     for thread in threads:

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -189,12 +189,34 @@ def test_chi_square_of_a_few_thousand_draws(top_k: int, top_p: float, keep_by_so
 
 
 class Orderings(TorchDispatchMode):
-    """Notes how many numbers at a time are sorted, and from how many the largest are selected."""
+    """Notes how many numbers at a time PyTorch and NumPy sort, and from how many they select the largest."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sorted = 0
         self.selected_from = 0
+        self._numpy = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Self:
+        def note(name: str, noted: str) -> None:
+            original = getattr(np, name)
+
+            def noting(array: np.ndarray[Any, Any], *args: Any, **kwargs: Any) -> Any:
+                setattr(self, noted, max(getattr(self, noted), array.shape[-1]))
+                return original(array, *args, **kwargs)
+
+            self._numpy.setattr(np, name, noting)
+
+        for name in ("sort", "argsort", "lexsort", "unique"):
+            note(name, "sorted")
+        for name in ("partition", "argpartition"):
+            note(name, "selected_from")
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._numpy.undo()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -239,3 +261,7 @@ def test_what_notes_the_orderings_does_so() -> None:
         torch.randn(20).argsort(descending=True)
         torch.randn(40).topk(3)
     assert (noted.sorted, noted.selected_from) == (30, 40)
+    with Orderings() as noted:
+        np.argsort(np.zeros((2, 50)))
+        np.partition(np.zeros(60), 3)
+    assert (noted.sorted, noted.selected_from) == (50, 60)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from logitship.sampler.ops.random_numbers import philox4x32, uniform_numbers
+from logitship.sampler.ops.random_numbers import UniformNumbers, philox4x32, uniform_numbers
 
 # The known answers that come with Random123, the authors' own implementation (kat_vectors, philox4x32 with 10 rounds).
 KNOWN_ANSWERS = [
@@ -51,3 +51,15 @@ def test_range_and_uniformity() -> None:
 
 def test_nothing() -> None:
     assert uniform_numbers(np.array([], dtype=np.uint64), np.array([], dtype=np.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 300])
+def test_numbers_that_were_made_ahead_are_the_same(count: int) -> None:
+    rng = np.random.default_rng(count)
+    seeds = rng.integers(0, 2**64, count, dtype=np.uint64)
+    numbers = UniformNumbers(seeds)
+    positions = rng.integers(0, 2**40, count)
+    for step in range(400):
+        assert numbers.at(positions).tolist() == uniform_numbers(seeds, positions).tolist()
+        # Mostly a token each; sometimes several, none, or back.
+        positions = positions + (rng.integers(-3, 5, count) if step % 7 == 6 else 1)

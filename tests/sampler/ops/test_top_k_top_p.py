@@ -3,11 +3,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
-from logitship.sampler.ops.candidates import top_candidates
+from logitship.sampler.ops.candidates import row_candidates
 from logitship.sampler.ops.top_k_top_p import (
     UNIT_WEIGHT,
     CandidateDraw,
@@ -35,16 +34,14 @@ def distributions(vocab_size: int) -> torch.Tensor:
 
 
 def candidate_draw(
-    logits: torch.Tensor, width: int, top_k: list[int], top_p: list[float], number: float = 0.0
-) -> tuple[CandidateDraw, list[int]]:
-    """The draw from each row's candidates, and the tokens that it comes to where it decides."""
-    values, token_ids = top_candidates(logits, width)
-    weights = integer_weights(logits.softmax(-1)).gather(-1, token_ids)
-    drawn = draw_from_candidates(
-        values.numpy(), weights.numpy(), np.array(top_k), np.array(top_p), np.full(len(logits), number)
-    )
-    places = np.minimum(drawn.position, width - 1)
-    return drawn, token_ids.numpy()[np.arange(len(logits)), places].tolist()
+    logits: torch.Tensor, width: int, top_k: int, top_p: float, number: float = 0.0
+) -> tuple[CandidateDraw, int | None]:
+    """The draw from the candidates of a row, and the token that it comes to if it decides."""
+    token_ids, all_finite = row_candidates(logits.numpy(), width)
+    weights = integer_weights(logits.softmax(-1))[token_ids].tolist()
+    complete = all_finite or weights[-1:] == [0]
+    drawn = draw_from_candidates(logits[token_ids].tolist(), weights, complete, top_k, top_p, number)
+    return drawn, None if drawn.position is None else int(token_ids[drawn.position])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 1500])
@@ -105,10 +102,11 @@ def test_candidates_agree_with_the_whole_vocabulary(width: int, seed: int) -> No
     for top_p in (1e-10, 0.013, 0.4321, 0.9123, 0.99987, 1.0):
         top_k = torch.tensor([0, 1, 2, 3, 7, 30, 50, 63])[torch.randperm(8)].tolist()
         for number in NUMBERS:
-            drawn, tokens = candidate_draw(logits, width, top_k, [top_p] * 8, number)
-            for row in np.flatnonzero(drawn.decided).tolist():
-                assert tokens[row] == draw_from_all(logits[row], weights[row], top_k[row], top_p, number)
-                decided += 1
+            for row in range(8):
+                _, token = candidate_draw(logits[row], width, top_k[row], top_p, number)
+                if token is not None:
+                    assert token == draw_from_all(logits[row], weights[row], top_k[row], top_p, number)
+                    decided += 1
     assert decided > 60
 
 
@@ -117,22 +115,25 @@ def test_what_is_decided_by_few_candidates() -> None:
     logits[0, 5] = 50.0  # one certain token
     logits[1] = 1.0  # everything tied
     logits[2, :10] = 9.0  # top-k within, ties complete
-    logits[3, :100] = 9.0  # the tie of the k-th token reaches beyond the candidates
+    logits[3, :100] = 9.0  # the tie of the k-th token is larger than what was asked for, and complete
     logits[4, 1:] = -math.inf  # fewer tokens left than k
     logits[5] = torch.linspace(3, -3, 1000)  # flat: top-p needs more
-    drawn, _ = candidate_draw(logits, 64, [0, 0, 4, 4, 20, 0], [0.9, 0.9, 1.0, 1.0, 1.0, 0.9])
-    assert drawn.decided.tolist() == [True, False, True, False, True, False]
+    settings = [(0, 0.9), (0, 0.9), (4, 1.0), (4, 1.0), (20, 1.0), (0, 0.9)]
+    drawn = [candidate_draw(row, 64, k, p)[0] for row, (k, p) in zip(logits, settings, strict=True)]
+    assert [each.position is not None for each in drawn] == [True, False, True, True, True, False]
 
 
 def test_how_many_candidates_are_needed_at_least() -> None:
-    """1000 equal tokens: 0.9 of the mass is 900 of them. Of the 64 largest in a steep row the next ones may do."""
-    logits = torch.stack([torch.zeros(1000), torch.linspace(60, 0, 1000)])
-    drawn, _ = candidate_draw(logits, 64, [0, 0], [0.9, 0.99])
-    assert drawn.decided.tolist() == [False, False]
-    assert drawn.candidates_needed[0] == pytest.approx(900, abs=0.01)
-    assert 64 < drawn.candidates_needed[1] < 77
-    wider, _ = candidate_draw(logits, 80, [0, 0], [0.9, 0.99])
-    assert wider.decided.tolist() == [False, True]
+    """Of 1000 nearly equal tokens, 0.9 of the mass is 900 of them. In a steep row, the next ones may do."""
+    nearly_equal, steep = torch.linspace(1e-3, 0, 1000), torch.linspace(60, 0, 1000)
+    flat, _ = candidate_draw(nearly_equal, 64, 0, 0.9)
+    assert flat.position is None
+    assert flat.candidates_needed == pytest.approx(900, abs=1)
+    short, _ = candidate_draw(steep, 64, 0, 0.99)
+    assert short.position is None
+    assert 64 < short.candidates_needed < 77
+    wider, _ = candidate_draw(steep, 80, 0, 0.99)
+    assert wider.position is not None
 
 
 def kept(logits: list[float], top_k: int, top_p: float) -> list[int]:

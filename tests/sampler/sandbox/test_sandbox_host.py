@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from logitship.sampler.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox import sandbox_host
 from logitship.sampler.sandbox.sandbox import Sandbox
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits, SandboxStats
 from logitship.sampler.sandbox.sandboxed_processor import SandboxedProcessor, read_faults
 from logitship.sampler.sandbox.template_process import TemplateProcess
 from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
@@ -99,7 +99,7 @@ class Caller:
     def call(self, processor: LoadedProcessor, *rows: HostedRow) -> tuple[list[float], RunOutcome]:
         """The first logit of each row, of which all were 0, and the outcome."""
         logits = torch.zeros(len(rows), VOCAB)
-        outcome = self._host.begin(processor, logits, rows).finish()
+        outcome = self._host.group(processor, rows).begin(logits).finish()
         return logits[:, 0].tolist(), outcome
 
 
@@ -124,6 +124,18 @@ def test_it_loads_and_runs(host: SandboxHost, caller: Caller) -> None:
     rows = [caller.attach(processor, by=by) for by in (1.0, 2.0, 3.0)]
     assert caller.call(processor, *rows)[0] == [1, 2, 3]
     assert caller.call(processor, rows[2], rows[0])[0] == [3, 1]
+
+
+def test_what_its_class_says_of_itself_is_known(host: SandboxHost) -> None:
+    string = source(ADDS)
+    silent = host.load(string)
+    assert (silent.description, silent.params_schema) == ("", None)
+    says = "class P(CustomLogitProcessor):\n    'Adds.'\n    params_schema = {'type': 'object'}\n\n"
+    described = string.source.replace("class P(CustomLogitProcessor):\n", says)
+    loaded = host.load(replace(string, source=described))
+    assert (loaded.description, loaded.params_schema) == ("Adds.", {"type": "object"})
+    for processor in (silent, loaded):
+        host.unload(processor)
 
 
 def test_what_ships_no_code_is_not_loaded(host: SandboxHost) -> None:
@@ -168,8 +180,8 @@ def test_one_that_hangs_takes_no_time_from_the_others(
     hanging, honest = host.load(source(LOOPS)), host.load(source(FAILS_WHERE_TOLD))
     logits = [torch.zeros(1, VOCAB), torch.zeros(2, VOCAB)]
     rows = [caller.attach(honest, fails=False, **params), caller.attach(honest, fails=fails)]
-    first = host.begin(hanging, logits[0], [caller.attach(hanging)])
-    second = host.begin(honest, logits[1], rows)
+    first = host.group(hanging, [caller.attach(hanging)]).begin(logits[0])
+    second = host.group(honest, rows).begin(logits[1])
     assert faults(first.finish()) == {0: ("deadline", f"processor P {NO_ANSWER}")}
     assert set(second.finish().faults) == ({1} if fails else set())
     assert logits[1][0, 0] == 1
@@ -266,7 +278,7 @@ def test_one_that_computes_between_its_calls_is_killed(host: SandboxHost, caller
 def test_a_call_that_nobody_finished_ends_its_sandbox_and_no_other(host: SandboxHost, caller: Caller) -> None:
     given_up, other = host.load(source(ADDS)), host.load(source(COUNTS))
     row = caller.attach(given_up, by=1.0)
-    host.begin(given_up, torch.zeros(1, VOCAB), [row])
+    host.group(given_up, [row]).begin(torch.zeros(1, VOCAB))
     assert caller.call(other, caller.attach(other))[0] == [1]
     assert faults(caller.call(given_up, row)[1]) in ({0: ("crash", "processor P was left in the middle of a call")}, {})
     assert caller.call(given_up, caller.attach(given_up, by=2.0))[0] == [2]
@@ -291,13 +303,29 @@ def test_unload_ends_its_process(host: SandboxHost) -> None:
 
 
 def test_close_ends_all(template: TemplateProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
     host = SandboxHost(template, SandboxLimits(), MAX_ROWS, VOCAB)
     processes = [sandbox_of(host.load(source(body)))._process for body in (ADDS, COUNTS)]
     monkeypatch.setattr(template, "close", lambda: None)
     host.close()
     host.close()
     assert [process.status.result(30) for process in processes] == [9, 9]
-    assert "logitship-sandboxes" not in {thread.name for thread in threading.enumerate()}
+    assert "logitship-sandboxes" not in {thread.name for thread in set(threading.enumerate()) - before}
+
+
+def test_a_spare_sandbox_counts_when_it_is_used(
+    template: TemplateProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = SandboxHost(template, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
+    monkeypatch.setattr(template, "close", lambda: None)
+    caller = Caller(host, model)
+    assert (host.stats().alive, host.stats().started) == (0, 0)
+    for by in (1.0, 2.0):  # the second may find none
+        processor = host.load(source(f"{ADDS}  # {by}"))
+        assert caller.call(processor, caller.attach(processor, by=by))[0] == [by]
+    assert (host.stats().alive, host.stats().started) == (2, 2)
+    host.close()
+    assert (host.stats().alive, host.stats().started) == (0, 2)
 
 
 JSON = st.recursive(
@@ -486,7 +514,7 @@ def test_a_fork_goes_on_from_the_state_in_the_sandbox(host: SandboxHost, caller:
     assert caller.call(processor, twin)[0] == [3]
     dropped.close()
     logits = torch.zeros(1, VOCAB)
-    host.begin(processor, logits, [row]).finish()
+    host.group(processor, [row]).begin(logits).finish()
     assert logits[0, :2].tolist() == [3, 3]
 
 
@@ -524,3 +552,35 @@ return logits + 1
     caller.call(processor, row)
     row.fork([])
     assert faults(caller.call(processor, row)[1]) == {0: ("deadline", f"processor P {NO_ANSWER}")}
+
+
+def test_what_was_started_and_how_it_ended_is_counted_once(host: SandboxHost, caller: Caller) -> None:
+    kept, unloaded, hanging = host.load(source(ADDS)), host.load(source(COUNTS)), host.load(source(LOOPS))
+    assert host.stats() == SandboxStats(alive=3, started=3, ended={})
+    host.unload(unloaded)
+    caller.call(hanging, caller.attach(hanging))
+    # Whoever looks first counts it: the thread that watches, or this.
+    host.ensure(hanging)
+    host.ensure(kept)
+    with pytest.raises(ProcessorLoadError):
+        host.load(SourceProcessor("raise ValueError", "P"))
+    host.unload(hanging)
+    host.unload(hanging)
+    assert host.stats() == SandboxStats(alive=1, started=5, ended={"unloaded": 3, "deadline": 1})
+
+
+def test_one_that_is_unloaded_is_not_reported_as_one_that_died(
+    host: SandboxHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    processor = host.load(source(ADDS))
+    sandbox = processor.instance.sandbox
+    close = sandbox.close
+
+    def close_while_somebody_looks() -> None:
+        close()
+        host._report(sandbox)  # as the thread that watches may at this moment
+
+    monkeypatch.setattr(sandbox, "close", close_while_somebody_looks)
+    host.unload(processor)
+    assert host.stats().ended == {"unloaded": 1}
+    assert not caplog.records

@@ -192,6 +192,14 @@ def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, tem
     assert b"a-secret-key" not in environment
 
 
+def test_a_program_that_the_launcher_imports_starts_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = template_process._VARIABLES
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TemplateError, match="rename it"):
+        make()
+
+
 def test_its_descriptors_are_given_back() -> None:
     before = set(os.listdir("/proc/self/fd"))
     template = make()

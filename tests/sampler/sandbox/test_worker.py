@@ -20,6 +20,8 @@ from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, K
 from logitship.sampler.sandbox.worker import Worker, serve
 
 ROWS, VOCAB = 4, 6
+LOADED = b'["P","",null]'
+"""What the class of `source` says of itself."""
 MODEL = ModelView(VOCAB, frozenset({1}), "the tokenizer")
 HEADER_LINES = "import torch\nfrom logitship import CustomLogitProcessor\n\nclass P(CustomLogitProcessor):\n"
 
@@ -39,7 +41,7 @@ def attach(handle: int, output: tuple[int, ...] = (), **params: Any) -> bytes:
 def loaded(body: str) -> tuple[Worker, torch.Tensor]:
     logits = torch.zeros(ROWS, VOCAB)
     worker = Worker(logits, MODEL, {})
-    assert worker.handle(Kind.LOAD, source(body)) == (Answer.LOADED, b"P")
+    assert worker.handle(Kind.LOAD, source(body)) == (Answer.LOADED, LOADED)
     return worker, logits
 
 
@@ -176,9 +178,9 @@ def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPat
     ours.sendall(pack(Kind.LOAD, 1, source("return logits")) + pack(Kind.ATTACH, 0, attach(5)))
     ours.sendall(pack(Kind.STEP, 2, marshal.dumps([(5, [])])))
     answers = b""
-    while len(answers) < 2 * HEADER.size + 1:
+    while len(answers) < 2 * HEADER.size + len(LOADED):
         answers += ours.recv(100)
-    assert answers == pack(Answer.LOADED, 1, b"P") + pack(Answer.DONE, 2)
+    assert answers == pack(Answer.LOADED, 1, LOADED) + pack(Answer.DONE, 2)
     ours.close()
     serving.join(30)
     assert ended.is_set()

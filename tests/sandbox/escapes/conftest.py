@@ -414,7 +414,7 @@ class Sandboxed:
 
     def step(self, processor: LoadedProcessor, logits: torch.Tensor, rows: list[Any]) -> dict[int, ProcessorFault]:
         """A call: edits the logits, returns the faults."""
-        return dict(self.host.begin(processor, logits, rows).finish().faults)
+        return dict(self.host.group(processor, rows).begin(logits).finish().faults)
 
     def pid_of(self, processor: LoadedProcessor) -> int:
         """The process that a processor runs in; -1 once it has ended."""

@@ -184,6 +184,10 @@ LIES_WHILE_LOADED = {
     "answer(4, 1, b'[]')": "the processor answered what no worker answers.*",
     "answer(5, 1)": "the processor answered what no worker answers.*",
     "answer(1, 2, b'Name')": "the processor answered what no worker answers.*",
+    "answer(1, 1, b'Name')": "the processor answered what no worker answers.*",
+    "answer(1, 1, b'[' * 60000)": "the processor answered what no worker answers.*",
+    'answer(1, 1, b\'["Name", "", []]\')': "the processor answered what no worker answers.*",
+    r"""answer(1, 1, b'["\ud800", "", null]')""": "the processor answered what no worker answers.*",
     "answer(1, 1, b'x' * 65537)": "the processor answered what no worker answers.*",
     "send(b'x' * 1000)": "the processor answered what no worker answers.*",
     "send(PICKLE)": "the processor answered what no worker answers.*",
@@ -205,13 +209,15 @@ def test_a_lie_while_it_is_loaded_ends_the_sandbox(sent: str, world: Any, hastil
     assert world.changes(report) == []
 
 
-@pytest.mark.parametrize("name", ["x" * 60000 + "\x1b[31m", "\x00\r\n Set-Cookie: a=b", "\ud800", "  ", ""])
+@pytest.mark.parametrize("name", ["x" * 30000 + "\x1b[31m", "\x00\r\n Set-Cookie: a=b", "  ", ""])
 def test_a_name_that_lies_is_tame(name: str, world: Any, sandboxed: Any) -> None:
-    sent = f"answer(1, 1, {name!r}.encode(errors='surrogatepass'))"
+    sent = f"answer(1, 1, {orjson.dumps([name, name, None])!r})"
     processor = sandboxed.load(sandboxed.source(nothing, while_loaded(sent, world)))
     assert processor.name.isprintable()
     assert 1 <= len(processor.name) <= 200
     processor.name.encode()
+    assert processor.description.isprintable()
+    assert len(processor.description) <= 1000
 
 
 def test_a_fault_may_say_anything_but_is_tame(world: Any, sandboxed: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from logitship.server.config import ServerConfig
 from logitship.server.engine import capacity
-from logitship.server.engine.capacity import CacheTooLarge, max_model_len
+from logitship.server.engine.capacity import CacheTooLarge, max_model_len, prefix_cache_blocks
 from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.engine.model_runner import cache_shape
 
@@ -23,9 +23,9 @@ def token_bytes(loaded_model: LoadedModel) -> int:
     return nbytes
 
 
-def length(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, free: int, **settings: float) -> int:
+def length(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, free: int, **settings: float | None) -> int:
     monkeypatch.setattr(capacity, "_free_bytes", lambda device: free)
-    config = ServerConfig(max_num_seqs=4, **settings)  # type: ignore[arg-type]
+    config = ServerConfig(max_num_seqs=4, **{"prefix_cache_bytes": 0, **settings})  # type: ignore[arg-type]
     return max_model_len(config, loaded.model, MODEL_LEN)
 
 
@@ -51,13 +51,31 @@ def test_what_fits_if_it_does_not(
 def test_an_operators_length_that_does_not_fit_is_refused(
     loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
 ) -> None:
-    with pytest.raises(CacheTooLarge, match=r"--max-model-len \(at most 100\) or --max-num-seqs"):
+    with pytest.raises(CacheTooLarge, match=r"--max-model-len \(at most 100\), --max-num-seqs"):
         length(loaded_model, monkeypatch, 200 * token_bytes, max_model_len=101)
 
 
 def test_not_even_one_token_fits(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
-    with pytest.raises(CacheTooLarge, match="lower --max-num-seqs, or raise --mem-fraction-static"):
+    with pytest.raises(CacheTooLarge, match="lower --max-num-seqs or --prefix-cache-bytes, or raise"):
         length(loaded_model, monkeypatch, token_bytes)
+
+
+def test_the_prefix_cache_takes_its_part(
+    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+) -> None:
+    free = 200 * token_bytes
+    assert length(loaded_model, monkeypatch, free, prefix_cache_bytes=30 * token_bytes) == 70
+    assert length(loaded_model, monkeypatch, free, prefix_cache_bytes=None) == 90
+    with pytest.raises(CacheTooLarge, match="lower --max-num-seqs or --prefix-cache-bytes"):
+        length(loaded_model, monkeypatch, free, prefix_cache_bytes=100 * token_bytes)
+
+    def blocks(**settings: int) -> int:
+        return prefix_cache_blocks(ServerConfig(max_num_seqs=4, **settings), loaded_model.model, 64)  # type: ignore[arg-type]
+
+    # A block holds 16 tokens of one sequence; a position of the slots, one token of each of four.
+    assert blocks(prefix_cache_bytes=8 * token_bytes) == 2
+    assert blocks() == 10 * 4 // 16
+    assert blocks(prefix_cache_bytes=free) == 4 * 64 // 16
 
 
 def test_longer_than_the_model_is_refused(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

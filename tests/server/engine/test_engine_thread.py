@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from threading import Event
 from typing import Any
 
@@ -26,7 +27,19 @@ def test_its_death_is_told_before_it_is_logged(monkeypatch: pytest.MonkeyPatch) 
         logged.set()
 
     monkeypatch.setattr(engine_thread.logger, "critical", critical)
-    thread = EngineThread(Dying(), after_step=lambda: None, on_death=lambda: order.append("told"))  # type: ignore[arg-type]
-    thread.start()
+    thread = EngineThread()
+    thread.start(Dying(), after_step=lambda: None, on_death=lambda: order.append("told"))  # type: ignore[arg-type]
     assert logged.wait(60)
     assert order == ["told", "the engine's thread died"]
+
+
+def test_what_makes_the_engine_runs_on_its_thread() -> None:
+    thread = EngineThread()
+    made_on = thread.call(threading.current_thread)
+    assert made_on.name == "logitship-engine"
+    assert made_on is thread.call(threading.current_thread)
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 / 0)
+    assert thread.alive
+    thread.stop(60)
+    assert not thread.alive

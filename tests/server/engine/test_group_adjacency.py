@@ -93,9 +93,9 @@ class WatchedSampler(Sampler):
         self.update = batch_update
         super().update_state(batch_update)
 
-    def sample(self, logits: torch.Tensor) -> SamplerOutput:
+    def sample(self, logits: torch.Tensor, rows: Rows[int] | None = None) -> SamplerOutput:
         self.order = [sequence.rid for sequence in self.batch.members]
-        return super().sample(logits)
+        return super().sample(logits, rows)
 
 
 class WatchedEngine:

@@ -198,7 +198,7 @@ def test_the_prompt_is_computed_once(
 
 
 def test_batched_prompts_are_shared_each_by_its_own(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
-    engine = make_engine(max_num_seqs=8)
+    engine = make_engine(max_num_seqs=8, prefix_cache_bytes=0)
     other = PROMPT[::-1]
     wanted = [request("b_0", n=2, seed=1), request("b_1", other, n=2, seed=2)]
 
@@ -313,7 +313,7 @@ def test_one_that_gets_its_slot_late_copies_from_one_that_runs(
 
 
 def test_the_next_takes_over_from_one_that_is_aborted(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
-    engine = make_engine(chunked_prefill_size=16)
+    engine = make_engine(chunked_prefill_size=16, prefix_cache_bytes=0)
     wanted = request("r", n=3, seed=5)
     expected = run(singles(engine, wanted, 5))
     prompt_tokens.take()

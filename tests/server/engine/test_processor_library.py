@@ -25,8 +25,9 @@ from logitship.sampler.in_process_host import InProcessHost
 from logitship.sampler.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.sampler.request_view import ModelView
 from logitship.server.engine.callable_library import CallableLibrary
+from logitship.server.engine.named_processors import InvalidName, NotDeletable
 from logitship.server.engine.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
-from logitship.server.engine.registered_processors import RegisteredProcessors
+from logitship.server.engine.registered_processors import NotRegistered, RegisteredProcessors
 
 NAME = "disallowed_tokens"
 NewLibrary = Callable[..., ProcessorLibrary]
@@ -39,7 +40,7 @@ def new_library() -> NewLibrary:
     ) -> ProcessorLibrary:
         host = InProcessHost(SGLANG_NAMES)
         cache = ProcessorCache(host, max_entries=max_entries, max_bytes=1 << 20)
-        registered = RegisteredProcessors(max_entries=2, max_bytes=1 << 20)
+        registered = RegisteredProcessors(max_entries=4, max_bytes=1 << 20)
         callables = CallableLibrary(None, None)
         return ProcessorLibrary(
             registry or installed_processors(),
@@ -98,7 +99,7 @@ def test_parameters_of_its_own_are_all_known(new_library: NewLibrary) -> None:
 
 
 def test_what_is_installed_is_listed_with_its_schema(new_library: NewLibrary) -> None:
-    listed = {each.name: each for each in new_library().installed()}
+    listed = {each.name: each for each in new_library().names.of("")}
     assert list(listed) == list(installed_processors())
     assert listed[NAME].description.startswith("Sets the logits of `token_ids` to -inf")
     assert listed[NAME].params_schema == installed_processors().get(NAME).params_schema
@@ -118,7 +119,7 @@ def test_sglangs_reference_to_its_own_ships_no_code(new_library: NewLibrary) -> 
     recorded = json.loads((Path(__file__).parents[2] / "data" / "sglang_strings.json").read_text())
     library = new_library()
     texts = [value for value in strings_in(recorded) if "callable" in value]
-    by_reference = [parse(text) for text in texts if not library.ships_code(parse(text))]
+    by_reference = [parse(text) for text in texts if not library.ships_code(parse(text), "")]
     assert by_reference
     assert len(by_reference) < len(texts)
     processors = [library._load(string, "")[0] for string in by_reference]
@@ -137,7 +138,7 @@ def strings_in(value: Any) -> list[str]:
 
 def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> None:
     library = new_library(max_entries=1)
-    assert library.ships_code(shipped("A"))
+    assert library.ships_code(shipped("A"), "")
     processor = library.acquire(shipped("A"), "")
     with pytest.raises(ProcessorCacheFull):
         library.acquire(shipped("B"), "")
@@ -191,13 +192,95 @@ def test_tenants_have_an_instance_each_of_a_shipped_class_and_share_installed_on
     assert library.cache_stats().entries == 0
 
 
-def test_a_registered_string_is_there_for_all_tenants_and_loaded_for_each(new_library: NewLibrary) -> None:
+def test_a_registered_string_is_loaded_for_each_tenant_that_knows_its_digest(new_library: NewLibrary) -> None:
     library = new_library()
-    registered = library.register(shipped("A"), "one")
-    two = library.acquire(RegisteredProcessor(registered.digest), "two")
-    assert two.digest == registered.digest
-    assert (registered.tenant, two.tenant) == ("one", "two")
-    assert library.acquire(RegisteredProcessor(registered.digest), "one") is registered
+    library.register(shipped("A"), "one")
+    by_digest = RegisteredProcessor(shipped("A").digest)
+    one, two = (library.acquire(by_digest, tenant) for tenant in ("one", "two"))
+    assert one.digest == two.digest == by_digest.digest
+    assert (one.tenant, two.tenant) == ("one", "two")
+    assert library.acquire(InstalledProcessor("A"), "one") is one
+    with pytest.raises(NotRegistered, match="installed or registered as 'A'"):
+        library.acquire(InstalledProcessor("A"), "two")
+
+
+def test_a_name_stands_for_its_newest_version_and_keeps_what_it_stood_for(new_library: NewLibrary) -> None:
+    library = new_library()
+    first, second = shipped("A"), replace(shipped("A"), source=shipped("A").source + "# more")
+    assert library.register(first, "").id == "A@1"
+    resolved = library.names.resolve(InstalledProcessor("A"), "")
+    assert library.register(second, "").id == "A@2"
+    assert library.register(first, "").id == "A@1"
+    assert library.register(first, "", "Other").id == "Other@1"
+    assert resolved == library.names.resolve(InstalledProcessor("A@1"), "") == first
+    assert library.names.resolve(InstalledProcessor("A"), "") == second
+    assert library.names.resolve(first, "") is first
+    loaded = library.acquire(InstalledProcessor("A"), "")
+    assert loaded.digest == second.digest
+    assert library.names.delete("A", "") == ["A@1", "A@2"]
+    library.release(loaded)
+    for gone in (InstalledProcessor("A"), InstalledProcessor("A@2"), RegisteredProcessor(second.digest)):
+        with pytest.raises(NotRegistered, match="deleted, or dropped to make room"):
+            library.acquire(gone, "")
+        assert library.names.find(gone, "") is gone
+
+
+def test_what_stands_for_code_ships_code(new_library: NewLibrary) -> None:
+    library = new_library()
+    library.register(shipped("A"), "one")
+    library.register(InstalledProcessor(NAME), "one", "Alias")
+    for string in (InstalledProcessor("A"), InstalledProcessor("A@1"), RegisteredProcessor(shipped("A").digest)):
+        assert library.ships_code(string, "one")
+    for string in (InstalledProcessor("Alias"), InstalledProcessor(NAME), InstalledProcessor("nothing")):
+        assert not library.ships_code(string, "one")
+    assert not library.ships_code(InstalledProcessor("A"), "two")
+    assert library.acquire(InstalledProcessor("Alias"), "one") is library.acquire(InstalledProcessor(NAME), "two")
+
+
+@pytest.mark.parametrize(
+    ("string", "name", "says"),
+    [
+        (shipped("A"), "a b", "'a b' is not a name for a registered processor, which has a letter"),
+        (shipped("A"), "A@1", "'A@1' is not a name"),
+        (shipped("A"), "", "'' is not a name"),
+        (shipped("Größe"), None, "'Größe' is not a name"),
+        (shipped("A"), NAME, f"'{NAME}' is the name of an installed processor"),
+        (shipped(NAME), None, f"'{NAME}' is the name of an installed processor"),
+        (InstalledProcessor("grammar"), NAME, f"'{NAME}' is the name of an installed processor"),
+    ],
+)
+def test_a_name_that_no_request_could_mean(
+    string: ProcessorString, name: str | None, says: str, new_library: NewLibrary
+) -> None:
+    library = new_library()
+    with pytest.raises(InvalidName, match=says):
+        library.register(string, "", name)
+    assert [each.kind for each in library.names.of("")] == ["installed"] * len(installed_processors())
+    library.clear()
+    assert library.cache_stats().entries == 0  # nothing is in use
+
+
+def test_a_bad_name_is_refused_before_the_code_runs(new_library: NewLibrary) -> None:
+    library = new_library()
+    with pytest.raises(InvalidName):
+        library.register(shipped("A"), "", "a b")
+    assert library.cache_stats().misses == 0
+
+
+def test_an_installed_processor_keeps_its_name(new_library: NewLibrary) -> None:
+    library = new_library()
+    assert library.register(InstalledProcessor(NAME), "").id == f"{NAME}@1"
+    library.register(parse(installed_processors().get(NAME).to_str()), "")
+    assert [each.id for each in library.names.of("") if each.name == NAME] == [NAME, f"{NAME}@1"]
+    installed = library.acquire(InstalledProcessor(NAME), "")
+    assert library.acquire(InstalledProcessor(f"{NAME}@1"), "") is installed
+    assert library.names.delete(NAME, "") == [f"{NAME}@1"]
+    digest = library.names.details(NAME, "").digest
+    assert digest is not None
+    for reference in (NAME, digest):
+        assert library.names.details(reference, "").kind == "installed"
+        with pytest.raises(NotDeletable, match=f"{NAME} is installed"):
+            library.names.delete(reference, "")
 
 
 ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A"))
@@ -207,8 +290,10 @@ ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A")
 def test_only_what_is_allowed_is_loaded(string: ProcessorString, new_library: NewLibrary) -> None:
     library = new_library(allowed_digests=frozenset({shipped("A").digest}))
     library.release(library.acquire(string, ""))
-    digest = library.register(string, "").digest
-    library.release(library.acquire(RegisteredProcessor(digest), ""))
+    registered = library.register(string, "")
+    assert registered.digest == shipped("A").digest
+    for name in (RegisteredProcessor(registered.digest), InstalledProcessor("A"), InstalledProcessor("A@1")):
+        library.release(library.acquire(name, ""))
     for use in (library.register, lambda string, tenant: library.acquire(string, tenant)):
         with pytest.raises(ProcessorNotAllowed, match=rf"the processor {shipped('B').digest} .*--allow-processor"):
             use(shipped("B"), "")

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from logitship.client.processor_string import ProcessorString, RegisteredProcessor, SourceProcessor
+from logitship.client.processor_string import (
+    InstalledProcessor,
+    ProcessorString,
+    RegisteredProcessor,
+    SourceProcessor,
+)
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
@@ -85,8 +90,8 @@ def test_what_a_class_keeps_on_itself_links_no_two_tenants(make_engine: BuildEng
 def test_not_in_one_step_either(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
-        digest, _ = await engine.register(COUNTS, "one")
-        strings = {"one": COUNTS, "two": RegisteredProcessor(digest), "": COUNTS}
+        await engine.register(COUNTS, "one")
+        strings = {"one": InstalledProcessor("Counts"), "two": RegisteredProcessor(COUNTS.digest), "": COUNTS}
         answers = await asyncio.gather(
             *(generate(engine, request("r", tenant, string)) for tenant, string in strings.items())
         )

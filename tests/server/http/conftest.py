@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -12,8 +13,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.processor_string import InstalledProcessor, PickledProcessor, ProcessorString
-from logitship.client.records import InstalledInfo, Receipt
+from logitship.client.records import Receipt
 from logitship.server.config import ServerConfig
 from logitship.server.engine.admission import Limits, check
 from logitship.server.engine.async_engine import AsyncEngine
@@ -26,8 +28,9 @@ from logitship.server.engine.messages import (
     RequestError,
     TokenLogprobs,
 )
-from logitship.server.errors import BadRequest, RequestRefused
+from logitship.server.errors import BadRequest, Forbidden, NotFound, RequestRefused
 from logitship.server.http.app import create_app
+from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.tokenizer import Tokenizer
 
 Script = Callable[[GenerationRequest], list[GenerationChunk]]
@@ -35,6 +38,12 @@ Script = Callable[[GenerationRequest], list[GenerationChunk]]
 EOS = 0
 FAULT = RequestError(
     "ProcessorFault", "the processor Bad raised ZeroDivisionError", 400, "Traceback: 1/0", "sha256:" + "0" * 64, "Bad"
+)
+BAN = ProcessorInfo(
+    id="ban", kind="installed", name="ban", description="Bans tokens.", params_schema={"type": "object"}, is_mask=True
+)
+MINE = ProcessorInfo(
+    id="Mine@1", kind="registered", name="Mine", version=1, digest="sha256:" + "2" * 64, form="source", size=15
 )
 
 
@@ -182,9 +191,12 @@ class FakeEngine(AsyncEngine):
         """Request id (None: all) and tenant."""
         self.registered: list[tuple[ProcessorString, str]] = []
         """Processor string and tenant."""
+        self.asked_for: list[tuple[str, str, str]] = []
+        """Method, name of a processor, and tenant."""
         self.refusals: dict[str, Exception] = {}
         """What `submit` raises for a request id."""
         self.refuse_all: Exception | None = None
+        self.metrics = EngineMetrics(self.model, {}, self.stats)
         self.idle = True
         self.alive = True
         self.accepting = True
@@ -211,17 +223,32 @@ class FakeEngine(AsyncEngine):
         self.requests.append(request)
         return FakeStream(self, request)
 
-    def ships_code(self, string: ProcessorString) -> bool:
+    def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
+        return request
+
+    def ships_code(self, string: ProcessorString, tenant: str = "") -> bool:
         return not isinstance(string, InstalledProcessor)
 
-    def installed_processors(self) -> list[InstalledInfo]:
-        return [InstalledInfo("ban", "Bans tokens.", {"type": "object"}, True), InstalledInfo("own", "", None)]
+    def processors(self, tenant: str = "") -> list[ProcessorInfo]:
+        return [BAN, MINE]
 
-    async def register(self, string: ProcessorString, tenant: str = "") -> tuple[str, str]:
+    def processor(self, reference: str, tenant: str = "") -> ProcessorDetails:
+        self.asked_for.append(("processor", reference, tenant))
+        if reference != MINE.id:
+            raise NotFound(f"no {reference}", param="id")
+        return ProcessorDetails(**vars(MINE), source="class Mine: ...", class_name="Mine")
+
+    def delete_processor(self, reference: str, tenant: str = "") -> list[str]:
+        self.asked_for.append(("delete_processor", reference, tenant))
+        if reference == BAN.id:
+            raise Forbidden("ban is installed", param="id")
+        return [f"{reference}@1", f"{reference}@2"]
+
+    async def register(self, string: ProcessorString, tenant: str = "", name: str | None = None) -> ProcessorInfo:
         if isinstance(string, PickledProcessor) and string.payload == b"no pickle":
             raise BadRequest("cannot be unpickled")
         self.registered.append((string, tenant))
-        return "sha256:" + "2" * 64, "Mine"
+        return replace(MINE, id=f"{name or 'Mine'}@1", name=name or "Mine")
 
     def abort(self, rid: str | None, tenant: str = "") -> None:
         self.aborted.append((rid, tenant))

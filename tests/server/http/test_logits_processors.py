@@ -181,7 +181,11 @@ def test_vllm_xargs_reach_the_batch_processor(server: Server, path: str) -> None
         ([{"processor": FORCE, "params": {}}, {"qualname": "os.system"}], "logits_processors[1]", "is not allowed"),
         (["served_callables.missing"], "logits_processors[0]", "could not be resolved"),
         ([{"qualname": "served_callables.Force"}], "logits_processors[0]", "text"),
-        ([{"processor": {"name": "no_such"}}], "logits_processors[0]", "no processor is installed as 'no_such'"),
+        (
+            [{"processor": {"name": "no_such"}}],
+            "logits_processors[0]",
+            "no processor is installed or registered as 'no_such'",
+        ),
         ([{"processor": {"name": "disallowed_tokens"}, "params": {}}], "logits_processors[0].params", "token_ids"),
         ([{"processor": {"source": "x = (", "class_name": "X"}}], "logits_processors[0]", "never closed"),
         ([{}], "logits_processors[0]", "has neither"),

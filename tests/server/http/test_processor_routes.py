@@ -13,21 +13,106 @@ PICKLED = {"callable": "80"}
 SOURCE = {"source": "class A: ...", "class_name": "A"}
 
 
-def test_what_is_installed(client: Any) -> None:
-    assert client.http.get(URL).json() == {
-        "object": "list",
-        "data": [
-            {"name": "ban", "description": "Bans tokens.", "params_schema": {"type": "object"}, "is_mask": True},
-            {"name": "own", "description": "", "params_schema": None, "is_mask": False},
-        ],
+MINE = {
+    "object": "processor",
+    "id": "Mine@1",
+    "kind": "registered",
+    "name": "Mine",
+    "version": 1,
+    "digest": "sha256:" + "2" * 64,
+    "description": "",
+    "params_schema": None,
+    "is_mask": False,
+    "form": "source",
+    "python": None,
+    "size": 15,
+    "created": None,
+}
+
+
+def test_what_there_is(client: Any) -> None:
+    ban = {
+        **dict.fromkeys(MINE),
+        "object": "processor",
+        "id": "ban",
+        "kind": "installed",
+        "name": "ban",
+        "description": "Bans tokens.",
+        "params_schema": {"type": "object"},
+        "is_mask": True,
     }
+    assert client.http.get(URL).json() == {"object": "list", "data": [ban, MINE]}
 
 
 def test_register(shipping_client: Any, shipping_engine: Any) -> None:
     expected = [PickledProcessor(b"\x80"), SourceProcessor("class A: ...", "A"), InstalledProcessor("min_p")]
     for form in (PICKLED, SOURCE, {"name": "min_p"}):
-        assert shipping_client.ok(URL, form) == {"digest": "sha256:" + "2" * 64, "name": "Mine"}
+        assert shipping_client.ok(URL, form) == MINE
     assert shipping_engine.registered == [(string, "") for string in expected]
+
+
+def test_under_a_name(shipping_client: Any) -> None:
+    assert shipping_client.ok(f"{URL}?name=Lipogram", SOURCE)["id"] == "Lipogram@1"
+
+
+@pytest.mark.parametrize(
+    ("query", "param", "says"),
+    [
+        ("nmae=A", "nmae", "nmae: is no query parameter: this route takes name"),
+        ("name=A&version=2", "version", "is no query parameter"),
+        ("name=A&name=B", "name", "is given more than once"),
+        ("x" * 500, "x" * 80, "is no query parameter"),
+    ],
+)
+def test_nothing_in_the_query_is_ignored(
+    query: str, param: str, says: str, shipping_client: Any, shipping_engine: Any
+) -> None:
+    answer = shipping_client.post(f"{URL}?{query}", SOURCE)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert says in answer.json()["error"]["message"]
+    assert not shipping_engine.registered
+
+
+def test_one_with_its_source(client: Any, engine: Any) -> None:
+    for id in ("Mine@1", "Mine%401"):
+        assert client.http.get(f"{URL}/{id}").json() == {
+            **MINE,
+            "source": "class Mine: ...",
+            "class_name": "Mine",
+            "source_note": None,
+        }
+    assert engine.asked_for == [("processor", "Mine@1", "")] * 2
+
+
+@pytest.mark.parametrize("id", ["Other", "sha256:" + "0" * 64, "a/b", "module:Class", ""])
+def test_one_that_is_not_there(id: str, client: Any, engine: Any) -> None:
+    answer = client.http.get(f"{URL}/{id}")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert answer.json()["error"]["param"] == "id"
+    assert engine.asked_for == [("processor", id, "")]
+
+
+def test_delete(client: Any, engine: Any) -> None:
+    answer = client.http.delete(f"{URL}/Mine")
+    assert answer.json() == {"id": "Mine", "object": "processor", "deleted": True, "ids": ["Mine@1", "Mine@2"]}
+    refused = client.http.delete(f"{URL}/ban")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "id")
+    assert engine.asked_for == [("delete_processor", "Mine", ""), ("delete_processor", "ban", "")]
+
+
+def test_each_key_has_its_own(make_fake_engine: Any, speak: Any) -> None:
+    engine = make_fake_engine(api_key=["one", "two"])
+    http = speak(engine).http
+    for key in ("one", "two"):
+        headers = {"Authorization": f"Bearer {key}"}
+        http.get(f"{URL}/Mine@1", headers=headers)
+        http.delete(f"{URL}/Mine@1", headers=headers)
+    for method in (http.get, http.delete):
+        assert method(f"{URL}/Mine@1").status_code == 401
+    tenants = [tenant for _, _, tenant in engine.asked_for]
+    assert tenants[0] == tenants[1] != tenants[2] == tenants[3]
 
 
 @pytest.mark.parametrize("form", [PICKLED, SOURCE])
@@ -69,7 +154,7 @@ def test_size_limit(shipping_client: Any) -> None:
 
 
 def test_busy(shipping_client: Any, shipping_engine: Any) -> None:
-    async def full(string: Any, tenant: str) -> tuple[str, str]:
+    async def full(string: Any, tenant: str, name: str | None) -> None:
         raise ServiceUnavailable("all in use: try again later")
 
     shipping_engine.register = full
@@ -83,6 +168,11 @@ def test_needs_the_api_key(make_fake_engine: Any, speak: Any) -> None:
 
 
 def test_openapi_document(client: Any) -> None:
-    path = client.http.get("/openapi.json").json()["paths"][URL]
-    schema = path["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert [form["required"] for form in schema["oneOf"]] == [["callable"], ["source", "class_name"]]
+    paths = client.http.get("/openapi.json").json()["paths"]
+    schema = paths[URL]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert [form["required"] for form in schema["oneOf"]] == [["callable"], ["source", "class_name"], ["name"]]
+    (name,) = paths[URL]["post"]["parameters"]
+    assert (name["name"], name["in"], name["required"]) == ("name", "query", False)
+    for method in ("get", "delete"):
+        (id,) = paths[f"{URL}/{{id}}"][method]["parameters"]
+        assert (id["name"], id["in"], id["required"]) == ("id", "path", True)

@@ -17,7 +17,14 @@ import openai
 import orjson
 import pytest
 
-from logitship import BadRequestError, Client, CustomLogitProcessor, PermissionDeniedError, RegisteredProcessor
+from logitship import (
+    BadRequestError,
+    Client,
+    CustomLogitProcessor,
+    NotFoundError,
+    PermissionDeniedError,
+    RegisteredProcessor,
+)
 from logitship.client.processor_string import parse
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http_server import running_server
@@ -289,6 +296,52 @@ def test_registered_once_and_named_by_its_digest(shipping: Served) -> None:
         assert refused.value.param == "custom_logit_processor"
 
 
+def test_versions_by_name(shipping: Served) -> None:
+    letters = dict(zip("xy", shipping.tokens("xy"), strict=True))
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 2}
+    source = """
+from logitship import CustomLogitProcessor
+
+class Spells(CustomLogitProcessor):
+    "Spells one letter."
+    def __call__(self, logits, custom_param_list=None):
+        logits[:, {token_id}] += 1000.0
+        return logits
+"""
+    with Client(shipping.url) as client:
+        forms = [{"source": source.format(token_id=each), "class_name": "Spells"} for each in letters.values()]
+        assert [client.register(form, name="Letters").id for form in forms * 2] == ["Letters@1", "Letters@2"] * 2
+        for name, text in (("Letters", "yy"), ("Letters@1", "xx"), ("Letters@2", "yy")):
+            assert client.generate(PROMPT, processor=name, **options).text == text
+            assert client.chat(MESSAGES, processor={"name": name}, temperature=0, max_tokens=2).text == text
+        both = client.generate(["a", "b"], processor=["Letters@1", "Letters"], **options)
+        assert [each.text for each in both] == ["xx", "yy"]
+        listed = [each for each in client.processors() if each.name == "Letters"]
+        assert [(each.id, each.description) for each in listed] == [
+            ("Letters@1", "Spells one letter."),
+            ("Letters@2", "Spells one letter."),
+        ]
+        details = client.processor("Letters@1")
+        assert (details.source, details.class_name) == (forms[0]["source"], "Spells")
+        assert details.digest == client.generate(PROMPT, processor="Letters@1", **options).receipts[0].digest
+        assert client.delete_processor("Letters@2") == ["Letters@2"]
+        assert client.generate(PROMPT, processor="Letters", **options).text == "xx"
+        with pytest.raises(BadRequestError, match=r"custom_logit_processor: Letters@2 is not registered") as refused:
+            client.generate(PROMPT, processor="Letters@2", **options)
+        assert refused.value.param == "custom_logit_processor"
+        with pytest.raises(BadRequestError, match="did you mean Letters"):
+            client.generate(PROMPT, processor="Leters", **options)
+        assert client.delete_processor(client.register(forms[1], name="Letters")) == ["Letters@3"]
+        assert client.delete_processor("Letters") == ["Letters@1"]
+        for ask in (client.processor, client.delete_processor):
+            with pytest.raises(NotFoundError, match="Letters is not registered any more"):
+                ask("Letters")
+        with pytest.raises(PermissionDeniedError, match="only the server's operator"):
+            client.delete_processor("disallowed_tokens")
+        with pytest.raises(BadRequestError, match="name: 'a b' is not a name"):
+            client.register(forms[0], name="a b")
+
+
 def flat(table: list[Any]) -> list[float]:
     """The numbers of nested lists, in their order."""
     return [
@@ -514,6 +567,10 @@ def test_what_a_key_may_ship(serve: Callable[..., Served]) -> None:
             with pytest.raises(PermissionDeniedError, match="--shipping-api-key") as denied:
                 ship()
             assert (denied.value.status_code, denied.value.type) == (403, "permission_error")
+        with pytest.raises(BadRequestError, match="installed or registered as 'Force'"):
+            client.generate(PROMPT, processor="Force")
+        with pytest.raises(NotFoundError, match="installed or registered as"):
+            client.processor(digest)
         registered = RegisteredProcessor(digest)
         generation = client.generate(PROMPT, processor=registered, params={"token_id": 104}, max_new_tokens=2)
         assert generation.receipts[0].digest == digest

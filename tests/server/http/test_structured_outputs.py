@@ -96,7 +96,7 @@ def test_openai_routes(real: Any, path: str, fields: dict[str, Any], fits: Calla
         ({"ebnf": EBNF}, _matches("acb|addb")),
         ({"structural_tag": json.dumps({"type": "structural_tag", "format": CALL})}, _call),
     ],
-    ids=str,
+    ids=["json_schema text", "json_schema", "regex", "ebnf", "structural_tag"],
 )
 def test_generate(real: Any, fields: dict[str, Any], fits: Callable[[str], bool]) -> None:
     answer = real.ok(GENERATE, {**PROMPTS[GENERATE], "sampling_params": {**fields, "max_new_tokens": 400}})

@@ -65,3 +65,17 @@ def test_stop_reasons_are_vllms(llm: LLM) -> None:
     text = llm.get_tokenizer().decode([70])
     assert ended_by(70, stop=text * 2) == ("stop", text * 2)
     assert ended_by(50, max_tokens=2) == ("length", None)
+
+
+def test_traces_show_each_token(llm: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=3, seed=3, ignore_eos=True, trace=4, custom_logit_processor=Force, custom_params={"token_id": 9}
+    )
+    completion = quiet(llm, "hello", params)[0].outputs[0]
+    assert completion.trace is not None
+    assert [trace.token.token_id for trace in completion.trace] == completion.token_ids == [9, 9, 9]
+    for trace in completion.trace:
+        assert trace.token.text == llm.get_tokenizer().decode([9])
+        assert [stage.name or stage.stage for stage in trace.stages] == ["model", "request", "Force", "sampling"]
+        assert [stage.num_allowed for stage in trace.stages][2:] == [1, 1]
+    assert quiet(llm, "hello", GREEDY)[0].outputs[0].trace is None

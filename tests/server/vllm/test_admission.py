@@ -65,8 +65,14 @@ def test_the_question_is_answered(front_end: InputProcessor, vllm_params: MakePa
     [
         ({"custom_logit_processor": "{}"}, "none of the keys"),
         ({"custom_logit_processor": json.dumps({"source": "x =", "class_name": "X"})}, "not valid Python"),
-        ({"custom_logit_processor": json.dumps({"name": "nothing"})}, "no processor is installed as 'nothing'"),
-        ({"custom_logit_processor": json.dumps({"name": "grammar"})}, "no processor is installed as 'grammar'"),
+        (
+            {"custom_logit_processor": json.dumps({"name": "nothing"})},
+            "no processor is installed or registered as 'nothing'",
+        ),
+        (
+            {"custom_logit_processor": json.dumps({"name": "grammar"})},
+            "no processor is installed or registered as 'grammar'",
+        ),
         (
             {"custom_logit_processor": json.dumps({"name": "disallowed_tokens"})},
             "disallowed_tokens: token_ids: missing",

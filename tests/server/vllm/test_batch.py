@@ -363,7 +363,7 @@ def test_what_cannot_be_loaded_any_more_ends(
     logits = place(runner, batch, record)
     batch.apply(logits)
     assert ends(logits)
-    assert "no processor is installed as 'nothing'" in caplog.text
+    assert "no processor is installed or registered as 'nothing'" in caplog.text
 
 
 def test_the_fault_token_is_nobodys_to_give(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:

@@ -1,0 +1,150 @@
+"""One side of `batch_processors.py`: times the built-in batch processors of logitship or of vLLM while a batch churns.
+
+    python batch_processors_worker.py logitship|vllm
+
+Where vLLM is timed it imports nothing of logitship, so that any environment with vLLM will do.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypedDict
+
+import torch
+from worker_process import serve
+
+MODULES = {
+    "logitship": (
+        "logitship.sampler.interface",
+        "logitship.sampler.sampling_params",
+        {
+            "min_p": "logitship.builtin_processors.min_p",
+            "logit_bias": "logitship.builtin_processors.logit_bias",
+            "min_tokens": "logitship.builtin_processors.min_tokens",
+        },
+    ),
+    "vllm": (
+        "vllm.v1.sample.logits_processor.interface",
+        "vllm.sampling_params",
+        dict.fromkeys(("min_p", "logit_bias", "min_tokens"), "vllm.v1.sample.logits_processor.builtin"),
+    ),
+}
+"""Where each side has its contract, its sampling parameters, and its processors."""
+
+CLASSES = {
+    "min_p": "MinPLogitsProcessor",
+    "logit_bias": "LogitBiasLogitsProcessor",
+    "min_tokens": "MinTokensLogitsProcessor",
+}
+
+
+class Step(TypedDict):
+    """What happens to the batch before a step.
+
+    Attributes:
+        size: rows after it.
+        removed: rows that were freed.
+        added: (row, parameters of `SamplingParams`).
+        moved: (row, row, name of the direction).
+    """
+
+    size: int
+    removed: list[int]
+    added: list[tuple[int, dict[str, Any]]]
+    moved: list[tuple[int, int, str]]
+
+
+class Order(TypedDict):
+    """What to time.
+
+    Attributes:
+        vocab_size: width of the logits.
+        rows: most rows of the batch.
+        processors: which of `CLASSES`.
+        steps: before each, what changed; None for nothing. Each adds a token to every row.
+    """
+
+    vocab_size: int
+    rows: int
+    processors: list[str]
+    steps: list[Step | None]
+
+
+class Side:
+    """The classes of one side."""
+
+    def __init__(self, name: str) -> None:
+        interface, params, processors = MODULES[name]
+        self._interface: Any = __import__(interface, fromlist=["BatchUpdate"])
+        self._sampling_params: Any = __import__(params, fromlist=["SamplingParams"]).SamplingParams
+        self._modules = {name: __import__(module, fromlist=[CLASSES[name]]) for name, module in processors.items()}
+
+    def processor(self, name: str, rows: int) -> Any:
+        """A new processor, on the CPU, for so many rows."""
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=rows))
+        return getattr(self._modules[name], CLASSES[name])(config, torch.device("cpu"), False)
+
+    def update(self, step: Step | None, outputs: list[list[int]]) -> Any:
+        """The `BatchUpdate` of a step. The live outputs of the rows are followed along."""
+        if step is None:
+            return None
+        added = []
+        for row, params in step["added"]:
+            output: list[int] = []
+            biases = {int(token): bias for token, bias in params.get("logit_bias", {}).items()}
+            added.append((row, self._sampling_params(**{**params, "logit_bias": biases}), [0], output))
+            outputs[row] = output
+        directions = self._interface.MoveDirectionality
+        for source, target, _ in step["moved"]:
+            outputs[source], outputs[target] = outputs[target], outputs[source]
+        moved = [(source, target, directions[direction]) for source, target, direction in step["moved"]]
+        return self._interface.BatchUpdate(step["size"], step["removed"], added, moved)
+
+
+def seconds_a_step(side: Side, order: Order) -> float:
+    """The mean time of `update_state` and `apply` in a life of a batch, all processors together.
+
+    Making the updates and the logits is not timed; the first half of the steps is not, either.
+    """
+    processors = [side.processor(name, order["rows"]) for name in order["processors"]]
+    outputs: list[list[int]] = [[] for _ in range(order["rows"])]
+    fresh = torch.randn(order["rows"], order["vocab_size"], generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.empty_like(fresh)
+    taken, size = [], 0
+    for step in order["steps"]:
+        update = side.update(step, outputs)
+        size = size if step is None else step["size"]
+        rows = logits[:size].copy_(fresh[:size])
+        began = time.perf_counter()
+        for processor in processors:
+            processor.update_state(update)
+            rows = processor.apply(rows)
+        taken.append(time.perf_counter() - began)
+        for output in outputs[:size]:
+            output.append(1)
+    timed = taken[len(taken) // 2 :]
+    return sum(timed) / len(timed)
+
+
+def main() -> None:
+    """Serve orders, after saying which version runs here."""
+    name = sys.argv[1]
+
+    def start() -> tuple[dict[str, str], Callable[[Order], float]]:
+        version = __import__(name).__version__
+        side = Side(name)
+
+        def answer(order: Order) -> float:
+            with torch.inference_mode():
+                return seconds_a_step(side, order)
+
+        return {"version": version, "torch": torch.__version__}, answer
+
+    serve(start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What requests without a processor notice of others that have one.
+
+    python benchmarks/bystanders.py
+
+Servers take turns, each with as many streams, of which half are bystanders: one that runs no shipped processors; one
+that runs them in sandboxes, with a processor for all others, and, in turns of its own, for nobody; and one that runs
+them in its process. Compared is the time between two tokens of the bystanders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import comparison
+from processors import BanSome
+from served import Server, gaps_while_all_run, served
+
+from logitship.server.config import DEFAULT_MODEL
+
+BENCHMARK = "bystanders"
+PROMPT_TOKENS = 17
+"""A block of the prefix cache and the token behind it: after the first turn, nobody waits for prompts."""
+NUM_BANNED = 100
+
+
+def request(stream: int, tokens: int) -> dict[str, Any]:
+    """The body of a request without a processor; another one for each stream."""
+    return {
+        "input_ids": [1000 + 97 * stream + place for place in range(PROMPT_TOKENS)],
+        "sampling_params": {
+            "max_new_tokens": tokens,
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "sampling_seed": stream,
+            "ignore_eos": True,
+        },
+    }
+
+
+def with_processor(body: dict[str, Any], processor: str, stream: int) -> dict[str, Any]:
+    """The same request with a processor, and parameters of its own."""
+    sampling = {**body["sampling_params"], "custom_params": {"banned": list(range(stream, stream + NUM_BANNED))}}
+    return {**body, "sampling_params": sampling, "custom_logit_processor": processor}
+
+
+def between_tokens(server: Server, requests: list[dict[str, Any]]) -> float:
+    """Seconds between the tokens of the first half of the requests, while all run: the median."""
+    gaps = gaps_while_all_run(server.stream("/generate", requests))
+    return statistics.median(chain.from_iterable(gaps[: len(gaps) // 2]))
+
+
+def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
+    """Let the servers take turns."""
+    half = options.streams // 2
+    plain = [request(stream, options.tokens) for stream in range(options.streams)]
+    string = BanSome.to_str()
+    mixed = plain[:half] + [with_processor(body, string, stream) for stream, body in enumerate(plain[half:])]
+    common = ["--model", options.model, "--max-num-seqs", str(options.streams)]
+    shipping = [*common, "--enable-custom-logit-processor"]
+    with served(common, shipping, [*shipping, "--processor-isolation", "none"]) as (off, sandboxes, in_process):
+        sides = {
+            "others use one, in a sandbox": lambda: between_tokens(sandboxes, mixed),
+            "nobody does, though all may": lambda: between_tokens(sandboxes, plain),
+            "others use one, in process": lambda: between_tokens(in_process, mixed),
+            "off": lambda: between_tokens(off, plain),
+        }
+        comparison.in_turns(list(sides.values()), 1)  # the first turn computes the prompts
+        *ours, peer = comparison.in_turns(list(sides.values()), options.turns)
+    for case, times in zip(sides, ours, strict=False):
+        yield comparison.compare(
+            BENCHMARK,
+            f"{half} bystanders: {case}",
+            [seconds * 1e3 for seconds in times],
+            [seconds * 1e3 for seconds in peer],
+            unit="ms",
+            peer_name="the flag off",
+            kind=comparison.OF_PEER,
+            target=comparison.at_most(1.01) if "process" not in case else None,
+        )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = comparison.arguments(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=10, help="of each stream, in a turn")
+    parser.add_argument("--turns", type=int, default=11)
+    options = parser.parse_args()
+    comparison.report(measure(options), options.json)
+
+
+if __name__ == "__main__":
+    main()

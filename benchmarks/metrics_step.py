@@ -1,0 +1,78 @@
+"""How long a step's metrics take: the clock of its phases, and what is observed of its rows and processors.
+
+    python benchmarks/metrics_step.py
+
+No model runs: what is measured is all that a step does for `/metrics`, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from logitship.sampler.processor_host import LoadedProcessor, NoHost
+from logitship.server.engine.info import EngineStats, ModelInfo
+from logitship.server.engine.messages import GenerationChunk
+from logitship.server.engine.step_clock import StepClock
+from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.request_metrics import RequestMeter
+
+MODEL = ModelInfo("model", "model", 49152, 8192, frozenset({2}), "float32", "cpu", "LlamaForCausalLM")
+
+
+def step(num_rows: int, num_processors: int) -> Callable[[], None]:
+    """What a step of so many rows does for its metrics, each row a request's and each with a new token."""
+    metrics = EngineMetrics(MODEL, {}, lambda: EngineStats(0, 0, 0, True, 0, 0, 0, 0, 0))
+    clock = StepClock()
+    meters = [RequestMeter(metrics.requests) for _ in range(num_rows)]
+    chunk = GenerationChunk(index=0, text="a", token_ids=[1], prompt_tokens=1, completion_tokens=1)
+    observers = [
+        metrics.observer_of_calls(LoadedProcessor(f"sha256:{number}", f"Processor{number}", NoHost("none"), None))
+        for number in range(num_processors)
+    ]
+
+    def run() -> None:
+        for phase in (clock.schedule, clock.batch_update, clock.forward):
+            with phase:
+                pass
+        with clock.deliver, clock.sample, clock.processors:
+            for observe in observers:
+                observe(num_rows, 1e-4)
+        with clock.deliver:
+            for meter in meters:
+                meter.delivered([chunk])
+        metrics.step_ended(clock)
+
+    return run
+
+
+def microseconds(function: Callable[[], None], calls: int) -> list[float]:
+    """The times of calls, after some that are not counted."""
+    for _ in range(calls // 10):
+        function()
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - began) * 1e6)
+    return times
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128], help="rows of a step")
+    parser.add_argument("--processors", type=int, nargs="+", default=[0, 1, 8], help="processors that it calls")
+    parser.add_argument("--calls", type=int, default=5000, help="steps that are measured")
+    options = parser.parse_args(arguments)
+    print("rows  processors  median (µs)  fastest (µs)")
+    for rows in options.rows:
+        for processors in options.processors:
+            times = microseconds(step(rows, processors), options.calls)
+            print(f"{rows:4}  {processors:10}  {statistics.median(times):11.1f}  {min(times):12.1f}")
+
+
+if __name__ == "__main__":
+    main()

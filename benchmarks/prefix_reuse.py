@@ -1,0 +1,114 @@
+"""What it saves to keep what prompts begin with, and what it takes.
+
+    python benchmarks/prefix_reuse.py
+
+Requests with the same system prompt and a question of their own wait for their first token: at a server that keeps
+prefixes, at one that keeps none, and, for what the question alone costs, without the system prompt. Then the first
+server gets far more different prompts than it may keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+
+import comparison
+from served import Server, served
+
+from logitship.server.config import DEFAULT_MODEL
+
+BENCHMARK = "prefix reuse"
+QUESTION_TOKENS = 16
+_FIRST_TOKEN = 1000
+"""Special tokens have lower ids."""
+
+
+class Prompts:
+    """Token ids. What makes them differ stands first, so that no two share a block."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def next(self, length: int) -> list[int]:
+        """A new one."""
+        return [_FIRST_TOKEN + next(self._numbers), *range(_FIRST_TOKEN, _FIRST_TOKEN + length - 1)]
+
+
+def first_token(server: Server, prompt: list[int]) -> float:
+    """Seconds from the request to its token."""
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    sent, token, *_ = server.stream("/generate", [body])[0]
+    return token - sent
+
+
+def shared_part(
+    keeping: Server, computing: Server, prompts: Prompts, options: argparse.Namespace
+) -> comparison.Comparison:
+    """Milliseconds for the system prompt, with and without reuse."""
+    system = prompts.next(options.shared_tokens)
+
+    def question() -> list[int]:
+        return prompts.next(QUESTION_TOKENS)
+
+    sides = [
+        lambda: first_token(keeping, system + question()),
+        lambda: first_token(computing, system + question()),
+        lambda: first_token(computing, question()),
+    ]
+    comparison.in_turns(sides, 1)
+    kept, computed, without = comparison.in_turns(sides, options.turns)
+    return comparison.compare(
+        BENCHMARK,
+        f"{options.shared_tokens} shared tokens",
+        [(both - alone) * 1e3 for both, alone in zip(kept, without, strict=True)],
+        [(both - alone) * 1e3 for both, alone in zip(computed, without, strict=True)],
+        unit="ms",
+        peer_name="no reuse",
+        kind=comparison.OF_PEER,
+        target=comparison.at_most(0.1),
+    )
+
+
+def memory(server: Server, prompts: Prompts, options: argparse.Namespace) -> Iterator[comparison.Comparison]:
+    """What the server's memory grows by with so many prompts, and with half of them, over what it may keep."""
+    before = server.resident_bytes()
+    grown = []
+    for _ in range(options.prompts):
+        first_token(server, prompts.next(options.shared_tokens))
+        grown.append((server.resident_bytes() - before) / options.prefix_cache_bytes)
+    for count in (options.prompts // 2, options.prompts):
+        yield comparison.alone(
+            BENCHMARK,
+            f"memory gained over its limit, {count} prompts",
+            [grown[count - 1]],
+            unit="ratio",
+            target=comparison.at_most(1.1),
+        )
+
+
+def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
+    """Let the servers take turns, then fill the memory of one."""
+    prompts = Prompts()
+    common = ["--model", options.model, "--max-model-len", str(options.shared_tokens + 2 * QUESTION_TOKENS)]
+    with served(
+        [*common, "--prefix-cache-bytes", str(options.prefix_cache_bytes)], [*common, "--prefix-cache-bytes", "0"]
+    ) as (keeping, computing):
+        yield shared_part(keeping, computing, prompts, options)
+        yield from memory(keeping, prompts, options)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = comparison.arguments(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--shared-tokens", type=int, default=700)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--prompts", type=int, default=12, help="different ones, which fill the memory")
+    parser.add_argument("--prefix-cache-bytes", type=int, default=128 << 20, help="the memory")
+    options = parser.parse_args()
+    comparison.report(measure(options), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What the server adds to the model: HTTP, tokenizing, scheduling, sampling, detokenizing and streaming.
+
+    python benchmarks/server_cost.py
+
+A server with 64 streaming clients and the bare model loop take turns. The loop is the same forward pass and the most
+likely token of each row, for the same prompts, and nothing else. Compared are the steps in which all sequences gain a
+token. The clients live in another process on the same cores: what they take counts as the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import comparison
+from served import Server, gaps_while_all_run, served
+
+from logitship.sampler.ops.draw import most_likely
+from logitship.server.config import DEFAULT_MODEL, ServerConfig
+from logitship.server.engine.capacity import max_model_len
+from logitship.server.engine.model_loader import load_model
+from logitship.server.engine.model_runner import Chunk, ModelRunner
+
+BENCHMARK = "server's own cost"
+PROMPT_TOKENS = 17
+"""A block of the prefix cache and the token behind it: after the first turn, nobody waits for prompts."""
+_PHASE = 'logitship_step_phase_duration_seconds_sum{phase="'
+
+
+class BareLoop:
+    """The model alone.
+
+    Args:
+        prompts: token ids, all as many.
+        tokens: that each gains in a turn.
+    """
+
+    def __init__(self, config: ServerConfig, prompts: list[list[int]], tokens: int) -> None:
+        loaded = load_model(config)
+        max_len = max_model_len(config, loaded.model, loaded.max_len)  # the cache is laid out as the server's
+        self._runner = ModelRunner(loaded.model, config.max_num_seqs, max_len)
+        prefill = [Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
+        last = [len(prompts[0]) * (slot + 1) - 1 for slot in range(len(prompts))]
+        self._first = most_likely(self._runner.forward([], prefill, last)).tolist()
+        self._positions = range(len(prompts[0]), len(prompts[0]) + tokens)
+
+    def seconds_per_step(self) -> float:
+        """Median of a turn's steps, which begin behind the prompts again."""
+        token_ids, taken = self._first, []
+        rows = list(range(len(token_ids)))
+        for position in self._positions:
+            began = perf_counter()
+            chunks = [Chunk(slot, position, [token]) for slot, token in enumerate(token_ids)]
+            token_ids = most_likely(self._runner.forward(chunks, [], rows)).tolist()
+            taken.append(perf_counter() - began)
+        return statistics.median(taken)
+
+
+def completion(prompt: list[int], tokens: int) -> dict[str, Any]:
+    """The body of `/v1/completions`."""
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def generation(prompt: list[int], tokens: int) -> dict[str, Any]:
+    """The body of `/generate`, whose events repeat what came before."""
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling}
+
+
+ROUTES = {"/v1/completions": completion, "/generate": generation}
+
+
+def streams_step(server: Server, route: str, prompts: list[list[int]], tokens: int) -> float:
+    """Seconds from one token to the next, where all prompts are streamed at the same time: the median."""
+    arrivals = server.stream(route, [ROUTES[route](prompt, tokens + 1) for prompt in prompts])
+    return statistics.median(chain.from_iterable(gaps_while_all_run(arrivals)))
+
+
+def outside_the_forward_pass(server: Server) -> float:
+    """Percent of the engine's time so far: in its thread, without what the event loop does meanwhile."""
+    phases = {name: value for name, value in server.metrics().items() if name.startswith(_PHASE)}
+    return 100 * (1 - phases[f'{_PHASE}forward"}}'] / sum(phases.values()))
+
+
+def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
+    """Let the server and the loop take turns."""
+    config = ServerConfig(model_path=options.model, max_num_seqs=options.streams)
+    prompts = [[1000 + 97 * stream + place for place in range(PROMPT_TOKENS)] for stream in range(options.streams)]
+    with served(["--model", options.model, "--max-num-seqs", str(options.streams)]) as (server,):
+        bare = BareLoop(config, prompts, options.tokens)
+        sides = [
+            lambda: streams_step(server, "/v1/completions", prompts, options.tokens),
+            lambda: streams_step(server, "/generate", prompts, options.tokens),
+            bare.seconds_per_step,
+        ]
+        comparison.in_turns(sides, 1)  # the first turn computes the prompts
+        *ours, peer = comparison.in_turns(sides, options.turns)
+        for route, times in zip(ROUTES, ours, strict=True):
+            yield comparison.compare(
+                BENCHMARK,
+                f"{options.streams} streams of {route}",
+                [seconds * 1e3 for seconds in times],
+                [seconds * 1e3 for seconds in peer],
+                unit="ms/step",
+                peer_name="bare model loop",
+                kind=comparison.OF_PEER,
+                target=comparison.at_most(1.1),
+            )
+        yield comparison.alone(
+            BENCHMARK, "the engine's time outside the forward pass", [outside_the_forward_pass(server)], unit="%"
+        )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = comparison.arguments(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=10, help="that each stream gains in a turn, behind its first")
+    parser.add_argument("--turns", type=int, default=9)
+    options = parser.parse_args()
+    comparison.report(measure(options), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""A server under 20,000 requests of every kind: nothing may be lost, and nothing left over.
+
+    python benchmarks/soak.py --json soak.json --plot docs/images/soak.svg
+
+A real `logitship serve` with sandboxes gets requests of all routes and kinds, drawn from a seed, so many at a time that
+some always wait: processors that come and go, that raise, loop, exit and allocate without end; clients that go away;
+nonsense. Each outcome is held against what its kind must give.
+
+Every 1,000 requests the server may finish what it has. Then as many sandboxes as there may be are alive, the same
+classes in them each time, and what the server takes is comparable: memory may not drift after the first 2,000 requests
+(by 2 % at most, of the server's process and of all processes together), and nothing else may grow at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import httpx
+import soak_plain
+import soak_processed
+import soak_trouble
+from soak_plot import draw
+from soak_processed import json_schema, regex
+from soak_processors import counting, forcing
+from soak_report import MEMORY, Sample, first_of, grown, memory_drift
+from soak_requests import KINDS, Answers, Draw, Kind, learn, name_of
+from soak_server import (
+    SHARED_MEMORY,
+    SoakServer,
+    processes_below,
+    shared_memory_left,
+    soak_server,
+    tiny_model,
+)
+
+from logitship import AsyncClient
+from logitship.server.default_model import default_model_folder
+
+MIX = (soak_plain, soak_processed, soak_trouble)
+"""The modules that enter kinds of requests."""
+LONGEST_REQUEST = 600.0
+"""Seconds. One that takes longer counts as lost, even on a machine that stands still now and then."""
+LONGEST_DRAIN = 60.0
+STILL = 0.5
+"""Seconds without a change after which nothing more is expected to."""
+MAX_LEN = 256
+MAX_SEQS = 16
+GRAMMARS = 128
+"""As many as the server keeps compiled."""
+
+
+@dataclass
+class Soak:
+    """One run.
+
+    Attributes:
+        done: requests that have ended.
+        outcomes: how many of each kind have ended as they must.
+        failures: the others, in words.
+    """
+
+    server: SoakServer
+    answers: Answers
+    options: argparse.Namespace
+    began: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """All requests, with a quiet point after the warm-up and after each so many."""
+        total, every = self.options.requests, self.options.quiet_every
+        warm_up = min(self.options.warm_up, total // 2)
+        for first, end in _segments(total, warm_up, every):
+            await self._segment(first, end)
+            await self._quiet_point()
+
+    async def _segment(self, first: int, end: int) -> None:
+        """The requests of these numbers, so many at a time."""
+        numbers = iter(range(first, end))
+        async with AsyncExitStack() as clients:
+            client = await clients.enter_async_context(_client(self.server))
+            http = await clients.enter_async_context(
+                httpx.AsyncClient(base_url=self.server.base_url, timeout=LONGEST_REQUEST)
+            )
+
+            async def worker() -> None:
+                for number in numbers:
+                    await self._request(number, client, http)
+
+            await asyncio.gather(*(worker() for _ in range(self.options.concurrency)))
+
+    async def _request(self, number: int, client: AsyncClient, http: httpx.AsyncClient) -> None:
+        own = random.Random(f"{self.options.seed} {number}")
+        kind = drawn_kind(own, self.options.only)
+        try:
+            async with asyncio.timeout(LONGEST_REQUEST):
+                await kind(Draw(number, own, client, http, self.answers))
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is not what the kind must give
+            self.failures.append(f"request {number}, {name_of(kind)}: {type(error).__name__}: {error}")
+            print(self.failures[-1], file=sys.stderr, flush=True)
+        else:
+            self.outcomes[name_of(kind)] += 1
+        self.done += 1
+        if self.done % self.options.sample_every == 0:
+            await self._sample(quiet=False)
+
+    async def _quiet_point(self) -> None:
+        """Wait until the server has finished, fill it with the same sandboxes, and look at it."""
+        async with _client(self.server) as client:
+            for processor in _residents(self.options.sandboxes):
+                await client.generate("a", processor=processor, params={"first": 1000}, max_new_tokens=1)
+        until = time.monotonic() + LONGEST_DRAIN
+        before, left = None, ""
+        while time.monotonic() < until:
+            taken = await asyncio.to_thread(self.server.taken)
+            left = await asyncio.to_thread(self._left)
+            # Connections close, threads end, and sandboxes are started for later: until all is still.
+            now = (taken.descriptors, taken.threads, taken.processes, taken.zombies)
+            if not left and now == before:
+                break
+            before = now
+            await asyncio.sleep(STILL)
+        if left:
+            self.failures.append(f"after {self.done} requests: {left}")
+        await self._sample(quiet=True)
+
+    def _left(self) -> str:
+        """What a server that has finished still holds, in words."""
+        engine = self.server.state()
+        held = {name: engine[name] for name in ("running", "waiting", "registered_processors") if engine[name]}
+        if engine["sandboxes"] != self.options.sandboxes:
+            held["sandboxes"] = engine["sandboxes"]
+        return ", ".join(f"{number} {name}" for name, number in held.items())
+
+    async def _sample(self, quiet: bool) -> None:
+        taken, engine = await asyncio.to_thread(lambda: (self.server.taken(), self.server.state()))
+        sample = Sample(self.done, round(time.perf_counter() - self.began, 1), quiet, taken, engine)
+        self.samples.append(sample)
+        print(sample, flush=True)
+
+
+def drawn_kind(own: random.Random, only: Sequence[str]) -> Kind:
+    """One of the kinds, or of those with these names, as often as each is to come."""
+    kinds = {one: weight for one, weight in KINDS.items() if not only or one.__name__ in only}
+    return own.choices(list(kinds), list(kinds.values()))[0]
+
+
+def _segments(total: int, warm_up: int, every: int) -> Iterator[tuple[int, int]]:
+    """First and end of the stretches between two quiet points."""
+    yield 0, warm_up
+    for first in range(warm_up, total, every):
+        yield first, min(first + every, total)
+
+
+def _client(server: SoakServer) -> AsyncClient:
+    """A client that is patient where all sandboxes are in use."""
+    return AsyncClient(server.base_url, dialect="logitship", timeout=LONGEST_REQUEST, max_retries=20)
+
+
+def _residents(sandboxes: int) -> Iterator[str]:
+    """Processors that fill all sandboxes: those that are always in use, and as many that nobody else asks for."""
+    yield from (counting(number) for number in range(4))
+    yield from (forcing(3_000_000 + number) for number in range(sandboxes - 4))
+
+
+async def _fill(server: SoakServer, concurrency: int) -> None:
+    """Use what is bounded up to its bound: it takes memory, threads and a process when it is first used."""
+    slots = {
+        "input_ids": [[(17 * slot + place) % 40_000 + 1 for place in range(MAX_LEN - 8)] for slot in range(MAX_SEQS)],
+        "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+    }
+    pairs = [({"regex": regex(number)}, {"json_schema": json_schema(number)}) for number in range(-GRAMMARS // 2, 0)]
+    grammars = {"text": ["a"] * GRAMMARS, "sampling_params": [{**each, "max_new_tokens": 20} for each in chain(*pairs)]}
+    # Tokenizing it takes so long that each of these needs a thread of its own.
+    too_long = {"text": "word " * 100_000}
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=LONGEST_REQUEST) as http:
+        for body in (slots, slots, grammars):
+            (await http.post("/generate", json=body)).raise_for_status()
+        answers = await asyncio.gather(*(http.post("/generate", json=too_long) for _ in range(concurrency)))
+    assert {answer.status_code for answer in answers} == {400}
+
+
+def _flags(options: argparse.Namespace, model: Path) -> list[str]:
+    flags = {
+        "--model-path": model,
+        "--max-model-len": MAX_LEN,
+        "--max-num-seqs": MAX_SEQS,
+        "--prefix-cache-bytes": options.prefix_cache_bytes,
+        "--max-sandboxes": options.sandboxes,
+        "--sandbox-memory": 1 << 28,
+        "--random-seed": options.seed,
+    }
+    return ["--enable-custom-logit-processor", *(str(word) for flag in flags.items() for word in flag)]
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--warm-up", type=int, default=2_000, help="requests before the first quiet point")
+    parser.add_argument("--quiet-every", type=int, default=1_000, help="requests between two quiet points")
+    parser.add_argument("--sample-every", type=int, default=250, help="requests between two samples")
+    parser.add_argument("--concurrency", type=int, default=32, help="requests at a time; half of them wait")
+    parser.add_argument("--sandboxes", type=int, default=24, help="most that the server has at a time")
+    parser.add_argument("--prefix-cache-bytes", type=int, default=1 << 22)
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="KIND", choices=[one.__name__ for one in KINDS], help="to find a leak"
+    )
+    parser.add_argument("--max-drift", type=float, default=0.02, help="of memory, as a share")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--model", default="tiny", help="a folder; default: the default model; tiny: random weights, made here"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as SVG (needs matplotlib)")
+    return parser.parse_args(arguments)
+
+
+def _model(options: argparse.Namespace, folder: Path) -> Path:
+    if options.model == "tiny":
+        return tiny_model(folder / "model", default_model_folder())
+    return default_model_folder() if options.model == "default" else Path(options.model)
+
+
+async def _soak(server: SoakServer, options: argparse.Namespace) -> Soak:
+    await _fill(server, options.concurrency)
+    async with _client(server) as client:
+        answers = await learn(client)
+    soak = Soak(server, answers, options)
+    await soak.run()
+    return soak
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    """The run, and what is to be said of it."""
+    shared_memory = {entry.name for entry in SHARED_MEMORY.iterdir()}
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        with soak_server(folder, _flags(options, _model(options, folder))) as server:
+            soak = asyncio.run(_soak(server, options))
+            below = list(processes_below(server.pid))
+        errors, left = server.errors(), server.left_behind(below) + shared_memory_left(shared_memory)
+    quiet = [sample for sample in soak.samples if sample.quiet]
+    return {
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "outcomes": dict(sorted(soak.outcomes.items())),
+        "failures": soak.failures,
+        "errors": errors,
+        "drift": {name: memory_drift(quiet, name) for name in MEMORY},
+        "broken": [
+            *first_of("outcomes that are not as they must be", soak.failures),
+            *first_of("errors in the server's log", errors),
+            *first_of("things left behind by the server", left),
+            *grown(quiet, options.max_drift),
+        ],
+        "samples": [asdict(sample) for sample in soak.samples],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print as it goes, and say what promise was broken.
+
+    Returns:
+        1 if one was, else 0.
+    """
+    options = parse_arguments(arguments)
+    figures = _run(options)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot:
+        draw(figures, options.plot)
+    print(f"{sum(figures['outcomes'].values())} of {options.requests} requests ended as they must")
+    print(", ".join(f"{name} grew by {drift:.2%}" for name, drift in figures["drift"].items()))
+    print("\n".join(f"BROKEN: {each}" for each in figures["broken"]) or "all promises are kept")
+    return bool(figures["broken"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

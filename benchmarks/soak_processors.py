@@ -1,0 +1,104 @@
+"""The classes that the soak ships: what each makes of the logits is known beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from logitship import CustomLogitProcessor
+from logitship.client.processor_string import SourceProcessor, to_text
+
+FIRST_TOKEN = 1000
+"""Tokens from here on are words and parts of them in the default model's vocabulary."""
+
+_HEAD = """
+import os
+from logitship import CustomLogitProcessor
+
+class {name}(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+"""
+
+_FORCE = """
+        logits.fill_(-float("inf"))
+        logits[:, {token}] = 0.0
+        return logits
+"""
+
+_COUNT = """
+        for row, params in enumerate(custom_param_list):
+            state = params["__req__"].state
+            drawn = state.get("drawn", 0)
+            if drawn == params.get("fail_at"):
+                raise ValueError("as it was told")
+            state["drawn"] = drawn + 1
+            logits[row] = -float("inf")
+            logits[row, params["first"] + drawn] = 0.0
+        return logits
+"""
+
+_FAULT = """
+        if all(len(params["__req__"].output_ids) < {steps} for params in custom_param_list):
+            return logits
+        {fault}
+        return logits
+"""
+
+FAULTS: dict[str, tuple[str, frozenset[str]]] = {
+    "raises": ("raise ValueError('as it was told')", frozenset({"exception"})),
+    "leaves NaN": ("logits[:, 0] = float('nan')", frozenset({"non_finite"})),
+    "another shape": ("return logits[:, :-1]", frozenset({"bad_result"})),
+    "no tensor": ("return None", frozenset({"bad_result"})),
+    "exits": ("os._exit(3)", frozenset({"crash", "load"})),
+    "loops": ("while True: pass", frozenset({"deadline", "crash", "load"})),
+    "takes all memory": (
+        "pieces = [bytes([1]) * (1 << 24) for _ in range(1 << 10)]",
+        frozenset({"exception", "crash", "deadline", "load"}),
+    ),
+}
+"""What a class does, and the kinds of fault that may come of it. After one that ends its process, another request with
+the class may find it gone before it finds out by itself."""
+
+
+def forced_token(number: int) -> int:
+    """The token that `forcing` and `ForcingClass` of this number draw."""
+    return FIRST_TOKEN + number * 7919 % 40_000
+
+
+def forcing(number: int) -> str:
+    """A processor string: draws one token and no other. Another class for each number."""
+    name = f"Force{number}"
+    return to_text(SourceProcessor(_HEAD.format(name=name) + _FORCE.format(token=forced_token(number)), name))
+
+
+def forcing_class(number: int) -> type[CustomLogitProcessor]:
+    """The same as a class, which travels as a pickle."""
+    token = forced_token(number)
+
+    class Forcing(CustomLogitProcessor):
+        """Draws one token and no other."""
+
+        def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+            forced = torch.full_like(logits, -torch.inf)
+            forced[:, token] = 0.0
+            return forced
+
+    return Forcing
+
+
+def counting(number: int = 0) -> str:
+    """A processor string: draws `params["first"]` and the tokens after it, and raises at `params["fail_at"]`."""
+    name = f"Count{number}"
+    return to_text(SourceProcessor(_HEAD.format(name=name) + _COUNT, name))
+
+
+def failing(what: str, steps: int, number: int) -> str:
+    """A processor string: one of `FAULTS`, once its request has so many tokens. Another class for each number."""
+    name = f"Fail{number}"
+    return to_text(SourceProcessor(_HEAD.format(name=name) + _FAULT.format(steps=steps, fault=FAULTS[what][0]), name))
+
+
+def unloadable(number: int) -> str:
+    """A processor string whose class cannot be loaded."""
+    return to_text(SourceProcessor(f"raise RuntimeError('never loads {number}')", "Missing"))

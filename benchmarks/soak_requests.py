@@ -1,0 +1,182 @@
+"""What a request of the soak needs, and what it must give: the ground on which its kinds stand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import httpx
+
+from logitship import AsyncClient
+from logitship.client.options import Message
+from logitship.client.records import Generation
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, there was a",
+    "Water boils at a temperature of",
+    "The largest planet in the solar system is",
+    "A short list of colours: red,",
+    "def fibonacci(n):",
+    "The opposite of hot is",
+    "In the morning the baker",
+    "Bees make honey because they",
+    "Two and two make",
+    "The moon goes round the",
+    "Dear sir or madam, I am writing to",
+)
+MOST_TOKENS = 10
+"""Output tokens of most requests: what a soak wears out is what begins and ends."""
+NEAR_TIE = 0.01
+"""Two tokens whose log-probabilities are closer may change places in other company, where rounding differs."""
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+_WORDS = ("sun", "rain", "tree", "river", "stone", "bird", "light", "road")
+
+
+class Unexpected(Exception):
+    """A request did not end as its kind must."""
+
+
+def expect(condition: bool, what: object) -> None:
+    """Demand something of an outcome.
+
+    Raises:
+        Unexpected: it is not so.
+    """
+    if not condition:
+        raise Unexpected(str(what)[:1000])
+
+
+@dataclass(frozen=True)
+class Known:
+    """A prompt, and what the model makes of it when it always takes the most likely token.
+
+    Attributes:
+        tokens: how many are known; before the first near-tie.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+    output_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What each of the `PROMPTS` gives, as a text and as a message of a conversation."""
+
+    texts: Sequence[Known]
+    chats: Sequence[Known]
+
+
+@dataclass
+class Draw:
+    """One request: what it goes through, and what it is made of.
+
+    Attributes:
+        number: of the request.
+        random: its own, so that the mix is the same whatever order requests end in.
+        client: retries what was refused because every sandbox is in use.
+        http: for what the client would refuse to send, or would wrap.
+        answers: what is known.
+    """
+
+    number: int
+    random: random.Random
+    client: AsyncClient
+    http: httpx.AsyncClient
+    answers: Answers
+    rid: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rid = f"soak-{self.number}"
+
+    def known(self) -> Known:
+        """One of the prompts."""
+        return self.random.choice(self.answers.texts)
+
+    def known_chat(self) -> Known:
+        """One of the conversations."""
+        return self.random.choice(self.answers.chats)
+
+    def new_prompt(self) -> str:
+        """A prompt that no other request has."""
+        words = " ".join(self.random.choices(_WORDS, k=12))
+        return f"Story {self.number}: {words}"
+
+    def class_number(self) -> int:
+        """Of a shipped class: new ones come with time, and old ones are asked for less and less, then never."""
+        age = min(int(self.random.expovariate(0.4)), 10)
+        return max(0, self.number // 12 - age)
+
+    async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Send JSON; again while the server has no room for the processor."""
+        while True:
+            response = await self.http.post(path, json=body)
+            if response.status_code != 503:
+                return response
+            await asyncio.sleep(0.2)
+
+
+Kind: TypeAlias = Callable[[Draw], Awaitable[None]]
+"""Sends a request, or a few that belong together, and raises if the outcome is not as it must be."""
+
+KINDS: dict[Kind, float] = {}
+"""All kinds, and how often each comes, relative to the others."""
+
+
+def kind(weight: float) -> Callable[[Kind], Kind]:
+    """Enter a kind into `KINDS`."""
+
+    def enter(function: Kind) -> Kind:
+        KINDS[function] = weight
+        return function
+
+    return enter
+
+
+def name_of(one: Kind) -> str:
+    """What the report calls it."""
+    return getattr(one, "__name__", "?").replace("_", " ")
+
+
+def conversation(prompt: str) -> list[Message]:
+    """A prompt as a conversation."""
+    return [{"role": "user", "content": prompt}]
+
+
+def same(result: Generation, known: Known) -> None:
+    """Demand the greedy continuation."""
+    expect(result.text == known.text, f"{known.prompt!r} gave {result.text!r}, not {known.text!r}")
+
+
+async def learn(client: AsyncClient) -> Answers:
+    """Ask for the greedy continuations, one after the other. Prompts that begin with a near-tie are left out."""
+    texts, chats = [], []
+    for prompt in PROMPTS:
+        text = await client.generate(
+            prompt, **GREEDY, max_new_tokens=MOST_TOKENS, return_logprob=True, top_logprobs_num=2
+        )
+        if tokens := _tokens_before_near_tie(text):
+            text = await client.generate(prompt, **GREEDY, max_new_tokens=tokens)
+            texts.append(Known(prompt, text.text, tokens, text.output_ids))
+        messages = conversation(prompt)
+        chat = await client.chat(messages, **GREEDY, max_tokens=MOST_TOKENS, logprobs=True, top_logprobs=2)
+        if tokens := _tokens_before_near_tie(chat):
+            chat = await client.chat(messages, **GREEDY, max_tokens=tokens)
+            chats.append(Known(prompt, chat.text, tokens))
+    return Answers(texts, chats)
+
+
+def _tokens_before_near_tie(result: Generation) -> int:
+    for count, token in enumerate(result.logprobs or ()):
+        best, second = (-math.inf if top.logprob is None else top.logprob for top in token.top[:2])
+        if best - second < NEAR_TIE:
+            return count
+    return MOST_TOKENS

@@ -1,0 +1,249 @@
+"""A real `logitship serve` as a child process, and what it and the processes below it take."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT = 180.0
+"""Seconds until the server answers; it loads a model, and imports torch twice."""
+STOP_TIMEOUT = 60.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a server takes at one moment.
+
+    Attributes:
+        server_pss: bytes of the server's own process; what it shares with others counts in part (PSS). Without pages of
+            files, such as libraries: these are shared with whatever else runs on the machine.
+        tree_pss: the same of the server and all processes below it: sandboxes, and what these are forked from.
+        server_rss: bytes of the server's own process that are in memory, those that it shares included.
+        descriptors: open ones of the server's own process.
+        threads: of the server's own process.
+        processes: below the server.
+        zombies: those of them that have ended and that nobody has waited for.
+        files: in the folder that the server has for temporary files.
+    """
+
+    server_pss: int
+    tree_pss: int
+    server_rss: int
+    descriptors: int
+    threads: int
+    processes: int
+    zombies: int
+    files: int
+
+
+@dataclass(frozen=True)
+class SoakServer:
+    """A server that runs.
+
+    Attributes:
+        base_url: where it listens.
+        pid: of its process.
+        temporary: its folder for temporary files.
+        log: what it wrote.
+    """
+
+    base_url: str
+    pid: int
+    temporary: Path
+    log: Path
+
+    def taken(self) -> Taken:
+        """What it takes now."""
+        below = list(processes_below(self.pid))
+        own = proportional_bytes(self.pid)
+        return Taken(
+            server_pss=own,
+            tree_pss=own + sum(map(proportional_bytes, below)),
+            server_rss=_field(Path(f"/proc/{self.pid}/status"), "VmRSS:"),
+            descriptors=len(os.listdir(f"/proc/{self.pid}/fd")),
+            threads=len(os.listdir(f"/proc/{self.pid}/task")),
+            processes=len(below),
+            zombies=sum(_state(pid) == "Z" for pid in below),
+            files=sum(len(files) for _, _, files in os.walk(self.temporary)),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What the engine says of itself: `internal_states` of `/server_info`."""
+        answer = httpx.get(f"{self.base_url}/server_info", timeout=60)
+        state: dict[str, Any] = answer.raise_for_status().json()["internal_states"][0]
+        return state
+
+    def errors(self) -> list[str]:
+        """What it logged of mistakes of its own, each with its traceback."""
+        records = re.split(r"^(?=\d{4}-\d\d-\d\d )", self.log.read_text(errors="replace"), flags=re.MULTILINE)
+        return [record.rstrip() for record in records if " ERROR " in record.partition("\n")[0]]
+
+    def left_behind(self, below: Sequence[int]) -> list[str]:
+        """What is still there of a server that has ended.
+
+        Args:
+            below: the processes that were below it.
+        """
+        files = [Path(folder) / name for folder, _, names in os.walk(self.temporary) for name in names]
+        return [*(f"process {pid}" for pid in below if _stat(pid)), *map(str, files)]
+
+    def end_of_log(self, lines: int = 20) -> str:
+        """What it wrote last."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def soak_server(folder: Path, flags: Sequence[str]) -> Iterator[SoakServer]:
+    """Start `logitship serve` with these flags, and end it as an operator does.
+
+    Args:
+        folder: for its log and its temporary files.
+
+    Raises:
+        RuntimeError: it does not start, or does not end by itself.
+    """
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    log = folder / "server.log"
+    port = _free_port()
+    command = [sys.executable, "-c", "import sys; from logitship.server.cli import main; sys.exit(main())", "serve"]
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *flags],
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(temporary)},
+        )
+    server = SoakServer(f"http://127.0.0.1:{port}", process.pid, temporary, log)
+    try:
+        _wait_until_healthy(server, process)
+        yield server
+        process.terminate()
+        if process.wait(STOP_TIMEOUT) != 0:
+            raise RuntimeError(f"the server ended with {process.returncode}:\n{server.end_of_log()}")
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the server did not end within {STOP_TIMEOUT:g} s:\n{server.end_of_log()}") from None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_healthy(server: SoakServer, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + START_TIMEOUT
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            if httpx.get(f"{server.base_url}/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise RuntimeError(f"the server did not start:\n{server.end_of_log()}")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
+def processes_below(pid: int) -> Iterator[int]:
+    """The children of a process, theirs, and so on, as far as they are still there."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (fields := _stat(int(name))):
+            parents.setdefault(int(fields[1]), []).append(int(name))
+    found = list(parents.get(pid, ()))
+    for each in found:  # which grows
+        found += parents.get(each, ())
+    yield from found
+
+
+def _state(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Of `/proc/PID/stat`, what stands behind the name: state, parent, …; nothing if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def proportional_bytes(pid: int) -> int:
+    """Memory of a process that no file stands behind, of shared pages its share (PSS); 0 if it is gone.
+
+    A sandbox does not let its own user look at that. Where the user is not root, what it shares with nobody stands for
+    it: the rest is the template's.
+    """
+    folder = Path(f"/proc/{pid}")
+    try:
+        return _field(folder / "smaps_rollup", "Pss_Anon:") + _field(folder / "smaps_rollup", "Pss_Shmem:")
+    except PermissionError:
+        resident, shared = map(int, (folder / "statm").read_text().split()[1:3])
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _field(file: Path, name: str) -> int:
+    """Bytes that a line such as `Pss: 12 kB` tells; 0 without one."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return next((int(line[1]) * 1024 for line in lines if line and line[0] == name), 0)
+
+
+def shared_memory_left(before: set[str]) -> list[str]:
+    """What is new in `/dev/shm` and belongs to no process that lives."""
+    new = {entry.name for entry in SHARED_MEMORY.iterdir()} - before
+    if not new:
+        return []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                new -= set(Path(f"/proc/{name}/maps").read_text().replace(f"{SHARED_MEMORY}/", "\n").split("\n"))
+            except OSError:
+                continue
+    return sorted(new)
+
+
+def tiny_model(folder: Path, tokenizer: Path) -> Path:
+    """A model with random weights that computes a step in little time, and another's tokenizer.
+
+    Args:
+        folder: to be made.
+        tokenizer: the folder of the model whose tokenizer it has.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    known = AutoTokenizer.from_pretrained(tokenizer)
+    config = LlamaConfig(
+        vocab_size=len(known),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        bos_token_id=known.bos_token_id,
+        eos_token_id=known.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer / name, folder / name)
+    return folder

@@ -1,0 +1,82 @@
+"""One side of a benchmark in a process of its own: where the two sides need different environments.
+
+A worker is a script that calls `serve`. This module imports nothing but the standard library, so that a worker runs in
+any environment that has what it measures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class WorkerProcess:
+    """A running worker. It is idle while it has no order, so that workers can take turns.
+
+    Args:
+        python: that has what the worker measures.
+        script: calls `serve`.
+        arguments: of the script.
+        threads: of OpenMP; scripts take PyTorch's number from there.
+
+    Attributes:
+        about: what the worker said first.
+
+    Raises:
+        SystemExit: it ended without an answer, here and in `ask`; its standard error has the reason.
+    """
+
+    def __init__(self, python: str, script: Path, arguments: Sequence[str], threads: int) -> None:
+        self._name = " ".join((script.name, *arguments))
+        self._process = subprocess.Popen(
+            [python, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+        self.about: Any = self._read()
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def ask(self, order: object) -> Any:
+        """Send an order, anything that JSON has, and wait for the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._name} ended: its error is above")
+        return json.loads(line)
+
+
+def serve(start: Callable[[], tuple[object, Callable[[Any], object]]]) -> None:
+    """Be a worker, until there are no more orders.
+
+    Args:
+        start: imports what is slow. Returns what the worker says of itself, and what answers an order.
+    """
+    # Libraries print to standard output: what they print goes to standard error, and the answers keep the stream.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    about, answer = start()
+    print(json.dumps(about), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)

@@ -1,0 +1,44 @@
+"""What a sandbox does before there is a processor for it, so that the first one finds it warm.
+
+A forked process shares its memory with the template, page by page, until it writes to the page. Python writes to nearly
+all that it reads, because objects count their references: the first load and the first call of a processor copy some
+thousand pages. Here that happens while nobody waits.
+"""
+
+from __future__ import annotations
+
+import marshal
+from typing import Any
+
+import torch
+
+from logitship.client.processor import CustomLogitProcessor
+from logitship.sampler.request_view import ModelView
+
+from .protocol import Kind
+from .worker import Worker
+
+
+class _Example(CustomLogitProcessor):
+    """Does what most processors do that people ship."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in zip(logits, custom_param_list or (), strict=True):
+            row[params["banned"]] = -float("inf")
+            row[params["__req__"].output_ids[-1]] += 1.0
+        return logits.where(logits > 0, logits - 1.0)
+
+
+def warm_up(logits: torch.Tensor, model: ModelView) -> None:
+    """Run an example, and forget it.
+
+    Args:
+        logits: float32 [max_rows, vocab], the shared region; is zero again at the end.
+    """
+    worker = Worker(logits, model, {})
+    worker.use(_Example)
+    first, second = b"\0" * 8, (1).to_bytes(8, "little")
+    worker.handle(Kind.ATTACH, marshal.dumps((0, "", {"banned": [0]}, first, second, {})))
+    worker.handle(Kind.STEP, marshal.dumps([(0, [])]))
+    worker.handle(Kind.DETACH, marshal.dumps(0))
+    logits[:1].zero_()

@@ -1,0 +1,163 @@
+"""Finds loops over rows in an author's source, and says how each could be written for all rows at once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+
+from logitship.client.processor import CustomLogitProcessor
+from logitship.client.source_text import SourceFile, find_function, source_file
+
+_TOKENIZER_CALLS = frozenset(
+    {"batch_decode", "convert_ids_to_tokens", "convert_tokens_to_ids", "decode", "encode", "get_vocab", "tokenizer"}
+)
+_MAKERS = frozenset({"arange", "as_tensor", "full", "full_like", "ones", "ones_like", "tensor", "zeros", "zeros_like"})
+_TO_PYTHON = frozenset({"item", "tolist", "numpy", "cpu"})
+
+
+@dataclass(frozen=True)
+class RowLoop:
+    """A loop.
+
+    Attributes:
+        text: its first line.
+        advice: how to do without it, or with less in it.
+    """
+
+    file: str
+    line: int
+    text: str
+    advice: str
+
+    @property
+    def place(self) -> str:
+        """File and line, for people."""
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+
+def find_row_loops(cls: type[CustomLogitProcessor]) -> list[RowLoop]:
+    """The loops over rows in `__call__`; none where there is no source.
+
+    A loop is one over rows if what it goes through mentions the parameters' list or the logits.
+    """
+    function = cls.__call__
+    if not isinstance(function, FunctionType):
+        return []
+    file = source_file(function.__code__.co_filename, function.__globals__)
+    node = None if file is None else find_function(file, function.__code__)
+    if file is None or node is None or isinstance(node, ast.ClassDef):
+        return []
+    names = {argument.arg for argument in node.args.args[1:3]}
+    logits = node.args.args[1].arg if len(node.args.args) > 1 else ""
+    return [_described(file, loop, logits) for loop in _loops(node) if _mentions(loop.iter, names)]
+
+
+def _loops(node: ast.AST) -> Iterator[ast.For]:
+    return (inner for inner in ast.walk(node) if isinstance(inner, ast.For))
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(inner, ast.Name) and inner.id in names for inner in ast.walk(node))
+
+
+def _described(file: SourceFile, loop: ast.For, logits: str) -> RowLoop:
+    advice = "\n".join(_advice(loop, logits)) or (
+        "Collect what differs from row to row in lists, make one tensor of each list, and edit all rows at once."
+    )
+    return RowLoop(file.filename, loop.lineno, file.lines[loop.lineno - 1].strip(), advice)
+
+
+def _advice(loop: ast.For, logits: str) -> Iterator[str]:
+    """What helps, the most expensive first. Each kind once."""
+    said: set[str] = set()
+    for line, kind, text in sorted(_hints(loop, logits), key=lambda hint: (_ORDER.index(hint[1]), hint[0])):
+        if kind not in said:
+            said.add(kind)
+            yield f"Line {line}: {text}"
+
+
+_ORDER = ("tokenizer", "history", "make", "python", "write")
+
+
+def _hints(loop: ast.For, logits: str) -> Iterator[tuple[int, str, str]]:
+    """(line, kind, text)."""
+    rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    for node in (inner for statement in loop.body for inner in ast.walk(statement)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _TOKENIZER_CALLS and _is_tokenizer(node.func):
+                yield node.lineno, "tokenizer", _TOKENIZER_HINT.format(name)
+            case ast.Call(func=ast.Name(id="len")):
+                pass  # of a history: costs nothing
+            case ast.Call(args=[ast.Attribute(attr="output_ids" | "origin_input_ids") as ids, *_]):
+                yield node.lineno, "history", _HISTORY_HINT.format(ids.attr)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in _MAKERS:
+                yield node.lineno, "make", _MAKE_HINT.format(name)
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _TO_PYTHON:
+                yield node.lineno, "python", _PYTHON_HINT.format(name)
+            case ast.Assign(targets=[ast.Subscript() as target]) | ast.AugAssign(target=ast.Subscript() as target):
+                if _is_row_write(target, logits, rows):
+                    yield node.lineno, "write", _write_hint(node, target, logits)
+
+
+def _is_tokenizer(function: ast.expr) -> bool:
+    """True for `….tokenizer.decode`, `tok.encode`, and the like: what is called belongs to something with that name."""
+    return isinstance(function, ast.Attribute) and "tok" in ast.unparse(function.value).lower()
+
+
+def _is_row_write(target: ast.Subscript, logits: str, rows: set[str]) -> bool:
+    """True for `logits[…] = `, and for `row[…] = ` where the loop goes through the logits. False for `params["x"] = `.
+
+    Args:
+        rows: the loop's variables.
+    """
+    if not isinstance(target.value, ast.Name):
+        return False
+    is_key = isinstance(target.slice, ast.Constant) and isinstance(target.slice.value, str)
+    return target.value.id == logits or (target.value.id in rows and not is_key)
+
+
+_TOKENIZER_HINT = (
+    "the tokenizer's {}() for each row and step. Look tokens up once, in a table on self; read of the history only "
+    "what is new, and keep in __req__.state how far you have read."
+)
+_HISTORY_HINT = (
+    "goes through all of {} in each step, which takes longer and longer. Keep in __req__.state what you found, and how "
+    "far you have read."
+)
+_MAKE_HINT = (
+    "torch.{}() makes a tensor for each row and step. Keep it on self in a dict, by the parameters it depends on."
+)
+_PYTHON_HINT = ".{}() brings values back to Python for each row. Compute with tensors for all rows, and ask once."
+_COLLECT = "one write for each row. Collect in the loop, and write once after it:\n"
+
+
+def _write_hint(node: ast.Assign | ast.AugAssign, target: ast.Subscript, logits: str) -> str:
+    """The rewriting, with the author's own names."""
+    value, is_same = ast.unparse(node.value), _is_same_for_all(node.value)
+    match node.value:
+        case ast.Call(func=ast.Attribute(attr="masked_fill" | "masked_fill_"), args=[mask, filling]):
+            return (
+                f"{_COLLECT}    masks.append({ast.unparse(mask)})\n"
+                f"    {logits}.masked_fill_(torch.stack(masks), {ast.unparse(filling)})"
+            )
+    ids: ast.expr | None = target.slice if isinstance(target.value, ast.Name) and target.value.id != logits else None
+    if isinstance(target.slice, ast.Tuple) and len(target.slice.elts) == 2:
+        ids = target.slice.elts[1]
+    if ids is None:
+        collect = "rows.append(row)" + ("" if is_same else f"; values.append({value})")
+        return f"{_COLLECT}    {collect}\n    {logits}[rows] = {value if is_same else 'torch.stack(values)'}"
+    collect = "rows += [row] * len(ids); columns += ids" + ("" if is_same else f"; values += [{value}] * len(ids)")
+    values = f"torch.tensor({value})" if is_same else "torch.tensor(values)"
+    accumulate = ", accumulate=True" if isinstance(node, ast.AugAssign) else ""
+    return (
+        f"{_COLLECT}    ids = {ast.unparse(ids)}  # a list\n    {collect}\n"
+        f"    {logits}.index_put_((torch.tensor(rows), torch.tensor(columns)), {values}{accumulate})"
+    )
+
+
+def _is_same_for_all(value: ast.expr) -> bool:
+    """True for numbers, and what is made of numbers, `torch` and `float`."""
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return names <= {"float", "torch", "math", "np"}

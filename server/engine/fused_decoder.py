@@ -1,0 +1,182 @@
+"""The forward pass of Llama-like models on a CPU, with fewer and larger operations than transformers' own code.
+
+For a few tokens, a decoder layer of transformers is some fifty operations on small tensors, and seven matrices that are
+read one by one. Here it is five multiplications with packed weights, of which three also do what follows them, and some
+fifteen small operations. The model's embedding and rotary positions are used as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .attention import StepLayout, slot_attention
+from .packed_linear import PackedLinear, can_pack
+
+_ARCHITECTURES = (
+    "llama.LlamaForCausalLM",
+    "mistral.MistralForCausalLM",
+    "qwen2.Qwen2ForCausalLM",
+    "qwen3.Qwen3ForCausalLM",
+)
+"""Of `transformers.models`. They differ in biases, norms of queries and keys, and sliding windows."""
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Whether `FusedDecoder` knows the model: one of those architectures, nothing in it exchanged, silu between."""
+    package = type(model).__module__.rpartition(".")[0]
+    family = package.removeprefix("transformers.models.")
+    return (
+        f"{family}.{type(model).__name__}" in _ARCHITECTURES
+        and can_pack(model.device, model.dtype)
+        and model.config.hidden_act == "silu"
+        and all(_is_plain(each) for each in model.modules())
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Neither a stand-in for a layer, as quantization and adapters use them, nor one that somebody listens to."""
+    of_library = type(module) in (nn.Linear, nn.Embedding) or type(module).__module__.startswith(
+        ("transformers.", "torch.")
+    )
+    own = all(
+        type(parameter) is nn.Parameter and parameter.dtype == torch.float32
+        for parameter in module.parameters(recurse=False)
+    )
+    return of_library and own and not module._forward_hooks and not module._forward_pre_hooks
+
+
+class FusedDecoder:
+    """The layers of a model, ready to run. The model itself stays as it is, and may be used beside.
+
+    Args:
+        model: of which `can_fuse` is true.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        decoder: Any = model.model
+        self._embed = decoder.embed_tokens
+        self._rotary = decoder.rotary_emb
+        self._layers = [FusedLayer(layer, model.config) for layer in decoder.layers]
+        self._norm = _RMSNorm(decoder.norm)
+        self._lm_head = PackedLinear.of(model.lm_head)
+
+    def forward(self, token_ids: torch.Tensor, step: StepLayout, keep: torch.Tensor) -> torch.Tensor:
+        """Compute the tokens of a step.
+
+        Args:
+            token_ids: int64 [tokens], packed as `step` says.
+            keep: int64 [any], the tokens whose logits are wanted.
+
+        Returns:
+            float32 [len(keep), vocab].
+        """
+        hidden: torch.Tensor = self._embed(token_ids)
+        rotation = _Rotation(*self._rotary(hidden[None], step.positions[None]))
+        for layer in self._layers:
+            hidden = layer(hidden, rotation, step)
+        if not len(keep):
+            return hidden.new_empty(0, self._lm_head.out_features)
+        return self._lm_head(self._norm(hidden[keep]))
+
+
+class FusedLayer:
+    """One decoder layer."""
+
+    def __init__(self, layer: Any, config: PreTrainedConfig) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._attention = attention
+        self._num_heads = config.num_attention_heads
+        self._num_rotated = config.num_attention_heads + config.num_key_value_heads
+        self._head_dim = attention.head_dim
+        self._window = _window(attention, config)
+        self._input_norm = _RMSNorm(layer.input_layernorm)
+        self._qkv = PackedLinear.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._head_norm = _HeadNorm(attention, config) if hasattr(attention, "q_norm") else None
+        self._output = PackedLinear.of(attention.o_proj)
+        self._mlp_norm = _RMSNorm(layer.post_attention_layernorm)
+        self._gate, self._up, self._down = (
+            PackedLinear.of(each) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+
+    def __call__(self, hidden: torch.Tensor, rotation: _Rotation, step: StepLayout) -> torch.Tensor:
+        """Float32 [tokens, hidden size] to the same."""
+        hidden = self._output.add(self._attend(self._input_norm(hidden), rotation, step), hidden)
+        normed = self._mlp_norm(hidden)
+        return self._down.add(self._up.mul(normed, self._gate.swish(normed)), hidden)
+
+    def _attend(self, hidden: torch.Tensor, rotation: _Rotation, step: StepLayout) -> torch.Tensor:
+        """Float32 [tokens, hidden size] to [tokens, heads * head size]."""
+        heads = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
+        rotated, value = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
+        if self._head_norm is not None:
+            rotated = self._head_norm(rotated)
+        rotated = rotation(rotated)
+        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        attended, _ = slot_attention(
+            self._attention,
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            None,
+            step=step,
+            scaling=self._attention.scaling,
+            sliding_window=self._window,
+        )
+        return attended.reshape(len(hidden), -1)
+
+
+class _Rotation:
+    """Rotary positions, RoPE (Su et al., 2021), of the tokens of a step: the same in all layers.
+
+    Args:
+        cos: float32 [1, tokens, head size]; sin: the same.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        first, second = sin[0].chunk(2, dim=-1)
+        self._cos = cos[0, :, None]
+        self._sin = torch.cat([-first, second], dim=-1)[:, None]  # the sign is that of `rotate_half`, moved here
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """Float32 [tokens, heads, head size] to the same."""
+        halves_swapped = heads.view(*heads.shape[:-1], 2, -1).flip(-2).view(heads.shape)
+        return torch.addcmul(heads * self._cos, halves_swapped, self._sin)
+
+
+class _RMSNorm:
+    """Root mean square normalisation (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, norm: Any) -> None:
+        self._weight = norm.weight.detach()
+        self._eps = norm.variance_epsilon
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+class _HeadNorm:
+    """The norms of Qwen3's queries and keys, which stand side by side here."""
+
+    def __init__(self, attention: Any, config: PreTrainedConfig) -> None:
+        query, key = attention.q_norm, attention.k_norm
+        counts = config.num_attention_heads, config.num_key_value_heads
+        self._weight = torch.cat(
+            [norm.weight.detach().expand(n, -1) for norm, n in zip((query, key), counts, strict=True)]
+        )
+        self._eps = query.variance_epsilon
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        return rms_norm(heads, heads.shape[-1:], None, self._eps) * self._weight
+
+
+def _window(attention: Any, config: PreTrainedConfig) -> int | None:
+    """Each layer of Qwen has its own window, or none; those of Mistral share the model's; Llama has none."""
+    if hasattr(attention, "sliding_window"):
+        window: int | None = attention.sliding_window
+        return window
+    return config.sliding_window if config.model_type == "mistral" else None

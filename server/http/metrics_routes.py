@@ -1,0 +1,31 @@
+"""`/metrics`, in Prometheus' formats."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import choose_encoder
+
+from logitship.server.metrics.engine_metrics import EngineMetrics
+
+from .documentation import operation
+
+
+def metrics_router(metrics: EngineMetrics) -> APIRouter:
+    """The route, bound to `metrics`."""
+    router = APIRouter(tags=["Monitoring"])
+
+    @router.get("/metrics", openapi_extra=operation(text="logitship_running_sequences 1.0\n"))
+    async def read_metrics(request: Request) -> Response:
+        """The metrics, in Prometheus' text format, or in OpenMetrics' if `Accept` asks for it."""
+        accept = request.headers.get("accept", "")
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # it names a version that is no number
+            encode, content_type = choose_encoder("")
+        # Hundreds of series take milliseconds, which other requests need not wait for.
+        body = await asyncio.to_thread(encode, metrics.registry)
+        return Response(body, headers={"Content-Type": content_type})
+
+    return router

@@ -1,0 +1,352 @@
+"""The answers of OpenAI's routes, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from .answer_schemas import DIGEST, ReceiptAnswer, TokenTrace
+from .documented import ABSENT, AnswerModel
+
+_RECEIPT = {"digest": DIGEST, "name": "Lipogram", "steps": 4, "milliseconds": 0.869}
+_USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 4,
+    "total_tokens": 9,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+_TOKEN = {"token": " Paris", "logprob": -0.105, "bytes": [32, 80, 97, 114, 105, 115]}
+_PROMPT_LOGPROBS = [None, {"2040": {"logprob": -1.2, "rank": 1, "decoded_token": " capital"}}]
+_TRACE = [TokenTrace.examples]
+
+
+class PromptTokensDetails(AnswerModel):
+    """Where a prompt's tokens came from."""
+
+    examples: ClassVar = {"cached_tokens": 0}
+
+    cached_tokens: int
+    """Those whose keys and values were copied from another continuation."""
+
+
+class UsageAnswer(AnswerModel):
+    """Token counts. A prompt counts once, however many continuations it has."""
+
+    examples: ClassVar = _USAGE
+
+    prompt_tokens: int
+    """Tokens of the prompts."""
+    completion_tokens: int
+    """Tokens that were generated."""
+    total_tokens: int
+    """Both together."""
+    prompt_tokens_details: PromptTokensDetails
+    """Where the prompts' tokens came from."""
+
+
+class PromptLogprob(AnswerModel):
+    """A token at a position of a prompt, as vLLM has it."""
+
+    examples: ClassVar = {"logprob": -1.2, "rank": 1, "decoded_token": " capital"}
+
+    logprob: float
+    """Its log-probability."""
+    rank: int
+    """1 for the most likely token there."""
+    decoded_token: str
+    """Its text."""
+
+
+class Ending(AnswerModel):
+    """Why a choice ended, and what belongs to its tokens."""
+
+    examples: ClassVar = {
+        "finish_reason": "stop",
+        "stop_reason": "\n",
+        "receipts": [_RECEIPT],
+        "token_ids": [7042],
+        "trace": _TRACE,
+    }
+
+    finish_reason: Literal["stop", "length", "abort"] | None
+    """Why it ended; null while it runs."""
+    stop_reason: str | int | None = ABSENT
+    """The stop string or token of the request that ended it; null for the model's own end."""
+    receipts: list[ReceiptAnswer] = ABSENT
+    """At the end, if the request carried processors: one each."""
+    token_ids: list[int] = ABSENT
+    """With `return_token_ids`: the output, or the event's new tokens."""
+    trace: list[TokenTrace] = ABSENT
+    """With `trace`: one entry a token of the output, or a new token of the event."""
+
+
+class ModelCard(AnswerModel):
+    """A model."""
+
+    examples: ClassVar = {
+        "id": "SmolLM2-135M-Instruct",
+        "object": "model",
+        "created": 1793500000,
+        "owned_by": "logitship",
+        "root": "SmolLM2-135M-Instruct",
+        "parent": None,
+        "max_model_len": 8192,
+    }
+
+    id: str
+    """The name to ask for it by."""
+    object: Literal["model"]
+    """The type."""
+    created: int
+    """When the server started, in seconds since 1970."""
+    owned_by: Literal["logitship"]
+    """Who serves it."""
+    root: str
+    """Where it was loaded from."""
+    parent: None
+    """Always null."""
+    max_model_len: int
+    """Longest prompt and output together, in tokens."""
+
+
+class ModelList(AnswerModel):
+    """The models."""
+
+    examples: ClassVar = {"object": "list", "data": [ModelCard.examples]}
+
+    object: Literal["list"]
+    """The type."""
+    data: list[ModelCard]
+    """There is one."""
+
+
+class _Head(AnswerModel):
+    """What every answer and every event begins with."""
+
+    examples: ClassVar = {
+        "created": 1793500000,
+        "model": "SmolLM2-135M-Instruct",
+        "system_fingerprint": None,
+    }
+
+    id: str
+    """Id of the request."""
+    created: int
+    """When the request came, in seconds since 1970."""
+    model: str
+    """The model's name."""
+    system_fingerprint: None
+    """Always null."""
+
+
+class CompletionLogprobs(AnswerModel):
+    """Log-probabilities of a text's tokens."""
+
+    examples: ClassVar = {
+        "tokens": [" Paris"],
+        "token_logprobs": [-0.105],
+        "top_logprobs": [{" Paris": -0.105, " a": -3.2}],
+        "text_offset": [0],
+    }
+
+    tokens: list[str]
+    """The tokens' texts."""
+    token_logprobs: list[float | None]
+    """Their log-probabilities; null for the first token of a prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    """Of each position, the most likely tokens and the one that stands there."""
+    text_offset: list[int]
+    """Where each token begins in the text, in characters."""
+
+
+class CompletionChoice(Ending):
+    """A continuation, or what an event adds to it."""
+
+    examples: ClassVar = {
+        "index": 0,
+        "text": " Paris.",
+        "logprobs": CompletionLogprobs.examples,
+        "prompt_token_ids": [504, 3575, 282, 4649, 314],
+        "prompt_logprobs": _PROMPT_LOGPROBS,
+    }
+
+    index: int
+    """Continuation `j` of prompt `i` has `i * n + j`."""
+    text: str
+    """The text, or what is new of it."""
+    logprobs: CompletionLogprobs | None
+    """With `logprobs`: those of the tokens."""
+    prompt_token_ids: list[int] = ABSENT
+    """With `return_token_ids`: the prompt, once."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] = ABSENT
+    """With `prompt_logprobs`: one entry a position, with tokens by their ids."""
+
+
+class CompletionAnswerSchema(_Head):
+    """An answer of `/v1/completions`."""
+
+    examples: ClassVar = {
+        "id": "cmpl-6f2c",
+        "object": "text_completion",
+        "choices": [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "usage": _USAGE,
+    }
+
+    object: Literal["text_completion"]
+    """The type."""
+    choices: list[CompletionChoice]
+    """The continuations."""
+    usage: UsageAnswer
+    """Token counts of all of them."""
+
+
+class CompletionEvent(_Head):
+    """An event of a stream of `/v1/completions`: what is new of one continuation."""
+
+    examples: ClassVar = {
+        "id": "cmpl-6f2c",
+        "object": "text_completion",
+        "choices": [{"index": 0, "text": " Paris", "logprobs": None, "finish_reason": None, "stop_reason": None}],
+        "usage": _USAGE,
+    }
+
+    object: Literal["text_completion"]
+    """The type."""
+    choices: list[CompletionChoice]
+    """One; none in the event with the usage."""
+    usage: UsageAnswer | None = ABSENT
+    """With `stream_options`: token counts; null in the events before the last."""
+
+
+class ChatToken(AnswerModel):
+    """A token and its log-probability."""
+
+    examples: ClassVar = _TOKEN
+
+    token: str
+    """Its text."""
+    logprob: float
+    """Its log-probability; -9999.0 stands for minus infinity."""
+    bytes: list[int]
+    """Its text in UTF-8, which may be a part of a character."""
+
+
+class ChatPosition(ChatToken):
+    """A token of an output."""
+
+    examples: ClassVar = {"top_logprobs": [_TOKEN]}
+
+    top_logprobs: list[ChatToken]
+    """The most likely tokens of this position, most likely first."""
+
+
+class ChatLogprobs(AnswerModel):
+    """Log-probabilities of a message's tokens."""
+
+    examples: ClassVar = {"content": [{**_TOKEN, "top_logprobs": [_TOKEN]}], "refusal": None}
+
+    content: list[ChatPosition]
+    """One entry a token."""
+    refusal: None
+    """Always null."""
+
+
+class ChatMessage(AnswerModel):
+    """A message of the model."""
+
+    examples: ClassVar = {"role": "assistant", "content": "The moon is a satellite.", "refusal": None}
+
+    role: Literal["assistant"]
+    """Who speaks."""
+    content: str
+    """The text."""
+    refusal: None
+    """Always null."""
+
+
+class ChatChoice(Ending):
+    """A continuation of a conversation."""
+
+    examples: ClassVar = {"index": 0, "message": ChatMessage.examples, "logprobs": ChatLogprobs.examples}
+
+    index: int
+    """Which of the `n`."""
+    message: ChatMessage
+    """The message."""
+    logprobs: ChatLogprobs | None
+    """With `logprobs`: those of the tokens."""
+
+
+class ChatAnswerSchema(_Head):
+    """An answer of `/v1/chat/completions`."""
+
+    examples: ClassVar = {
+        "id": "chatcmpl-6f2c",
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": ChatMessage.examples,
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": _USAGE,
+        "prompt_token_ids": [504, 3575],
+        "prompt_logprobs": _PROMPT_LOGPROBS,
+    }
+
+    object: Literal["chat.completion"]
+    """The type."""
+    choices: list[ChatChoice]
+    """The continuations."""
+    usage: UsageAnswer
+    """Token counts of all of them."""
+    prompt_token_ids: list[int] = ABSENT
+    """With `return_token_ids`: the prompt that the chat template made."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] = ABSENT
+    """With `prompt_logprobs`: one entry a position, with tokens by their ids."""
+
+
+class ChatDelta(AnswerModel):
+    """What is new of a message."""
+
+    examples: ClassVar = {"role": "assistant", "content": "The"}
+
+    role: Literal["assistant"] = ABSENT
+    """In the first event."""
+    content: str
+    """The new text."""
+
+
+class ChatEventChoice(Ending):
+    """What is new of a continuation of a conversation."""
+
+    examples: ClassVar = {"index": 0, "delta": {"content": "The"}, "logprobs": ChatLogprobs.examples}
+
+    index: int
+    """Which of the `n`."""
+    delta: ChatDelta
+    """What is new of the message."""
+    logprobs: ChatLogprobs | None
+    """With `logprobs`: those of the new tokens."""
+
+
+class ChatEvent(_Head):
+    """An event of a stream of `/v1/chat/completions`."""
+
+    examples: ClassVar = {
+        "id": "chatcmpl-6f2c",
+        "object": "chat.completion.chunk",
+        "choices": [
+            {"index": 0, "delta": {"content": "The"}, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        ],
+        "usage": _USAGE,
+    }
+
+    object: Literal["chat.completion.chunk"]
+    """The type."""
+    choices: list[ChatEventChoice]
+    """One; none in the event with the usage."""
+    usage: UsageAnswer | None = ABSENT
+    """With `stream_options`: token counts; null in the events before the last."""

@@ -1,0 +1,147 @@
+"""Metrics of requests: how long they wait and run, how much they read and write, how they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from logitship.server.engine.messages import FinishReason, GenerationChunk
+
+from .processor_labels import ProcessorLabels
+
+_WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+_REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class RequestMetrics:
+    """The metrics that `RequestMeter`s observe.
+
+    A request is one prompt; a sequence is one of its `n` continuations.
+    """
+
+    def __init__(self, registry: CollectorRegistry, labels: ProcessorLabels) -> None:
+        self._labels = labels
+        self.admitted = Counter("logitship_requests", "Requests that were admitted, one a prompt.", registry=registry)
+        self.queue = Histogram(
+            "logitship_request_queue_duration_seconds",
+            "Time from a request's arrival until its first sequence got a slot.",
+            registry=registry,
+            buckets=_WAIT_BUCKETS,
+        )
+        self.first_token = Histogram(
+            "logitship_time_to_first_token_seconds",
+            "Time from a request's arrival until the first tokens of a sequence.",
+            registry=registry,
+            buckets=_WAIT_BUCKETS,
+        )
+        self.token_gap = Histogram(
+            "logitship_inter_token_latency_seconds",
+            "Time between two steps that gave a sequence tokens.",
+            registry=registry,
+            buckets=_TOKEN_GAP_BUCKETS,
+        )
+        self.duration = Histogram(
+            "logitship_request_duration_seconds",
+            "Time from a request's arrival until the end of a sequence.",
+            registry=registry,
+            buckets=_REQUEST_BUCKETS,
+        )
+        self.prompt_tokens = Counter(
+            "logitship_prompt_tokens", "Tokens of prompts. A prompt counts once.", registry=registry
+        )
+        self.generation_tokens = Counter(
+            "logitship_generation_tokens", "Tokens that were generated.", registry=registry
+        )
+        self.prompt_length = Histogram(
+            "logitship_request_prompt_tokens",
+            "Length of a prompt, in tokens.",
+            registry=registry,
+            buckets=_LENGTH_BUCKETS,
+        )
+        self.output_length = Histogram(
+            "logitship_request_generation_tokens",
+            "Length of a finished output, in tokens.",
+            registry=registry,
+            buckets=_LENGTH_BUCKETS,
+        )
+        self._finished = Counter(
+            "logitship_sequences_finished",
+            "Sequences that ended, by the reason: `stop`, `length`, `abort` (cancelled), `error`, or `absent` (a beam "
+            "search that found fewer).",
+            ["reason"],
+            registry=registry,
+        )
+        self._errors = Counter(
+            "logitship_sequence_errors",
+            "Sequences that were ended by an error, by its type.",
+            ["type"],
+            registry=registry,
+        )
+        self._faults = Counter(
+            "logitship_processor_faults",
+            "Sequences that were ended by a fault of a processor, by its kind.",
+            ["processor", "origin", "kind"],
+            registry=registry,
+        )
+
+    def finished(self, reason: FinishReason) -> None:
+        """Observe the end of a sequence."""
+        error = reason.error
+        self._finished.labels("error" if error is not None else reason.kind).inc()
+        if error is None:
+            return
+        self._errors.labels(error.type).inc()
+        if error.digest is not None:
+            label = self._labels.of(error.digest, error.name or "?")
+            self._faults.labels(label.name, label.origin, error.kind or "?").inc()
+
+
+class RequestMeter:
+    """Observes one request, from its arrival to its end. After `__init__`, on the engine's thread alone."""
+
+    def __init__(self, metrics: RequestMetrics) -> None:
+        self._metrics = metrics
+        self._arrived = time.perf_counter()
+        self._has_started = self._has_delivered = False
+        self._last_tokens: dict[int, float] = {}
+        """Of each sequence that has tokens, when the last ones came."""
+
+    def admitted(self) -> None:
+        """The request is on its way to the engine's queue."""
+        self._metrics.admitted.inc()
+
+    def started(self) -> None:
+        """A sequence got its slot."""
+        if not self._has_started:
+            self._has_started = True
+            self._metrics.queue.observe(time.perf_counter() - self._arrived)
+
+    def delivered(self, chunks: Iterable[GenerationChunk]) -> None:
+        """A step gave these."""
+        now = time.perf_counter()
+        num_tokens = 0
+        for chunk in chunks:
+            if not self._has_delivered:
+                self._has_delivered = True
+                self._metrics.prompt_tokens.inc(chunk.prompt_tokens)
+                self._metrics.prompt_length.observe(chunk.prompt_tokens)
+            if chunk.token_ids:
+                num_tokens += len(chunk.token_ids)
+                self._tokens_came(chunk.index, now)
+            if chunk.finish_reason is not None:
+                self._metrics.finished(chunk.finish_reason)
+                self._metrics.output_length.observe(chunk.completion_tokens)
+                self._metrics.duration.observe(now - self._arrived)
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def _tokens_came(self, index: int, now: float) -> None:
+        last = self._last_tokens.get(index)
+        if last is None:
+            self._metrics.first_token.observe(now - self._arrived)
+        elif last != now:  # drafts that were drawn come in one step
+            self._metrics.token_gap.observe(now - last)
+        self._last_tokens[index] = now

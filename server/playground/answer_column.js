@@ -1,0 +1,109 @@
+// One of the two answers: its tokens while they come, and what is known of it at the end.
+
+import { ApiError } from "./api.js";
+import { byId, h } from "./dom.js";
+import { generate } from "./generation.js";
+import { TokenView } from "./tokens.js";
+
+/** @typedef {import("./generation.js").Token} Token */
+
+const ENDED = { stop: "ended by itself", length: "reached max tokens", abort: "aborted" };
+
+/** A column of the page: `#<id>`, with its parts. */
+export class AnswerColumn {
+  /**
+   * @param {string} id
+   * @param {(index: number) => void} onChoose told of the token that was chosen
+   */
+  constructor(id, onChoose) {
+    this.root = byId(id);
+    this.title = byId(`${id}-title`);
+    this.status = byId(`${id}-status`);
+    this.receipts = byId(`${id}-receipts`);
+    this.problem = byId(`${id}-error`);
+    this.view = new TokenView(byId(`${id}-tokens`), onChoose);
+  }
+
+  /** @returns {Token[]} */
+  get tokens() {
+    return this.view.tokens;
+  }
+
+  /** Empties it. */
+  clear() {
+    this.view.clear();
+    this.status.textContent = "";
+    this.receipts.replaceChildren();
+    this.problem.replaceChildren();
+    this.root.removeAttribute("data-state");
+  }
+
+  /**
+   * Runs a request and shows what comes.
+   * @param {"chat" | "raw"} mode
+   * @param {object} body
+   * @param {AbortSignal} signal
+   * @param {() => void} onTokens called after new tokens are shown
+   * @returns {Promise<unknown>} null, or the error that ended it, which is shown too
+   */
+  async run(mode, body, signal, onTokens) {
+    const clock = new Clock();
+    this.#state("running", "waiting for the first token …");
+    try {
+      const ending = await generate(mode, body, signal, (tokens) => {
+        clock.count(tokens.length);
+        this.view.append(tokens);
+        this.status.textContent = clock.toString();
+        onTokens();
+      });
+      this.#state("done", `${clock} · ${ENDED[ending.reason] ?? ending.reason}`);
+      this.receipts.replaceChildren(...ending.receipts.map(receipt));
+      return null;
+    } catch (error) {
+      if (signal.aborted) {
+        this.#state("stopped", `${clock} · stopped`);
+        return null;
+      }
+      this.#state("failed", `${clock} · failed`);
+      this.problem.replaceChildren(error instanceof ApiError ? error.message.split("\n")[0] : String(error));
+      return error;
+    }
+  }
+
+  #state(state, status) {
+    this.root.dataset.state = state;
+    this.status.textContent = status;
+  }
+}
+
+/** @param {import("./generation.js").Ending["receipts"][number]} receipt */
+function receipt({ name, digest, steps, milliseconds }) {
+  const each = steps ? ` (${(milliseconds / steps).toFixed(2)} ms each)` : "";
+  return h(
+    "li",
+    {},
+    h("strong", {}, name),
+    ` ${steps} ${steps === 1 ? "step" : "steps"}, ${milliseconds.toFixed(1)} ms${each} `,
+    h("code", { title: digest }, `${digest.slice(0, 19)}…`),
+  );
+}
+
+/** Counts tokens, and how fast they come: from the first on, because before it the prompt is computed. */
+class Clock {
+  #tokens = 0;
+  #atFirst = 0;
+  #first = 0;
+  #last = 0;
+
+  count(tokens) {
+    this.#last = performance.now();
+    if (this.#tokens === 0) [this.#first, this.#atFirst] = [this.#last, tokens];
+    this.#tokens += tokens;
+  }
+
+  toString() {
+    const seconds = (this.#last - this.#first) / 1000;
+    const speed = seconds > 0 ? ` · ${((this.#tokens - this.#atFirst) / seconds).toFixed(0)} tokens/s` : "";
+    return `${this.#tokens} ${this.#tokens === 1 ? "token" : "tokens"}${speed}`;
+  }
+}

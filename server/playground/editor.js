@@ -1,0 +1,168 @@
+// The editor of the processor: CodeMirror, in a shadow root so that its styles need no exception from the page's policy.
+
+import {
+  Decoration,
+  EditorState,
+  EditorView,
+  HighlightStyle,
+  LanguageSupport,
+  StateEffect,
+  StateField,
+  bracketMatching,
+  closeBrackets,
+  closeBracketsKeymap,
+  defaultKeymap,
+  drawSelection,
+  highlightActiveLine,
+  highlightActiveLineGutter,
+  history,
+  historyKeymap,
+  indentOnInput,
+  indentUnit,
+  indentWithTab,
+  keymap,
+  lineNumbers,
+  lintGutter,
+  pythonLanguage,
+  setDiagnostics,
+  syntaxHighlighting,
+  tags,
+} from "./vendor/codemirror.js";
+
+const setErrorLine = StateEffect.define();
+
+/** The line with the error, as a decoration; gone with the next edit. */
+const errorLine = StateField.define({
+  create: () => Decoration.none,
+  update(lines, transaction) {
+    for (const effect of transaction.effects) {
+      if (!effect.is(setErrorLine)) continue;
+      if (effect.value === null) return Decoration.none;
+      return Decoration.set([Decoration.line({ class: "error-line" }).range(effect.value)]);
+    }
+    return transaction.docChanged ? Decoration.none : lines;
+  },
+  provide: (field) => EditorView.decorations.from(field),
+});
+
+// Colours are the page's variables, which reach into a shadow root.
+const theme = EditorView.theme({
+  "&": { color: "var(--text)", backgroundColor: "var(--code)", fontSize: "0.8125rem" },
+  "&:focus-within": { outline: "2px solid var(--focus)", outlineOffset: "-2px" },
+  ".cm-scroller": {
+    fontFamily: "var(--mono)",
+    fontVariantLigatures: "none",
+    lineHeight: "1.6",
+    maxHeight: "27rem",
+    overflow: "auto",
+  },
+  ".cm-content": { caretColor: "var(--text)", padding: "0.6rem 0" },
+  ".cm-cursor": { borderLeftColor: "var(--text)" },
+  ".cm-gutters": { backgroundColor: "var(--code)", color: "var(--muted)", border: "none" },
+  ".cm-lineNumbers .cm-gutterElement": { padding: "0 0.1rem 0 0.6rem" },
+  ".cm-activeLine, .cm-activeLineGutter": { backgroundColor: "var(--active-line)" },
+  "&.cm-focused > .cm-scroller > .cm-selectionLayer .cm-selectionBackground, .cm-selectionBackground": {
+    background: "var(--selection)",
+  },
+  "&.cm-focused .cm-matchingBracket": { backgroundColor: "var(--selection)" },
+  ".error-line": { backgroundColor: "var(--danger-soft) !important", boxShadow: "inset 3px 0 var(--danger)" },
+  // CodeMirror draws these with data: images, which the page's policy does not allow.
+  ".cm-lintRange-error": { backgroundImage: "none", textDecoration: "underline wavy var(--danger)" },
+  ".cm-gutter-lint": { width: "1rem" },
+  ".cm-gutter-lint .cm-gutterElement": { padding: "0" },
+  ".cm-lint-marker": { width: "1rem", height: "auto" },
+  ".cm-lint-marker-error": { content: "normal", color: "var(--danger)" },
+  ".cm-lint-marker-error::before": { content: '"▶"', fontSize: "0.65rem", paddingLeft: "0.15rem" },
+  ".cm-tooltip": { backgroundColor: "var(--card)", border: "1px solid var(--line)", borderRadius: "6px" },
+  ".cm-diagnostic": { borderLeftColor: "var(--danger)", fontFamily: "var(--sans)", maxWidth: "28rem" },
+});
+
+const colours = HighlightStyle.define([
+  { tag: tags.keyword, color: "var(--syntax-keyword)" }, // and all that derives from it
+  { tag: [tags.string, tags.special(tags.string)], color: "var(--syntax-string)" },
+  { tag: [tags.number, tags.bool, tags.null], color: "var(--syntax-number)" },
+  { tag: [tags.definition(tags.className), tags.className], color: "var(--syntax-class)" },
+  { tag: tags.function(tags.variableName), color: "var(--syntax-function)" },
+  { tag: tags.function(tags.definition(tags.variableName)), color: "var(--syntax-function)" },
+  { tag: tags.comment, color: "var(--muted)", fontStyle: "italic" },
+]);
+
+/**
+ * @typedef {object} Editor
+ * @property {() => string} text
+ * @property {(text: string) => void} setText replaces it, as if it had just been opened
+ * @property {(line: number, message: string) => void} showError at a line, from 1
+ * @property {() => void} clearError
+ * @property {(line: number) => void} goTo moves the cursor to a line and looks there
+ */
+
+/**
+ * @param {HTMLElement} host becomes the editor
+ * @param {{label: string, describedBy: string, onChange: () => void, onRun: () => void}} options `describedBy`: what
+ *   is said of it to those who do not see it
+ * @returns {Editor}
+ */
+export function createEditor(host, { label, describedBy, onChange, onRun }) {
+  const root = host.attachShadow({ mode: "open", delegatesFocus: true });
+  const run = () => {
+    onRun();
+    return true;
+  };
+  const extensions = [
+    lineNumbers(),
+    lintGutter(),
+    highlightActiveLineGutter(),
+    highlightActiveLine(),
+    history(),
+    drawSelection(),
+    indentOnInput(),
+    indentUnit.of("    "),
+    bracketMatching(),
+    closeBrackets(),
+    keymap.of([
+      { key: "Mod-Enter", run },
+      ...closeBracketsKeymap,
+      ...defaultKeymap.filter(({ key }) => key !== "Mod-Enter"),
+      ...historyKeymap,
+      indentWithTab,
+    ]),
+    new LanguageSupport(pythonLanguage),
+    syntaxHighlighting(colours),
+    errorLine,
+    theme,
+    EditorView.contentAttributes.of({
+      "aria-label": label,
+      "aria-description": describedBy,
+      spellcheck: "false",
+      tabindex: "0",
+    }),
+    // `setText` makes a new state and is no change to it: what comes here was typed.
+    EditorView.updateListener.of(({ docChanged }) => {
+      if (docChanged) onChange();
+    }),
+  ];
+  const fresh = (text) => EditorState.create({ doc: text, extensions });
+  const view = new EditorView({ state: fresh(""), parent: root, root });
+  const lineAt = (line) => view.state.doc.line(Math.min(line, view.state.doc.lines));
+
+  return {
+    text: () => view.state.doc.toString(),
+    setText: (text) => view.setState(fresh(text)),
+    showError(line, message) {
+      const { from, to, text } = lineAt(line);
+      const start = from + text.length - text.trimStart().length;
+      view.dispatch(setDiagnostics(view.state, [{ from: start, to: Math.max(to, start), severity: "error", message }]));
+      view.dispatch({ effects: [setErrorLine.of(from), EditorView.scrollIntoView(from, { y: "center" })] });
+    },
+    clearError() {
+      view.dispatch(setDiagnostics(view.state, []));
+      view.dispatch({ effects: setErrorLine.of(null) });
+    },
+    goTo(line) {
+      const { from } = lineAt(line);
+      view.dispatch({ selection: { anchor: from }, effects: EditorView.scrollIntoView(from, { y: "center" }) });
+      view.focus();
+      host.scrollIntoView({ block: "nearest" });
+    },
+  };
+}

@@ -1,0 +1,230 @@
+// The page: wires the panels together, and runs a request with and without its processor.
+
+import { AnswerColumn } from "./answer_column.js";
+import { ApiError, apiKey, get, setApiKey } from "./api.js";
+import { announce, byId } from "./dom.js";
+import { firstDifference } from "./effects.js";
+import { bodyOf } from "./generation.js";
+import { ProcessorPanel } from "./processor_panel.js";
+import { FieldError, markField, sampling, samplingFields, setSamplingFields } from "./sampling_panel.js";
+import { loadDraft, pack, saveDraft, unpack } from "./share.js";
+import { showTrace } from "./trace.js";
+
+const prompt = /** @type {HTMLTextAreaElement} */ (byId("prompt"));
+const keyDialog = /** @type {HTMLDialogElement} */ (byId("key-dialog"));
+const keyField = /** @type {HTMLInputElement} */ (byId("key"));
+const runButton = /** @type {HTMLButtonElement} */ (byId("run"));
+const stopButton = /** @type {HTMLButtonElement} */ (byId("stop"));
+
+const columns = {
+  without: new AnswerColumn("without", (index) => openTrace("without", index)),
+  with: new AnswerColumn("with", (index) => openTrace("with", index)),
+};
+const panel = new ProcessorPanel({ onChoose: showExample, onEdit: keep, onRun: run });
+
+/** @type {AbortController | null} */
+let running = null;
+
+// --- what was typed ---
+
+/** @returns {"chat" | "raw"} */
+const mode = () => (/** @type {HTMLInputElement} */ (byId("mode-raw")).checked ? "raw" : "chat");
+
+function draft() {
+  return { mode: mode(), prompt: prompt.value, sampling: samplingFields(), ...panel.draft() };
+}
+
+function keep() {
+  saveDraft(draft());
+}
+
+/** @param {{mode: "chat" | "raw", prompt: string, sampling: Record<string, string | number>}} values */
+function showRequest(values) {
+  /** @type {HTMLInputElement} */ (byId(`mode-${values.mode}`)).checked = true;
+  prompt.value = values.prompt;
+  setSamplingFields(values.sampling);
+}
+
+function showExample(example) {
+  showRequest(example);
+  keep();
+}
+
+// --- running ---
+
+async function run() {
+  if (running) return;
+  const request = readRequest();
+  if (!request) return;
+  const { carried, settings } = request;
+  running = new AbortController();
+  setRunning(true);
+  const { signal } = running;
+  const one = (column, processor) =>
+    column.run(mode(), bodyOf(mode(), prompt.value, settings, processor), signal, markDifference);
+  const [plain, processed] = await Promise.all([one(columns.without, null), one(columns.with, carried)]);
+  running = null;
+  setRunning(false);
+  if (plain) showError(plain, columns.without);
+  if (processed) showError(processed, columns.with);
+  else announce(signal.aborted ? "Stopped." : "Both answers are complete.");
+}
+
+/** What to send; null if something typed is wrong, which is shown. */
+function readRequest() {
+  clear();
+  const params = panel.checkParams();
+  if (params === null) return refuse("The parameters are not valid.", panel.params);
+  const processor = panel.processor();
+  if (processor === null) {
+    panel.showError("The source defines no class. A processor is a class that derives from CustomLogitProcessor.", "");
+    return null;
+  }
+  columns.with.title.textContent = `With ${panel.name()}`;
+  try {
+    return { carried: { processor, params }, settings: sampling() };
+  } catch (error) {
+    if (!(error instanceof FieldError)) throw error;
+    markField(error.field);
+    return refuse(`${error.message}.`, byId(`sampling-${error.field}`));
+  }
+}
+
+function refuse(message, field) {
+  banner(message);
+  field.focus();
+  return null;
+}
+
+function clear() {
+  Object.values(columns).forEach((column) => column.clear());
+  panel.clearError();
+  markField(null);
+  banner("");
+  byId("trace").hidden = true;
+}
+
+function setRunning(is) {
+  runButton.disabled = is;
+  stopButton.disabled = !is;
+  byId("results").setAttribute("aria-busy", String(is));
+  if (is) announce("Running.");
+  // Where the answers are below the request, they would come out of sight.
+  if (is && !matchMedia("(min-width: 68rem)").matches) byId("results").scrollIntoView();
+}
+
+function markDifference() {
+  const index = firstDifference(columns.without.tokens, columns.with.tokens);
+  if (index >= 0) Object.values(columns).forEach((column) => column.view.markDifference(index));
+}
+
+function showError(error, column) {
+  if (!(error instanceof ApiError)) throw error;
+  if (error.status === 401) return askForKey(error.message);
+  if (error.param?.startsWith("custom_logit_processor")) panel.showError(error.message, error.traceback);
+  else if (error.param) markField(error.param);
+  announce(`${column.title.textContent}: ${error.message.split("\n")[0]}`);
+}
+
+// --- traces ---
+
+function openTrace(which, index) {
+  const column = columns[which];
+  const other = columns[which === "with" ? "without" : "with"];
+  other.view.unchoose();
+  const { trace } = column.tokens[index];
+  const chosen = { trace, index, length: column.tokens.length, column: column.title.textContent };
+  const host = byId("trace");
+  host.hidden = false;
+  showTrace(host, chosen, (to) => column.view.choose(to));
+  announce(byId("trace").querySelector(".summary").textContent);
+}
+
+// --- the server ---
+
+async function connect() {
+  try {
+    const [info, processors, examples] = await Promise.all([
+      get("server_info"),
+      get("v1/processors"),
+      get("playground/examples/index.json"),
+    ]);
+    byId("server").textContent = info.served_model_name;
+    panel.offer(examples, processors.data, info.enable_custom_logit_processor);
+    await restore(info.enable_custom_logit_processor);
+    runButton.disabled = false;
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    if (error.status === 401) askForKey(apiKey() ? error.message : "");
+    else banner(error.message);
+  }
+}
+
+/** What the link holds, or what was typed the last time, or the first example. */
+async function restore(takesCode) {
+  const shared = await sharedDraft();
+  const last = shared ?? loadDraft();
+  byId("notice").hidden = takesCode;
+  if (last && (takesCode || last.choice.startsWith("named:"))) {
+    showRequest(last);
+    panel.show(last);
+  } else {
+    await panel.choose(takesCode ? "example:lipogram" : `named:${panel.named[0]?.id}`);
+  }
+}
+
+async function sharedDraft() {
+  try {
+    return await unpack(location.hash);
+  } catch {
+    banner("The link is damaged: what it held cannot be read.");
+    return null;
+  }
+}
+
+function askForKey(message) {
+  byId("key-error").textContent = message;
+  keyField.value = apiKey();
+  if (!keyDialog.open) keyDialog.showModal();
+}
+
+/** @param {string} text what is wrong; "" if nothing is */
+function banner(text) {
+  byId("banner").hidden = !text;
+  byId("banner").textContent = text;
+}
+
+// --- events ---
+
+byId("request").addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+byId("request").addEventListener("input", keep);
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey) || event.defaultPrevented) return;
+  event.preventDefault();
+  run();
+});
+stopButton.addEventListener("click", () => running?.abort());
+byId("key-open").addEventListener("click", () => askForKey(""));
+byId("key-close").addEventListener("click", () => keyDialog.close());
+byId("key-form").addEventListener("submit", () => {
+  setApiKey(keyField.value.trim());
+  connect();
+});
+byId("share").addEventListener("click", async () => {
+  const hash = await pack(draft());
+  history.replaceState(null, "", hash);
+  try {
+    await navigator.clipboard.writeText(location.href);
+    announce("The link is in the clipboard.");
+    byId("share").querySelector("[data-label]").textContent = "Copied";
+  } catch {
+    announce("The link is in the address bar."); // browsers give the clipboard to https and localhost only
+    byId("share").querySelector("[data-label]").textContent = "See address bar";
+  }
+});
+addEventListener("hashchange", connect);
+
+connect();

@@ -1,0 +1,28 @@
+"""The benchmark runs, in small. Nothing is timed here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "group_step.py"
+SMALL = ("--rows", "1", "8", "--vocab-sizes", "128", "--turns", "1", "--without-sglang")
+
+
+def test_each_arrival_is_timed(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), *SMALL, "--json", str(file)], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    figures = json.loads(file.read_text())
+    assert [each["case"] for each in figures] == [
+        "forbid 1×128, 1 group, over calls",
+        "forbid 1×128, 1 group, beyond calls",
+        "forbid 8×128, 1 group, over calls",
+        "forbid 8×128, 4 groups adjacent, over calls",
+        "forbid 8×128, 4 groups interleaved, over calls",
+    ]
+    assert all(each["ours"] > 0 for each in figures if each["unit"] == "µs")

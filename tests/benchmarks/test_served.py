@@ -1,0 +1,63 @@
+"""The client of the benchmarks, at a real server. Nothing is timed here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from logitship.server.config import ServerConfig
+from logitship.server.engine.build import build_engine
+from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.http_server import running_server
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from served import Client, gaps_while_all_run
+
+STEPS = 'logitship_step_phase_duration_seconds_count{phase="forward"}'
+
+
+@pytest.fixture(scope="module")
+def client(loaded_model: LoadedModel) -> Iterator[Client]:
+    config = ServerConfig(port=0, log_level="error", max_num_seqs=2)
+    with running_server(config, build_engine(config, loaded_model)) as url:
+        port = urlsplit(url).port
+        assert port is not None
+        yield Client(port)
+
+
+def generation(tokens: int, **more: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": [5, 6, 7], "sampling_params": sampling, **more}
+
+
+def test_each_token_arrives_after_the_one_before(client: Client) -> None:
+    arrivals = client.stream("/generate", [generation(9), generation(4)])
+    assert [len(times) for times in arrivals] == [1 + 9, 1 + 4]
+    assert all(times == sorted(times) for times in arrivals)
+
+
+def test_openai_events_are_counted_too(client: Client) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    (arrivals,) = client.stream("/v1/completions", [body])
+    assert len(arrivals) == 1 + 6
+
+
+def test_a_refused_request_is_no_figure(client: Client) -> None:
+    with pytest.raises(RuntimeError, match="max_new_tokens"):
+        client.stream("/generate", [generation(2), generation(-2)])
+
+
+def test_metrics_by_name_and_labels(client: Client) -> None:
+    before = client.metrics()[STEPS]
+    client.stream("/generate", [generation(5)])
+    assert client.metrics()[STEPS] == before + 5
+
+
+def test_only_gaps_count_while_all_run() -> None:
+    arrivals = [[0.0, 1.0, 2.0, 4.0, 7.0], [0.5, 1.5, 3.5, 6.5], [0.0, 0.5, 2.5, 5.5, 8.5]]
+    assert gaps_while_all_run(arrivals) == [[2.0], [2.0, 3.0], [3.0]]

@@ -1,0 +1,123 @@
+"""The report as records, and as a page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from logitship import CheckReport
+from logitship.client.check_page import WIDTH, page
+from logitship.client.check_report import BatchTiming, CheckResult, Finding, Severity, SlowLine, Verdict
+
+LONG = "a row depends on its company and this sentence goes on for rather longer than a line of the page is wide, so"
+
+
+def report(*checks: CheckResult, ignored: frozenset[str] = frozenset()) -> CheckReport:
+    return CheckReport(
+        target="mine:Ban",
+        name="Ban",
+        digest="sha256:" + "0123456789" * 6 + "abcd",
+        model="tiny",
+        vocab_size=49152,
+        isolation="sandbox",
+        versions={"python": "3.11"},
+        params=[{"token_ids": [3]}, {"token_ids": [4]}],
+        num_given_params=1,
+        checks=checks,
+        timings=[BatchTiming(1, 150.5, 20.25), BatchTiming(64, 40.0, None)],
+        slow_lines=[SlowLine("/home/me/mine.py", 12, "logits[row, ids] = -torch.inf", 0.75, 12.5)],
+        ignored=ignored,
+    )
+
+
+FAILED = CheckResult(
+    "rows",
+    Verdict.FAILED,
+    "a row depends on its company",
+    (
+        Finding(
+            "rows",
+            Severity.ERROR,
+            f"{LONG}\n  row 0: é ←",
+            "Take each row's own.",
+            {"got": float("-inf")},
+            "Trace\n  at",
+        ),
+    ),
+)
+WARNED = CheckResult("speed", Verdict.WARNED, "slow", (Finding("speed", Severity.WARNING, "it loops", "Do not."),))
+NOTED = CheckResult("state", Verdict.PASSED, "fine", (Finding("state", Severity.NOTE, "by the way", "Look."),))
+SKIPPED = CheckResult("argmax", Verdict.NOT_CHECKED, "it does not say so")
+
+
+def test_errors_decide() -> None:
+    assert report(WARNED, NOTED).ok
+    assert not report(FAILED).ok
+    assert report(FAILED, ignored=frozenset({"rows"})).ok
+    full = report(FAILED, WARNED, NOTED, SKIPPED)
+    assert [full.count(severity) for severity in Severity] == [1, 1, 1]
+    assert [finding.check for finding in full.findings] == ["rows", "speed", "state"]
+
+
+def test_checks_by_name() -> None:
+    assert report(FAILED, WARNED)["speed"] is WARNED
+    with pytest.raises(KeyError, match="no check is named 'sped'; there are: rows, speed"):
+        report(FAILED, WARNED)["sped"]
+
+
+def test_as_json() -> None:
+    text = json.dumps(report(FAILED, ignored=frozenset({"speed"})).to_dict(), allow_nan=False)
+    plain = json.loads(text)
+    assert plain["checks"][0]["verdict"] == "failed"
+    assert plain["checks"][0]["findings"][0]["severity"] == "error"
+    assert plain["checks"][0]["findings"][0]["details"] == {"got": "-inf"}
+    assert (plain["ok"], plain["counts"]) == (False, {"error": 1, "warning": 0, "note": 0})
+    assert plain["ignored"] == ["speed"]
+    assert plain["timings"][1] == {"rows": 64, "total": 40.0, "own": None}
+
+
+def test_the_page() -> None:
+    text = str(report(FAILED, NOTED, SKIPPED, WARNED))
+    assert text == repr(report(FAILED, NOTED, SKIPPED, WARNED))
+    assert text.splitlines() == [
+        "Ban  sha256:0123456789012345678…",
+        "on tiny, 49,152 tokens, in a sandbox",
+        'params {"token_ids": [3]}',
+        '   and {"token_ids": [4]}, made of it to tell rows apart',
+        "",
+        "✗ rows    a row depends on its company",
+        "    error: a row depends on its company and this sentence goes on for rather longer than a line of",
+        "      the page is wide, so",
+        "        row 0: é ←",
+        "      Trace",
+        "        at",
+        "    mend: Take each row's own.",
+        "✓ state   fine",
+        "    note: by the way",
+        "    hint: Look.",
+        "- argmax  it does not say so",
+        "! speed   slow",
+        "      rows    µs a row   of it yours   ms a step",
+        "         1       150.5          20.2        0.15",
+        "        64        40.0             -        2.56",
+        "    slowest lines:",
+        "      mine.py:12  75%     12.5 µs  logits[row, ids] = -torch.inf",
+        "    warning: it loops",
+        "    mend: Do not.",
+        "",
+        "1 error, 1 warning",
+    ]
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_a_page_of_plain_letters() -> None:
+    text = page(report(FAILED, WARNED, NOTED, SKIPPED), ascii_only=True)
+    assert text.isascii()
+    assert r"  row 0: \xe9 <-" in text
+    signs = {line.split()[1]: line[0] for line in text.splitlines() if line[:1] in "x!+-" and line[1:2] == " "}
+    assert signs == {"rows": "x", "speed": "!", "state": "+", "argmax": "-"}
+
+
+def test_nothing_to_mend() -> None:
+    assert str(report(NOTED)).endswith("\n\nNo errors, no warnings.")

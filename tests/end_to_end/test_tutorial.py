@@ -1,0 +1,115 @@
+"""The tutorial, followed as a reader would: in an empty folder, file by file and command by command."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+IN_THE_TUTORIAL = "http://127.0.0.1:30000"
+BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<word>[^\n]+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (?P<command>.*)\n(?P<output>(?:(?!\$ ).*\n)*)", re.MULTILINE)
+
+
+class Reader:
+    """Does what the page says.
+
+    Args:
+        folder: an empty one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.servers: list[subprocess.Popen[bytes]] = []
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            self._port = unused.getsockname()[1]
+        commands = Path(sys.executable).parent  # `python` and `logitship`, as in the activated environment
+        self._environment = os.environ | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+        self._environment["PYTHONIOENCODING"] = "utf-8"
+
+    def follow(self, language: str, word: str, text: str) -> None:
+        """A block of the page."""
+        if (language, word) == ("bash", "no-run"):
+            return  # installs; `tests/test_documentation.py` says which these are
+        if language == "python":
+            self._save(word.removeprefix('title="').removesuffix('"'), text)
+        elif (language, word) == ("console", "background"):
+            self._start(text.removeprefix("$ ").strip())
+        elif (language, word) == ("console", ""):
+            for found in COMMAND.finditer(text):
+                self._run(found["command"], found["output"])
+        else:
+            raise AssertionError(f"the tutorial has a block of an unknown kind: ```{language} {word}")
+
+    def stop(self) -> None:
+        """End the servers."""
+        for server in self.servers:
+            server.terminate()
+        for server in self.servers:
+            server.wait(timeout=60)
+
+    def _save(self, name: str, text: str) -> None:
+        assert re.fullmatch(r"\w+\.py", name), name
+        (self.folder / name).write_text(text.replace(IN_THE_TUTORIAL, f"http://127.0.0.1:{self._port}"))
+
+    def _start(self, command: str) -> None:
+        with (self.folder / "server.log").open("wb") as log:
+            server = subprocess.Popen(
+                [*command.split(), "--port", str(self._port)],
+                cwd=self.folder,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.servers.append(server)
+        while server.poll() is None and not self._is_up():
+            time.sleep(0.2)
+        assert server.poll() is None, (self.folder / "server.log").read_text()
+
+    def _is_up(self) -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self._port}/health").is_success
+        except httpx.ConnectError:
+            return False
+
+    def _run(self, command: str, shown: str) -> None:
+        # Two versions of a file may be saved within a second, and Python would run the bytecode of the first.
+        environment = self._environment | {"PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=400
+        )
+        printed = done.stdout + done.stderr
+        assert done.returncode == 0, printed
+        assert re.fullmatch(_pattern_of(shown), _in_one_line(printed)), f"$ {command}\n{printed}\nis not\n\n{shown}"
+
+
+def _pattern_of(shown: str) -> str:
+    """Text that may be wrapped in the page, with `…` for what is different each time."""
+    return ".*".join(re.escape(part) for part in _in_one_line(shown).split("…"))
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    reader = Reader(tmp_path)
+    yield reader
+    reader.stop()
+
+
+@pytest.mark.timeout(900)
+def test_what_the_tutorial_says_is_what_happens(reader: Reader) -> None:
+    for block in BLOCK.finditer(TUTORIAL.read_text()):
+        reader.follow(block["language"], block["word"] or "", block["text"])
+    assert reader.servers

@@ -1,0 +1,180 @@
+"""Traces of a step, against what each stage was seen to make of the rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
+from logitship.builtin_processors.min_p import MinPLogitsProcessor
+from logitship.client.records import TraceStage
+from logitship.sampler.in_process_host import InProcessHost
+from logitship.sampler.interface import BatchUpdate
+from logitship.sampler.logits_processors import LogitsProcessors
+from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.request_view import ModelView
+from logitship.sampler.sampler import Sampler, SamplerOutput
+from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
+from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.trace import RowTrace, StepTrace
+
+VOCAB = 8
+CPU = torch.device("cpu")
+INF = math.inf
+Load = Callable[..., LoadedProcessor]
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingParams], among: Sequence[int] | None = None) -> SamplerOutput:
+    """One step of a batch; of some of its rows, if `among` says which."""
+    shipped = ShippedProcessors(None, CPU, False, model=ModelView(VOCAB, frozenset({1}), "tokenizer"))
+    edits = LogitsProcessors([LogitBiasLogitsProcessor(None, CPU, False), MinPLogitsProcessor(None, CPU, False)])
+    sampler = Sampler(VOCAB, CPU, edits, shipped)
+    sampler.update_state(BatchUpdate(len(rows), [], [(i, params, [], []) for i, params in enumerate(rows)], []))
+    return sampler.sample(logits.clone(), among)
+
+
+def carrying(*processors: LoadedProcessor, **params: Any) -> SamplingParams:
+    uses = tuple(ProcessorUse(processor, {}, "r") for processor in processors)
+    return SamplingParams(processors=uses, **{"temperature": 0, "trace": 3, **params})
+
+
+def ban_2(logits: torch.Tensor, params: Any) -> torch.Tensor:
+    logits[:, 2] = -INF
+    return logits
+
+
+def double(logits: torch.Tensor, params: Any) -> torch.Tensor:
+    return logits * 2
+
+
+def fail(logits: torch.Tensor, params: Any) -> torch.Tensor:
+    raise RuntimeError("no")
+
+
+def numbers(logits: torch.Tensor, trace: RowTrace) -> list[float | None]:
+    """What a stage of the trace must say of these logits."""
+    of_candidates = logits.log_softmax(-1)[list(trace.candidates)].tolist()
+    return [None if logprob == -INF else pytest.approx(logprob, abs=1e-6) for logprob in of_candidates]
+
+
+def test_every_stage_shows_what_it_made(load: Load) -> None:
+    logits = torch.tensor([0.0, 1.0, 5.0, 2.0, 4.0, 3.0, -1.0, -2.0])
+    params = carrying(
+        load(ban_2, "Ban"), load(double, "Double"), temperature=0.5, top_k=2, seed=1, logit_bias={3: 1.5}, trace=2
+    )
+    output = sample(logits[None], [params])
+    (trace,) = output.traces
+    assert trace is not None
+    assert trace.token_id == output.token_ids[0]
+    requested = logits.clone()
+    requested[3] += 1.5
+    banned = requested.clone()
+    banned[2] = -INF
+    doubled = banned * 2
+    drawn_from = doubled / 0.5
+    drawn_from[[token for token in range(VOCAB) if token not in (3, 4)]] = -INF
+    seen = [logits, requested, banned, doubled, drawn_from]
+    assert [(stage.stage, stage.name) for stage in trace.stages] == [
+        ("model", None),
+        ("request", None),
+        ("processor", "Ban"),
+        ("processor", "Double"),
+        ("sampling", None),
+    ]
+    # The two best of each stage: 2 and 4, 2 and 4, 4 and 3, 4 and 3. In the order of the model.
+    assert trace.candidates == (2, 4, 3)
+    for stage, row in zip(trace.stages, seen, strict=True):
+        assert list(stage.logprobs) == numbers(row, trace)
+        assert stage.num_allowed == int((row > -INF).sum())
+    assert trace.stages[2].digest == params.processors[0].processor.digest
+    assert trace.stages[4].num_allowed == 2
+
+
+def test_greedy_rows_draw_from_one_token(load: Load) -> None:
+    (trace,) = sample(torch.arange(8.0)[None], [carrying(load(ban_2, "Ban"))]).traces
+    assert trace is not None
+    assert trace.token_id == 7
+    assert trace.stages[-1] == TraceStage("sampling", logprobs=(0.0, None, None), num_allowed=1)
+
+
+def test_the_drawn_token_is_a_candidate_however_unlikely() -> None:
+    logits = torch.linspace(0.1, 0, VOCAB)
+    drawn = set()
+    for seed in range(40):
+        (trace,) = sample(logits[None], [SamplingParams(seed=seed, trace=1)]).traces
+        assert trace is not None
+        assert set(trace.candidates) == {0, trace.token_id}
+        drawn.add(trace.token_id)
+    assert len(drawn) > 4
+
+
+def test_fewer_tokens_than_asked_for_are_allowed() -> None:
+    (trace,) = sample(
+        torch.zeros(1, VOCAB), [SamplingParams(temperature=0, allowed_token_ids=[3, 5], trace=100)]
+    ).traces
+    assert trace is not None
+    assert trace.candidates == tuple(range(VOCAB))
+    assert [stage.num_allowed for stage in trace.stages] == [8, 2, 1]
+    assert trace.stages[1].logprobs[0] is None
+
+
+def test_a_mask_is_shown_before_and_after(load: Load) -> None:
+    mask = LoadedProcessor("sha256:mask", "Mask", InProcessHost({}), ban_2, is_mask=True)
+    (trace,) = sample(torch.arange(8.0)[None], [carrying(load(double, "Double"), mask)]).traces
+    assert trace is not None
+    shown = [(stage.name, stage.again) for stage in trace.stages if stage.stage == "processor"]
+    assert shown == [("Mask", False), ("Double", False), ("Mask", True)]
+
+
+def test_rows_that_did_not_ask_and_rows_that_failed_have_none(load: Load) -> None:
+    rows = [
+        carrying(load(double, "Double"), trace=None),
+        carrying(load(fail, "Fail")),
+        carrying(load(double, "Double")),
+    ]
+    output = sample(torch.randn(3, VOCAB), rows)
+    assert [trace is None for trace in output.traces] == [True, True, False]
+
+
+def test_a_trace_changes_nothing(load: Load) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, VOCAB) * 3
+    for top_p in (1.0, 0.7):
+        params = [
+            {"temperature": 0.8 if row % 2 else 0, "top_p": top_p if row % 2 else 1, "seed": row, "logprobs": 2}
+            for row in range(6)
+        ]
+        processor = load(ban_2, "Ban")
+        plain = sample(logits, [carrying(processor, **each, trace=None) for each in params])
+        traced = sample(logits, [carrying(processor, **each) for each in params])
+        assert traced.token_ids == plain.token_ids
+        assert traced.logprobs == plain.logprobs
+        assert plain.traces == [None] * 6
+
+
+@pytest.mark.parametrize("among", [[0, 2], [1], [1, 2]])
+def test_rows_of_drafts_are_traced_as_they_are_in_the_whole_batch(among: list[int], load: Load) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, VOCAB)
+    rows = [carrying(load(ban_2, "Ban")), carrying(load(double, "Double")), carrying(load(ban_2, "Ban"))]
+    whole = sample(logits, rows).traces
+    some = sample(logits[among], rows, among).traces
+    assert some == [whole[row] for row in among]
+
+
+def test_without_traced_rows_nothing_is_kept() -> None:
+    trace = StepTrace({})
+    logits = torch.zeros(2, VOCAB)
+    trace.see("model", logits)
+    trace.see_drawn(logits, [SamplingParams(), SamplingParams()], torch.zeros(2, dtype=torch.int64))
+    assert trace.finish([1, 2], {}) == [None, None]
+
+
+@pytest.mark.parametrize("top", [0, -1, 101, True, 2.0])
+def test_top_has_a_range(top: Any) -> None:
+    with pytest.raises(InvalidSamplingParams, match="trace: must be an integer from 1 to 100"):
+        SamplingParams(trace=top)

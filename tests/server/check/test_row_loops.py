@@ -1,0 +1,153 @@
+"""Loops over rows, and how they could be written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from logitship import CustomLogitProcessor
+from logitship.server.check.row_loops import RowLoop, find_row_loops
+
+Rows = list[dict[str, Any]] | None
+
+
+class Enumerates(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or []):
+            logits[row, params["token_ids"]] = -torch.inf
+        return logits
+
+
+class Adds(CustomLogitProcessor):
+    def __call__(self, scores: torch.Tensor, params_list: Rows = None) -> torch.Tensor:
+        for i in range(len(scores)):
+            assert params_list
+            scores[i, params_list[i]["token_ids"]] += params_list[i]["bias"]
+        return scores
+
+
+class Zips(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for row, params in zip(logits, custom_param_list or [], strict=True):
+            params["seen"] = True
+            row[params["token_ids"]] = -torch.inf
+        return logits
+
+
+class WholeRows(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or []):
+            if params["end"]:
+                logits[row] = -torch.inf
+        return logits
+
+
+class Masks(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or []):
+            mask = torch.zeros(logits.shape[1], dtype=torch.bool)
+            mask[params["token_ids"]] = True
+            logits[row] = logits[row].masked_fill(mask, -torch.inf)
+        return logits
+
+
+class Reads(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or []):
+            request = params["__req__"]
+            text = request.tokenizer.decode(request.output_ids)
+            if len(request.output_ids) > 3 and text.endswith(".") and logits[row].max().item() > 3:
+                seen = set(request.output_ids)
+                logits[row, list(seen)] = 0
+        return logits
+
+
+class NoLoop(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        ids = [token for params in custom_param_list or [] for token in params["token_ids"]]
+        for token in ids:
+            logits[:, token] = 0
+        return logits
+
+
+def loop_of(cls: type[CustomLogitProcessor]) -> RowLoop:
+    (loop,) = find_row_loops(cls)
+    return loop
+
+
+def test_the_loop_is_shown() -> None:
+    loop = loop_of(Enumerates)
+    assert loop.text == "for row, params in enumerate(custom_param_list or []):"
+    assert loop.place.startswith("test_row_loops.py:")
+    assert loop.file == __file__
+
+
+@pytest.mark.parametrize(
+    ("cls", "lines"),
+    [
+        (
+            Enumerates,
+            [
+                "ids = params['token_ids']  # a list",
+                "rows += [row] * len(ids); columns += ids",
+                "logits.index_put_((torch.tensor(rows), torch.tensor(columns)), torch.tensor(-torch.inf))",
+            ],
+        ),
+        (
+            Adds,
+            [
+                "rows += [row] * len(ids); columns += ids; values += [params_list[i]['bias']] * len(ids)",
+                "scores.index_put_((torch.tensor(rows), torch.tensor(columns)), torch.tensor(values), accumulate=True)",
+            ],
+        ),
+        (Zips, ["ids = params['token_ids']  # a list"]),
+        (WholeRows, ["rows.append(row)", "logits[rows] = -torch.inf"]),
+        (Masks, ["masks.append(mask)", "logits.masked_fill_(torch.stack(masks), -torch.inf)"]),
+    ],
+)
+def test_how_to_write_all_rows_at_once(cls: type[CustomLogitProcessor], lines: list[str]) -> None:
+    advice = loop_of(cls).advice.splitlines()
+    assert [f"    {line}" in advice for line in lines] == [True] * len(lines), advice
+
+
+def test_what_is_written_that_way_does_the_same() -> None:
+    """The advice for `Enumerates` and `Adds`, followed."""
+    params = [{"token_ids": [1, 2], "bias": 0.5}, {"token_ids": [2], "bias": 3.0}]
+    rows: list[int] = []
+    columns: list[int] = []
+    values: list[float] = []
+    for row, each in enumerate(params):
+        ids: Any = each["token_ids"]
+        bias: Any = each["bias"]
+        rows += [row] * len(ids)
+        columns += ids
+        values += [bias] * len(ids)
+    banned, added = torch.zeros(2, 4), torch.zeros(2, 4)
+    banned.index_put_((torch.tensor(rows), torch.tensor(columns)), torch.tensor(-torch.inf))
+    added.index_put_((torch.tensor(rows), torch.tensor(columns)), torch.tensor(values), accumulate=True)
+    assert torch.equal(banned, Enumerates()(torch.zeros(2, 4), params))
+    assert torch.equal(added, Adds()(torch.zeros(2, 4), params))
+
+
+def test_what_else_costs_time_in_the_loop() -> None:
+    advice = loop_of(Reads).advice
+    said = [line.split(": ", 1)[1] for line in advice.splitlines() if line.startswith("Line ")]
+    assert [text.split()[:3] for text in said] == [
+        ["the", "tokenizer's", "decode()"],
+        ["goes", "through", "all"],
+        [".item()", "brings", "values"],
+        ["one", "write", "for"],
+    ]
+    assert "torch.zeros() makes a tensor" in loop_of(Masks).advice
+
+
+def test_loops_over_something_else() -> None:
+    assert find_row_loops(NoLoop) == []
+
+
+def test_without_source_there_is_nothing_to_say() -> None:
+    names: dict[str, Any] = {"CustomLogitProcessor": CustomLogitProcessor}
+    exec("class Typed(CustomLogitProcessor):\n    def __call__(self, logits, params=None): return logits", names)
+    assert find_row_loops(names["Typed"]) == []

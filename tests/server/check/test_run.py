@@ -1,0 +1,109 @@
+"""A check from beginning to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from logitship import CheckReport, CustomLogitProcessor
+from logitship.builtin_processors.base import BuiltinProcessor
+from logitship.builtin_processors.grammar import GrammarProcessor
+from logitship.builtin_processors.registry import BUILTIN_PROCESSORS
+from logitship.builtin_processors.tree import TreeLogitsProcessor
+from logitship.client.check_report import Severity, Verdict
+from logitship.server.check.options import CHECKS, CheckOptions, UsageError
+from logitship.server.check.run import run_check
+from logitship.server.config import ServerConfig
+from logitship.server.engine.model_loader import LoadedModel
+
+Check = Callable[..., CheckReport]
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "cite_from_prompt": {"boost_factor": 1.5},
+    "deepseek_r1_thinking_budget": {"thinking_budget": 3},
+    "disallowed_tokens": {"token_ids": [30]},
+    "force_last_phrase": {"phrase": "ok"},
+    "gen_length": {"boost_factor": 0.5},
+    "glm4_moe_thinking_budget": {"thinking_budget": 3},
+    "inkling_thinking_budget": {"thinking_budget": 3},
+    "max_time": {"max_time": 100},
+    "multi_sequence": {},
+    "multiple_choice": {"choices": ["1", "2"]},
+    "no_repeat_ngram": {"ngram_size": 2, "window_size": 20},
+    "prevent_hallucination": {},
+    "qwen3_thinking_budget": {"thinking_budget": 3},
+    "strict_think_mode": {"max_thinking_tokens": 6, "end_think_token_ids": [3], "begin_think_token_ids": [2]},
+    "think_mode": {"max_thinking_tokens": 3, "end_think_token_ids": [3]},
+    "thinking_budget": {"thinking_budget": 3, "thinking_start": "<think>", "thinking_end": "</think>"},
+    "trigger_phrase": {"phrase": "ok", "trigger_token_phrase": "a"},
+}
+MADE_BY_THE_SERVER = (GrammarProcessor, TreeLogitsProcessor)
+"""These have what a server gives them, and are only ever asked for by name."""
+
+
+def test_a_good_class_passes(check: Check, good: type[CustomLogitProcessor]) -> None:
+    report = check(good, {"token_ids": [30, 31]})
+    assert report.ok
+    assert [each.name for each in report.checks] == list(CHECKS)
+    assert {each.name: each.verdict for each in report.checks if each.verdict is not Verdict.PASSED} == {
+        "argmax": Verdict.NOT_CHECKED
+    }
+    assert [finding.severity for finding in report.findings] == [Severity.NOTE]  # it loops over rows
+    assert report.name == "Ban"
+    assert report.digest.startswith("sha256:")
+    assert (report.model, report.vocab_size, report.isolation) == ("tiny", 260, "sandbox")
+    assert [timing.rows for timing in report.timings] == [1, 8]
+
+
+def test_rows_get_different_params_if_the_class_takes_them(check: Check, good: type[CustomLogitProcessor]) -> None:
+    report = check(good, {"token_ids": [30]})
+    assert (report.params, report.num_given_params) == ([{"token_ids": [30]}, {"token_ids": [31]}], 1)
+    assert check(good, {"token_ids": [259]}).params == [{"token_ids": [259]}]  # 260 is no token
+    report = check(good, {"token_ids": [3]}, {"token_ids": [7]})
+    assert (report.params, report.num_given_params) == ([{"token_ids": [3]}, {"token_ids": [7]}], 2)
+
+
+@pytest.mark.parametrize(
+    "cls", [cls for cls in BUILTIN_PROCESSORS if cls not in MADE_BY_THE_SERVER], ids=lambda cls: cls.name
+)
+def test_what_comes_with_logitship_passes(cls: type[BuiltinProcessor], check: Check) -> None:
+    report = check(cls, PARAMS[cls.name], max_tokens=4, batch_sizes=(1,))
+    assert [finding for finding in report.findings if finding.severity is Severity.ERROR] == []
+    assert report["rows"].verdict is Verdict.PASSED
+
+
+class NeedsOne(CustomLogitProcessor):
+    params_schema: ClassVar[dict[str, Any]] = {
+        "properties": {"token_id": {"type": "integer"}},
+        "required": ["token_id"],
+    }
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        return logits
+
+
+def test_a_required_parameter_without_an_example(check: Check) -> None:
+    with pytest.raises(UsageError, match=r"'token_id' is required .* give params"):
+        check(NeedsOne)
+
+
+def test_findings_of_ignored_checks_do_not_count(check: Check) -> None:
+    class Random(CustomLogitProcessor):
+        def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+            return logits + torch.rand(1)
+
+    assert not check(Random).ok
+    report = check(Random, ignore=frozenset({"deterministic"}))
+    assert report.ok
+    assert report["deterministic"].verdict is Verdict.FAILED
+
+
+def test_without_sandboxes(loaded_model: LoadedModel, good: type[CustomLogitProcessor]) -> None:
+    config = ServerConfig(model_path="tiny", processor_isolation="none")
+    options = CheckOptions(params=[{"token_ids": [30]}], max_tokens=2, batch_sizes=[1])
+    report = run_check(good, options, config, target="here:Ban", loaded=loaded_model)
+    assert report.ok
+    assert (report.isolation, report.target) == ("none", "here:Ban")

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+Read = Callable[..., float | None]
+"""A sample of a registry by its name and labels; None if there is none."""
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def read(registry: CollectorRegistry) -> Read:
+    return lambda name, **labels: registry.get_sample_value(f"logitship_{name}", labels)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from prometheus_client import generate_latest
+
+from logitship.sampler.processor_host import LoadedProcessor, NoHost
+from logitship.server.engine.info import EngineStats, ModelInfo
+from logitship.server.engine.step_clock import StepClock
+from logitship.server.metrics.engine_metrics import EngineMetrics
+
+Read = Callable[..., float | None]
+
+MODEL = ModelInfo("tiny", "/secret/path", 8, 64, frozenset({1}), "float32", "cpu", "Tiny")
+STATS = EngineStats(
+    3, 2, 7, True, *range(11, 16), *range(31, 35), *range(16, 21), sandboxes_ended={"crash": 1, "unloaded": 4}
+)
+
+
+@pytest.fixture
+def metrics() -> EngineMetrics:
+    return EngineMetrics(MODEL, {"sha256:1": "grammar"}, lambda: STATS)
+
+
+@pytest.fixture
+def read(metrics: EngineMetrics) -> Read:
+    return lambda name, **labels: metrics.registry.get_sample_value(f"logitship_{name}", labels)
+
+
+def processor(digest: str, name: str) -> LoadedProcessor:
+    return LoadedProcessor(digest, name, NoHost("none"), None)
+
+
+def stepped(clock: StepClock, **seconds: float) -> StepClock:
+    """The clock after a step with these phases."""
+    for name, each in seconds.items():
+        getattr(clock, name).seconds = each
+    return clock
+
+
+def test_a_step_and_its_phases(metrics: EngineMetrics, read: Read) -> None:
+    clock = StepClock()
+    clock.num_rows = 5
+    metrics.step_ended(stepped(clock, schedule=0.25, forward=1.0, processors=0.5))
+    assert (read("step_duration_seconds_count"), read("step_duration_seconds_sum")) == (1, 1.75)
+    assert read("step_phase_duration_seconds_sum", phase="forward") == 1
+    assert read("step_phase_duration_seconds_count", phase="processors") == 1
+    assert read("step_phase_duration_seconds_count", phase="sample") == 0
+    assert read("step_rows_sum") == 5
+    assert clock.forward.seconds == clock.num_rows == 0
+
+
+def test_a_step_with_nothing_to_do_does_not_count(metrics: EngineMetrics, read: Read) -> None:
+    clock = stepped(StepClock(), schedule=0.25, deliver=0.125)
+    metrics.step_ended(clock)
+    metrics.step_ended(stepped(clock, forward=1.0))
+    assert read("step_duration_seconds_sum") == 1
+    assert read("step_phase_duration_seconds_count", phase="schedule") == 0
+
+
+def test_calls_of_processors(metrics: EngineMetrics, read: Read) -> None:
+    metrics.observer_of_calls(processor("sha256:1", "grammar"))(3, 0.5)
+    metrics.observer_of_calls(processor("sha256:2", "Mine"))(1, 0.25)
+    metrics.observer_of_calls(processor("sha256:3", "Mine"))(2, 0.25)
+    mine = {"processor": "Mine", "origin": "shipped"}
+    assert read("processor_call_duration_seconds_sum", processor="grammar", origin="installed") == 0.5
+    assert read("processor_rows_total", processor="grammar", origin="installed") == 3
+    assert read("processor_call_duration_seconds_count", **mine) == 2
+    assert read("processor_rows_total", **mine) == 3
+
+
+def test_clients_cannot_make_more_series_than_that(metrics: EngineMetrics) -> None:
+    before = len(generate_latest(metrics.registry).splitlines())
+    for number in range(1000):
+        metrics.observer_of_calls(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
+    names = {
+        sample.labels["processor"]
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if "processor" in sample.labels
+    }
+    assert len(names) == 101
+    assert "other" in names
+    assert len(generate_latest(metrics.registry).splitlines()) - before < 101 * 30
+
+
+def test_http(metrics: EngineMetrics, read: Read) -> None:
+    metrics.http_answered("GET", "/v1/models/{name}", 404, 0.5)
+    assert read("http_requests_total", method="GET", route="/v1/models/{name}", status="404") == 1
+    assert read("http_request_duration_seconds_sum", route="/v1/models/{name}") == 0.5
+
+
+def test_what_the_engine_counts_is_read_when_it_is_asked_for(read: Read) -> None:
+    names = (
+        "running_sequences waiting_sequences steps_total accepting processor_cache_hits_total "
+        "processor_cache_misses_total processor_cache_evictions_total processor_cache_entries processor_cache_bytes "
+        "prefix_cache_queried_tokens_total prefix_cache_hit_tokens_total prefix_cache_blocks "
+        "prefix_cache_capacity_blocks "
+        "registered_processors draft_tokens_total accepted_draft_tokens_total sandboxes sandboxes_started_total"
+    )
+    assert [read(name) for name in names.split()] == [3, 2, 7, 1, *range(11, 16), *range(31, 35), *range(16, 21)]
+    assert [read("sandboxes_ended_total", reason=reason) for reason in ("crash", "unloaded")] == [1, 4]
+
+
+def test_the_model_without_its_path(metrics: EngineMetrics) -> None:
+    text = generate_latest(metrics.registry).decode()
+    assert 'model="tiny"' in text
+    assert "/secret" not in text
+    assert "process_cpu_seconds_total" in text
+
+
+def test_two_engines_have_nothing_in_common() -> None:
+    one, other = (EngineMetrics(replace(MODEL, name=name), {}, lambda: STATS) for name in ("one", "other"))
+    one.requests.admitted.inc()
+    assert one.registry.get_sample_value("logitship_requests_total") == 1
+    assert other.registry.get_sample_value("logitship_requests_total") == 0
+
+
+def test_it_is_read_while_it_is_written(metrics: EngineMetrics) -> None:
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def scrape() -> None:
+        try:
+            while not stop.is_set():
+                generate_latest(metrics.registry)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    for number in range(300):
+        metrics.observer_of_calls(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
+        metrics.http_answered("GET", f"/{number}", 200, 0.1)
+    stop.set()
+    thread.join()
+    assert errors == []

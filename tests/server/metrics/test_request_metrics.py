@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from logitship.server.engine.messages import ABSENT, FinishReason, GenerationChunk, RequestError
+from logitship.server.metrics import request_metrics
+from logitship.server.metrics.processor_labels import ProcessorLabels
+from logitship.server.metrics.request_metrics import RequestMeter, RequestMetrics
+
+Read = Callable[..., float | None]
+
+
+class Time:
+    """Stands for `time`: goes on when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(request_metrics, "time", time)
+    return time
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> RequestMetrics:
+    return RequestMetrics(registry, ProcessorLabels({"sha256:1": "grammar"}))
+
+
+def chunk(*token_ids: int, index: int = 0, total: int = 0, ends: FinishReason | None = None) -> GenerationChunk:
+    values: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": total, "finish_reason": ends}
+    return GenerationChunk(index=index, text="", token_ids=list(token_ids), **values)
+
+
+def test_a_request_from_its_arrival_to_its_end(metrics: RequestMetrics, read: Read, time: Time) -> None:
+    meter = RequestMeter(metrics)
+    meter.admitted()
+    time.now += 0.25
+    meter.started()
+    time.now += 0.25
+    meter.delivered([chunk(1)])
+    time.now += 1
+    meter.delivered([chunk(2)])
+    time.now += 2
+    meter.delivered([chunk(3, total=3, ends=FinishReason("length"))])
+    assert read("requests_total") == 1
+    assert read("request_queue_duration_seconds_sum") == 0.25
+    assert read("time_to_first_token_seconds_sum") == 0.5
+    assert (read("inter_token_latency_seconds_count"), read("inter_token_latency_seconds_sum")) == (2, 3)
+    assert read("request_duration_seconds_sum") == 3.5
+    assert (read("prompt_tokens_total"), read("generation_tokens_total")) == (7, 3)
+    assert (read("request_prompt_tokens_sum"), read("request_generation_tokens_sum")) == (7, 3)
+    assert read("sequences_finished_total", reason="length") == 1
+
+
+def test_two_continuations_have_one_prompt_and_one_time_in_the_queue(
+    metrics: RequestMetrics, read: Read, time: Time
+) -> None:
+    meter = RequestMeter(metrics)
+    meter.started()
+    time.now += 1
+    meter.started()
+    meter.delivered([chunk(1, index=0), chunk(1, index=1)])
+    time.now += 1
+    ends = FinishReason("stop", 1)
+    meter.delivered([chunk(2, index=0, total=2, ends=ends), chunk(2, index=1, total=2, ends=ends)])
+    assert (read("request_queue_duration_seconds_count"), read("request_queue_duration_seconds_sum")) == (1, 0)
+    assert (read("time_to_first_token_seconds_count"), read("inter_token_latency_seconds_count")) == (2, 2)
+    assert (read("prompt_tokens_total"), read("generation_tokens_total")) == (7, 4)
+    assert read("sequences_finished_total", reason="stop") == 2
+
+
+def test_drafts_that_came_in_one_step_have_no_time_between_them(
+    metrics: RequestMetrics, read: Read, time: Time
+) -> None:
+    meter = RequestMeter(metrics)
+    meter.delivered([chunk(1), chunk(2)])
+    time.now += 1
+    meter.delivered([chunk(3), chunk(4), chunk(5)])
+    assert (read("time_to_first_token_seconds_count"), read("inter_token_latency_seconds_count")) == (1, 1)
+    assert read("generation_tokens_total") == 5
+
+
+def test_a_request_that_gave_no_token(metrics: RequestMetrics, read: Read, time: Time) -> None:
+    meter = RequestMeter(metrics)
+    meter.delivered([chunk(ends=FinishReason("abort")), chunk(index=1, ends=ABSENT)])
+    assert read("time_to_first_token_seconds_count") == 0
+    assert read("prompt_tokens_total") == 7
+    assert read("sequences_finished_total", reason="abort") == 1
+    assert read("sequences_finished_total", reason="absent") == 1
+
+
+def fault(name: str, digest: str = "sha256:2", kind: str = "exception") -> FinishReason:
+    error = RequestError("ProcessorFault", "secret", 400, "secret", digest, name, kind)
+    return FinishReason("abort", error=error)
+
+
+def test_faults_by_processor_and_kind(metrics: RequestMetrics, read: Read) -> None:
+    for reason in (fault("Bad"), fault("Bad"), fault("Bad", kind="deadline"), fault("grammar", "sha256:1")):
+        RequestMeter(metrics).delivered([chunk(ends=reason)])
+    assert read("sequences_finished_total", reason="error") == 4
+    assert read("sequence_errors_total", type="ProcessorFault") == 4
+    assert read("processor_faults_total", processor="Bad", origin="shipped", kind="exception") == 2
+    assert read("processor_faults_total", processor="Bad", origin="shipped", kind="deadline") == 1
+    assert read("processor_faults_total", processor="grammar", origin="installed", kind="exception") == 1
+
+
+def test_an_error_that_is_no_processors(metrics: RequestMetrics, read: Read, registry: CollectorRegistry) -> None:
+    error = RequestError("NoTokenLeftError", "no token is left", 400)
+    RequestMeter(metrics).delivered([chunk(ends=FinishReason("abort", error=error))])
+    assert read("sequence_errors_total", type="NoTokenLeftError") == 1
+    assert b"logitship_processor_faults_total{" not in generate_latest(registry)
+
+
+def test_any_name_can_be_read_back(metrics: RequestMetrics, registry: CollectorRegistry) -> None:
+    names = {'quote"', "back\\slash", "line\nfeed", "ümläut 🎈", "", "}", "a,b=c"}
+    for name in names:
+        metrics.finished(fault(name))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    samples = [sample for family in families for sample in family.samples]
+    read_back = {each.labels["processor"] for each in samples if each.name == "logitship_processor_faults_total"}
+    assert read_back == (names - {""}) | {"?"}
+
+
+def test_no_text_of_an_error_is_a_label(metrics: RequestMetrics, registry: CollectorRegistry) -> None:
+    metrics.finished(fault("Bad"))
+    assert b"secret" not in generate_latest(registry)

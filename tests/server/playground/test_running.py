@@ -1,0 +1,306 @@
+"""With and without side by side, streaming, stopping, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+from playwright.sync_api import Page, Route, expect
+
+from .conftest import HELD, Gate, Pages, Playground
+
+
+def params(page: Page, value: Any) -> None:
+    page.fill("#params", json.dumps(value))
+
+
+def test_both_answers_stand_side_by_side(playground: Playground) -> None:
+    page = playground.page
+    page.fill("#sampling-max_tokens", "12")
+    playground.run()
+    without, with_ = page.locator("#without").bounding_box(), page.locator("#with").bounding_box()
+    assert without is not None
+    assert with_ is not None
+    assert without["y"] == with_["y"]
+    assert without["x"] + without["width"] <= with_["x"]
+    expect(page.locator("#with-title")).to_have_text("With Lipogram")
+    expect(playground.tokens("with")).to_have_count(12)
+    expect(page.locator("#with-status")).to_have_text(re.compile(r"^12 tokens · \d+ tokens/s · reached max tokens$"))
+
+
+def test_the_answers_are_those_of_the_api(playground: Playground) -> None:
+    """The page shows what everybody gets."""
+    page = playground.page
+    playground.choose("example:uppercase")
+    page.fill("#sampling-seed", "5")
+    page.fill("#sampling-top_k", "40")
+    page.fill("#sampling-max_tokens", "16")
+    page.fill("#prompt", "Hello <b>")
+    with page.expect_request(lambda request: "custom_logit_processor" in (request.post_data or "")) as sent:
+        playground.run()
+    body = sent.value.post_data_json
+    assert body["custom_logit_processor"]["class_name"] == "Uppercase"
+    assert (body["seed"], body["top_k"], body["temperature"]) == (5, 40, 0.7)
+    assert body["messages"] == [{"role": "user", "content": "Hello <b>"}]
+
+    without = {key: value for key, value in body.items() if key not in ("custom_logit_processor", "custom_params")}
+    for column, request in (("with", body), ("without", without)):
+        url = f"{playground.url}/v1/chat/completions"
+        (choice,) = httpx.post(url, json=request | {"stream": False}, timeout=60).json()["choices"]
+        expect(playground.tokens(column)).to_have_count(len(choice["trace"]))
+        assert playground.text(column) == choice["message"]["content"]
+
+
+def test_the_receipt_is_shown(playground: Playground) -> None:
+    playground.page.fill("#sampling-max_tokens", "5")
+    playground.run()
+    receipts = playground.page.locator("#with-receipts li")
+    expect(receipts).to_have_count(1)
+    expect(receipts).to_contain_text(re.compile(r"Lipogram 5 steps, \d+\.\d ms .*sha256:[0-9a-f]{12}…"))
+    expect(playground.page.locator("#without-receipts li")).to_have_count(0)
+
+
+def test_a_raw_prompt_goes_to_the_other_route(playground: Playground) -> None:
+    page = playground.page
+    page.check("#mode-raw", force=True)
+    page.fill("#prompt", "raw")
+    page.fill("#sampling-max_tokens", "4")
+    with page.expect_request("**/v1/completions") as sent:
+        playground.run()
+    assert sent.value.post_data_json["prompt"] == "raw"
+    expect(playground.tokens("without")).to_have_count(4)
+
+
+def test_an_empty_seed_is_the_same_for_both(playground: Playground) -> None:
+    page = playground.page
+    page.fill("#sampling-seed", "")
+    seeds: list[int] = []
+    page.on("request", lambda request: seeds.append(request.post_data_json["seed"]) if request.post_data else None)
+    playground.run()
+    assert len(seeds) == 2
+    assert seeds[0] == seeds[1]
+
+
+def test_stop_strings_may_hold_line_feeds(playground: Playground) -> None:
+    page = playground.page
+    page.fill("#sampling-stop", "END\n\\n\\n")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        playground.run()
+    assert sent.value.post_data_json["stop"] == ["END", "\n\n"]
+
+
+# --- streaming and stopping ---
+
+
+def test_tokens_are_shown_before_the_end(playground: Playground, gate: Gate) -> None:
+    page = playground.page
+    playground.write(HELD)
+    page.fill("#sampling-max_tokens", "9")
+    page.click("#run")
+    assert gate.reached.wait(30)
+    expect(playground.tokens("with")).to_have_count(4)
+    expect(page.locator("#with")).to_have_attribute("data-state", "running")
+    expect(page.locator("#results")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#run")).to_be_disabled()
+    gate.opened.set()
+    playground.finish()
+    expect(playground.tokens("with")).to_have_count(9)
+    expect(page.locator("#results")).to_have_attribute("aria-busy", "false")
+
+
+def test_stop_ends_both_and_frees_the_server(playground: Playground, gate: Gate) -> None:
+    page = playground.page
+    playground.write(HELD)
+    page.fill("#sampling-max_tokens", "400")
+    page.click("#run")
+    assert gate.reached.wait(30)
+    expect(playground.tokens("with")).to_have_count(4)
+    page.click("#stop")
+    for column in ("with", "without"):
+        expect(page.locator(f"#{column}")).to_have_attribute("data-state", "stopped")
+        expect(page.locator(f"#{column}-status")).to_contain_text("stopped")
+    expect(page.locator("#run")).to_be_enabled()
+    gate.opened.set()
+    running = """async () => {
+        const info = await (await fetch("server_info")).json();
+        return info.internal_states[0].running === 0;
+    }"""
+    page.wait_for_function(running)
+    expect(playground.tokens("with")).to_have_count(4)
+
+
+# --- errors ---
+
+RAISES = """from logitship import CustomLogitProcessor
+
+
+class Raises(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        return self.helper(logits)
+
+    def helper(self, logits):
+        raise ValueError("<img src=x onerror=alert(1)> it is broken")
+"""
+
+
+def error_lines(page: Page) -> Any:
+    return page.locator("#editor .error-line")
+
+
+def test_a_fault_is_shown_at_its_line(playground: Playground) -> None:
+    page = playground.page
+    playground.write(RAISES)
+    playground.run(fails=True)
+    expect(error_lines(page)).to_have_text('        raise ValueError("<img src=x onerror=alert(1)> it is broken")')
+    expect(page.locator("#editor .cm-lint-marker-error")).to_have_count(1)
+    expect(page.locator("#code-error")).to_contain_text("Line 9: processor Raises raised ValueError")
+    expect(page.locator("#code-error pre")).to_contain_text("line 9, in helper")
+    expect(page.locator("#code-error img")).to_have_count(0)
+    expect(page.locator("#with-error")).to_contain_text("raised ValueError: <img")
+    expect(page.locator("#announcer")).to_contain_text("With Raises: processor Raises raised ValueError")
+    # The other answer is complete, and the error goes with the next edit.
+    expect(page.locator("#without-error")).to_be_empty()
+    page.get_by_role("button", name="Go to line 9").click()
+    page.keyboard.press("End")
+    page.keyboard.type("  # mended")
+    expect(error_lines(page)).to_have_count(0)
+    expect(page.locator("#code-error")).to_be_empty()
+
+
+def test_a_syntax_error_is_shown_at_its_line(playground: Playground) -> None:
+    page = playground.page
+    playground.write("from logitship import CustomLogitProcessor\n\n\nclass A(CustomLogitProcessor):\nx = = 1\n")
+    playground.run(fails=True)
+    expect(page.locator("#code-error")).to_contain_text("is not valid Python")
+    expect(error_lines(page)).to_have_count(1)
+    expect(page.locator("#code-error")).to_contain_text(re.compile("Line [45]:"))
+    playground.expect_complaint("400 (Bad Request)")
+
+
+def test_an_error_of_the_module_is_shown_at_its_line(playground: Playground) -> None:
+    page = playground.page
+    playground.write("from logitship import CustomLogitProcessor\n\n1 / 0\n\nclass A(CustomLogitProcessor): ...\n")
+    playground.run(fails=True)
+    expect(error_lines(page)).to_have_text("1 / 0")
+    expect(page.locator("#code-error")).to_contain_text("ZeroDivisionError")
+    playground.expect_complaint("400 (Bad Request)")
+
+
+def test_a_source_without_a_class_is_not_sent(playground: Playground) -> None:
+    page = playground.page
+    playground.write("x = 1")
+    page.click("#run")
+    expect(page.locator("#code-error")).to_contain_text("defines no class")
+    expect(page.locator("#with")).not_to_have_attribute("data-state", "running")
+
+
+def test_parameters_that_are_no_json_object(playground: Playground) -> None:
+    page = playground.page
+    for text, said in (('{"letter": }', "This is not JSON"), ("[1]", "An object is expected")):
+        page.fill("#params", text)
+        expect(page.locator("#params-error")).to_contain_text(said)
+        expect(page.locator("#params")).to_have_attribute("aria-invalid", "true")
+        page.click("#run")
+        expect(page.locator("#banner")).to_have_text("The parameters are not valid.")
+        expect(page.locator("#params")).to_be_focused()
+    page.fill("#params", '{"letter": "a"}')
+    expect(page.locator("#params-error")).to_be_empty()
+    playground.run()
+    expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_the_field_that_the_server_refuses_is_marked(playground: Playground) -> None:
+    page = playground.page
+    playground.expect_complaint("400 (Bad Request)")
+    page.fill("#sampling-temperature", "-1")
+    page.click("#run")
+    expect(page.locator("#sampling-temperature")).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#without-error")).to_contain_text("temperature")
+    page.fill("#sampling-temperature", "")
+    page.click("#run")
+    expect(page.locator("#banner")).to_have_text("Temperature is not a number.")
+    expect(page.locator("#sampling-temperature")).to_be_focused()
+
+
+def test_a_server_that_is_gone(playground: Playground) -> None:
+    page = playground.page
+    playground.expect_complaint("net::ERR_FAILED")
+
+    def gone(route: Route) -> None:
+        route.abort()
+
+    page.route("**/v1/chat/completions", gone)
+    page.click("#run")
+    for column in ("with", "without"):
+        expect(page.locator(f"#{column}-error")).to_contain_text("No answer came from the server")
+    page.unroute("**/v1/chat/completions", gone)
+    playground.run()
+    expect(page.locator("#with-error")).to_be_empty()
+
+
+def test_a_stream_that_is_cut(playground: Playground) -> None:
+    """Half an answer is not taken for a whole one."""
+    page = playground.page
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body="", content_type="text/event-stream"))
+    page.click("#run")
+    expect(page.locator("#with-error")).to_contain_text("The answer broke off")
+    expect(page.locator("#with")).to_have_attribute("data-state", "failed")
+
+
+def test_an_answer_that_is_no_json(playground: Playground) -> None:
+    playground.expect_complaint("502 (Bad Gateway)")
+    page = playground.page
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=502, body="<h1>a proxy's page</h1>"))
+    page.click("#run")
+    expect(page.locator("#with-error")).to_have_text("<h1>a proxy's page</h1>")
+
+
+# --- what a model or a processor writes is text ---
+
+HTML = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+
+def test_html_that_a_processor_forces_is_text(playground: Playground) -> None:
+    page = playground.page
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    playground.choose("example:template")
+    params(page, {"template": HTML})
+    page.fill("#sampling-max_tokens", "100")
+    playground.run()
+    assert playground.text("with").startswith(HTML)
+    expect(page.locator("#with-tokens img, #with-tokens script")).to_have_count(0)
+    expect(page.locator("#with-tokens .forced")).to_have_count(len(HTML) + 1)
+    assert dialogs == []
+
+
+def test_html_in_names_and_tokens_is_text(playground: Playground) -> None:
+    """As a server could send it that is not ours."""
+    page = playground.page
+    entry = {"token_id": 7, "text": HTML}
+    stage = {"logprobs": [-0.1], "num_allowed": 9}
+    stages = [{"stage": "model"}, {"stage": "processor", "name": HTML, "digest": HTML}, {"stage": "sampling"}]
+    trace = {**entry, "candidates": [entry], "stages": [each | stage for each in stages]}
+    receipt = {"name": HTML, "digest": HTML, "steps": 1, "milliseconds": 1.0}
+    choice = {"delta": {"content": HTML}, "trace": [trace], "finish_reason": HTML, "receipts": [receipt]}
+    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    playground.run()
+    playground.tokens("with").click()
+    assert page.locator("#with-tokens").inner_text().strip() == HTML
+    expect(page.locator("#with-status")).to_contain_text(HTML)
+    expect(page.locator("#with-receipts")).to_contain_text(HTML)
+    expect(page.locator("#trace thead")).to_contain_text(HTML)
+    expect(page.locator("#results img, #results script")).to_have_count(0)
+
+
+def test_two_pages_do_not_know_each_other(pages: Pages, tiny_server: str) -> None:
+    one, other = pages.new(tiny_server), pages.new(tiny_server)
+    one.open()
+    one.page.fill("#prompt", "mine")
+    other.open()
+    expect(other.page.locator("#prompt")).to_have_value("What is the moon?")
+    one.open()
+    expect(one.page.locator("#prompt")).to_have_value("mine")

@@ -1,0 +1,82 @@
+"""The cookbook's classes pass the check that it recommends: above all, no row looks at another."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitship import CustomLogitProcessor
+from logitship.server.check import line_times, own_time, speed
+from logitship.server.check.bench import Bench
+from logitship.server.check.options import CheckOptions
+from logitship.server.check.run import check_on, max_rows_of
+from logitship.server.config import ServerConfig
+from logitship.server.engine.model_loader import LoadedModel
+
+COOKBOOK = Path(__file__).parents[1] / "docs" / "cookbook.md"
+PARAMS: dict[str, list[dict[str, Any]]] = {
+    "KeepOut": [{"scripts": ["LATIN SMALL"]}, {"scripts": ["DIGIT", "GREEK"]}],
+    "OneOf": [{"labels": ["yes", "no"]}, {"labels": ["perhaps", "never", "nevermore"]}],
+    "BannedWords": [{"words": ["a", "sea"]}, {"words": ["Tea"]}],
+    "Length": [{"at_least": 2, "about": 4}, {"at_least": 0, "about": 1}],
+    "Interject": [{"after": 1, "say": "so"}, {"after": 3, "say": "but then"}],
+    "Quote": [{"text": "To be, or not to be"}, {"text": "banana"}],
+    "DRY": [{"allowed_length": 1}, {"multiplier": 5.0, "window": 8}],
+    "XTC": [{"seed": 1, "threshold": 0.01}, {"seed": 2, "probability": 1.0, "threshold": 0.001}],
+    "TopNSigma": [{"n": 1.0}, {"n": 0.5}],
+    "Watermark": [{"key": 1}, {"key": 2, "bonus": 4.0}],
+}
+OPTIONS: dict[str, Any] = {"batch_sizes": (1,), "ignore": frozenset({"speed"})}
+
+
+def classes_of_the_cookbook(folder: Path) -> dict[str, type[CustomLogitProcessor]]:
+    """What the page defines, without its requests. A file, because a class travels with its source."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", COOKBOOK.read_text(), re.MULTILINE | re.DOTALL)
+    parts = [
+        ast.get_source_segment(block, statement) or ""
+        for block in blocks
+        for statement in ast.parse(block).body
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+    ]
+    script = folder / "cookbook.py"
+    script.write_text("\n\n\n".join(parts) + "\n")
+    names = runpy.run_path(str(script))
+    return {
+        name: value
+        for name, value in names.items()
+        if isinstance(value, type) and issubclass(value, CustomLogitProcessor) and value is not CustomLogitProcessor
+    }
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, type[CustomLogitProcessor]]:
+    return classes_of_the_cookbook(tmp_path_factory.mktemp("cookbook"))
+
+
+@pytest.fixture(scope="module")
+def bench(unserved_model: LoadedModel) -> Iterator[Bench]:
+    bench = Bench(ServerConfig(model_path="tiny"), unserved_model, max_rows_of(CheckOptions(**OPTIONS)))
+    yield bench
+    bench.close()
+
+
+def test_there_are_ten(classes: dict[str, type[CustomLogitProcessor]]) -> None:
+    assert list(classes) == list(PARAMS)
+    assert len(classes) == 10
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_it_passes_the_check(
+    name: str, classes: dict[str, type[CustomLogitProcessor]], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (line_times, own_time, speed):
+        monkeypatch.setattr(module, "SECONDS", 0.02)
+    report = check_on(bench, classes[name], CheckOptions(params=PARAMS[name], **OPTIONS))
+    assert report.ok, str(report)
+    assert report["rows"].verdict.name == "PASSED", str(report)
