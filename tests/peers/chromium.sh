@@ -27,6 +27,11 @@ with sync_playwright() as playwright:
 
 on_path && exit
 
+# Tests run side by side: one of them installs, the others wait for it.
+exec 9> "${TMPDIR:-/tmp}/logitship-chromium-$(id -u).lock"
+flock 9
+on_path && exit
+
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
   { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } >&2 || true
   on_path && exit
