@@ -105,11 +105,13 @@ def _median_call(stage: Stage, recordings: Sequence[Recording], logits: torch.Te
 def _history_findings(rehearsal: Rehearsal, recordings: Sequence[Recording], logits: torch.Tensor) -> list[Finding]:
     """Does a step take longer, the longer the output is?"""
     few, many = _HISTORY_LENGTHS
-    short, long = (own_seconds(rehearsal, recordings, logits, length) for length in _HISTORY_LENGTHS)
+    # Before and after: where something else keeps the machine busy for a while, one of the two is slow as well.
+    seconds = [own_seconds(rehearsal, recordings, logits, length) for length in (few, many, few)]
     # A long output that it would not have written itself may be nothing that it can work with.
-    if short is None or long is None:
+    before, at_many, after = (None if each is None else _per_row(each, len(logits)) for each in seconds)
+    if before is None or at_many is None or after is None:
         return []
-    short, long = _per_row(short, len(logits)), _per_row(long, len(logits))
+    short, long = max(before, after), at_many
     if long < 2 * short or long - short < _COSTLY_HISTORY:
         return []
     seen = (

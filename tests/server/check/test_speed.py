@@ -54,9 +54,10 @@ def test_a_slow_class(check: Check) -> None:
     report = check(Slow)
     assert report.ok
     assert report["speed"].verdict is Verdict.WARNED
-    slow, loop = warnings_of(report)
-    assert "µs a row: with 8 rows, it adds " in slow
-    assert "it loops over rows: test_speed.py:" in loop
+    # A busy machine may make it look slower with a longer output as well.
+    warnings = "\n".join(warnings_of(report))
+    assert "µs a row: with 8 rows, it adds " in warnings
+    assert "it loops over rows: test_speed.py:" in warnings
     assert report.slow_lines[0].text == "sum(range(100_000))"
     assert report.slow_lines[0].share > 0.5
     assert all(timing.own is not None and timing.own > speed.SLOW_ROW for timing in report.timings)
