@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -95,6 +96,7 @@ class Engine:
         Returns:
             False if there was nothing to do.
         """
+        began = time.perf_counter()
         with self._clock.schedule:
             plan = self._scheduler.schedule()
         if not plan:
@@ -117,6 +119,7 @@ class Engine:
             logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
             self._end_all_running()
         self.num_steps += 1
+        self._scheduler.took(plan, time.perf_counter() - began)
         return True
 
     def _join_batch(self, plan: Plan) -> None:

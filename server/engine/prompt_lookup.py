@@ -24,14 +24,34 @@ class HitRate:
         value: between 0 and 1.
     """
 
-    _WEIGHT = 0.125
-
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: float, weight: float) -> None:
         self.value = value
+        self._weight = weight
 
     def count(self, hit: bool) -> None:
         """A guess came true, or not."""
-        self.value += self._WEIGHT * (hit - self.value)
+        self.value += self._weight * (hit - self.value)
+
+
+class HitRates:
+    """Those of one sequence, or of all.
+
+    Attributes:
+        first: of guesses just after the n-gram was found.
+        further: of guesses after a guess that came true.
+    """
+
+    def __init__(self, first: float = 0.4, further: float = 0.8, weight: float = 1 / 64) -> None:
+        self.first = HitRate(first, weight)
+        self.further = HitRate(further, weight)
+
+    def of_sequence(self) -> HitRates:
+        """What is expected of one more sequence: the same, until it has guesses of its own."""
+        return HitRates(self.first.value, self.further.value, weight=1 / 8)
+
+    def count(self, *, is_confirmed: bool, hit: bool) -> None:
+        """A guess came true, or not, behind one that did, or behind none."""
+        (self.further if is_confirmed else self.first).count(hit)
 
 
 class PromptLookup:
@@ -40,12 +60,11 @@ class PromptLookup:
     Every token is guessed before it is seen, whether anybody uses the guess or not: so the hit rates cost nothing, and
     are right also where nothing is drafted.
 
-    Attributes:
-        first: hit rate of guesses just after the n-gram was found.
-        further: hit rate of guesses after a guess that came true.
+    Args:
+        of_all: the hit rates of all sequences, which this one begins with and adds to.
     """
 
-    def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
+    def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int], of_all: HitRates) -> None:
         self._output = output_token_ids
         self._tokens = list(prompt_token_ids)
         self._num_prompt = len(prompt_token_ids)
@@ -54,8 +73,8 @@ class PromptLookup:
         self._guess: int | None = None
         """Where the token stands that is expected to be the next one."""
         self._is_confirmed = False
-        self.first = HitRate(0.4)
-        self.further = HitRate(0.8)
+        self._of_all = of_all
+        self._own = of_all.of_sequence()
         for end in range(1, len(self._tokens)):
             self._index(end)
         self._look_up()
@@ -69,8 +88,8 @@ class PromptLookup:
         """That the draft's token at a place, and all before it, come true; 0 if there is no draft."""
         if self._guess is None:
             return 0.0
-        begin = self.further.value if self._is_confirmed else self.first.value
-        return float(begin * self.further.value**place)
+        begin = self._own.further if self._is_confirmed else self._own.first
+        return float(begin.value * self._own.further.value**place)
 
     def draft(self, count: int) -> list[int]:
         """The next tokens, as guessed. None if nothing like the last tokens stood there before.
@@ -87,7 +106,8 @@ class PromptLookup:
     def _append(self, token: int) -> None:
         if self._guess is not None:
             hit = self._tokens[self._guess] == token
-            (self.further if self._is_confirmed else self.first).count(hit)
+            for rates in (self._own, self._of_all):
+                rates.count(is_confirmed=self._is_confirmed, hit=hit)
             self._is_confirmed = hit
             self._guess = self._guess + 1 if hit else None
         self._tokens.append(token)

@@ -124,6 +124,11 @@ class Scheduler:
                 prefill.append(chunk)
         return Plan(decode, prefill)
 
+    def took(self, plan: Plan, seconds: float) -> None:
+        """Learn how long a step took."""
+        if self._speculation and plan.decode and not plan.prefill:
+            self._speculation.observe(len(plan.decode), sum(len(chunk.drafts) for chunk in plan.decode), seconds)
+
     def share_prompts(self) -> None:
         """Copy prompts that were computed to the running sequences that wait for them."""
         share_prompts(self.running, self._cache)

@@ -14,8 +14,12 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from .prompt_lookup import PromptLookup
+from .prompt_lookup import HitRates, PromptLookup
 from .sequence import Sequence
+from .serving_cost import ServingCost
+
+_MARGIN = 1.05
+"""How much more tokens per second drafts must promise: what they cost is only an estimate, as is what they bring."""
 
 
 class NGramSpeculation:
@@ -26,12 +30,13 @@ class NGramSpeculation:
 
     Args:
         num_draft_tokens: most of a sequence in a step.
-        step_cost: how long a step of so many tokens takes, in any unit.
+        forward_cost: how long a forward pass of so many tokens takes.
     """
 
-    def __init__(self, num_draft_tokens: int, step_cost: Callable[[int], float]) -> None:
+    def __init__(self, num_draft_tokens: int, forward_cost: Callable[[int], float]) -> None:
         self.num_draft_tokens = num_draft_tokens
-        self._step_cost = step_cost
+        self._cost = ServingCost(forward_cost)
+        self._hit_rates = HitRates()
         self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
 
     def drafts(self, decoding: Iterable[Sequence]) -> dict[Sequence, list[int]]:
@@ -41,6 +46,8 @@ class NGramSpeculation:
             decoding: the sequences that draw a token in the step, apart from those that draw their first.
         """
         lookups = {sequence: self.lookup(sequence) for sequence in decoding}
+        if not any(lookup.probability(0) for lookup in lookups.values()):
+            return {}
         # A token is never likelier than those before it, so that a part of this order is a draft of each sequence.
         likeliest = sorted(
             (
@@ -52,14 +59,21 @@ class NGramSpeculation:
             key=lambda each: -each[0],
         )
         expected = accumulate((probability for probability, _ in likeliest), initial=float(len(lookups)))
-        rates = [tokens / self._step_cost(len(lookups) + count) for count, tokens in enumerate(expected)]
-        chosen = [sequence for _, sequence in likeliest[: rates.index(max(rates))]] if likeliest else []
+        rates = [tokens / self._cost(len(lookups), count) for count, tokens in enumerate(expected)]
+        best = max(rates)
+        chosen = [sequence for _, sequence in likeliest[: rates.index(best)]] if best > _MARGIN * rates[0] else []
         return {sequence: lookups[sequence].draft(count) for sequence, count in Counter(chosen).items()}
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn what a step took, in which sequences drew a token and none computed its prompt."""
+        self._cost.observe(num_rows, num_drafts, seconds)
 
     def lookup(self, sequence: Sequence) -> PromptLookup:
         """The guesses of a sequence, up to its last token."""
         lookup = self._lookups.get(sequence)
         if lookup is None:
-            lookup = self._lookups[sequence] = PromptLookup(sequence.prompt_token_ids, sequence.output_token_ids)
+            lookup = self._lookups[sequence] = PromptLookup(
+                sequence.prompt_token_ids, sequence.output_token_ids, self._hit_rates
+            )
         lookup.follow()
         return lookup

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from logitship.server.engine.prompt_lookup import PromptLookup
+from logitship.server.engine.prompt_lookup import HitRates, PromptLookup
 
 
 def slow_guess(tokens: list[int]) -> int | None:
@@ -42,7 +42,7 @@ def test_it_guesses_what_a_search_of_the_whole_history_finds() -> None:
         letters = generator.choice([2, 3, 8])
         prompt = [generator.randrange(letters) for _ in range(generator.randrange(0, 30))]
         output: list[int] = []
-        lookup, slow = PromptLookup(prompt, output), SlowLookup(prompt)
+        lookup, slow = PromptLookup(prompt, output, HitRates()), SlowLookup(prompt)
         for _ in range(40):
             drafted = lookup.draft(5)
             assert drafted == slow.draft(5)
@@ -56,15 +56,16 @@ def test_it_guesses_what_a_search_of_the_whole_history_finds() -> None:
 
 def test_what_repeats_is_drafted_again_and_again() -> None:
     output: list[int] = []
-    lookup = PromptLookup([5, 7, 9, 5, 7, 9, 5, 7], output)
+    lookup = PromptLookup([5, 7, 9, 5, 7, 9, 5, 7], output, HitRates())
     assert lookup.draft(7) == [9, 5, 7, 9, 5, 7, 9]
-    assert PromptLookup([1, 2, 3, 4], []).draft(3) == []
-    assert PromptLookup([], []).draft(3) == []
+    assert PromptLookup([1, 2, 3, 4], [], HitRates()).draft(3) == []
+    assert PromptLookup([], [], HitRates()).draft(3) == []
 
 
 def test_the_probability_follows_the_hits() -> None:
     output: list[int] = []
-    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, output)
+    of_all = HitRates()
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, output, of_all)
     first = lookup.probability(0)
     for token in range(1, 10):
         output.append(token)
@@ -74,5 +75,19 @@ def test_the_probability_follows_the_hits() -> None:
     for _ in range(20):
         output += [2, 3, 11]
         lookup.follow()
-    assert lookup.first.value < 0.6
+    assert of_all.first.value < 0.6
     assert lookup.probability(0) == 0 or lookup.draft(1)
+
+
+def test_a_sequence_begins_with_what_became_of_the_others() -> None:
+    of_all = HitRates()
+    expected = []
+    for hit in (True, False):
+        for _ in range(30):
+            output: list[int] = []
+            lookup = PromptLookup([1, 2, 3, 4, 5, 1, 2], output, of_all)
+            before = lookup.probability(0)
+            output += [3, 4] if hit else [9]
+            lookup.follow()
+        expected.append(before)
+    assert expected[0] > 0.6 > 0.4 > expected[1]

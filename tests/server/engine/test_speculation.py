@@ -78,6 +78,32 @@ def test_numbers_of_tokens_that_take_long_are_left_out(tokenizer: Tokenizer) -> 
     assert len(drafts[repeating]) == 4
 
 
+def test_drafts_that_cost_more_than_a_forward_pass_says_are_given_up_and_tried_again(tokenizer: Tokenizer) -> None:
+    likely = [sequence(tokenizer, [10, 11, 12 + row, 13, 10, 11], []) for row in range(4)]
+    speculation = NGramSpeculation(1, cost(1000.0))
+    assert len(speculation.drafts(likely)) == 4
+    for _ in range(50):
+        speculation.observe(4, 0, 1004.0)
+        speculation.observe(4, 4, 2 * 1008.0)
+    assert speculation.drafts(likely) == {}
+    steps = next(step for step in range(500) if speculation.drafts(likely) or speculation.observe(4, 0, 1004.0))
+    assert 16 < steps < 300
+    for _ in range(50):
+        speculation.observe(4, 4, 1008.0)
+    assert len(speculation.drafts(likely)) == 4
+    assert len(speculation.drafts(likely[:1])) == 1, "another size of the batch"
+
+
+def test_one_slow_step_does_not_end_drafts(tokenizer: Tokenizer) -> None:
+    likely = sequence(tokenizer, [10, 11, 12, 13, 10, 11], [])
+    speculation = NGramSpeculation(1, cost(1000.0))
+    for _ in range(20):
+        speculation.observe(1, 0, 1001.0)
+        speculation.observe(1, 1, 1002.0)
+    speculation.observe(1, 1, 60_000.0)
+    assert len(speculation.drafts([likely])) == 1
+
+
 def test_the_cost_between_and_beyond_what_was_measured() -> None:
     seconds = StepCost({1: 1.0, 3: 3.0, 5: 2.0, 9: 4.0})
     assert [seconds(number) for number in (1, 2, 3, 4, 5, 7, 9, 13)] == [1.0, 2.0, 3.0, 2.5, 2.0, 3.0, 4.0, 6.0]

@@ -1,0 +1,47 @@
+"""How long a decoding step takes, with and without drafts: learned from the steps themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class ServingCost:
+    """Corrects the time of a forward pass by what whole steps took.
+
+    A pass that was timed alone, on one sequence, says how the time grows with the number of tokens. A step also draws
+    tokens, calls processors and delivers; with drafts it draws several times, and its sequences have different numbers
+    of tokens. So steps with drafts and steps without have a factor each, for each size of the batch (1, 2 to 3, 4 to 7,
+    ...): the exponential mean of the time that they took over that of a pass.
+
+    Args:
+        forward_cost: number of tokens → time of a forward pass.
+    """
+
+    _WEIGHT = 1 / 16
+    _OUTLIER = 2.0
+    """A step that took so many times as long as usual counts as this: something else had the machine."""
+    _FORGET = 1 / 64
+    """Of what drafts cost more, goes with each step without: what was costly once is tried again."""
+
+    def __init__(self, forward_cost: Callable[[int], float]) -> None:
+        self._forward_cost = forward_cost
+        self._plain: dict[int, float] = {}
+        self._drafted: dict[int, float] = {}
+
+    def __call__(self, num_rows: int, num_drafts: int) -> float:
+        """The time that a step of so many sequences is expected to take, if so many tokens are drafted for them."""
+        size = num_rows.bit_length()
+        # One that is not known yet is like the other.
+        known = (self._drafted, self._plain) if num_drafts else (self._plain, self._drafted)
+        factor = next((factors[size] for factors in known if size in factors), 1.0)
+        return factor * self._forward_cost(num_rows + num_drafts)
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn from a step without prompts."""
+        size = num_rows.bit_length()
+        factors = self._drafted if num_drafts else self._plain
+        factor = seconds / self._forward_cost(num_rows + num_drafts)
+        mean = factors.get(size, factor)
+        factors[size] = mean + self._WEIGHT * (min(factor, self._OUTLIER * mean) - mean)
+        if not num_drafts and self._drafted.get(size, 0.0) > self._plain[size]:
+            self._drafted[size] -= self._FORGET * (self._drafted[size] - self._plain[size])
