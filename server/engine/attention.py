@@ -114,17 +114,8 @@ class StepLayout:
         return mask.masked_fill_(~seen, float("-inf"))
 
 
-def store(
-    module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, step: StepLayout, others: Mapping[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put a layer's new keys and values into the slots.
-
-    Args:
-        key: [1, key-value heads, tokens, head size], as `value`.
-        others: what a model passes to its attention function beside what every model does.
-
-    Returns:
-        The layer's cache of keys, and that of values: [slots, key-value heads, positions, head size].
+def refuse_what_is_not_computed(others: Mapping[str, Any]) -> None:
+    """Look at what a model passes to its attention function beside what every model does.
 
     Raises:
         NotImplementedError: the layer asks for something that no attention function here computes.
@@ -132,12 +123,6 @@ def store(
     for name, meaning in _NOT_COMPUTED.items():
         if others.get(name) is not None:
             raise NotImplementedError(f"{meaning} ({name})")
-    index = module.layer_idx
-    assert isinstance(index, int)
-    keys, values = step.cache.keys[index], step.cache.values[index]
-    keys[step.slots, :, step.positions] = key[0].transpose(0, 1)
-    values[step.slots, :, step.positions] = value[0].transpose(0, 1)
-    return keys, values
 
 
 def slot_attention(
@@ -152,7 +137,7 @@ def slot_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention.
+    """One layer's attention, as transformers calls it.
 
     Args:
         query: [1, heads, tokens, head size]; key and value: [1, key-value heads, tokens, head size].
@@ -165,8 +150,53 @@ def slot_attention(
     Raises:
         NotImplementedError: the layer asks for something that this function does not compute.
     """
-    keys, values = store(module, key, value, step, others)
+    refuse_what_is_not_computed(others)
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    return attend(layer_index(module), queries, keys, values, step, scaling, sliding_window)[None], None
 
+
+def layer_index(module: torch.nn.Module) -> int:
+    """Which layer an attention module of transformers belongs to."""
+    index = module.layer_idx
+    assert isinstance(index, int)
+    return index
+
+
+def store(layer: int, key: torch.Tensor, value: torch.Tensor, step: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put a layer's new keys and values into the slots.
+
+    Args:
+        key: [tokens, key-value heads, head size], as `value`.
+
+    Returns:
+        The layer's cache of keys, and that of values: [slots, key-value heads, positions, head size].
+    """
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    keys[step.slots, :, step.positions] = key
+    values[step.slots, :, step.positions] = value
+    return keys, values
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: StepLayout,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Store a layer's new keys and values, and attend to all that each token sees.
+
+    Args:
+        query: [tokens, heads, head size]; key and value: [tokens, key-value heads, head size].
+        scaling: of the products of queries and keys; None: one over the root of the head size.
+        window: how many positions a token sees, with its own; None: all.
+
+    Returns:
+        [tokens, heads, head size].
+    """
+    keys, values = store(layer, key, value, step)
     outputs = []
     one_by_one = step.prefill
     first = 0
@@ -174,12 +204,12 @@ def slot_attention(
         one_by_one = [*step.decode, *step.prefill]
     elif step.decode:
         first = step.num_decode
-        outputs.append(_attend_decode(query[0, :, :first].transpose(0, 1), keys, values, step, scaling, sliding_window))
+        outputs.append(_attend_decode(query[:first], keys, values, step, scaling, window))
     for segment in one_by_one:
         last = first + segment.length
-        outputs.append(_attend_segment(query[:, :, first:last], keys, values, step, segment, scaling, sliding_window))
+        outputs.append(_attend_segment(query[first:last], keys, values, step, segment, scaling, window))
         first = last
-    return torch.cat(outputs).unsqueeze(0) if len(outputs) > 1 else outputs[0].unsqueeze(0), None
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _attend_segment(
@@ -191,14 +221,14 @@ def _attend_segment(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """[1, heads, length, head size] in, [length, heads, head size] out."""
+    """[length, heads, head size] in, the same out."""
     if segment.length == 1:  # it sees all, or the window: no mask
         begin, mask, is_causal = 0 if window is None else max(0, segment.end - window), None, False
     else:
         begin, mask = 0, step.segment_mask(segment, window)
         is_causal = mask is None
     output = scaled_dot_product_attention(
-        query,
+        query.transpose(0, 1)[None],
         keys[segment.slot, None, :, begin : segment.end],
         values[segment.slot, None, :, begin : segment.end],
         attn_mask=mask,

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import StepLayout, no_mask, store
+from .attention import StepLayout, layer_index, no_mask, refuse_what_is_not_computed, store
 
 DETERMINISTIC_ATTENTION_NAME = "logitship_slots_token_by_token"
 
@@ -32,10 +32,10 @@ def token_by_token_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention. Arguments, results and errors are those of `slot_attention`."""
-    keys, values = store(module, key, value, step, others)
-
+    refuse_what_is_not_computed(others)
     # Contiguous, so that a query's strides do not depend on the number of tokens either.
-    queries = query[0].transpose(0, 1).contiguous()
+    queries, new_keys, new_values = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+    keys, values = store(layer_index(module), new_keys, new_values, step)
     places = [(s.slot, position) for s in (*step.decode, *step.prefill) for position in range(s.start, s.end)]
     outputs = []
     for token, (slot, position) in enumerate(places):

@@ -1,8 +1,9 @@
 """The forward pass of Llama-like models on a CPU, with fewer and larger operations than transformers' own code.
 
 For a few tokens, a decoder layer of transformers is some fifty operations on small tensors, and seven matrices that are
-read one by one. Here it is five multiplications with packed weights, of which three also do what follows them, and some
-fifteen small operations. The model's embedding and rotary positions are used as they are.
+read one by one. Here it is four multiplications with packed weights, of which two also add the residual, and some
+fifteen small operations. The factors of each norm stand in the weights behind it. The model's embedding and rotary
+positions are used as they are.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention import StepLayout, slot_attention
+from .attention import StepLayout, attend, layer_index
 from .packed_linear import PackedLinear, can_pack
 
 _ARCHITECTURES = (
@@ -63,7 +64,7 @@ class FusedDecoder:
         self._rotary = decoder.rotary_emb
         self._layers = [FusedLayer(layer, model.config) for layer in decoder.layers]
         self._norm = _RMSNorm(decoder.norm)
-        self._lm_head = PackedLinear.of(model.lm_head)
+        self._lm_head = PackedLinear.of(model.lm_head, scale=self._norm.factors)
 
     def forward(self, token_ids: torch.Tensor, step: StepLayout, keep: torch.Tensor) -> torch.Tensor:
         """Compute the tokens of a step.
@@ -89,25 +90,27 @@ class FusedLayer:
 
     def __init__(self, layer: Any, config: PreTrainedConfig) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._attention = attention
+        self._index = layer_index(attention)
+        self._scaling = attention.scaling
         self._num_heads = config.num_attention_heads
         self._num_rotated = config.num_attention_heads + config.num_key_value_heads
         self._head_dim = attention.head_dim
         self._window = _window(attention, config)
         self._input_norm = _RMSNorm(layer.input_layernorm)
-        self._qkv = PackedLinear.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._qkv = PackedLinear.of(
+            attention.q_proj, attention.k_proj, attention.v_proj, scale=self._input_norm.factors
+        )
         self._head_norm = _HeadNorm(attention, config) if hasattr(attention, "q_norm") else None
         self._output = PackedLinear.of(attention.o_proj)
         self._mlp_norm = _RMSNorm(layer.post_attention_layernorm)
-        self._gate, self._up, self._down = (
-            PackedLinear.of(each) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        )
+        self._gate_up = PackedLinear.of(mlp.gate_proj, mlp.up_proj, scale=self._mlp_norm.factors)
+        self._down = PackedLinear.of(mlp.down_proj)
 
     def __call__(self, hidden: torch.Tensor, rotation: _Rotation, step: StepLayout) -> torch.Tensor:
         """Float32 [tokens, hidden size] to the same."""
         hidden = self._output.add(self._attend(self._input_norm(hidden), rotation, step), hidden)
-        normed = self._mlp_norm(hidden)
-        return self._down.add(self._up.mul(normed, self._gate.swish(normed)), hidden)
+        gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
+        return self._down.add(silu(gate).mul_(up), hidden)
 
     def _attend(self, hidden: torch.Tensor, rotation: _Rotation, step: StepLayout) -> torch.Tensor:
         """Float32 [tokens, hidden size] to [tokens, heads * head size]."""
@@ -117,17 +120,7 @@ class FusedLayer:
             rotated = self._head_norm(rotated)
         rotated = rotation(rotated)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        attended, _ = slot_attention(
-            self._attention,
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            None,
-            step=step,
-            scaling=self._attention.scaling,
-            sliding_window=self._window,
-        )
-        return attended.reshape(len(hidden), -1)
+        return attend(self._index, query, key, value, step, self._scaling, self._window).reshape(len(hidden), -1)
 
 
 class _Rotation:
@@ -149,14 +142,14 @@ class _Rotation:
 
 
 class _RMSNorm:
-    """Root mean square normalisation (Zhang and Sennrich, 2019)."""
+    """Root mean square normalisation (Zhang and Sennrich, 2019), but for its factors: whoever reads it has them."""
 
     def __init__(self, norm: Any) -> None:
-        self._weight = norm.weight.detach()
+        self.factors: torch.Tensor = norm.weight.detach()
         self._eps = norm.variance_epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return rms_norm(x, self.factors.shape, None, self._eps)
 
 
 class _HeadNorm:

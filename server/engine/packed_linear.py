@@ -7,7 +7,9 @@ import os
 import torch
 from torch import nn
 
-_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
+from .huge_pages import collapse
+
+_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "data_ptr", "_nbytes")
 
 # oneDNN compiles each multiplication for each number of rows, and keeps 1,024 of them, which take 0.7 GB once a server
 # has seen that many. These are enough for the numbers of rows that come again; one that is gone takes 1 ms to compile.
@@ -27,7 +29,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PackedLinear:
-    """`x @ weight.T + bias`, and what may follow it in the same pass over the result.
+    """`x @ weight.T + bias`, and a sum that may follow it in the same pass over the result.
 
     `torch.nn.functional.linear` multiplies a plain matrix, which a CPU reads for a few rows at half the speed of its
     memory. oneDNN packs the weights into blocks, once, for the vector registers that there are. PyTorch's compiler uses
@@ -42,35 +44,26 @@ class PackedLinear:
         self.out_features = len(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
         self._bias = None if bias is None else bias.detach().contiguous()
+        collapse(torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight))
 
     @classmethod
-    def of(cls, *layers: nn.Linear) -> PackedLinear:
-        """One layer that gives the results of several, side by side."""
-        weights: list[torch.Tensor] = [layer.weight for layer in layers]
+    def of(cls, *layers: nn.Linear, scale: torch.Tensor | None = None) -> PackedLinear:
+        """One layer that gives the results of several, side by side.
+
+        Args:
+            scale: float32 [in], what the input is multiplied with before.
+        """
+        weight = torch.cat([layer.weight.detach() for layer in layers])
         biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         assert len(biases) in (0, len(layers))
-        return cls(torch.cat(weights), torch.cat(biases) if biases else None)
+        return cls(weight if scale is None else weight * scale, torch.cat(biases) if biases else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 [rows, in] to [rows, out]."""
-        return self._multiply(x, "none")
-
-    def swish(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, then `y * sigmoid(y)`, also called SiLU."""
-        return self._multiply(x, "swish")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return product
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """The same, plus `other`, float32 [rows, out]."""
-        return self._combine(x, other, "add")
-
-    def mul(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The same, times `other`, float32 [rows, out]."""
-        return self._combine(x, other, "mul")
-
-    def _multiply(self, x: torch.Tensor, then: str) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, then, [], "")
-        return product
-
-    def _combine(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, how)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
         return product
