@@ -32,6 +32,7 @@ from logitship.server.vllm_names import enable_vllm_names
 from .async_engine import AsyncEngine
 from .callable_library import CallableLibrary
 from .capacity import max_model_len, prefix_cache_blocks
+from .core_binding import CoreBinding
 from .deterministic_check import check_determinism
 from .engine import Engine
 from .engine_thread import EngineThread
@@ -68,9 +69,10 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     template = _start_template(config)  # beside the loading of the model: both take seconds
     thread = EngineThread()
     try:
+        cores = thread.call(CoreBinding)  # before anything else: it finds its workers when they come into being
         model = loaded or thread.call(lambda: load_model(config))
         shipped_host = _shipped_host(config, model, template)
-        return thread.call(lambda: _built(config, model, plugins, registry, shipped_host, thread))
+        return thread.call(lambda: _built(config, model, plugins, registry, shipped_host, thread, cores))
     except BaseException:
         thread.stop(timeout=0)
         if template is not None:
@@ -85,6 +87,7 @@ def _built(
     registry: Registry,
     shipped_host: ProcessorHost,
     thread: EngineThread,
+    cores: CoreBinding,
 ) -> AsyncEngine:
     reasoning = _reasoning_config(config, loaded)
     if reasoning is not None:
@@ -98,7 +101,7 @@ def _built(
         carried_by_all(config),
     )
     max_len = async_engine.model.max_model_len
-    runner = _model_runner(config, loaded, max_len)
+    runner = _model_runner(config, loaded, max_len, cores)
     prefixes = PrefixCache(runner.cache, prefix_cache_blocks(config, loaded.model, max_len))
     async_engine.start(
         Engine(
@@ -121,7 +124,7 @@ def _built(
     return async_engine
 
 
-def _model_runner(config: ServerConfig, loaded: LoadedModel, max_len: int) -> ModelRunner:
+def _model_runner(config: ServerConfig, loaded: LoadedModel, max_len: int, cores: CoreBinding) -> ModelRunner:
     deterministic = config.enable_deterministic_inference
     runner = ModelRunner(
         loaded.model,
@@ -129,6 +132,7 @@ def _model_runner(config: ServerConfig, loaded: LoadedModel, max_len: int) -> Mo
         max_len,
         deterministic=deterministic,
         fused=config.model_impl == "auto",
+        cores=cores,
     )
     if deterministic:
         check_determinism(runner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,14 @@ class ModelRunner:
     """A transformers model for causal language modelling on top of a `SlotCache`."""
 
     def __init__(
-        self, model: PreTrainedModel, num_slots: int, max_len: int, *, deterministic: bool = False, fused: bool = True
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_len: int,
+        *,
+        deterministic: bool = False,
+        fused: bool = True,
+        cores: AbstractContextManager[None] | None = None,
     ) -> None:
         """Prepare a model, in place, and allocate its cache.
 
@@ -44,6 +52,7 @@ class ModelRunner:
             deterministic: compute each token as if it were alone, to the last bit.
             fused: run it with fewer and larger operations than its own code does, if it is of a kind for which that
                 is known, and not deterministic.
+            cores: entered for each forward pass: a `CoreBinding` of the thread that calls.
 
         Raises:
             UnsupportedModel: its layers are not plain attention, or it fails on a first token.
@@ -58,6 +67,7 @@ class ModelRunner:
         self.device = model.device
         self.dtype = model.dtype
         self.cache = SlotCache(cache_shape(model, num_slots, max_len), self.dtype, self.device)
+        self._cores = cores or nullcontext()
         self._fused: FusedDecoder | None = None
         self._try_out()
         if fused and not deterministic and can_fuse(model):
@@ -77,6 +87,10 @@ class ModelRunner:
         Returns:
             float32 [len(keep), vocab].
         """
+        with self._cores:
+            return self._forward(decode, prefill, keep)
+
+    def _forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
         layout = StepLayout(_segments(decode), _segments(prefill), self.cache, self.dtype, self.device)
         token_ids = torch.tensor(
             [token for chunk in (*decode, *prefill) for token in chunk.token_ids], device=self.device
