@@ -2,26 +2,28 @@
 
     python benchmarks/speculative_decoding.py
 
-Two engines on the same model, one with `--speculative-algorithm NGRAM` and one without, generate the same prompts in
-turns. Every request carries a processor. The ratio is that of the times from the first prompt to the last token; above
-1 the drafts are worth it.
+Two servers, one with `--speculative-algorithm NGRAM` and one without, stream the same requests in turns. Every request
+carries a processor, which runs in a sandbox. Compared is the time for a token, from the first prompt to the last token.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import comparison
 import torch
-from top_k_top_p import machine
+from served import Server, served
 
-from logitship import LLM, CustomLogitProcessor, SamplingParams
+from logitship import CustomLogitProcessor
+from logitship.server.config import DEFAULT_MODEL
+
+BENCHMARK = "drafts"
+_TOKENS = "logitship_generation_tokens_total"
 
 PARAGRAPHS = [
     "The town council met on Monday evening to vote on the new bridge. After two hours of debate, the members agreed"
@@ -77,91 +79,58 @@ class Softer(CustomLogitProcessor):
         return logits
 
 
-@dataclass(frozen=True)
-class Result:
-    """One line of the table.
-
-    Attributes:
-        plain: seconds without drafts, of each round.
-        drafted: with them.
-        tokens: output tokens of a round.
-    """
-
-    texts: str
-    streams: int
-    sampling: str
-    plain: list[float]
-    drafted: list[float]
-    tokens: int
-
-    @property
-    def ratio(self) -> float:
-        """Median of the rounds' ratios."""
-        return statistics.median(a / b for a, b in zip(self.plain, self.drafted, strict=True))
+def seconds_per_token(server: Server, prompts: list[str], streams: int, more: dict[str, Any]) -> float:
+    """Generate the answers, so many at a time."""
+    before = server.metrics()[_TOKENS]
+    began = time.perf_counter()
+    for first in range(0, len(prompts), streams):
+        bodies = [
+            {"messages": [{"role": "user", "content": prompt}], **more} for prompt in prompts[first : first + streams]
+        ]
+        server.stream("/v1/chat/completions", bodies)
+    took = time.perf_counter() - began
+    return took / (server.metrics()[_TOKENS] - before)
 
 
-def measure(
-    engines: tuple[LLM, LLM], texts: str, streams: int, sampling: dict[str, Any], rounds: int, max_tokens: int
-) -> Result:
-    """Generate the prompts with both engines, so many at a time."""
-    prompts = REPEATING if texts == "repeating" else NOT_REPEATING
-    prompts = [prompts[number % len(prompts)] for number in range(max(streams, len(prompts)))]
-    params = SamplingParams(max_tokens=max_tokens, processors=[(Softer, {"by": 0.05})], **sampling)
-    times: tuple[list[float], list[float]] = ([], [])
-    tokens = 0
-    for turn in range(rounds + 1):
-        for side in (0, 1) if turn % 2 else (1, 0):
-            began = time.perf_counter()
-            tokens = 0
-            for first in range(0, len(prompts), streams):
-                messages = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + streams]]
-                outputs = engines[side].chat(messages, params, use_tqdm=False)
-                tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
-            if turn:  # the first one warms up
-                times[side].append(time.perf_counter() - began)
-    name = "greedy" if sampling["temperature"] == 0 else "random"
-    return Result(texts, streams, name, *times, tokens)
+SAMPLING = {"greedy": {"temperature": 0.0}, "random": {"temperature": 0.7, "top_p": 0.95, "seed": 1}}
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
+    """Let the servers take turns."""
+    common = ["--model", options.model, "--max-num-seqs", str(max(options.streams)), "--max-model-len", "1024"]
+    common.append("--enable-custom-logit-processor")
+    drafting = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(options.num_draft_tokens)]
+    carried = {"custom_logit_processor": Softer.to_str(), "custom_params": {"by": 0.05}}
+    with served([*common, *drafting], common) as servers:
+        for texts, of_kind in (("repeating", REPEATING), ("not repeating", NOT_REPEATING)):
+            for streams, (name, sampling) in itertools.product(options.streams, SAMPLING.items()):
+                prompts = [of_kind[number % len(of_kind)] for number in range(max(streams, len(of_kind)))]
+                body = {**carried, **sampling, "max_tokens": options.max_tokens}
+                sides = [partial(seconds_per_token, server, prompts, streams, body) for server in servers]
+                comparison.in_turns(sides, 1)  # the first turn is to warm up
+                ours, peer = comparison.in_turns(sides, options.turns)
+                yield comparison.compare(
+                    BENCHMARK,
+                    f"{texts}, {name}, {streams} at a time",
+                    [seconds * 1e3 for seconds in ours],
+                    [seconds * 1e3 for seconds in peer],
+                    unit="ms/token",
+                    peer_name="no drafts",
+                    kind=comparison.OF_OURS,
+                    target=comparison.at_least(1.5 if texts == "repeating" else 0.95),
+                )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = comparison.arguments(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-draft-tokens", type=int, default=8)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print as it goes, and write the figures."""
-    options = parse_arguments(arguments)
-    facts = machine(torch.get_num_threads()) | {"torch": torch.__version__}
-    print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
-    engines = (
-        LLM(max_model_len=1024),
-        LLM(
-            max_model_len=1024,
-            speculative_algorithm="NGRAM",
-            speculative_num_draft_tokens=options.num_draft_tokens,
-        ),
-    )
-    print(f"\n{'texts':14} {'streams':>7} {'sampling':8} {'tokens/s':>8} {'drafted':>8} {'ratio':>6}")
-    results = []
-    for texts in ("repeating", "not repeating"):
-        for streams in options.streams:
-            for sampling in ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.95, "seed": 1}):
-                result = measure(engines, texts, streams, sampling, options.rounds, options.max_tokens)
-                results.append(result)
-                plain, drafted = (result.tokens / statistics.median(each) for each in (result.plain, result.drafted))
-                print(
-                    f"{texts:14} {streams:7} {result.sampling:8} {plain:8.1f} {drafted:8.1f} {result.ratio:6.2f}",
-                    flush=True,
-                )
-    if options.json:
-        figures: dict[str, Any] = {"machine": facts, "results": [asdict(each) for each in results]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    options = parser.parse_args()
+    comparison.report(measure(options), options.json)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,15 @@ https://github.com/apoorvumang/prompt-lookup-decoding.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from itertools import islice
 from typing import Final
 
 _SIZES: Final = (4, 2)
 """Lengths of the n-grams that are looked up, the longer first: what follows more tokens is the better guess."""
+_FIRST_RATES: Final = {4: 0.5, 2: 0.25}
+_FURTHER_RATE: Final = 0.8
+"""Hit rates before anything is known of a model's texts."""
 _PRIME: Final = (1 << 61) - 1
 _FACTORS: Final = [secrets.randbelow(_PRIME - 1) + 1 for _ in range(max(_SIZES))]
 """Of the n-grams' keys: nobody can send tokens that all have the same."""
@@ -36,22 +40,27 @@ class HitRate:
 class HitRates:
     """Those of one sequence, or of all.
 
+    Args:
+        first: by length of n-gram.
+
     Attributes:
-        first: of guesses just after the n-gram was found.
+        first: of guesses just after an n-gram of a length was found.
         further: of guesses after a guess that came true.
     """
 
-    def __init__(self, first: float = 0.4, further: float = 0.8, weight: float = 1 / 64) -> None:
-        self.first = HitRate(first, weight)
+    def __init__(
+        self, first: Mapping[int, float] = _FIRST_RATES, further: float = _FURTHER_RATE, weight: float = 1 / 64
+    ) -> None:
+        self.first = {size: HitRate(value, weight) for size, value in first.items()}
         self.further = HitRate(further, weight)
 
     def of_sequence(self) -> HitRates:
         """What is expected of one more sequence: the same, until it has guesses of its own."""
-        return HitRates(self.first.value, self.further.value, weight=1 / 8)
+        return HitRates({size: rate.value for size, rate in self.first.items()}, self.further.value, weight=1 / 8)
 
-    def count(self, *, is_confirmed: bool, hit: bool) -> None:
-        """A guess came true, or not, behind one that did, or behind none."""
-        (self.further if is_confirmed else self.first).count(hit)
+    def of_guess(self, size: int | None) -> HitRate:
+        """The one that a guess belongs to: just after an n-gram of a length, or after a guess that came true (None)."""
+        return self.further if size is None else self.first[size]
 
 
 class PromptLookup:
@@ -72,7 +81,8 @@ class PromptLookup:
         """Key of an n-gram → where the token stands that last followed it."""
         self._guess: int | None = None
         """Where the token stands that is expected to be the next one."""
-        self._is_confirmed = False
+        self._size: int | None = None
+        """Of the n-gram that the guess follows; None after a guess that came true."""
         self._of_all = of_all
         self._own = of_all.of_sequence()
         for end in range(1, len(self._tokens)):
@@ -88,8 +98,7 @@ class PromptLookup:
         """That the draft's token at a place, and all before it, come true; 0 if there is no draft."""
         if self._guess is None:
             return 0.0
-        begin = self._own.further if self._is_confirmed else self._own.first
-        return float(begin.value * self._own.further.value**place)
+        return float(self._own.of_guess(self._size).value * self._own.further.value**place)
 
     def draft(self, count: int) -> list[int]:
         """The next tokens, as guessed. None if nothing like the last tokens stood there before.
@@ -107,8 +116,8 @@ class PromptLookup:
         if self._guess is not None:
             hit = self._tokens[self._guess] == token
             for rates in (self._own, self._of_all):
-                rates.count(is_confirmed=self._is_confirmed, hit=hit)
-            self._is_confirmed = hit
+                rates.of_guess(self._size).count(hit)
+            self._size = None
             self._guess = self._guess + 1 if hit else None
         self._tokens.append(token)
         self._index(len(self._tokens) - 1)
@@ -123,9 +132,10 @@ class PromptLookup:
 
     def _look_up(self) -> None:
         end = len(self._tokens)
-        self._is_confirmed = False
-        keys = (self._key(end, size) for size in _SIZES if end >= size)
-        self._guess = next((self._following[key] for key in keys if key in self._following), None)
+        for size in _SIZES:
+            if end >= size and (place := self._following.get(self._key(end, size))) is not None:
+                self._guess, self._size = place, size
+                return
 
     def _key(self, end: int, size: int) -> int:
         """Of the n-gram before a place. Two that differ have the same one with a probability of 2^-61."""

@@ -20,6 +20,13 @@ from .serving_cost import ServingCost
 
 _MARGIN = 1.05
 """How much more tokens per second drafts must promise: what they cost is only an estimate, as is what they bring."""
+_ALL_USUAL = 12
+_USUAL_STEP = 4
+
+
+def _is_usual(num_tokens: int) -> bool:
+    """Whether steps have so many tokens. oneDNN compiles its multiplications for each number, some milliseconds."""
+    return num_tokens <= _ALL_USUAL or num_tokens % _USUAL_STEP == 0
 
 
 class NGramSpeculation:
@@ -59,9 +66,13 @@ class NGramSpeculation:
             key=lambda each: -each[0],
         )
         expected = accumulate((probability for probability, _ in likeliest), initial=float(len(lookups)))
-        rates = [tokens / self._cost(len(lookups), count) for count, tokens in enumerate(expected)]
-        best = max(rates)
-        chosen = [sequence for _, sequence in likeliest[: rates.index(best)]] if best > _MARGIN * rates[0] else []
+        rates = {
+            count: tokens / self._cost(len(lookups), count)
+            for count, tokens in enumerate(expected)
+            if count == 0 or _is_usual(len(lookups) + count)
+        }
+        best = max(rates, key=lambda count: rates[count])
+        chosen = [sequence for _, sequence in likeliest[:best]] if rates[best] > _MARGIN * rates[0] else []
         return {sequence: lookups[sequence].draft(count) for sequence, count in Counter(chosen).items()}
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:

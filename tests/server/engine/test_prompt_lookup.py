@@ -64,30 +64,30 @@ def test_what_repeats_is_drafted_again_and_again() -> None:
 
 def test_the_probability_follows_the_hits() -> None:
     output: list[int] = []
-    of_all = HitRates()
-    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, output, of_all)
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, output, HitRates())
     first = lookup.probability(0)
     for token in range(1, 10):
         output.append(token)
         lookup.follow()
         assert lookup.probability(0) > first
         assert lookup.probability(3) < lookup.probability(0)
-    for _ in range(20):
-        output += [2, 3, 11]
+    for token in range(100, 130):  # what follows the two is another one each time
+        output += [2, 3]
         lookup.follow()
-    assert of_all.first.value < 0.6
-    assert lookup.probability(0) == 0 or lookup.draft(1)
+        last = lookup.probability(0)
+        output.append(token)
+    assert last < 0.1 < first
 
 
 def test_a_sequence_begins_with_what_became_of_the_others() -> None:
     of_all = HitRates()
     expected = []
     for hit in (True, False):
-        for _ in range(30):
+        for _ in range(60):
             output: list[int] = []
             lookup = PromptLookup([1, 2, 3, 4, 5, 1, 2], output, of_all)
             before = lookup.probability(0)
             output += [3, 4] if hit else [9]
             lookup.follow()
         expected.append(before)
-    assert expected[0] > 0.6 > 0.4 > expected[1]
+    assert expected[0] > 0.5 > 0.3 > expected[1]
