@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from builtin_cases import CASES, TOKENIZER, VOCAB_SIZE, Case
-from top_k_top_p import machine
+from comparison import machine
 
 from logitship.builtin_processors import installed_processors
 from logitship.builtin_processors.base import BuiltinProcessor
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print as it goes, and write the figures."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    facts = machine(options.threads) | {"torch": torch.__version__}
+    facts = machine(options.threads)
     print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
     print(f"\nmicroseconds of a step of {options.rows} rows, medians of {options.rounds * options.calls}, by history")
     print(f"growth: the longest history's over the shortest's\n\n{heading(options.lengths)}")

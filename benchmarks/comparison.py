@@ -196,8 +196,12 @@ def _comparison(fields: dict[str, Any]) -> Comparison:
     return Comparison(**fields, target=None if target is None else Target(**target))
 
 
-def machine() -> dict[str, str]:
-    """What figures depend on."""
+def machine(threads: int | None = None) -> dict[str, str]:
+    """What figures depend on.
+
+    Args:
+        threads: that PyTorch had; None: it depends on the benchmark.
+    """
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -207,4 +211,5 @@ def machine() -> dict[str, str]:
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "torch": version("torch"),
+        **({} if threads is None else {"threads": str(threads)}),
     }

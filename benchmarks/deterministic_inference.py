@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from top_k_top_p import machine
+from comparison import machine
 
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
 from logitship.server.engine.model_loader import LoadedModel, load_model
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [Case(rows, options.history, 0) for rows in options.rows]
     cases += [Case(1, 0, tokens) for tokens in options.prompts]
     runners = prepare(lambda: load_model(config), cases)
-    facts = machine(options.threads) | {"torch": torch.__version__}
+    facts = machine(options.threads)
     facts |= {"model": options.model, "device": str(runners["plain"].device), "dtype": str(runners["plain"].dtype)}
     print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
     print(f"\nmilliseconds of a forward pass, medians of {options.rounds}; ratio: the median of the turns' ratios")

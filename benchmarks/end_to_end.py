@@ -15,12 +15,11 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from comparison import OF_PEER, Comparison, arguments, at_least, at_most, compare, in_turns, report
-from served import Server, listening, served
+from served import COMMAND, Server, listening
 
 from logitship.server.default_model import default_model_folder
 
@@ -136,12 +135,9 @@ def main() -> None:
     if not options.vllm_python:
         parser.error("--vllm-python is needed: what is measured here is the ratio")
     flags = ("--enable-custom-logit-processor", "--max-model-len", MAX_MODEL_LEN, "--log-level", "error")
-    with ExitStack() as stack:
-        command, environment = vllm_command(options.vllm_python, default_model_folder())
-        servers = {
-            "logitship": stack.enter_context(served(*flags)),
-            "vllm": stack.enter_context(listening(command, environment)),
-        }
+    commands = ((*COMMAND, *flags), {}), vllm_command(options.vllm_python, default_model_folder())
+    with listening(*commands) as (ours, peer):
+        servers = {"logitship": ours, "vllm": peer}
         sides = {name: Side(name, server) for name, server in servers.items()}
         report(measure(sides, servers, options), options.json)
 

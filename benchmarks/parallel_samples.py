@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from top_k_top_p import machine
+from comparison import machine
 
 from logitship import LLM, SamplingParams
 from logitship.server.config import DEFAULT_MODEL
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(arguments)
 
-    facts = machine(torch.get_num_threads()) | {"torch": torch.__version__}
+    facts = machine(torch.get_num_threads())
     print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
     llm = LLM(options.model, max_model_len=max(options.prompts) + max(options.tokens))
     print(f"\nmilliseconds, medians of {options.rounds} turns; ratios: medians of the turns' ratios")

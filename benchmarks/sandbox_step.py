@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from comparison import machine
 from sandbox_parts import PARTS, time_parts
 from sandbox_workload import BODIES, Model, Step, copies_step, sandbox_host, shipped_step, source
-from top_k_top_p import machine
 
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.sampler.in_process_host import InProcessHost
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print as it goes, and write the figures."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    facts = machine(options.threads) | {"torch": torch.__version__}
+    facts = machine(options.threads)
     print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
     print(f"\nmicroseconds, median and 99th percentile of {options.rounds * options.calls} steps")
     print(f"overhead: sandbox - in process - two copies; promised: {ALLOWED_OVERHEAD:g}\n\n{HEADING}")

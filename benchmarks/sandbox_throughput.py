@@ -13,7 +13,7 @@ import statistics
 import time
 
 import torch
-from top_k_top_p import machine
+from comparison import machine
 
 from logitship import LLM, CustomLogitProcessor, SamplingParams
 from logitship.server.config import DEFAULT_MODEL

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ START_TIMEOUT = 240.0
 STOP_TIMEOUT = 60.0
 ANSWER_TIMEOUT = 300.0
 
-_COMMAND = (sys.executable, "-c", "import sys; from logitship.server.cli import main; sys.exit(main())", "serve")
+COMMAND = (sys.executable, "-c", "import sys; from logitship.server.cli import main; sys.exit(main())", "serve")
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -76,19 +77,26 @@ class Client:
 
 
 class Server(Client):
-    """A `logitship serve`, which may not answer yet.
+    """A server in processes of its own, which may not answer yet.
 
     Args:
-        flags: its command line's.
+        command: starts it, but for `--port`.
+        environment: what it has beside this process's.
         log: takes what it writes.
     """
 
-    def __init__(self, flags: Sequence[str], log: IO[bytes]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
         super().__init__(port)
         self._log = log
-        self._process = subprocess.Popen([*_COMMAND, "--port", str(port), *flags], stdout=log, stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group with all its processes
+        )
 
     def wait(self) -> None:
         """Until it answers.
@@ -105,14 +113,23 @@ class Server(Client):
                 time.sleep(0.1)
         raise RuntimeError(f"the server did not start:\n{Path(self._log.name).read_text(errors='replace')}")
 
-    def stop(self) -> None:
-        """End it."""
-        self._process.terminate()
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep it from running, whatever it does while it waits for requests."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
         try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End it, and what it leaves of its processes."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def resident_bytes(self) -> int:
         """Memory of its process."""
@@ -158,8 +175,8 @@ def _post(path: str, body: Mapping[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def served(*flags: Sequence[str]) -> Iterator[list[Server]]:
-    """Servers, one for each list of flags, until the end of the block.
+def listening(*commands: tuple[Sequence[str], Mapping[str, str]]) -> Iterator[list[Server]]:
+    """Servers, one for each command and environment, until the end of the block.
 
     Raises:
         RuntimeError: one does not start.
@@ -167,13 +184,18 @@ def served(*flags: Sequence[str]) -> Iterator[list[Server]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = []
-        for number, of_one in enumerate(flags):
+        for number, (command, environment) in enumerate(commands):
             log = stack.enter_context((folder / f"{number}.log").open("wb"))
-            servers.append(Server(of_one, log))
+            servers.append(Server(command, environment, log))
             stack.callback(servers[-1].stop)
         for server in servers:
             server.wait()
         yield servers
+
+
+def served(*flags: Sequence[str]) -> contextlib.AbstractContextManager[list[Server]]:
+    """A `logitship serve` for each list of flags. See `listening`."""
+    return listening(*(((*COMMAND, *of_one), {}) for of_one in flags))
 
 
 def gaps_while_all_run(arrivals: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -43,8 +43,8 @@ from soak_server import (
     processes_below,
     shared_memory_left,
     soak_server,
-    tiny_model,
 )
+from tiny_model import tiny_model
 
 from logitship import AsyncClient
 from logitship.server.default_model import default_model_folder

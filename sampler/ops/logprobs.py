@@ -51,20 +51,40 @@ def look_up(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]
         return []
     tokens = torch.tensor(token_ids, dtype=torch.int64).to(logprobs.device)
     chosen = logprobs.gather(-1, tokens[:, None])
-    ranks = _count_above(logprobs, chosen) + 1
     top_values, top_ids = _most_likely(logprobs, max(top))
+    ranks = _ranks(logprobs, chosen, top_values)
     return [
         RowLogprobs(token_id, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
         for token_id, logprob, rank, ids, values, k in zip(
             token_ids,
             chosen.squeeze(-1).tolist(),
-            ranks.tolist(),
+            ranks,
             top_ids.tolist(),
             top_values.tolist(),
             top,
             strict=True,
         )
     ]
+
+
+def _ranks(logprobs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tensor) -> list[int]:
+    """1 plus how many of each row are above the row's chosen one.
+
+    Args:
+        logprobs: float32 [rows, vocab].
+        chosen: float32 [rows, 1].
+        top_values: float32 [rows, any], the largest of each row.
+    """
+    above = (top_values > chosen).sum(dim=-1).tolist()
+    # Where one of the largest is not above it, no other is.
+    further = [row for row, count in enumerate(above) if count == top_values.shape[-1]]
+    if further:
+        # A view where these are all rows.
+        rows = slice(None) if len(further) == len(above) else further
+        counts = _count_above(logprobs[rows], chosen[rows]).tolist()
+        for row, count in zip(further, counts, strict=True):
+            above[row] = count
+    return [count + 1 for count in above]
 
 
 def _count_above(logprobs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +27,13 @@ def real_server() -> Iterator[str]:
     )
     with running_server(config) as base_url:
         yield base_url
+
+
+@pytest.fixture(scope="session")
+def vllm_environment() -> Path:
+    """A virtual environment with the real vLLM, made the first time. Tests run side by side: one makes it for all."""
+    cache = Path(os.environ.get("LOGITSHIP_PEER_CACHE", Path.home() / ".cache" / "logitship-peers"))
+    cache.mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).parents[1] / "peers" / "vllm_cpu.sh"
+    subprocess.run(["flock", str(cache / "vllm.lock"), str(script), str(cache / "vllm")], check=True)
+    return cache / "vllm"

@@ -156,7 +156,7 @@ class Server:
 
 
 @contextmanager
-def logitship_serve() -> Iterator[tuple[str, Server]]:
+def logitship_serve(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
     command = [str(Path(sys.executable).with_name("logitship")), "serve", "--port", "0", "--device", "cpu"]
     command += ["--max-model-len", "512", "--max-num-seqs", "16", "--chunked-prefill-size", "64"]
     server = Server([*command, "--enable-custom-logit-processor"], {}, r"running on (http://[\d.]+:\d+)")
@@ -167,18 +167,17 @@ def logitship_serve() -> Iterator[tuple[str, Server]]:
 
 
 @contextmanager
-def vllm_serve(*paths: Path) -> Iterator[tuple[str, Server]]:
+def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> Iterator[tuple[str, Server]]:
     """vLLM.
 
     Args:
         paths: folders that its processes import from besides.
     """
-    cache = Path(os.environ.get("LOGITSHIP_PEER_CACHE", Path.home() / ".cache" / "logitship-peers"))
-    subprocess.run([str(ROOT / "tests" / "peers" / "vllm_cpu.sh"), str(cache / "vllm")], check=True)
+    vllm: Path = request.getfixturevalue("vllm_environment")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(cache / "vllm" / "bin" / "vllm"), "serve", str(default_model_folder()), "--port", str(port)]
+    command = [str(vllm / "bin" / "vllm"), "serve", str(default_model_folder()), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "12"]
     command += ["--logits-processors", "logitship.server.vllm:LogitshipLogitsProcessor"]
@@ -196,16 +195,16 @@ def vllm_serve(*paths: Path) -> Iterator[tuple[str, Server]]:
         server.close()
 
 
-SERVERS: dict[str, Callable[[], AbstractContextManager[tuple[str, Server]]]] = {
+SERVERS: dict[str, Callable[[pytest.FixtureRequest], AbstractContextManager[tuple[str, Server]]]] = {
     "logitship": logitship_serve,
     "vllm": vllm_serve,
-    "vllm_async": partial(vllm_serve, Path(__file__).with_name("vllm_async")),
+    "vllm_async": partial(vllm_serve, paths=[Path(__file__).with_name("vllm_async")]),
 }
 
 
 @pytest.fixture(scope="module", params=SERVERS)
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
-    with SERVERS[request.param]() as served:
+    with SERVERS[request.param](request) as served:
         yield served
 
 

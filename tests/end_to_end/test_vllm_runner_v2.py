@@ -17,11 +17,9 @@ FAULT = 63
 
 
 @pytest.fixture(scope="module")
-def ran() -> Any:
-    cache = Path(os.environ.get("LOGITSHIP_PEER_CACHE", Path.home() / ".cache" / "logitship-peers"))
-    subprocess.run([str(ROOT / "tests" / "peers" / "vllm_cpu.sh"), str(cache / "vllm")], check=True)
+def ran(vllm_environment: Path) -> Any:
     result = subprocess.run(
-        [str(cache / "vllm" / "bin" / "python"), str(Path(__file__).with_name("vllm_runner_v2.py"))],
+        [str(vllm_environment / "bin" / "python"), str(Path(__file__).with_name("vllm_runner_v2.py"))],
         env=os.environ
         | {
             "PYTHONPATH": str(ROOT / "src"),

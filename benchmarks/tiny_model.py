@@ -1,0 +1,36 @@
+"""A model for what has nothing to do with the model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+def tiny_model(folder: Path, tokenizer: Path) -> Path:
+    """A model with random weights that computes a step in little time, and another's tokenizer.
+
+    Args:
+        folder: to be made.
+        tokenizer: the folder of the model whose tokenizer it has.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    known = AutoTokenizer.from_pretrained(tokenizer)
+    config = LlamaConfig(
+        vocab_size=len(known),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        bos_token_id=known.bos_token_id,
+        eos_token_id=known.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer / name, folder / name)
+    return folder
