@@ -127,7 +127,7 @@ def parse_arguments(given: Sequence[str] | None) -> Namespace:
     parser.add_argument("--vocab", type=int, nargs="+", default=[49152, 151936], help="vocabulary sizes")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256], help="rows of the batch")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.25], help="of rows that use a processor")
-    parser.add_argument("--steps", type=int, default=200, help="of a batch's life, at most")
+    parser.add_argument("--steps", type=int, default=120, help="of a batch's life, at most")
     parser.add_argument("--turns", type=int, default=5, help="of each side")
     parser.add_argument("--threads", type=int, default=2, help="PyTorch threads of each side")
     return parser.parse_args(given)

@@ -101,9 +101,7 @@ def measure(
         case = f"{streams} stream{'s' if streams > 1 else ''}"
         named = {"peer_name": "vLLM 0.32.0", "kind": OF_PEER}
         yield compare("end to end", case, ours, peer, unit="tokens/s", target=TARGETS.get(streams), **named)
-        yield compare(
-            "end to end", f"{case}, p99 between tokens", *between.values(), unit="ms", target=at_most(1), **named
-        )
+        yield compare("end to end, p99 between tokens", case, *between.values(), unit="ms", target=at_most(1), **named)
 
 
 def vllm_command(python: str, model: Path) -> tuple[list[str], dict[str, str]]:

@@ -82,7 +82,7 @@ def memory(server: Server, prompts: Prompts, options: argparse.Namespace) -> Ite
             BENCHMARK,
             f"memory gained over its limit, {count} prompts",
             [grown[count - 1]],
-            unit="ratio",
+            unit="×",
             target=comparison.at_most(1.1),
         )
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,8 @@ SCRIPTS = (
 NEED_VLLM = ("batch_processors.py", "sampler_step.py", "end_to_end.py")
 LONGEST = 600
 """Seconds for a script."""
+_NAMED = 2
+"""So many cases have their names in the short table."""
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 
 
@@ -76,7 +79,7 @@ def summary(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def short_summary(comparisons: Sequence[Comparison]) -> list[str]:
-    """The same with a line a benchmark and target: the middle and the worst of its cases."""
+    """The same with a line a benchmark and target: the middle and the worst of its cases; few cases are named."""
     lines = ["| benchmark | beside | target | median case | worst case | met |", "|---|---|--:|--:|--:|--:|"]
     groups: dict[tuple[str, str, str, str], list[Comparison]] = {}
     for each in comparisons:
@@ -86,8 +89,9 @@ def short_summary(comparisons: Sequence[Comparison]) -> list[str]:
     for (benchmark, peer, target, unit), cases in groups.items():
         ratios = sorted((each.ratio for each in cases), reverse=target.startswith("≤"))
         met = sum(bool(each.is_met) for each in cases)
-        middle, worst = (f"{number(ratio)} {unit}" for ratio in (ratios[len(ratios) // 2], ratios[0]))
-        lines.append(f"| {benchmark} | {peer or '–'} | {target} {unit} | {middle} | {worst} | {met} of {len(cases)} |")
+        middle, worst = (f"{number(ratio)} {unit}" for ratio in (statistics.median(ratios), ratios[0]))
+        name = f"{benchmark}: {'; '.join(each.case for each in cases)}" if len(cases) <= _NAMED else benchmark
+        lines.append(f"| {name} | {peer or '–'} | {target} {unit} | {middle} | {worst} | {met} of {len(cases)} |")
     return lines
 
 
