@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from comparison import OF_PEER, Comparison, alone, arguments, at_most, compare, in_turns, report
-from worker_process import WorkerProcess
+from worker_process import WorkerProcess, beside_vllm
 
 from logitship.sampler.interface import BatchUpdate
 from logitship.sampler.persistent_batch import PersistentBatch
@@ -136,13 +134,8 @@ def parse_arguments(given: Sequence[str] | None) -> Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print as it goes, and write the figures."""
     options = parse_arguments(given)
-    pythons = {"logitship": sys.executable} | ({"vllm": options.vllm_python} if options.vllm_python else {})
-    with ExitStack() as stack:
-        sides = [
-            stack.enter_context(WorkerProcess(python, WORKER, [name], options.threads))
-            for name, python in pythons.items()
-        ]
-        report(measure(sides[0], sides[1] if len(sides) > 1 else None, options), options.json)
+    with beside_vllm(WORKER, options.vllm_python, options.threads) as (ours, peer):
+        report(measure(ours, peer, options), options.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -39,8 +39,8 @@ from comparison import (
     compare,
     in_turns,
     report,
-    seconds_of,
 )
+from step_side import StepSide
 
 from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.in_process_host import InProcessHost
@@ -59,8 +59,6 @@ PEERS = Path(__file__).parents[1] / "tests" / "peers"
 BENCHMARK = "group in process"
 NUM_FORBIDDEN = 100
 GROUPS = (1, 4, 32)
-TURN_SECONDS = 0.004
-"""How long a side's turn lasts, if a step is shorter."""
 
 MODEL = ModelInfo("model", "model", 0, 0, frozenset({0}), "float32", "cpu", "Model")
 
@@ -119,34 +117,6 @@ class Request:
     output_token_ids: list[int]
 
 
-@dataclass
-class Side:
-    """Steps of one side.
-
-    Attributes:
-        step: what is timed.
-        outputs: of the rows, which grow by a token before each step.
-        calls: how many steps a turn has.
-    """
-
-    step: Callable[[], object]
-    outputs: Sequence[list[int]]
-    calls: int = 3
-
-    def turn(self) -> float:
-        """Microseconds of a step."""
-        return 1e6 * seconds_of(self.step, self.calls, self._next_tokens)
-
-    def choose_calls(self) -> None:
-        """So many steps a turn that it lasts `TURN_SECONDS`, if one is not longer."""
-        self.step()
-        self.calls = min(100, max(1, round(1e6 * TURN_SECONDS / self.turn())))
-
-    def _next_tokens(self) -> None:
-        for output in self.outputs:
-            output.append(5)
-
-
 class Sides:
     """A case as each side has it: the same logits, processors and parameters."""
 
@@ -159,7 +129,7 @@ class Sides:
         # A list for each request, as if each had come by HTTP.
         self._params = [{"token_ids": token_ids.tolist()} for _ in range(case.rows)]
 
-    def logitship(self) -> Side:
+    def logitship(self) -> StepSide:
         """Batch, row order and processors as the engine and its sampler have them."""
         host = InProcessHost({})
         loaded = [
@@ -192,17 +162,17 @@ class Sides:
             for _, fault in shipped.take_faults():
                 raise fault
 
-        return Side(step, [request.output_token_ids for request in requests])
+        return StepSide(step, [request.output_token_ids for request in requests])
 
-    def sglang(self, peer: Any) -> Side:
+    def sglang(self, peer: Any) -> StepSide:
         """SGLang's step."""
         params, outputs = self._request_params()
         case = self._case
         rows_of = [[row for row in range(case.rows) if case.group_of(row) == group] for group in range(case.groups)]
         step = peer.step(list(zip(self._instances, rows_of, strict=True)), params)
-        return Side(lambda: step(self._logits), outputs)
+        return StepSide(lambda: step(self._logits), outputs)
 
-    def calls(self) -> Side:
+    def calls(self) -> StepSide:
         """A loop of calls."""
         params, outputs = self._request_params()
         size = self._case.rows // self._case.groups
@@ -215,7 +185,7 @@ class Sides:
             for instance, first, end, rows in calls:
                 instance(self._logits[first:end], rows)
 
-        return Side(step, outputs)
+        return StepSide(step, outputs)
 
     def _request_params(self) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """What SGLang's processors get for each row, and the rows' outputs."""

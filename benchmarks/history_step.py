@@ -11,18 +11,17 @@ of its history on both sides, and is not counted.
 from __future__ import annotations
 
 import gc
-import random
 import sys
 from array import array
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from builtin_cases import CASES, VOCAB_SIZE, Case
 from builtin_step import PEERS, stage_of
-from comparison import OF_OURS, OF_PEER, Comparison, arguments, at_least, at_most, compare, in_turns, report, seconds_of
+from comparison import OF_OURS, OF_PEER, Comparison, arguments, at_least, at_most, compare, in_turns, report
+from step_side import StepSide
 
 from logitship.sampler.interface import BatchUpdate
 from logitship.sampler.logits_processors import take_faults
@@ -41,31 +40,7 @@ TARGET_LENGTH = 8000
 """Tokens of history with which SGLang should take `MANY_TIMES` as long."""
 
 
-@dataclass
-class Side:
-    """Steps with one length of history.
-
-    Attributes:
-        step: what is timed.
-        outputs: of the rows, which grow by a token before each step.
-        calls: how many steps a turn has.
-    """
-
-    step: Callable[[], object]
-    outputs: Sequence[MutableSequence[int]]
-    calls: int = 1
-
-    def turn(self) -> float:
-        """Microseconds of a step."""
-        return 1e6 * seconds_of(self.step, self.calls, self._next_tokens)
-
-    def _next_tokens(self) -> None:
-        # Made now, as those that an engine draws: objects of long ago would lie in memory that no cache holds.
-        for output in self.outputs:
-            output.append(random.randrange(1000, 100_000))
-
-
-def logitship_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[int]]) -> Side:
+def logitship_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[int]]) -> StepSide:
     """The processor's part of a step, as the sampler runs it."""
     stage, params = stage_of(case)
     outputs = [list(history[len(history) // 2 :]) for history in histories]
@@ -81,10 +56,10 @@ def logitship_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequenc
         for _, fault in take_faults([stage]):
             raise fault
 
-    return Side(step, outputs, calls=10)
+    return StepSide(step, outputs, calls=10)
 
 
-def sglang_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[int]], peer: Any) -> Side:
+def sglang_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[int]], peer: Any) -> StepSide:
     """The same with SGLang's processor and SGLang's step."""
     assert case.sglang_class is not None
     processor = getattr(peer.custom_logit_processor, case.sglang_class)()
@@ -98,7 +73,7 @@ def sglang_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[i
     ]
     params = [{**case.params(row), "__req__": request} for row, request in enumerate(requests)]
     step = peer.step([(processor, range(len(params)))], params)
-    return Side(lambda: step(logits), [request.output_ids for request in requests])
+    return StepSide(lambda: step(logits), [request.output_ids for request in requests], calls=1)
 
 
 def measure(case: Case, logits: torch.Tensor, lengths: Sequence[int], turns: int, peer: Any) -> Iterator[Comparison]:

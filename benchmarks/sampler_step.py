@@ -9,18 +9,16 @@ requests always have a seed each; vLLM is timed with its shared generator, and w
 from __future__ import annotations
 
 import itertools
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from comparison import OF_OURS, OF_PEER, Comparison, alone, arguments, at_least, at_most, compare, in_turns, report
-from worker_process import WorkerProcess
+from worker_process import WorkerProcess, beside_vllm
 
 WORKER = Path(__file__).with_name("sampler_worker.py")
 BENCHMARK = "sampler"
@@ -143,19 +141,11 @@ def parse_arguments(given: Sequence[str] | None) -> Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print as it goes, and write the figures."""
     options = parse_arguments(given)
-    pythons = {"logitship": sys.executable} | ({"vllm": options.vllm_python} if options.vllm_python else {})
-    with ExitStack() as stack:
-        sides = [
-            stack.enter_context(WorkerProcess(python, WORKER, [name], options.threads))
-            for name, python in pythons.items()
-        ]
-        print(
-            ", ".join(
-                f"{name} {side.about['version']} (torch {side.about['torch']})"
-                for name, side in zip(pythons, sides, strict=True)
-            )
-        )
-        report(measure(sides[0], sides[1] if len(sides) > 1 else None, options), options.json)
+    with beside_vllm(WORKER, options.vllm_python, options.threads) as (ours, peer):
+        for name, side in (("logitship", ours), ("vllm", peer)):
+            if side is not None:
+                print(f"{name} {side.about['version']} (torch {side.about['torch']})")
+        report(measure(ours, peer, options), options.json)
 
 
 if __name__ == "__main__":

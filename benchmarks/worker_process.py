@@ -6,11 +6,12 @@ any environment that has what it measures.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ class WorkerProcess:
         if not line:
             raise SystemExit(f"{self._name} ended: its error is above")
         return json.loads(line)
+
+
+@contextlib.contextmanager
+def beside_vllm(
+    script: Path, vllm_python: str | None, threads: int
+) -> Iterator[tuple[WorkerProcess, WorkerProcess | None]]:
+    """Workers of a script with the arguments `logitship`, and `vllm` if there is a Python that has it."""
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(WorkerProcess(sys.executable, script, ["logitship"], threads))
+        peer = stack.enter_context(WorkerProcess(vllm_python, script, ["vllm"], threads)) if vllm_python else None
+        yield ours, peer
 
 
 def serve(start: Callable[[], tuple[object, Callable[[Any], object]]]) -> None:
