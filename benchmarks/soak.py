@@ -48,14 +48,15 @@ from tiny_model import tiny_model
 
 from logitship import AsyncClient
 from logitship.server.default_model import default_model_folder
+from logitship.server.engine.engine_thread import IDLE
 
 MIX = (soak_plain, soak_processed, soak_trouble)
 """The modules that enter kinds of requests."""
 LONGEST_REQUEST = 600.0
 """Seconds. One that takes longer counts as lost, even on a machine that stands still now and then."""
 LONGEST_DRAIN = 60.0
-STILL = 0.5
-"""Seconds without a change after which nothing more is expected to."""
+STILL = 2 * IDLE
+"""Seconds without a change after which nothing more is expected to. A server that is idle gives back memory."""
 MAX_LEN = 256
 MAX_SEQS = 16
 GRAMMARS = 128

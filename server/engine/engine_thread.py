@@ -16,11 +16,15 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from .engine import Engine
+from .freed_memory import give_back_freed_memory
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+IDLE = 1.0
+"""Seconds without work after which memory is given back: those who ask one thing after the other do not wait for it."""
 
 
 class EngineThread:
@@ -130,9 +134,15 @@ class EngineThread:
 
     def _wait(self) -> bool:
         """Sleep until something arrives; False if the thread should end."""
+        if not self._woken(IDLE):
+            give_back_freed_memory()
+            self._woken(None)
+        return bool(self._inbox) or not self._stopping
+
+    def _woken(self, timeout: float | None) -> bool:
+        """Whether something arrives within so many seconds."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._stopping)
-            return bool(self._inbox) or not self._stopping
+            return self._wake.wait_for(lambda: bool(self._inbox) or self._stopping, timeout)
 
 
 def _nothing() -> None:

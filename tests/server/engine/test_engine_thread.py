@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -41,5 +41,27 @@ def test_what_makes_the_engine_runs_on_its_thread() -> None:
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda: 1 / 0)
     assert thread.alive
+    thread.stop(60)
+    assert not thread.alive
+
+
+class Idle:
+    """An engine that has nothing to do."""
+
+    def step(self) -> bool:
+        return False
+
+
+def test_once_idle_it_gives_back_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back = Semaphore(0)
+    monkeypatch.setattr(engine_thread, "IDLE", 0.01)
+    monkeypatch.setattr(engine_thread, "give_back_freed_memory", given_back.release)
+    thread = EngineThread()
+    thread.start(Idle(), after_step=lambda: None, on_death=lambda: None)  # type: ignore[arg-type]
+    for _ in range(3):
+        assert given_back.acquire(timeout=60)
+        # Not again and again while nothing happens, but once more after whatever the thread does next.
+        assert not given_back.acquire(timeout=0.2)
+        thread.call(lambda: None)
     thread.stop(60)
     assert not thread.alive
