@@ -9,20 +9,15 @@ of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .kv_cache import SlotCache
+from .step_layout import DecodeBatch, Segment, StepLayout
 
 ATTENTION_NAME = "logitship_slots"
-
-# Attending row by row costs a call a row; attending to all rows at once costs reading up to the longest one for each.
-# Measured on a CPU: a call costs about what 500 cache positions of one layer cost.
-_CALL_COST = 500
 
 _NOT_COMPUTED = {
     "s_aux": "attention sinks",
@@ -30,88 +25,6 @@ _NOT_COMPUTED = {
     "position_bias": "a position bias",
 }
 """Arguments under which attention functions of transformers get what changes the result, and what that is."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of one sequence in a forward pass: positions `start` to `start + length - 1`."""
-
-    slot: int
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """The sequence's length in the cache after this pass."""
-        return self.start + self.length
-
-
-class StepLayout:
-    """Where the tokens of one forward pass stand, with what all layers share computed once.
-
-    Args:
-        decode: segments of few tokens, at the beginning of the packed row.
-        prefill: the other segments, in the order in which they follow.
-    """
-
-    def __init__(
-        self, decode: list[Segment], prefill: list[Segment], cache: SlotCache, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.cache = cache
-        self.decode = decode
-        self.prefill = prefill
-        segments = [*decode, *prefill]
-        self.slots = torch.tensor([s.slot for s in segments for _ in range(s.length)], device=device)
-        self.positions = torch.tensor([p for s in segments for p in range(s.start, s.end)], device=device)
-        self._dtype = dtype
-        self._device = device
-        self._masks: dict[tuple[Segment | None, int | None], torch.Tensor | None] = {}
-        self.num_decode = sum(s.length for s in decode)
-        if decode:
-            self.num_slots = max(s.slot for s in decode) + 1
-            self.longest = max(s.end for s in decode)
-            self.most_tokens = max(s.length for s in decode)
-            self.decode_slots = self.slots[: self.num_decode]
-            self.places = torch.tensor([place for s in decode for place in range(s.length)], device=device)
-            self.ends = torch.zeros(self.num_slots, self.most_tokens, dtype=torch.long, device=device)
-            self.ends[self.decode_slots, self.places] = self.positions[: self.num_decode] + 1
-            self.slots_are_rows = self.most_tokens == 1 and [s.slot for s in decode] == list(range(len(decode)))
-            padded = self.num_slots * self.longest
-            self.row_by_row = padded > sum(s.end for s in decode) + _CALL_COST * len(decode)
-
-    def decode_mask(self, window: int | None) -> torch.Tensor:
-        """Additive mask of the decoding sequences, [slots, 1, most tokens of a sequence, longest].
-
-        Where a slot has no such token, it sees position 0 alone.
-        """
-        if (None, window) not in self._masks:
-            position = torch.arange(self.longest, device=self._device)
-            ends = self.ends.clamp(min=1)[:, :, None]
-            seen = position < ends
-            if window is not None:
-                seen &= position >= ends - window
-            self._masks[None, window] = self._additive(seen)[:, None]
-        mask = self._masks[None, window]
-        assert mask is not None
-        return mask
-
-    def segment_mask(self, segment: Segment, window: int | None) -> torch.Tensor | None:
-        """Additive mask of one segment, [length, end]; None where the plain causal mask is meant."""
-        if (segment, window) not in self._masks:
-            if segment.start == 0 and (window is None or window >= segment.end):
-                self._masks[segment, window] = None
-            else:
-                query = torch.arange(segment.start, segment.end, device=self._device)[:, None]
-                key = torch.arange(segment.end, device=self._device)
-                seen = key <= query
-                if window is not None:
-                    seen &= key > query - window
-                self._masks[segment, window] = self._additive(seen)
-        return self._masks[segment, window]
-
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~seen, float("-inf"))
 
 
 def refuse_what_is_not_computed(others: Mapping[str, Any]) -> None:
@@ -197,19 +110,12 @@ def attend(
         [tokens, heads, head size].
     """
     keys, values = store(layer, key, value, step)
-    outputs = []
-    one_by_one = step.prefill
-    first = 0
-    if step.decode and step.row_by_row:
-        one_by_one = [*step.decode, *step.prefill]
-    elif step.decode:
-        first = step.num_decode
-        outputs.append(_attend_decode(query[:first], keys, values, step, scaling, window))
-    for segment in one_by_one:
-        last = first + segment.length
-        outputs.append(_attend_segment(query[first:last], keys, values, step, segment, scaling, window))
-        first = last
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    outputs = [_attend_batch(query, keys, values, batch, scaling, window) for batch in step.batches]
+    for first, segment in step.one_by_one:
+        tokens = query[first : first + segment.length]
+        outputs.append(_attend_segment(tokens, keys, values, step, segment, scaling, window))
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return output if step.order is None else output[step.order]
 
 
 def _attend_segment(
@@ -239,32 +145,35 @@ def _attend_segment(
     return output[0].transpose(0, 1)
 
 
-def _attend_decode(
+def _attend_batch(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    step: StepLayout,
+    batch: DecodeBatch,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """All decoding sequences at once: [tokens, heads, head size] in, the same out."""
-    # A free slot among those in use, and a sequence with fewer tokens than another, get queries of zeros: cheaper than
-    # copying keys to close the gap.
-    if step.slots_are_rows:
-        query = query[:, None]
-    else:
-        spread = query.new_zeros(step.num_slots, step.most_tokens, *query.shape[1:])
-        spread[step.decode_slots, step.places] = query
-        query = spread
+    """Sequences that decode, at once: [tokens of the step, heads, head size] in, those of the batch's tokens out."""
+    keys, values = batch.of(keys), batch.of(values)
+    if batch.most_tokens == 1:
+        queries = query[: len(batch.tokens)] if batch.is_plain else query[batch.tokens[:, 0]]
+        output = scaled_dot_product_attention(
+            queries[:, :, None], keys, values, attn_mask=batch.mask(window, 1), scale=scaling, enable_gqa=True
+        )[:, :, 0]
+        return output if batch.is_plain else output[batch.rows]
+    # All queries that read the same keys side by side: the heads of a group, and the tokens of a sequence.
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    group = query.shape[1] // num_kv_heads
+    queries = query[batch.tokens].view(*batch.tokens.shape, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     output = scaled_dot_product_attention(
-        query.transpose(1, 2),
-        keys[: step.num_slots, :, : step.longest],
-        values[: step.num_slots, :, : step.longest],
-        attn_mask=step.decode_mask(window),
+        queries.reshape(len(queries), num_kv_heads, -1, head_dim),
+        keys,
+        values,
+        attn_mask=batch.mask(window, group),
         scale=scaling,
-        enable_gqa=True,
-    ).transpose(1, 2)
-    return output[:, 0] if step.slots_are_rows else output[step.decode_slots, step.places]
+    )
+    output = output.view(queries.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return output[batch.rows, batch.places]
 
 
 def register() -> None:

@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import StepLayout, layer_index, no_mask, refuse_what_is_not_computed, store
+from .attention import layer_index, no_mask, refuse_what_is_not_computed, store
+from .step_layout import StepLayout
 
 DETERMINISTIC_ATTENTION_NAME = "logitship_slots_token_by_token"
 

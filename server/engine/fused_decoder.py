@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention import StepLayout, attend, layer_index
+from .attention import attend, layer_index
 from .packed_linear import PackedLinear, can_pack
+from .step_layout import StepLayout
 
 _ARCHITECTURES = (
     "llama.LlamaForCausalLM",

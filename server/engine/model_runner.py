@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from logitship.server.errors import UnsupportedModel
 
-from .attention import ATTENTION_NAME, Segment, StepLayout, register
+from .attention import ATTENTION_NAME, register
 from .deterministic import make_deterministic
 from .fused_decoder import FusedDecoder, can_fuse
 from .kv_cache import CacheShape, SlotCache
+from .step_layout import Segment, StepLayout
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class _Factor:
+    """Of the steps of one kind: an exponential mean, and the number of the step that it was last learned from."""
+
+    mean: float
+    last_step: int
 
 
 class ServingCost:
@@ -18,6 +27,8 @@ class ServingCost:
     """
 
     _WEIGHT = 1 / 16
+    _MOST_WEIGHT = 1 / 4
+    """Of a step whose like there has not been for long: much else may have changed since."""
     _OUTLIER = 2.0
     """A step that took so many times as long as usual counts as this: something else had the machine."""
     _FORGET = 1 / 64
@@ -25,23 +36,28 @@ class ServingCost:
 
     def __init__(self, forward_cost: Callable[[int], float]) -> None:
         self._forward_cost = forward_cost
-        self._plain: dict[int, float] = {}
-        self._drafted: dict[int, float] = {}
+        self._num_steps = 0
+        self._plain: dict[int, _Factor] = {}
+        self._drafted: dict[int, _Factor] = {}
 
     def __call__(self, num_rows: int, num_drafts: int) -> float:
         """The time that a step of so many sequences is expected to take, if so many tokens are drafted for them."""
         size = num_rows.bit_length()
         # One that is not known yet is like the other.
         known = (self._drafted, self._plain) if num_drafts else (self._plain, self._drafted)
-        factor = next((factors[size] for factors in known if size in factors), 1.0)
+        factor = next((factors[size].mean for factors in known if size in factors), 1.0)
         return factor * self._forward_cost(num_rows + num_drafts)
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn from a step without prompts."""
+        self._num_steps += 1
         size = num_rows.bit_length()
         factors = self._drafted if num_drafts else self._plain
-        factor = seconds / self._forward_cost(num_rows + num_drafts)
-        mean = factors.get(size, factor)
-        factors[size] = mean + self._WEIGHT * (min(factor, self._OUTLIER * mean) - mean)
-        if not num_drafts and self._drafted.get(size, 0.0) > self._plain[size]:
-            self._drafted[size] -= self._FORGET * (self._drafted[size] - self._plain[size])
+        found = seconds / self._forward_cost(num_rows + num_drafts)
+        factor = factors.setdefault(size, _Factor(found, self._num_steps))
+        age = self._num_steps - factor.last_step
+        weight = min(1 - (1 - self._WEIGHT) ** age, self._MOST_WEIGHT)
+        factor.mean += weight * (min(found, self._OUTLIER * factor.mean) - factor.mean)
+        factor.last_step = self._num_steps
+        if not num_drafts and size in self._drafted:
+            self._drafted[size].mean -= self._FORGET * max(0.0, self._drafted[size].mean - factor.mean)

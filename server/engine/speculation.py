@@ -20,6 +20,10 @@ from .serving_cost import ServingCost
 
 _MARGIN = 1.05
 """How much more tokens per second drafts must promise: what they cost is only an estimate, as is what they bring."""
+_CLEAR = 1.5
+_PLAIN_EVERY = 16
+"""Where drafts promise less than that much more, one of so many steps goes without: else nobody would learn what a step
+without takes by now, and on a machine that has become faster drafts would look good for ever."""
 _ALL_USUAL = 12
 _USUAL_STEP = 4
 
@@ -45,6 +49,7 @@ class NGramSpeculation:
         self._cost = ServingCost(forward_cost)
         self._hit_rates = HitRates()
         self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
+        self._num_drafted_in_a_row = 0
 
     def drafts(self, decoding: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         """The drafts of the next step, of the sequences that have one.
@@ -72,12 +77,14 @@ class NGramSpeculation:
             if count == 0 or _is_usual(len(lookups) + count)
         }
         best = max(rates, key=lambda count: rates[count])
-        chosen = [sequence for _, sequence in likeliest[:best]] if rates[best] > _MARGIN * rates[0] else []
+        promise = _CLEAR if self._num_drafted_in_a_row >= _PLAIN_EVERY else _MARGIN
+        chosen = [sequence for _, sequence in likeliest[:best]] if rates[best] > promise * rates[0] else []
         return {sequence: lookups[sequence].draft(count) for sequence, count in Counter(chosen).items()}
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn what a step took, in which sequences drew a token and none computed its prompt."""
         self._cost.observe(num_rows, num_drafts, seconds)
+        self._num_drafted_in_a_row = self._num_drafted_in_a_row + 1 if num_drafts else 0
 
     def lookup(self, sequence: Sequence) -> PromptLookup:
         """The guesses of a sequence, up to its last token."""

@@ -23,7 +23,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from logitship.server.engine import attention
 from logitship.server.engine.fused_decoder import FusedDecoder, can_fuse
 from logitship.server.engine.model_runner import Chunk, ModelRunner
 
@@ -78,11 +77,8 @@ def make(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("call_cost", [0, 10**6], ids=["row by row", "all rows at once"])
-def test_it_computes_what_the_models_own_code_does(
-    model: PreTrainedModel, call_cost: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_CALL_COST", call_cost)
+@pytest.mark.usefixtures("num_calls")
+def test_it_computes_what_the_models_own_code_does(model: PreTrainedModel) -> None:
     runners = [ModelRunner(copy.deepcopy(model), 4, MAX_LEN, fused=fused) for fused in (True, False)]
     assert [runner._fused is not None for runner in runners] == [True, False]
     rng = random.Random(0)

@@ -27,11 +27,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from logitship.server.engine import attention
-from logitship.server.engine.attention import Segment, StepLayout
-from logitship.server.engine.kv_cache import CacheShape, SlotCache
 from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.engine.model_runner import Chunk, ModelRunner
+from logitship.server.engine.step_layout import Segment, StepLayout
 from logitship.server.errors import UnsupportedModel
 
 VOCAB, MAX_LEN = 64, 48
@@ -88,12 +86,8 @@ class Plain:
         return logits
 
 
-@pytest.mark.parametrize("call_cost", [0, 10**6], ids=["row by row", "all rows at once"])
 @pytest.mark.parametrize("seed", range(3))
-def test_packed_steps_compute_what_the_plain_model_does(
-    seed: int, call_cost: int, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_CALL_COST", call_cost)
+def test_packed_steps_compute_what_the_plain_model_does(seed: int, num_calls: int, model: PreTrainedModel) -> None:
     rng = random.Random(seed)
     plain = Plain(model)
     runner = ModelRunner(model, num_slots=5, max_len=MAX_LEN)
@@ -101,7 +95,7 @@ def test_packed_steps_compute_what_the_plain_model_does(
         layer.normal_()  # what earlier sequences left must not matter
     sequences: dict[int, list[int]] = {}
     computed: dict[int, int] = {}
-    ways: set[bool] = set()
+    calls: set[int] = set()
     for _ in range(25):
         for slot in range(5):
             if slot in sequences and (computed[slot] == MAX_LEN or rng.random() < 0.1):
@@ -109,12 +103,13 @@ def test_packed_steps_compute_what_the_plain_model_does(
             elif slot not in sequences and rng.random() < 0.4:
                 sequences[slot] = [rng.randrange(VOCAB) for _ in range(MAX_LEN)]
                 computed[slot] = 0
-        # A sequence decodes (one token), goes on with its prompt (a chunk), or waits.
+        # A sequence decodes (a token, and drafts behind it), goes on with its prompt (a chunk), or waits.
         decoding = [slot for slot in sequences if computed[slot] > 0 and rng.random() < 0.6]
         prompted = [slot for slot in sequences if slot not in decoding and rng.random() < 0.6]
         rng.shuffle(decoding)
         rng.shuffle(prompted)
-        lengths = dict.fromkeys(decoding, 1) | {slot: rng.randint(1, 9) for slot in prompted}
+        lengths = {slot: rng.choice([1, 1, 2, 4]) for slot in decoding}
+        lengths |= {slot: rng.randint(1, 9) for slot in prompted}
         chunks = {
             slot: Chunk(slot, computed[slot], sequences[slot][computed[slot] : computed[slot] + lengths[slot]])
             for slot in [*decoding, *prompted]
@@ -127,27 +122,14 @@ def test_packed_steps_compute_what_the_plain_model_does(
         )  # fmt: skip
         keep = rng.choices(range(len(expected)), k=rng.randint(0, 6))
         if decoding:
-            segments = [Segment(slot, computed[slot], 1) for slot in decoding]
-            ways.add(StepLayout(segments, [], runner.cache, runner.dtype, runner.device).row_by_row)
+            segments = [Segment(slot, computed[slot], len(chunks[slot].token_ids)) for slot in decoding]
+            calls.add(len(StepLayout(segments, [], runner.cache, runner.dtype, runner.device).batches))
         got = runner.forward([chunks[s] for s in decoding], [chunks[s] for s in prompted], keep)
         assert got.shape == (len(keep), expected.shape[1])
         torch.testing.assert_close(got, expected[keep], rtol=1e-4, atol=1e-4)
         for slot, chunk in chunks.items():
             computed[slot] += len(chunk.token_ids)
-    assert (call_cost == 0) in ways
-
-
-def test_the_way_to_attend_follows_from_the_lengths() -> None:
-    """One long sequence among short ones: padding all to its length would read far more than a call a row costs."""
-    cache = SlotCache(CacheShape(1, 8, 1, 8192, 1), torch.float32, torch.device("cpu"))
-
-    def row_by_row(*lengths: int) -> bool:
-        segments = [Segment(slot, length - 1, 1) for slot, length in enumerate(lengths)]
-        return StepLayout(segments, [], cache, torch.float32, torch.device("cpu")).row_by_row
-
-    assert not row_by_row(100, 120, 90, 110)
-    assert not row_by_row(8000, 8000)
-    assert row_by_row(8000, 10, 10, 10)
+    assert num_calls in calls
 
 
 def test_other_rows_change_nothing(llama_runner: ModelRunner) -> None:

@@ -90,6 +90,7 @@ def test_drafts_that_cost_more_than_a_forward_pass_says_are_given_up_and_tried_a
     assert 16 < steps < 300
     for _ in range(50):
         speculation.observe(4, 4, 1008.0)
+    speculation.observe(4, 0, 1004.0)
     assert len(speculation.drafts(likely)) == 4
     assert len(speculation.drafts(likely[:1])) == 1, "another size of the batch"
 
@@ -102,6 +103,32 @@ def test_one_slow_step_does_not_end_drafts(tokenizer: Tokenizer) -> None:
         speculation.observe(1, 1, 1002.0)
     speculation.observe(1, 1, 60_000.0)
     assert len(speculation.drafts([likely])) == 1
+
+
+def test_drafts_that_promise_little_are_left_out_now_and_then(tokenizer: Tokenizer) -> None:
+    """So that a machine that has become faster is noticed: without, only what steps with drafts take would be known."""
+    likely = [sequence(tokenizer, [10, 11, 12 + row, 13, 10, 11], []) for row in range(4)]
+    speculation = NGramSpeculation(1, cost(100.0))
+
+    def step(seconds_of_plain: float) -> int:
+        num_drafts = sum(map(len, speculation.drafts(likely).values()))
+        speculation.observe(4, num_drafts, 200.0 if num_drafts else seconds_of_plain)
+        return num_drafts
+
+    speculation.observe(4, 0, 200.0)
+    before = [step(200.0) for _ in range(100)]
+    assert before.count(4) > 90
+    assert before.count(0) >= 5
+    after = [step(100.0) for _ in range(300)]
+    assert after[-100:].count(0) > 90
+
+
+def test_drafts_that_promise_much_are_always_there(tokenizer: Tokenizer, repeating: Sequence) -> None:
+    speculation = NGramSpeculation(8, cost(100.0))
+    for _ in range(100):
+        num_drafts = sum(map(len, speculation.drafts([repeating]).values()))
+        assert num_drafts >= 7
+        speculation.observe(1, num_drafts, 101.0 + num_drafts)
 
 
 def test_the_cost_between_and_beyond_what_was_measured() -> None:
