@@ -47,10 +47,13 @@ class Client:
             raise RuntimeError(f"GET {path}: {head.decode()}")
         return body.decode()
 
-    def stream(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    def stream(self, path: str, bodies: Sequence[Mapping[str, Any]], at_a_time: int | None = None) -> list[list[float]]:
         """Send requests at the same time, and note when their events arrive.
 
         Events are counted and not read: the server should have the cores for itself.
+
+        Args:
+            at_a_time: so many; each that ends makes way for another. None: all.
 
         Returns:
             Of each request, on the clock of `time.perf_counter`: when it was sent, then the arrival of each event but
@@ -60,11 +63,17 @@ class Client:
             RuntimeError: a request was refused, or ended with an error.
         """
         messages = [_post(path, {**body, "stream": True}) for body in bodies]
-        streams = [_Stream(socket.create_connection(self._address)) for _ in messages]
+        streams: list[_Stream] = []
         with selectors.DefaultSelector() as selector:
-            for stream, message in zip(streams, messages, strict=True):
+
+            def send_next() -> None:
+                stream = _Stream(socket.create_connection(self._address))
                 selector.register(stream.connection, selectors.EVENT_READ, stream)
-                stream.send(message)
+                stream.send(messages[len(streams)])
+                streams.append(stream)
+
+            for _ in messages[:at_a_time]:
+                send_next()
             while selector.get_map():
                 ready = selector.select(ANSWER_TIMEOUT)
                 if not ready:
@@ -73,6 +82,8 @@ class Client:
                     if not key.data.read():
                         selector.unregister(key.fileobj)
                         key.data.connection.close()
+                        if len(streams) < len(messages):
+                            send_next()
         return [stream.arrivals() for stream in streams]
 
 

@@ -80,14 +80,11 @@ class Softer(CustomLogitProcessor):
 
 
 def seconds_per_token(server: Server, prompts: list[str], streams: int, more: dict[str, Any]) -> float:
-    """Generate the answers, so many at a time."""
+    """Generate the answers, so many at a time: whoever has one makes way for the next."""
+    bodies = [{"messages": [{"role": "user", "content": prompt}], **more} for prompt in prompts]
     before = server.metrics()[_TOKENS]
     began = time.perf_counter()
-    for first in range(0, len(prompts), streams):
-        bodies = [
-            {"messages": [{"role": "user", "content": prompt}], **more} for prompt in prompts[first : first + streams]
-        ]
-        server.stream("/v1/chat/completions", bodies)
+    server.stream("/v1/chat/completions", bodies, streams)
     took = time.perf_counter() - began
     return took / (server.metrics()[_TOKENS] - before)
 
@@ -104,7 +101,7 @@ def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
     with served([*common, *drafting], common) as servers:
         for texts, of_kind in (("repeating", REPEATING), ("not repeating", NOT_REPEATING)):
             for streams, (name, sampling) in itertools.product(options.streams, SAMPLING.items()):
-                prompts = [of_kind[number % len(of_kind)] for number in range(max(streams, len(of_kind)))]
+                prompts = [of_kind[number % len(of_kind)] for number in range(max(2 * streams, len(of_kind)))]
                 body = {**carried, **sampling, "max_tokens": options.max_tokens}
                 sides = [partial(seconds_per_token, server, prompts, streams, body) for server in servers]
                 comparison.in_turns(sides, 1)  # the first turn is to warm up

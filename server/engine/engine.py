@@ -96,7 +96,7 @@ class Engine:
         Returns:
             False if there was nothing to do.
         """
-        began = time.perf_counter()
+        began, accepted_before = time.perf_counter(), self.num_accepted
         with self._clock.schedule:
             plan = self._scheduler.schedule()
         if not plan:
@@ -119,7 +119,7 @@ class Engine:
             logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
             self._end_all_running()
         self.num_steps += 1
-        self._scheduler.took(plan, time.perf_counter() - began)
+        self._scheduler.took(plan, self.num_accepted - accepted_before, time.perf_counter() - began)
         return True
 
     def _join_batch(self, plan: Plan) -> None:

@@ -124,10 +124,11 @@ class Scheduler:
                 prefill.append(chunk)
         return Plan(decode, prefill)
 
-    def took(self, plan: Plan, seconds: float) -> None:
-        """Learn how long a step took."""
+    def took(self, plan: Plan, num_accepted: int, seconds: float) -> None:
+        """Learn how many of a step's drafts came true, and how long it took."""
         if self._speculation and plan.decode and not plan.prefill:
-            self._speculation.observe(len(plan.decode), sum(len(chunk.drafts) for chunk in plan.decode), seconds)
+            num_drafts = sum(len(chunk.drafts) for chunk in plan.decode)
+            self._speculation.observe(len(plan.decode), num_drafts, num_accepted, seconds)
 
     def share_prompts(self) -> None:
         """Copy prompts that were computed to the running sequences that wait for them."""

@@ -24,6 +24,9 @@ _CLEAR = 1.5
 _PLAIN_EVERY = 16
 """Where drafts promise less than that much more, one of so many steps goes without: else nobody would learn what a step
 without takes by now, and on a machine that has become faster drafts would look good for ever."""
+_TRUTH_WEIGHT = 1 / 32
+_FORGET = 1 / 256
+"""Of how much less came true than expected, goes with each step without drafts: they are tried again."""
 _ALL_USUAL = 12
 _USUAL_STEP = 4
 
@@ -50,6 +53,10 @@ class NGramSpeculation:
         self._hit_rates = HitRates()
         self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
         self._num_drafted_in_a_row = 0
+        self._expected = 0.0
+        # The likeliest drafts of many sequences are chosen, and so those above all whose probability is overestimated:
+        # by size of the batch, the share of what was expected that came true.
+        self._truth: dict[int, float] = {}
 
     def drafts(self, decoding: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         """The drafts of the next step, of the sequences that have one.
@@ -70,7 +77,8 @@ class NGramSpeculation:
             ),
             key=lambda each: -each[0],
         )
-        expected = accumulate((probability for probability, _ in likeliest), initial=float(len(lookups)))
+        truth = self._truth.get(len(lookups).bit_length(), 1.0)
+        expected = list(accumulate((truth * each for each, _ in likeliest), initial=float(len(lookups))))
         rates = {
             count: tokens / self._cost(len(lookups), count)
             for count, tokens in enumerate(expected)
@@ -78,13 +86,28 @@ class NGramSpeculation:
         }
         best = max(rates, key=lambda count: rates[count])
         promise = _CLEAR if self._num_drafted_in_a_row >= _PLAIN_EVERY else _MARGIN
-        chosen = [sequence for _, sequence in likeliest[:best]] if rates[best] > promise * rates[0] else []
+        if rates[best] <= promise * rates[0]:
+            return {}
+        chosen = [sequence for _, sequence in likeliest[:best]]
+        self._expected = sum(probability for probability, _ in likeliest[:best])
         return {sequence: lookups[sequence].draft(count) for sequence, count in Counter(chosen).items()}
 
-    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Learn what a step took, in which sequences drew a token and none computed its prompt."""
+    def observe(self, num_rows: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Learn from the step whose drafts were asked for last, if none of its sequences computed its prompt.
+
+        Args:
+            num_rows: sequences that drew a token.
+            num_accepted: drafts that came true.
+            seconds: that it took.
+        """
         self._cost.observe(num_rows, num_drafts, seconds)
         self._num_drafted_in_a_row = self._num_drafted_in_a_row + 1 if num_drafts else 0
+        size = num_rows.bit_length()
+        truth = self._truth.get(size, 1.0)
+        if not num_drafts:
+            self._truth[size] = truth + _FORGET * (1.0 - truth)
+        elif self._expected:
+            self._truth[size] = truth + _TRUTH_WEIGHT * (min(num_accepted / self._expected, 1.0) - truth)
 
     def lookup(self, sequence: Sequence) -> PromptLookup:
         """The guesses of a sequence, up to its last token."""

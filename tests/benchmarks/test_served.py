@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +40,12 @@ def test_each_token_arrives_after_the_one_before(client: Client) -> None:
     arrivals = client.stream("/generate", [generation(9), generation(4)])
     assert [len(times) for times in arrivals] == [1 + 9, 1 + 4]
     assert all(times == sorted(times) for times in arrivals)
+
+
+def test_who_has_an_answer_makes_way_for_the_next(client: Client) -> None:
+    arrivals = client.stream("/generate", [generation(tokens) for tokens in (3, 5, 2)], at_a_time=1)
+    assert [len(times) for times in arrivals] == [1 + 3, 1 + 5, 1 + 2]
+    assert all(earlier[-1] <= later[0] for earlier, later in pairwise(arrivals))
 
 
 def test_openai_events_are_counted_too(client: Client) -> None:

@@ -83,14 +83,14 @@ def test_drafts_that_cost_more_than_a_forward_pass_says_are_given_up_and_tried_a
     speculation = NGramSpeculation(1, cost(1000.0))
     assert len(speculation.drafts(likely)) == 4
     for _ in range(50):
-        speculation.observe(4, 0, 1004.0)
-        speculation.observe(4, 4, 2 * 1008.0)
+        speculation.observe(4, 0, 0, 1004.0)
+        speculation.observe(4, 4, 4, 2 * 1008.0)
     assert speculation.drafts(likely) == {}
-    steps = next(step for step in range(500) if speculation.drafts(likely) or speculation.observe(4, 0, 1004.0))
+    steps = next(step for step in range(500) if speculation.drafts(likely) or speculation.observe(4, 0, 0, 1004.0))
     assert 16 < steps < 300
     for _ in range(50):
-        speculation.observe(4, 4, 1008.0)
-    speculation.observe(4, 0, 1004.0)
+        speculation.observe(4, 4, 4, 1008.0)
+    speculation.observe(4, 0, 0, 1004.0)
     assert len(speculation.drafts(likely)) == 4
     assert len(speculation.drafts(likely[:1])) == 1, "another size of the batch"
 
@@ -99,9 +99,9 @@ def test_one_slow_step_does_not_end_drafts(tokenizer: Tokenizer) -> None:
     likely = sequence(tokenizer, [10, 11, 12, 13, 10, 11], [])
     speculation = NGramSpeculation(1, cost(1000.0))
     for _ in range(20):
-        speculation.observe(1, 0, 1001.0)
-        speculation.observe(1, 1, 1002.0)
-    speculation.observe(1, 1, 60_000.0)
+        speculation.observe(1, 0, 0, 1001.0)
+        speculation.observe(1, 1, 1, 1002.0)
+    speculation.observe(1, 1, 1, 60_000.0)
     assert len(speculation.drafts([likely])) == 1
 
 
@@ -112,10 +112,10 @@ def test_drafts_that_promise_little_are_left_out_now_and_then(tokenizer: Tokeniz
 
     def step(seconds_of_plain: float) -> int:
         num_drafts = sum(map(len, speculation.drafts(likely).values()))
-        speculation.observe(4, num_drafts, 200.0 if num_drafts else seconds_of_plain)
+        speculation.observe(4, num_drafts, num_drafts, 200.0 if num_drafts else seconds_of_plain)
         return num_drafts
 
-    speculation.observe(4, 0, 200.0)
+    speculation.observe(4, 0, 0, 200.0)
     before = [step(200.0) for _ in range(100)]
     assert before.count(4) > 90
     assert before.count(0) >= 5
@@ -128,7 +128,19 @@ def test_drafts_that_promise_much_are_always_there(tokenizer: Tokenizer, repeati
     for _ in range(100):
         num_drafts = sum(map(len, speculation.drafts([repeating]).values()))
         assert num_drafts >= 7
-        speculation.observe(1, num_drafts, 101.0 + num_drafts)
+        speculation.observe(1, num_drafts, num_drafts, 101.0 + num_drafts)
+
+
+def test_drafts_that_come_true_less_often_than_expected_are_left_out_and_tried_again(tokenizer: Tokenizer) -> None:
+    likely = [sequence(tokenizer, [10, 11, 12 + row, 13, 10, 11], []) for row in range(4)]
+    speculation = NGramSpeculation(1, cost(100.0))
+    drafted = []
+    for _ in range(1000):
+        drafted.append(sum(map(len, speculation.drafts(likely).values())))
+        speculation.observe(4, drafted[-1], 0, 104.0 + drafted[-1])
+    assert drafted[:10] == [4] * 10
+    assert 0 < sum(map(bool, drafted[500:])) < 150
+    assert len(speculation.drafts(likely[:1])) == 1, "another size of the batch"
 
 
 def test_the_cost_between_and_beyond_what_was_measured() -> None:
