@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,8 +20,9 @@ class ServingCost:
 
     A pass that was timed alone, on one sequence, says how the time grows with the number of tokens. A step also draws
     tokens, calls processors and delivers; with drafts it draws several times, and its sequences have different numbers
-    of tokens. So steps with drafts and steps without have a factor each, for each size of the batch (1, 2 to 3, 4 to 7,
-    ...): the exponential mean of the time that they took over that of a pass.
+    of tokens. So there is a factor for each size of the batch and each number of drafts (0, 1, 2 to 3, 4 to 7, ...):
+    the exponential mean of the time that such steps took over that of a pass. What is not known yet is taken to be like
+    what stands next to it.
 
     Args:
         forward_cost: number of tokens → time of a forward pass.
@@ -37,27 +39,28 @@ class ServingCost:
     def __init__(self, forward_cost: Callable[[int], float]) -> None:
         self._forward_cost = forward_cost
         self._num_steps = 0
-        self._plain: dict[int, _Factor] = {}
-        self._drafted: dict[int, _Factor] = {}
+        self._factors: defaultdict[int, dict[int, _Factor]] = defaultdict(dict)
+        """By size of the batch and by number of drafts."""
 
     def __call__(self, num_rows: int, num_drafts: int) -> float:
         """The time that a step of so many sequences is expected to take, if so many tokens are drafted for them."""
-        size = num_rows.bit_length()
-        # One that is not known yet is like the other.
-        known = (self._drafted, self._plain) if num_drafts else (self._plain, self._drafted)
-        factor = next((factors[size].mean for factors in known if size in factors), 1.0)
+        factors = self._factors[num_rows.bit_length()]
+        wanted = num_drafts.bit_length()
+        alike = [known for known in factors if bool(known) == bool(wanted)] or [*factors]
+        nearest = min(alike, key=lambda known: abs(known - wanted), default=None)
+        factor = 1.0 if nearest is None else factors[nearest].mean
         return factor * self._forward_cost(num_rows + num_drafts)
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn from a step without prompts."""
         self._num_steps += 1
-        size = num_rows.bit_length()
-        factors = self._drafted if num_drafts else self._plain
+        factors = self._factors[num_rows.bit_length()]
         found = seconds / self._forward_cost(num_rows + num_drafts)
-        factor = factors.setdefault(size, _Factor(found, self._num_steps))
+        factor = factors.setdefault(num_drafts.bit_length(), _Factor(found, self._num_steps))
         age = self._num_steps - factor.last_step
         weight = min(1 - (1 - self._WEIGHT) ** age, self._MOST_WEIGHT)
         factor.mean += weight * (min(found, self._OUTLIER * factor.mean) - factor.mean)
         factor.last_step = self._num_steps
-        if not num_drafts and size in self._drafted:
-            self._drafted[size].mean -= self._FORGET * max(0.0, self._drafted[size].mean - factor.mean)
+        if not num_drafts:
+            for drafted in factors.values():
+                drafted.mean -= self._FORGET * max(0.0, drafted.mean - factor.mean)

@@ -18,7 +18,7 @@ from .prompt_lookup import HitRates, PromptLookup
 from .sequence import Sequence
 from .serving_cost import ServingCost
 
-_MARGIN = 1.05
+_MARGIN = 1.125
 """How much more tokens per second drafts must promise: what they cost is only an estimate, as is what they bring."""
 _CLEAR = 1.5
 _PLAIN_EVERY = 16
