@@ -6,6 +6,7 @@ once a step with the rows of its group and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -275,10 +276,10 @@ class ShippedProcessors(LogitsProcessor):
         """Put zeros into the rows that a processor failed on, or made unusable."""
         # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
         # only where nothing else is left.
-        finite = torch.isfinite(rows.amax(dim=-1)).tolist()
-        for place, (row, is_finite) in enumerate(zip(group.rows, finite, strict=True)):
+        largest = rows.amax(dim=-1).tolist()
+        for place, (row, number) in enumerate(zip(group.rows, largest, strict=True)):
             fault = outcome.faults.get(place)
-            if fault is None and not is_finite:
+            if fault is None and not math.isfinite(number):
                 fault = _non_finite_fault(rows[place], group.members[place])
             if fault is not None:
                 self._faults[row] = fault
