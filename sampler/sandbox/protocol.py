@@ -10,7 +10,8 @@ LOAD     a processor string, in pieces                      LOADED (what its cla
 ATTACH   a sequence: parameters, prompt, output so far      none
 FORK     a sequence, and another that goes on from it       none
 DETACH   a sequence that left                               none
-STEP     of each row: sequence, and tokens that it gained   DONE, FAULTS, or AGAIN: send the rows once more
+GROUP    the sequences of the rows, from now on             none
+STEP     of each row: the tokens that it gained             DONE, FAULTS, or AGAIN: send the rows once more
 RETRY    the rows are in the region once more               DONE or FAULTS
 ```
 
@@ -48,6 +49,7 @@ class Kind(IntEnum):
     STEP = 4
     RETRY = 5
     FORK = 6
+    GROUP = 7
 
 
 class Answer(IntEnum):

@@ -54,7 +54,10 @@ class RowRetry:
             The fault of each row that has one, by its place in the group; or None if `retry` has to tell: the logits
             are spoilt, and needed once more.
         """
-        if len(members) == 1 or self._retries_without_fault >= _ENOUGH_RETRIES:
+        if len(members) == 1:
+            fault = self._fault_of(logits, members)
+            return {} if fault is None else {0: fault}
+        if self._retries_without_fault >= _ENOUGH_RETRIES:
             return self._call_each(logits, members, range(len(members)))
         snapshot = GroupSnapshot(members)
         fault = self._fault_of(logits, members)

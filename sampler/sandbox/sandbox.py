@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
@@ -23,6 +23,9 @@ from .template_process import ForkedProcess, TemplateProcess
 
 _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended: it is on its way."""
+
+_PIECE = 4096
+"""Bytes of an answer that are read at once."""
 
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -62,6 +65,9 @@ class Sandbox:
     """One locked process. Calls are made by one thread at a time; `kill` and `cpu_seconds_outside_calls` by any.
 
     Whatever goes wrong, the process is killed, and this and all later calls raise `SandboxDied` with the first reason.
+
+    Attributes:
+        group: handles of the sequences that it was told the rows of a call belong to.
     """
 
     def __init__(self, template: TemplateProcess, max_rows: int, vocab_size: int) -> None:
@@ -90,6 +96,7 @@ class Sandbox:
         self._numbers = 0
         self._outbox = bytearray()
         self._call: _Call | None = None
+        self.group: list[int] = []
         self._seconds_in_calls = 0.0
         self._lowest_balance = 0.0
         self._closed = False
@@ -238,7 +245,8 @@ class Sandbox:
 
     def _exchange(self, call: _Call) -> tuple[Answer, bytes] | None:
         self._check_alive()
-        self._send(call)
+        if call.unsent:
+            self._send(call)
         self._receive(call)
         answer = self._answer(call)
         # Asked only now: what came in time may be looked at late, because another sandbox was waited for.
@@ -248,9 +256,11 @@ class Sandbox:
         return answer
 
     def _receive(self, call: _Call) -> None:
+        # One byte more than the longest answer: whoever sends that is found out without reading on. In pieces, because
+        # `recv` takes memory for all that it is asked for, and most answers have no body.
+        rest = HEADER.size + LONGEST_ANSWER + 1 - len(call.received)
         try:
-            # One byte more than the longest answer: whoever sends that is found out without reading on.
-            piece = self._connection.recv(HEADER.size + LONGEST_ANSWER + 1 - len(call.received))
+            piece = self._connection.recv(min(rest, _PIECE))
         except BlockingIOError:
             return
         except OSError:
@@ -278,11 +288,12 @@ class Sandbox:
             return None
         kind, number, size = HEADER.unpack_from(call.received)
         end = HEADER.size + size
-        if number != call.number or size > LONGEST_ANSWER or len(call.received) > end or kind not in _ANSWERS:
+        answer = _ANSWERS.get(kind)
+        if number != call.number or size > LONGEST_ANSWER or len(call.received) > end or answer is None:
             raise self.distrust()
         if len(call.received) < end or call.unsent:
             return None
-        return Answer(kind), bytes(call.received[HEADER.size :])
+        return answer, bytes(call.received[HEADER.size :])
 
     def _how_it_ended(self) -> str:
         try:
@@ -297,23 +308,31 @@ class Sandbox:
         return f"ended its process: {_signal_name(-code)}"
 
 
-def wait_for_any(sandboxes: Sequence[Sandbox]) -> None:
+def wait_for_any(sandboxes: Collection[Sandbox]) -> list[Sandbox]:
     """Wait until a call under way can `advance`, or its time is up.
 
     Args:
         sandboxes: at least one; a call is under way in each.
+
+    Returns:
+        Those of which that is true.
     """
     poll = select.poll()
+    waiting: dict[int, tuple[Sandbox, float]] = {}
     first_deadline = math.inf
     for sandbox in sandboxes:
         call = sandbox._call
         assert call is not None
         first_deadline = min(first_deadline, call.deadline)
         try:
-            poll.register(sandbox._connection, select.POLLIN | (select.POLLOUT if call.unsent else 0))
+            descriptor = sandbox._connection.fileno()
+            poll.register(descriptor, select.POLLIN | (select.POLLOUT if call.unsent else 0))
         except ValueError:  # another thread closed it just now
-            return
-    poll.poll(max(0.0, first_deadline - time.perf_counter()) * 1e3)
+            return [sandbox]
+        waiting[descriptor] = sandbox, call.deadline
+    ready = {descriptor for descriptor, _ in poll.poll(max(0.0, first_deadline - time.perf_counter()) * 1e3)}
+    now = time.perf_counter()
+    return [sandbox for descriptor, (sandbox, deadline) in waiting.items() if descriptor in ready or now >= deadline]
 
 
 def _is_readable(descriptor: int) -> bool:
@@ -330,7 +349,7 @@ def _signal_name(number: int) -> str:
     return f"{name} ({(signal.strsignal(number) or name).lower()})"
 
 
-_ANSWERS = frozenset(Answer)
+_ANSWERS = {int(answer): answer for answer in Answer}
 
 
 def _sealed_memory(size: int) -> int:

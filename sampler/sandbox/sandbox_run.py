@@ -79,6 +79,20 @@ class SandboxRow:
         return tokens
 
 
+def tokens_message(sandbox: Sandbox, rows: Sequence[SandboxRow]) -> bytes:
+    """The body of STEP: empty if no row gained anything. Before it, GROUP is told if the rows are others.
+
+    Args:
+        rows: those of a call; the sandbox knows all of them.
+    """
+    handles = [row.handle for row in rows]
+    if handles != sandbox.group:
+        sandbox.tell(Kind.GROUP, marshal.dumps(handles))
+        sandbox.group = handles
+    tokens = [row.new_tokens() for row in rows]
+    return marshal.dumps(tokens) if any(tokens) else b""
+
+
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "processors")
 
 
@@ -111,17 +125,15 @@ class SandboxRun:
 
     def begin(self, sandbox: Sandbox | SandboxDied, rows: Sequence[SandboxRow]) -> None:
         """Copy the rows into the region, and ask."""
-        told = []
-        for place, row in enumerate(rows):
-            if row.sandbox is sandbox or self._introduce(sandbox, row, place):
-                self._places.append(place)
-                told.append((row.handle, row.new_tokens()))
-        if told:
+        self._places = [
+            place for place, row in enumerate(rows) if row.sandbox is sandbox or self._introduce(sandbox, row, place)
+        ]
+        if self._places:
             assert isinstance(sandbox, Sandbox)
             self._sandbox = sandbox
             # One whose step was given up before it was finished: asking again ends that call, and the sandbox.
             self._under_way[:] = [run for run in self._under_way if run._sandbox is not sandbox]
-            self._ask(Kind.STEP, marshal.dumps(told), self._timeout)
+            self._ask(Kind.STEP, tokens_message(sandbox, [rows[place] for place in self._places]), self._timeout)
 
     def _introduce(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, place: int) -> bool:
         """Tell a sandbox of a sequence that it does not know. False if that is not possible: the row has a fault."""
@@ -141,11 +153,12 @@ class SandboxRun:
 
     def finish(self) -> RunOutcome:
         """See `Run.finish`."""
+        if self in self._under_way:
+            self.advance()  # often the kernel let the sandbox run in our place
         while self in self._under_way:
-            for run in list(self._under_way):
-                run.advance()
-            if self in self._under_way:
-                wait_for_any([run._sandbox for run in self._under_way if run._sandbox is not None])
+            runs = {run._sandbox: run for run in self._under_way if run._sandbox is not None}
+            for sandbox in wait_for_any(runs):
+                runs[sandbox].advance()
         if self._answer is not None:
             try:
                 self._take(*self._answer)

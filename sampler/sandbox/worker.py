@@ -28,6 +28,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from .row_retry import RowRetry
 
+_Answer: TypeAlias = tuple[Answer, bytes]
 _Faults: TypeAlias = dict[int, ProcessorFault]
 
 
@@ -66,6 +67,24 @@ class Member:
         return Member(*duplicate((self.params, self.view, self.output_ids), shared, name=name))
 
 
+@dataclass
+class Group:
+    """The sequences that the rows of a call belong to, of those calls until others are named.
+
+    Attributes:
+        members: those whose rows the processor edits.
+        logits: float32 [members, vocab], the rows of the region, if these are the members' rows; None if some of them
+            are not.
+        places: of the members, among the rows.
+        uncopied: the faults of the others, which have no state, by row.
+    """
+
+    members: list[Member]
+    logits: torch.Tensor | None
+    places: list[int]
+    uncopied: _Faults
+
+
 class Worker:
     """One processor, and the sequences that carry it.
 
@@ -84,25 +103,23 @@ class Worker:
         self._name = ""
         self._retry = RowRetry(self._call)
         self._uncopied: dict[int, ProcessorFault] = {}
-        self._failed: list[int] = []
+        self._group = Group([], None, [], {})
+        self._handlers: dict[int, Callable[[bytes], _Answer | None]] = {
+            Kind.LOAD: self._load,
+            Kind.ATTACH: self._attach,
+            Kind.FORK: self._fork,
+            Kind.DETACH: self._detach,
+            Kind.GROUP: self._regroup,
+            Kind.STEP: self._step,
+            Kind.RETRY: self._try_again,
+        }
 
-    def handle(self, kind: int, body: bytes) -> tuple[Answer, bytes] | None:
+    def handle(self, kind: int, body: bytes) -> _Answer | None:
         """Do what a message says. The answer, if it has one."""
-        if kind == Kind.STEP:
-            return self._step(body)
-        if kind == Kind.RETRY:
-            return self._try_again()
-        if kind == Kind.ATTACH:
-            self._attach(*marshal.loads(body))
-        elif kind == Kind.FORK:
-            self._fork(*marshal.loads(body))
-        elif kind == Kind.DETACH:
-            self._detach(marshal.loads(body))
-        elif kind == Kind.LOAD:
-            return self._load(*marshal.loads(body))
-        return None
+        return self._handlers[kind](body)
 
-    def _load(self, form: str, *pieces: Any) -> tuple[Answer, bytes]:
+    def _load(self, body: bytes) -> _Answer:
+        form, *pieces = marshal.loads(body)
         string = PickledProcessor(*pieces) if form == "pickled" else SourceProcessor(*pieces)
         try:
             described = self.use(load_class(string, self._names))
@@ -119,9 +136,8 @@ class Worker:
         self._name = described.name
         return described
 
-    def _attach(
-        self, handle: int, rid: str, params: dict[str, Any], prompt: bytes, output: bytes, sampling: dict[str, Any]
-    ) -> None:
+    def _attach(self, body: bytes) -> None:
+        handle, rid, params, prompt, output, sampling = marshal.loads(body)
         view = RequestView(
             rid=rid,
             prompt_token_ids=memoryview(prompt).cast("q").tolist(),
@@ -131,7 +147,8 @@ class Worker:
         )
         self._members[handle] = Member({**params, "__req__": view}, view, view.output_ids)
 
-    def _fork(self, source: int, target: int) -> None:
+    def _fork(self, body: bytes) -> None:
+        source, target = marshal.loads(body)
         if source in self._uncopied:
             self._uncopied[target] = self._uncopied[source]
             return
@@ -140,49 +157,51 @@ class Worker:
         except ProcessorFault as fault:
             self._uncopied[target] = fault.with_traceback(None)
 
-    def _detach(self, handle: int) -> None:
-        self._members.pop(handle, None)
+    def _detach(self, body: bytes) -> None:
+        handle = marshal.loads(body)
+        gone = self._members.pop(handle, None)
         self._uncopied.pop(handle, None)
+        if any(member is gone for member in self._group.members):
+            self._group = Group([], None, [], {})  # its state goes now; the next call is for other rows
 
-    def _step(self, body: bytes) -> tuple[Answer, bytes]:
-        rows: list[tuple[int, list[int]]] = marshal.loads(body)
-        for handle, new_tokens in rows:
-            if handle not in self._uncopied:
-                self._members[handle].extend(new_tokens)
-        handles = [handle for handle, _ in rows]
-        faults = self._edit(self._retry.attempt, handles)
-        if faults is None:
-            self._failed = handles
-            return Answer.AGAIN, b""
-        return _told(faults)
+    def _regroup(self, body: bytes) -> None:
+        handles = marshal.loads(body)
+        places = [row for row, handle in enumerate(handles) if handle not in self._uncopied]
+        members = [self._members[handles[row]] for row in places]
+        uncopied = {row: self._uncopied[handle] for row, handle in enumerate(handles) if handle in self._uncopied}
+        self._group = Group(members, None if uncopied else self._logits[: len(members)], places, uncopied)
 
-    def _try_again(self) -> tuple[Answer, bytes]:
-        handles, self._failed = self._failed, []
-        faults = self._edit(self._retry.retry, handles)
+    def _step(self, body: bytes) -> _Answer:
+        if body:
+            tokens: list[list[int]] = marshal.loads(body)
+            group = self._group
+            for member, row in zip(group.members, group.places, strict=True):
+                member.extend(tokens[row])
+        faults = self._edit(self._retry.attempt)
+        return (Answer.AGAIN, b"") if faults is None else _told(faults)
+
+    def _try_again(self, _: bytes) -> _Answer:
+        faults = self._edit(self._retry.retry)
         assert faults is not None
         return _told(faults)
 
-    def _edit(
-        self, attempt: Callable[[torch.Tensor, Sequence[Member]], _Faults | None], handles: Sequence[int]
-    ) -> _Faults | None:
+    def _edit(self, attempt: Callable[[torch.Tensor, Sequence[Member]], _Faults | None]) -> _Faults | None:
         """Call the processor on the rows of the sequences that have a state; of the others, give the faults.
 
         Returns:
             What `attempt` does, by the rows of the call.
         """
-        uncopied = {row: self._uncopied[handle] for row, handle in enumerate(handles) if handle in self._uncopied}
-        members = [self._members[handle] for handle in handles if handle not in self._uncopied]
-        if not uncopied:
-            return attempt(self._logits[: len(members)], members)
-        if not members:
-            return uncopied
-        places = [row for row in range(len(handles)) if row not in uncopied]
-        logits = self._logits[places]
-        faults = attempt(logits, members)
+        group = self._group
+        if group.logits is not None:
+            return attempt(group.logits, group.members)
+        if not group.members:
+            return group.uncopied
+        logits = self._logits[group.places]
+        faults = attempt(logits, group.members)
         if faults is None:
             return None
-        self._logits[places] = logits
-        return uncopied | {places[row]: fault for row, fault in faults.items()}
+        self._logits[group.places] = logits
+        return group.uncopied | {group.places[row]: fault for row, fault in faults.items()}
 
     def _call(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> None:
         processor = self._processor
@@ -204,7 +223,7 @@ def serve(connection: int, worker: Worker) -> None:
                 _write(connection, pack(answer[0], number, answer[1][:LONGEST_ANSWER]))
 
 
-def _told(faults: Mapping[int, ProcessorFault]) -> tuple[Answer, bytes]:
+def _told(faults: Mapping[int, ProcessorFault]) -> _Answer:
     return (Answer.FAULTS, _faults_json(faults)) if faults else (Answer.DONE, b"")
 
 

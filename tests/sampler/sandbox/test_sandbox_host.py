@@ -494,6 +494,17 @@ def test_a_sandbox_changes_no_bit(
     host.close()
 
 
+def test_a_group_is_named_when_it_is_another_one(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(ADDS))
+    one, other = caller.attach(processor, by=1), caller.attach(processor, by=2)
+    groups = [host.group(processor, rows) for rows in ([one], [other], [one, other], [other, one])]
+    for _ in range(2):
+        for group, expected in zip(groups, ([1], [2], [1, 2], [2, 1]), strict=True):
+            logits = torch.zeros(len(expected), VOCAB)
+            group.begin(logits).finish()
+            assert logits[:, 0].tolist() == expected
+
+
 COUNTS_ITS_CALLS = """
 import gc
 for row, params in zip(logits, custom_param_list):

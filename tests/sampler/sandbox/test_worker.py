@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import marshal
 import os
 import socket
 import threading
+import weakref
 from array import array
 from typing import Any
 
@@ -46,7 +48,10 @@ def loaded(body: str) -> tuple[Worker, torch.Tensor]:
 
 
 def step(worker: Worker, *rows: tuple[int, list[int]]) -> tuple[Answer, bytes]:
-    answer = worker.handle(Kind.STEP, marshal.dumps(rows))
+    """A call for rows, each a sequence and what it gained."""
+    handles, tokens = zip(*rows, strict=True)
+    worker.handle(Kind.GROUP, marshal.dumps(handles))
+    answer = worker.handle(Kind.STEP, marshal.dumps(tokens))
     assert answer is not None
     return answer
 
@@ -74,6 +79,20 @@ def test_a_view_follows_its_sequence() -> None:
         assert step(worker, (5, new)) == (Answer.DONE, b"")
         seen.append(logits[0, :3].tolist())
     assert seen == [[1, 4, 1], [2, 9, 2], [2, 9, 3], [4, 11, 4]]
+
+
+def test_what_leaves_a_group_is_forgotten_at_once() -> None:
+    worker, _ = loaded("return logits")
+    for handle in (5, 6, 7):
+        worker.handle(Kind.ATTACH, attach(handle))
+    worker.handle(Kind.GROUP, marshal.dumps([5, 6]))
+    member = weakref.ref(worker._members[5])
+    worker.handle(Kind.DETACH, marshal.dumps(7))  # none of them: they stay a group
+    assert worker.handle(Kind.STEP, marshal.dumps([[1], [2]])) == (Answer.DONE, b"")
+    worker.handle(Kind.DETACH, marshal.dumps(5))
+    gc.collect()
+    assert member() is None
+    assert step(worker, (6, [])) == (Answer.DONE, b"")
 
 
 def test_what_it_does_to_its_view_is_undone_by_the_next_token() -> None:
@@ -176,7 +195,7 @@ def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPat
     serving = threading.Thread(target=run)
     serving.start()
     ours.sendall(pack(Kind.LOAD, 1, source("return logits")) + pack(Kind.ATTACH, 0, attach(5)))
-    ours.sendall(pack(Kind.STEP, 2, marshal.dumps([(5, [])])))
+    ours.sendall(pack(Kind.GROUP, 0, marshal.dumps([5])) + pack(Kind.STEP, 2, marshal.dumps([[4]])))
     answers = b""
     while len(answers) < 2 * HEADER.size + len(LOADED):
         answers += ours.recv(100)
