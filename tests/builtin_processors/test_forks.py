@@ -156,9 +156,9 @@ def test_a_long_history_is_copied_in_a_moment() -> None:
     for kept in (history, index):
         seconds = []
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.thread_time()
             copy.deepcopy(kept)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.thread_time() - began)
         assert min(seconds) < 0.01
 
 

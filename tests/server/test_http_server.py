@@ -155,7 +155,7 @@ def test_the_second_signal_ends_at_once(serve: Callable[..., Serving], tmp_path:
         serving.terminate()
         serving.process.send_signal(signal.SIGTERM)
         # Far below the time that it would wait for the request, and for a step that does not end.
-        assert serving.process.wait(5) == 0
+        assert serving.process.wait(DEADLINE) == 0
         with pytest.raises(httpx.RemoteProtocolError):
             reading.result(DEADLINE)
 

@@ -390,6 +390,7 @@ def test_cpu_time_outside_calls_counts() -> None:
 def test_cpu_time_in_calls_does_not_count() -> None:
     with computing("while :; do :; done") as (sandbox, used):
         sandbox.begin(Kind.STEP, b"", LONG)
+        before = used()
         poll = select.poll()
         poll.poll(200)  # it computes meanwhile
-        assert used() < 0.15
+        assert used() - before < 0.05  # what the kernel tells comes in ticks of 0.01

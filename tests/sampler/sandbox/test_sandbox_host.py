@@ -32,7 +32,7 @@ from logitship.server.tokenizer import Tokenizer
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MAX_ROWS, VOCAB = 8, 260
 EOS = frozenset({1})
-NO_ANSWER = "gave no answer within 0.5 s: its process was killed"
+NO_ANSWER = "gave no answer within 2 s: its process was killed"
 
 LOOPS = "while True: pass"
 ADDS = "for row, params in zip(logits, custom_param_list):\n    row += params['by']\nreturn logits"
@@ -77,7 +77,7 @@ def template(model: ModelView) -> Iterator[TemplateProcess]:
 def host(template: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxHost]:
     """A host on the module's template, which outlives it."""
     monkeypatch.setattr(sandbox_host, "WATCH_INTERVAL", 0.02)
-    limits = SandboxLimits(cpu_time=0.3, step_timeout=0.5, load_timeout=20.0)
+    limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, load_timeout=20.0)
     host = SandboxHost(template, limits, MAX_ROWS, VOCAB)
     with monkeypatch.context() as patch:
         yield host

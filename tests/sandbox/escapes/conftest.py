@@ -48,7 +48,7 @@ VOCAB = 8192
 MAX_ROWS = 4
 MEMORY_LIMIT = 256 << 20
 PATIENT = SandboxLimits(cpu_time=20.0, step_timeout=20.0, load_timeout=20.0)
-HASTY = SandboxLimits(cpu_time=0.3, step_timeout=0.5, load_timeout=1.0)
+HASTY = SandboxLimits(cpu_time=0.3, step_timeout=1.0, load_timeout=3.0)
 MODEL = ModelView(VOCAB, frozenset({1}), None)
 ENDS_IN = 10.0
 """Seconds, for what takes milliseconds."""

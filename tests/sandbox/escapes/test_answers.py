@@ -137,7 +137,7 @@ def test_an_answer_that_trickles_is_waited_for_until_the_deadline(world: Any, ha
     frame = liar(f"{trickle} for i in range(60000)]", world)
     began = time.monotonic()
     assert hastily(nothing, frame=frame).kinds == ["deadline"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # all of it takes 50 minutes
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ LIES_WHILE_LOADED = {
     "answer(1, 1, b'x' * 65537)": "the processor answered what no worker answers.*",
     "send(b'x' * 1000)": "the processor answered what no worker answers.*",
     "send(PICKLE)": "the processor answered what no worker answers.*",
-    "send(struct.pack('<IIQ', 1, 1, 1000))": "the processor gave no answer within 1 s.*",
+    "send(struct.pack('<IIQ', 1, 1, 1000))": "the processor gave no answer within 3 s.*",
     "os.close(sockets()[0]); time.sleep(100)": "the processor closed its connection.*",
 }
 

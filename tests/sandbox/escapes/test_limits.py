@@ -309,7 +309,7 @@ class P(CustomLogitProcessor): ...
 @pytest.mark.parametrize("attempt", [loop, sleep_deaf, stuck_in_c], ids=name_of)
 def test_loading_has_a_deadline(attempt: Any, world: Any, hastily: Any) -> None:
     report = hastily(attempt, frame=BODY)
-    assert "gave no answer within 1 s: its process was killed (while it was loaded)" in report.load_error
+    assert "gave no answer within 3 s: its process was killed (while it was loaded)" in report.load_error
     assert world.changes(report) == []
 
 
