@@ -52,6 +52,7 @@ class BuiltinProcessor(CustomLogitProcessor):
 
         Raises:
             ValueError: names the parameter and says what was expected; the request is refused with this message.
+            PreparationUnavailable: the server cannot do it now.
         """
         self.check_model(model)
         return self.Params.read(params, model)

@@ -28,6 +28,10 @@ class ModelFacts(Protocol):
         ...
 
 
+class PreparationUnavailable(Exception):
+    """What comes with a request could not be looked at, through no fault of its own. It may be sent again."""
+
+
 @dataclass(frozen=True)
 class Expects:
     """Metadata of a field's type: what it must be, in words that follow "expected"."""

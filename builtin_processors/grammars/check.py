@@ -4,8 +4,9 @@ A schema of fifty characters can take hours to compile, and a chain of rules can
 process. llguidance bounds most of what it does, but not all. So what comes with a request is compiled here first. The
 server compiles what took little time, memory and stack, and nothing else.
 
-Run as a script by `GrammarChecker`: each line of stdin and stdout is a JSON value. First come the arguments of
-`make_tokenizer`, then grammars, each answered by an error message or null.
+Run as a script by `GrammarChecker`: each line of stdin and stdout is a JSON value. First come the seconds that a
+grammar may take and the arguments of `make_tokenizer`, answered by null; then grammars, each answered by an error
+message or null. The process is ended by SIGPROF when a grammar takes longer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Iterable
@@ -85,10 +87,17 @@ def main(lines: Iterable[str]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA, _MAX_DATA))
     threading.stack_size(_STACK)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     requests = map(json.loads, lines)
-    tokenizer = make_tokenizer(**next(requests))
+    seconds, arguments = next(requests)
+    tokenizer = make_tokenizer(**arguments)
+    print(json.dumps(None), flush=True)
     for grammar in requests:
-        print(json.dumps(check(tokenizer, grammar)), flush=True)
+        # Seconds of the CPU: a busy machine refuses no grammar. The kernel counts, as native code lets nobody else.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        reason = check(tokenizer, grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reason), flush=True)
 
 
 if __name__ == "__main__":

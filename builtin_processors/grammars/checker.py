@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +12,11 @@ import weakref
 from multiprocessing.connection import wait
 from typing import Any
 
+from logitship.builtin_processors.params import PreparationUnavailable
+
 from . import check
+
+_log = logging.getLogger(__name__)
 
 
 class GrammarChecker:
@@ -18,12 +24,14 @@ class GrammarChecker:
 
     Args:
         tokenizer: the arguments of `check.make_tokenizer`.
-        deadline: most seconds for a grammar.
+        deadline: most seconds of the CPU for a grammar.
+        patience: most seconds to wait for an answer, and for the process to start.
     """
 
-    def __init__(self, tokenizer: dict[str, Any], deadline: float = 5.0) -> None:
+    def __init__(self, tokenizer: dict[str, Any], deadline: float = 5.0, patience: float = 60.0) -> None:
         self._tokenizer = tokenizer
         self._deadline = deadline
+        self._patience = patience
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -33,15 +41,22 @@ class GrammarChecker:
 
         Raises:
             ValueError: it cannot be compiled, or not in the time, memory and stack that a grammar may take; says why.
+            PreparationUnavailable: nobody knows. The process does not start, or the machine is too busy for it.
         """
         with self._lock:
-            process = self._running()
             try:
-                reason = self._ask(process, grammar)
-            except (OSError, TimeoutError, EOFError) as error:
+                process = self._running()
+                _send(process, grammar)
+                answer = self._answer(process)
+            except OSError as error:  # TimeoutError among them
                 self.close()
-                took = "time" if isinstance(error, TimeoutError) else "memory, or nests too deeply"
-                raise ValueError(f"it takes too much {took}: make it simpler") from None
+                _log.warning("grammars cannot be checked: %r", error)
+                raise PreparationUnavailable("the server is too busy to check the grammar: try again later") from None
+            if not answer:
+                self.close()
+                took = "time" if process.returncode == -signal.SIGPROF else "memory, or nests too deeply"
+                raise ValueError(f"it takes too much {took}: make it simpler")
+        reason: str | None = json.loads(answer)
         if reason is not None:
             raise ValueError(reason)
 
@@ -52,6 +67,7 @@ class GrammarChecker:
         self._process = None
 
     def _running(self) -> subprocess.Popen[str]:
+        """The process, ready for a grammar."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = subprocess.Popen(
@@ -64,19 +80,17 @@ class GrammarChecker:
                 env={},  # nothing in there is its business, least of all the operator's keys
             )
             self._end = weakref.finalize(self, _end, self._process)
-            _send(self._process, self._tokenizer)
+            _send(self._process, (self._deadline, self._tokenizer))
+            if not self._answer(self._process):
+                raise ChildProcessError("their process ended before it was ready")
         return self._process
 
-    def _ask(self, process: subprocess.Popen[str], grammar: str) -> str | None:
+    def _answer(self, process: subprocess.Popen[str]) -> str:
+        """The next line; empty if the process has ended."""
         assert process.stdout is not None
-        _send(process, grammar)
-        if not wait([process.stdout.fileno()], self._deadline):
-            raise TimeoutError
-        answer = process.stdout.readline()
-        if not answer:
-            raise EOFError
-        reason: str | None = json.loads(answer)
-        return reason
+        if not wait([process.stdout.fileno()], self._patience):
+            raise TimeoutError(f"no answer in {self._patience:g} seconds")
+        return process.stdout.readline()
 
 
 def _send(process: subprocess.Popen[str], value: object) -> None:

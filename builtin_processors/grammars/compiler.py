@@ -22,7 +22,7 @@ class GrammarCompiler:
     Args:
         model: has the tokens and the end tokens.
         max_grammars: how many are kept: those that were used last.
-        deadline: most seconds for a grammar.
+        deadline: most seconds of the CPU for a grammar.
 
     Raises:
         ValueError: the model's tokenizer is of a kind that llguidance cannot read, or it has no end token.
@@ -49,6 +49,7 @@ class GrammarCompiler:
 
         Raises:
             ValueError: it is wrong, or takes too much to compile; says why.
+            PreparationUnavailable: it could not be checked.
         """
         key = sha256(grammar.encode()).digest()
         made = self._get(key)

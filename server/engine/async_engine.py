@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
@@ -519,5 +520,5 @@ def _load_errors_refused(param: str | None) -> Iterator[None]:
         raise BadRequest(str(error), param=param) from error
     except ProcessorNotAllowed as error:
         raise Forbidden(str(error), param=param) from error
-    except ProcessorCacheFull as error:
+    except (ProcessorCacheFull, PreparationUnavailable) as error:
         raise ServiceUnavailable(str(error), param=param) from error

@@ -128,6 +128,7 @@ class ProcessorLibrary:
 
         Raises:
             InvalidParams: it does not take them.
+            PreparationUnavailable: nobody can say now whether it does.
         """
         # Only of what is installed: what is shipped may derive from a built-in class, and is not run here.
         if processor is not self._installed.get(processor.name) or not isinstance(processor.instance, BuiltinProcessor):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from logitship.builtin_processors.grammar import GrammarProcessor
+from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.builtin_processors.registry import BUILTIN_PROCESSORS, Registry
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.builtin_processors.tree import TreeLogitsProcessor
@@ -95,7 +96,7 @@ class RequestProcessors:
                 try:
                     uses.append(self._use(request, rid))
                     self.in_use += 1
-                except (ValueError, ProcessorLoadError, ProcessorCacheFull) as error:
+                except (ValueError, ProcessorLoadError, ProcessorCacheFull, PreparationUnavailable) as error:
                     raise ValueError(f"{PROCESSORS}[{place}]: {error}" if len(carried) > 1 else str(error)) from None
             return sampling_params(params, uses, self._eos_token_ids)
         except BaseException:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from logitship.builtin_processors.grammars.checker import GrammarChecker
+from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch_rows import BatchRows
@@ -24,7 +26,7 @@ from logitship.server.engine.messages import (
     GenerationRequest,
     ProcessorRequest,
 )
-from logitship.server.errors import BadRequest, StartError
+from logitship.server.errors import BadRequest, ServiceUnavailable, StartError
 
 BuildEngine = Callable[..., AsyncEngine]
 
@@ -138,6 +140,23 @@ class HuggingFace:
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("my_callables", None)
+
+
+def test_a_grammar_that_cannot_be_checked_now(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request may be sent again: it is not refused for good."""
+
+    def busy(*_: object) -> None:
+        raise PreparationUnavailable("try again later")
+
+    engine = make_engine()
+    wanted = ProcessorRequest(InstalledProcessor("grammar"), {"regex": "[0-9]+"}, own=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarChecker, "check", busy)
+        with pytest.raises(ServiceUnavailable, match="try again later"):
+            run(tokens(engine, request("a", wanted)))
+    found, _ = run(tokens(engine, request("a", wanted)))
+    assert len(engine.tokenizer.decode(found)) == 6
+    assert engine.tokenizer.decode(found).isdigit()
 
 
 def test_a_batch_processor_acts_on_the_requests_that_ask(make_engine: BuildEngine) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
+from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.sampler.request_view import ModelView
 from logitship.server.vllm.processors import on_trial, to_run
 from logitship.server.vllm.settings import PluginSettings
@@ -28,7 +30,7 @@ def shipped(condition: bool) -> dict[str, Any]:
 
 def test_a_trial_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> None:
     """And its verdict: the second time, nothing is loaded."""
-    settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=5.0)
+    settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=60.0)
     processors = on_trial(settings, model)
     loaded = [processors.load(vllm_params(shipped(False)), "admission") for _ in range(2)]
     (first,), (second,) = (params.processors for params in loaded)
@@ -70,3 +72,17 @@ def test_no_room_for_another(model: ModelView, vllm_params: MakeParams, processo
         processors.load(vllm_params(shipped(False)), "y")
     processors.release(held)
     processors.load(vllm_params(shipped(False)), "y")
+
+
+def test_what_cannot_be_prepared_now(
+    settings: PluginSettings, model: ModelView, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object) -> None:
+        raise PreparationUnavailable("try again later")
+
+    monkeypatch.setattr(DisallowedTokensLogitsProcessor, "prepare", busy)
+    processors = to_run(settings, model, max_rows=2)
+    wanted = {"logits_processors": [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [3]}}]}
+    with pytest.raises(ValueError, match="try again later"):
+        processors.load(vllm_params(wanted), "x")
+    assert processors.in_use == 0
