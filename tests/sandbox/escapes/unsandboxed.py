@@ -8,13 +8,13 @@ answer is a line too: `{"pid", "load_error", "faults", "logits"}`, or the `"stat
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import json
 import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -24,7 +24,9 @@ from logitship.client.author_errors import author_traceback, error_text
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.loading import instantiate, load_class
 from logitship.client.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.sandbox.kernel.syscalls import prctl
 
+PR_SET_CHILD_SUBREAPER = 36
 SECRET = os.environ.get("SECRET_OF_THE_SERVER", "")
 
 
@@ -32,16 +34,15 @@ def main() -> None:
     torch.set_num_threads(1)
     numpy.random.default_rng().random()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    child = 0
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     for line in sys.stdin.buffer:
-        end(child)
+        end()
         plan = json.loads(line)
-        child, answer = run(plan) if plan else (0, {})
-        print(json.dumps(answer), flush=True)
-    end(child)
+        print(json.dumps(run(plan) if plan else {}), flush=True)
+    end()
 
 
-def run(plan: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def run(plan: dict[str, Any]) -> dict[str, Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -57,9 +58,9 @@ def run(plan: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     with os.fdopen(reading, "rb") as file:
         answer = file.readline()  # a process that it started may keep the pipe open
     if answer:
-        return child, {"pid": child, **json.loads(answer)}
+        return {"pid": child, **json.loads(answer)}
     # It died, or is another program now.
-    return 0, {"pid": 0, "status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
+    return {"pid": 0, "status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
 
 
 def do(plan: dict[str, Any]) -> dict[str, Any]:
@@ -93,11 +94,12 @@ def do(plan: dict[str, Any]) -> dict[str, Any]:
     return done
 
 
-def end(child: int) -> None:
-    if child:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+def end() -> None:
+    """End the last one, and whatever it has started, in whatever process group: all of that is this process's now."""
+    while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for pid in map(int, children):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 main()
