@@ -7,22 +7,18 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from logitship.builtin_processors.params import PreparationUnavailable
-from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
-from logitship.client.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
+from logitship.client.processor_info import ProcessorInfo
+from logitship.client.processor_string import ProcessorString
 from logitship.sampler.plugins import Plugin
-from logitship.sampler.processor_cache import ProcessorCacheFull
 from logitship.sampler.processor_host import LoadedProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxStats
 from logitship.sampler.shipped_processors import ProcessorUse
 from logitship.server.config import ServerConfig
-from logitship.server.errors import BadRequest, Forbidden, NotFound, QueueFull, ServiceUnavailable
+from logitship.server.errors import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.tokenizer import Tokenizer
@@ -35,16 +31,13 @@ from .engine_thread import EngineThread
 from .generation_stream import GenerationStream
 from .info import EngineStats, ModelInfo
 from .messages import (
-    CallableRequest,
     CarriedProcessor,
     FinishReason,
     GenerationChunk,
     GenerationRequest,
-    ProcessorRequest,
 )
-from .named_processors import InvalidName, NotDeletable
-from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
-from .registered_processors import NotRegistered, RegistryFull
+from .processor_library import ProcessorLibrary
+from .request_processors import RequestProcessors
 from .sequence import Sequence
 from .step_clock import StepClock
 
@@ -113,6 +106,8 @@ class AsyncEngine:
         self._touched: list[_ActiveRequest] = []
         self.clock = StepClock()
         self.metrics = EngineMetrics(model, library.installed_digests, self.stats)
+        self.processors = RequestProcessors(library, self.metrics.processor_load)
+        """To list, name, pin and delete processors; `register` and `submit` are here."""
         self._lock = threading.Lock()
         self._accepting = True
 
@@ -145,7 +140,7 @@ class AsyncEngine:
         check(request, self._limits)
         check_with_plugins(request.sampling_params, self._plugins)
         if self.config.processor_isolation == "sandbox":
-            check_sandboxed(request, lambda string: self.ships_code(string, request.tenant))
+            check_sandboxed(request, lambda string: self.processors.ships_code(string, request.tenant))
 
     async def submit(self, request: GenerationRequest) -> GenerationStream:
         """Admit a request.
@@ -168,75 +163,6 @@ class AsyncEngine:
             self._cancel(active)
         return active.stream
 
-    def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
-        """A request with what its names of processors stand for now.
-
-        Without this, `submit` looks that up for each request, and those of a batch may get different versions.
-
-        Args:
-            pins: what the names stand for that were looked up for the same batch before; more are added.
-
-        Raises:
-            BadRequest: a name stands for nothing; `param` is `processors[i]`.
-        """
-        processors = list(request.processors)
-        for place, wanted in enumerate(processors):
-            if isinstance(wanted, ProcessorRequest) and isinstance(
-                wanted.string, RegisteredProcessor | InstalledProcessor
-            ):
-                with _load_errors_refused(param=f"processors[{place}]"):
-                    pins[wanted.string] = pins.get(wanted.string) or self._library.names.resolve(
-                        wanted.string, request.tenant
-                    )
-                processors[place] = dataclasses.replace(wanted, string=pins[wanted.string])
-        return dataclasses.replace(request, processors=tuple(processors))
-
-    def ships_code(self, string: ProcessorString, tenant: str = "") -> bool:
-        """True if a request with this processor needs `--enable-custom-logit-processor`."""
-        return self._library.ships_code(string, tenant)
-
-    def processors(self, tenant: str = "") -> list[ProcessorInfo]:
-        """The processors that a tenant's request can ask for by name."""
-        return self._library.names.of(tenant)
-
-    def processor(self, reference: str, tenant: str = "") -> ProcessorDetails:
-        """One of them by its name, its name and version, or its digest.
-
-        Raises:
-            NotFound: there is none.
-        """
-        try:
-            return self._library.names.details(reference, tenant)
-        except NotRegistered as error:
-            raise NotFound(str(error), param="id") from error
-
-    def delete_processor(self, reference: str, tenant: str = "") -> list[str]:
-        """Delete a version of what the tenant registered, or all versions of a name or a digest.
-
-        Requests that were admitted keep it.
-
-        Returns:
-            Their ids.
-
-        Raises:
-            NotFound: there is none.
-            Forbidden: it is installed.
-        """
-        try:
-            return self._library.names.delete(reference, tenant)
-        except NotRegistered as error:
-            raise NotFound(str(error), param="id") from error
-        except NotDeletable as error:
-            raise Forbidden(str(error), param="id") from error
-
-    def check_callable(self, wanted: CallableRequest) -> None:
-        """Refuse a callable by a name that the operator did not allow.
-
-        Raises:
-            ProcessorLoadError: says how it is allowed.
-        """
-        self._library.callables.check_allowed(wanted.target)
-
     async def register(self, string: ProcessorString, tenant: str = "", name: str | None = None) -> ProcessorInfo:
         """Keep a processor, for requests that name it. Loads it, so that its mistakes show now.
 
@@ -250,7 +176,7 @@ class AsyncEngine:
         """
         with self._lock:
             self._check_accepting()
-        return await in_daemon_thread(self._register, string, tenant, name)
+        return await in_daemon_thread(self.processors.register, string, tenant, name)
 
     def abort(self, rid: str | None, tenant: str = "") -> None:
         """Cancel a request, the requests of a batch, or a continuation, by the id that its client knows; all: `None`.
@@ -347,17 +273,8 @@ class AsyncEngine:
         if not self._accepting or not self.healthy:
             raise ServiceUnavailable("the engine has died" if self._accepting else "the server is shutting down")
 
-    def _register(self, string: ProcessorString, tenant: str, name: str | None) -> ProcessorInfo:
-        try:
-            with _load_errors_refused(param=None):
-                return self._library.register(string, tenant, name)
-        except InvalidName as error:
-            raise BadRequest(f"name: {error}", param="name") from error
-        except RegistryFull as error:
-            raise ServiceUnavailable(str(error)) from error
-
     async def _loaded(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
-        loading = in_daemon_thread(self._load_processors, active)
+        loading = in_daemon_thread(self.processors.load, active.request, active.processors)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -367,37 +284,6 @@ class AsyncEngine:
         except BaseException:
             self._forget(active)
             raise
-
-    def _load_processors(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
-        """Of each sequence, its uses of the request's processors, in order."""
-        request = active.request
-        uses: list[list[ProcessorUse]] = [[] for _ in range(request.num_started)]
-        prepared: dict[tuple[int, int], Any] = {}
-        for place, wanted in enumerate(request.processors):
-            with self.metrics.processor_load.time(), _load_errors_refused(param=f"processors[{place}]"):
-                for sequence_uses, use in zip(uses, self._uses(active, wanted, prepared), strict=True):
-                    sequence_uses.append(use)
-        return uses
-
-    def _uses(
-        self, active: _ActiveRequest, wanted: CarriedProcessor, prepared: dict[tuple[int, int], Any]
-    ) -> list[ProcessorUse]:
-        """A use for each sequence, of the same processor, or of a callable of its own.
-
-        Args:
-            prepared: what processors made of parameters for this request so far, by the identity of both.
-        """
-        request = active.request
-        if isinstance(wanted, CallableRequest):
-            made = [self._library.callables.make(wanted) for _ in range(request.num_started)]
-            return [ProcessorUse(callable_, {}, request.rid) for callable_ in made]
-        processor = self._library.acquire(wanted.string, request.tenant)
-        active.processors.append(processor)
-        key = id(processor), id(wanted.params)
-        if key not in prepared:
-            prepared[key] = self._library.prepare(processor, wanted.params, own=wanted.own)
-        params = dict(wanted.params or {})
-        return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.num_started)]
 
     def _sequence(self, active: _ActiveRequest, index: int, uses: list[ProcessorUse]) -> Sequence:
         request = active.request
@@ -460,8 +346,7 @@ class AsyncEngine:
             self._forget(active)
 
     def _forget(self, active: _ActiveRequest) -> None:
-        for processor in active.processors:
-            self._library.release(processor)
+        self.processors.release(active.processors)
         with self._lock:
             del self._active[_key(active.request)]
 
@@ -507,18 +392,3 @@ def _names(request: GenerationRequest, index: int) -> frozenset[str]:
     """The ids by which a client may cancel a continuation: its request's, its batch's, and of several its own."""
     names = {request.rid, request.batch_rid or request.rid}
     return frozenset(names | {f"{request.rid}_{index}"} if request.num_started > 1 else names)
-
-
-@contextlib.contextmanager
-def _load_errors_refused(param: str | None) -> Iterator[None]:
-    """Turn what prevents a processor from being loaded into refusals of the field `param`."""
-    try:
-        yield
-    except InvalidParams as error:
-        raise BadRequest(str(error), param=f"{param}.params") from error
-    except ProcessorLoadError as error:
-        raise BadRequest(str(error), param=param) from error
-    except ProcessorNotAllowed as error:
-        raise Forbidden(str(error), param=param) from error
-    except (ProcessorCacheFull, PreparationUnavailable) as error:
-        raise ServiceUnavailable(str(error), param=param) from error

@@ -243,7 +243,7 @@ def check_may_run(engine: AsyncEngine, caller: Caller, processor: CarriedProcess
         check_may_ship(engine, caller, processor.string, at)
         return
     try:
-        engine.check_callable(processor)
+        engine.processors.check_callable(processor)
     except ProcessorLoadError as error:
         raise BadRequest(f"{at}: {error}", param=at) from None
 
@@ -258,7 +258,7 @@ def check_may_ship(engine: AsyncEngine, caller: Caller, string: ProcessorString,
         BadRequest: with SGLang's sentence.
         Forbidden: others may ship code, this caller may not.
     """
-    if not engine.ships_code(string, caller.tenant):
+    if not engine.processors.ships_code(string, caller.tenant):
         return
     if not engine.config.enable_custom_logit_processor:
         raise BadRequest(SHIPPING_IS_OFF, param=at)

@@ -41,7 +41,7 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
     @router.get("", openapi_extra=operation(answer=ProcessorList))
     async def processors(request: Request) -> Response:
         """The installed processors, and those registered with this API key, each with the schema of its parameters."""
-        found = engine.processors(caller_of(request).tenant)
+        found = engine.processors.of(caller_of(request).tenant)
         return JSONResponse({"object": "list", "data": [_object(each) for each in found]})
 
     @router.post("", openapi_extra=operation(body=PROCESSOR_SCHEMA, answer=ProcessorObject))
@@ -61,12 +61,12 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
     @router.get("/{id:path}", openapi_extra=operation(answer=ProcessorDetailsObject))
     async def processor(request: Request, id: ProcessorId) -> Response:
         """One processor with its source, by its name (the newest version), by `name@version`, or by its digest."""
-        return JSONResponse(_object(engine.processor(id, caller_of(request).tenant)))
+        return JSONResponse(_object(engine.processors.details(id, caller_of(request).tenant)))
 
     @router.delete("/{id:path}", openapi_extra=operation(answer=DeletedProcessor))
     async def delete(request: Request, id: ProcessorId) -> Response:
         """Delete a registered version, or all versions of a name or a digest. Requests that run keep theirs."""
-        ids = engine.delete_processor(id, caller_of(request).tenant)
+        ids = engine.processors.delete(id, caller_of(request).tenant)
         return JSONResponse({"id": id, "object": "processor", "deleted": True, "ids": ids})
 
     return router

@@ -61,7 +61,7 @@ async def _submit(
     engine: AsyncEngine, submission: Submission, pins: dict[ProcessorString, ProcessorString]
 ) -> GenerationStream:
     try:
-        return await engine.submit(engine.pin(submission.request, pins))
+        return await engine.submit(engine.processors.pin(submission.request, pins))
     except RequestRefused as refused:
         raise in_client_words(refused, submission.names) from None
 

@@ -92,7 +92,7 @@ def test_a_digest_runs_what_was_registered(make_engine: BuildEngine) -> None:
         registered = await engine.register(SOURCE)
         digest = SOURCE.digest
         assert (registered.digest, registered.id) == (digest, "Force@1")
-        assert engine.ships_code(RegisteredProcessor(digest))
+        assert engine.processors.ships_code(RegisteredProcessor(digest), "")
         tokens, (receipt,) = await generate(engine, RegisteredProcessor(digest), {"token_id": 42})
         assert tokens == [42, 42, 42]
         assert (receipt.digest, receipt.name, receipt.steps) == (digest, "Force", 3)
@@ -183,8 +183,8 @@ def test_an_installed_processor_by_reference(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         digest = await register(engine, string)
-        assert engine.processors()[-1].id == "disallowed_tokens@1"
-        assert not engine.ships_code(RegisteredProcessor(digest))
+        assert engine.processors.of("")[-1].id == "disallowed_tokens@1"
+        assert not engine.processors.ships_code(RegisteredProcessor(digest), "")
         plain, _ = await generate(engine, RegisteredProcessor(digest), {"token_ids": []})
         tokens, (receipt,) = await generate(engine, RegisteredProcessor(digest), {"token_ids": plain})
         assert not set(tokens) & set(plain)
@@ -246,7 +246,7 @@ def test_running_requests_keep_the_version_that_they_were_admitted_with(
         streams = [await stream_of(engine, name, f"r{place}") for place, name in enumerate(names)]
         running = [aiter(stream) for stream in streams]
         begun = (await anext(running[0])).token_ids  # it runs, and cannot end; the others run or wait
-        assert engine.delete_processor("Gated") == ["Gated@1"]
+        assert engine.processors.delete("Gated", "") == ["Gated@1"]
         assert (await engine.register(second)).id == "Gated@2"
         newer = aiter(await stream_of(engine, "Gated", "newer"))
         with pytest.raises(BadRequest, match=r"Gated@1 is not registered any more: .*Registered are: Gated@2"):
@@ -295,14 +295,14 @@ def test_a_batch_gets_one_version(make_engine: BuildEngine) -> None:
         engine = make_engine()
         pins: dict[ProcessorString, ProcessorString] = {}
         await engine.register(variant(1))
-        first = engine.pin(batch("one"), pins)
+        first = engine.processors.pin(batch("one"), pins)
         await engine.register(variant(2))
-        assert engine.pin(batch("two"), pins).processors == first.processors
+        assert engine.processors.pin(batch("two"), pins).processors == first.processors
         assert first.processors == (ProcessorRequest(variant(1)), ProcessorRequest(SOURCE))
-        assert engine.pin(batch("three"), {}).processors[0] == ProcessorRequest(variant(2))
-        engine.delete_processor("Force")
+        assert engine.processors.pin(batch("three"), {}).processors[0] == ProcessorRequest(variant(2))
+        engine.processors.delete("Force", "")
         with pytest.raises(BadRequest, match="Force is not registered any more") as refused:
-            engine.pin(batch("four"), {})
+            engine.processors.pin(batch("four"), {})
         assert refused.value.param == "processors[0]"
 
     run(scenario())
@@ -313,7 +313,7 @@ def test_what_is_told_of_them(make_engine: BuildEngine, tmp_path: Path) -> None:
 
     async def scenario() -> None:
         engine = make_engine()
-        known = len(engine.processors())
+        known = len(engine.processors.of(""))
         info = await engine.register(string, "one", name="Short")
         assert (info.id, info.kind, info.name, info.version, info.form) == (
             "Short@1",
@@ -324,32 +324,32 @@ def test_what_is_told_of_them(make_engine: BuildEngine, tmp_path: Path) -> None:
         )
         assert (info.description, info.params_schema) == ("Forces a token.", {"type": "object"})
         assert (info.size, info.is_mask, info.python) == (len(string.source) + len("Forces a token.") + 17, False, None)
-        assert engine.processors("one")[known:] == [info]
-        assert len(engine.processors("two")) == known
-        details = engine.processor("Short", "one")
+        assert engine.processors.of("one")[known:] == [info]
+        assert len(engine.processors.of("two")) == known
+        details = engine.processors.details("Short", "one")
         assert (details.source, details.class_name, details.source_note) == (string.source, "Gated", None)
-        assert engine.processor(string.digest, "one") == engine.processor("Short@1", "one") == details
+        assert engine.processors.details(string.digest, "one") == engine.processors.details("Short@1", "one") == details
         for reference in ("Short", "Short@1", string.digest):
-            for ask in (engine.processor, engine.delete_processor):
+            for ask in (engine.processors.details, engine.processors.delete):
                 with pytest.raises(NotFound, match="installed or registered as") as missing:
                     ask(reference, "two")
                 assert missing.value.param == "id"
         with pytest.raises(Forbidden, match="only the server's operator"):
-            engine.delete_processor("disallowed_tokens", "one")
-        assert engine.delete_processor(string.digest, "one") == ["Short@1"]
+            engine.processors.delete("disallowed_tokens", "one")
+        assert engine.processors.delete(string.digest, "one") == ["Short@1"]
         with pytest.raises(NotFound, match="Short is not registered any more"):
-            engine.processor("Short", "one")
+            engine.processors.details("Short", "one")
 
         described = await engine.register(replace(PLAIN, name="Claimed"))
         assert (described.id, described.form, described.python) == ("Ban@1", "pickled", PYTHON)
-        details = engine.processor("Ban")
+        details = engine.processors.details("Ban", "")
         assert "class Ban" in str(details.source)
         assert details.source_note == "as the processor string says: what runs is the pickle beside it"
         bare = await engine.register(PickledProcessor(PLAIN.payload), name="Bare")
-        details = engine.processor(bare.id)
+        details = engine.processors.details(bare.id, "")
         assert (details.source, details.source_note) == (None, "the processor string holds a pickle and no source")
         installed = await engine.register(parse(DisallowedTokensLogitsProcessor.to_str()), name="Alias")
-        details = engine.processor(installed.id)
+        details = engine.processors.details(installed.id, "")
         assert (details.form, details.source) == ("installed", None)
 
     run(scenario())

@@ -28,6 +28,7 @@ from logitship.server.engine.messages import (
     RequestError,
     TokenLogprobs,
 )
+from logitship.server.engine.request_processors import RequestProcessors
 from logitship.server.errors import BadRequest, Forbidden, NotFound, RequestRefused
 from logitship.server.http.app import create_app
 from logitship.server.metrics.engine_metrics import EngineMetrics
@@ -170,6 +171,35 @@ class FakeStream(GenerationStream):
         self._fake.left.set()
 
 
+class FakeProcessors(RequestProcessors):
+    """Knows two, `BAN` and `MINE`."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[tuple[str, str, str]] = []
+        """Method, name of a processor, and tenant."""
+
+    def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
+        return request
+
+    def ships_code(self, string: ProcessorString, tenant: str) -> bool:
+        return not isinstance(string, InstalledProcessor)
+
+    def of(self, tenant: str) -> list[ProcessorInfo]:
+        return [BAN, MINE]
+
+    def details(self, reference: str, tenant: str) -> ProcessorDetails:
+        self.asked_for.append(("details", reference, tenant))
+        if reference != MINE.id:
+            raise NotFound(f"no {reference}", param="id")
+        return ProcessorDetails(**vars(MINE), source="class Mine: ...", class_name="Mine")
+
+    def delete(self, reference: str, tenant: str) -> list[str]:
+        self.asked_for.append(("delete", reference, tenant))
+        if reference == BAN.id:
+            raise Forbidden("ban is installed", param="id")
+        return [f"{reference}@1", f"{reference}@2"]
+
+
 class FakeEngine(AsyncEngine):
     """Admits as the real one does, then follows `script`."""
 
@@ -191,8 +221,7 @@ class FakeEngine(AsyncEngine):
         """Request id (None: all) and tenant."""
         self.registered: list[tuple[ProcessorString, str]] = []
         """Processor string and tenant."""
-        self.asked_for: list[tuple[str, str, str]] = []
-        """Method, name of a processor, and tenant."""
+        self.processors = FakeProcessors()
         self.refusals: dict[str, Exception] = {}
         """What `submit` raises for a request id."""
         self.refuse_all: Exception | None = None
@@ -222,27 +251,6 @@ class FakeEngine(AsyncEngine):
                 raise BadRequest("cannot be unpickled", param="custom_logit_processor")
         self.requests.append(request)
         return FakeStream(self, request)
-
-    def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
-        return request
-
-    def ships_code(self, string: ProcessorString, tenant: str = "") -> bool:
-        return not isinstance(string, InstalledProcessor)
-
-    def processors(self, tenant: str = "") -> list[ProcessorInfo]:
-        return [BAN, MINE]
-
-    def processor(self, reference: str, tenant: str = "") -> ProcessorDetails:
-        self.asked_for.append(("processor", reference, tenant))
-        if reference != MINE.id:
-            raise NotFound(f"no {reference}", param="id")
-        return ProcessorDetails(**vars(MINE), source="class Mine: ...", class_name="Mine")
-
-    def delete_processor(self, reference: str, tenant: str = "") -> list[str]:
-        self.asked_for.append(("delete_processor", reference, tenant))
-        if reference == BAN.id:
-            raise Forbidden("ban is installed", param="id")
-        return [f"{reference}@1", f"{reference}@2"]
 
     async def register(self, string: ProcessorString, tenant: str = "", name: str | None = None) -> ProcessorInfo:
         if isinstance(string, PickledProcessor) and string.payload == b"no pickle":

@@ -82,7 +82,7 @@ def test_one_with_its_source(client: Any, engine: Any) -> None:
             "class_name": "Mine",
             "source_note": None,
         }
-    assert engine.asked_for == [("processor", "Mine@1", "")] * 2
+    assert engine.processors.asked_for == [("details", "Mine@1", "")] * 2
 
 
 @pytest.mark.parametrize("id", ["Other", "sha256:" + "0" * 64, "a/b", "module:Class", ""])
@@ -91,7 +91,7 @@ def test_one_that_is_not_there(id: str, client: Any, engine: Any) -> None:
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "not_found_error"
     assert answer.json()["error"]["param"] == "id"
-    assert engine.asked_for == [("processor", id, "")]
+    assert engine.processors.asked_for == [("details", id, "")]
 
 
 def test_delete(client: Any, engine: Any) -> None:
@@ -99,7 +99,7 @@ def test_delete(client: Any, engine: Any) -> None:
     assert answer.json() == {"id": "Mine", "object": "processor", "deleted": True, "ids": ["Mine@1", "Mine@2"]}
     refused = client.http.delete(f"{URL}/ban")
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "id")
-    assert engine.asked_for == [("delete_processor", "Mine", ""), ("delete_processor", "ban", "")]
+    assert engine.processors.asked_for == [("delete", "Mine", ""), ("delete", "ban", "")]
 
 
 def test_each_key_has_its_own(make_fake_engine: Any, speak: Any) -> None:
@@ -111,7 +111,7 @@ def test_each_key_has_its_own(make_fake_engine: Any, speak: Any) -> None:
         http.delete(f"{URL}/Mine@1", headers=headers)
     for method in (http.get, http.delete):
         assert method(f"{URL}/Mine@1").status_code == 401
-    tenants = [tenant for _, _, tenant in engine.asked_for]
+    tenants = [tenant for _, _, tenant in engine.processors.asked_for]
     assert tenants[0] == tenants[1] != tenants[2] == tenants[3]
 
 
