@@ -25,7 +25,7 @@ class GrammarChecker:
     Args:
         tokenizer: the arguments of `check.make_tokenizer`.
         deadline: most seconds of the CPU for a grammar.
-        patience: most seconds to wait for an answer, and for the process to start.
+        patience: most seconds to wait for others to be checked, for the process to start, and for its answer.
     """
 
     def __init__(self, tokenizer: dict[str, Any], deadline: float = 5.0, patience: float = 60.0) -> None:
@@ -37,34 +37,42 @@ class GrammarChecker:
         self._end: weakref.finalize[Any, Any] | None = None
 
     def check(self, grammar: str) -> None:
-        """Find out whether a grammar can be compiled. Waits while another one is checked.
+        """Find out whether a grammar can be compiled. Waits while others are checked.
 
         Raises:
             ValueError: it cannot be compiled, or not in the time, memory and stack that a grammar may take; says why.
-            PreparationUnavailable: nobody knows. The process does not start, or the machine is too busy for it.
+            PreparationUnavailable: nobody knows. Others were checked all the time, the process does not start, or the
+                machine is too busy for it.
         """
-        with self._lock:
-            try:
-                process = self._running()
-                _send(process, grammar)
-                answer = self._answer(process)
-            except OSError as error:  # TimeoutError among them
-                self.close()
-                _log.warning("grammars cannot be checked: %r", error)
-                raise PreparationUnavailable("the server is too busy to check the grammar: try again later") from None
-            if not answer:
-                self.close()
-                took = "time" if process.returncode == -signal.SIGPROF else "memory, or nests too deeply"
-                raise ValueError(f"it takes too much {took}: make it simpler")
-        reason: str | None = json.loads(answer)
-        if reason is not None:
-            raise ValueError(reason)
+        if not self._lock.acquire(timeout=self._patience):
+            raise PreparationUnavailable("the server checks other grammars: try again later")
+        try:
+            self._check(grammar)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the process. The next check starts another one."""
         if self._end is not None:
             self._end()
         self._process = None
+
+    def _check(self, grammar: str) -> None:
+        try:
+            process = self._running()
+            _send(process, grammar)
+            answer = self._answer(process)
+        except OSError as error:  # TimeoutError among them
+            self.close()
+            _log.warning("grammars cannot be checked: %r", error)
+            raise PreparationUnavailable("the server is too busy to check the grammar: try again later") from None
+        if not answer:
+            self.close()
+            took = "time" if process.returncode == -signal.SIGPROF else "memory, or nests too deeply"
+            raise ValueError(f"it takes too much {took}: make it simpler")
+        reason: str | None = json.loads(answer)
+        if reason is not None:
+            raise ValueError(reason)
 
     def _running(self) -> subprocess.Popen[str]:
         """The process, ready for a grammar."""

@@ -199,6 +199,13 @@ def test_what_was_never_checked_is_not_remembered(model: ModelView) -> None:
     compiler.compile(from_regex("b"))
 
 
+def test_nobody_waits_for_ever_while_others_are_checked(model: ModelView) -> None:
+    checker = GrammarChecker(tokenizer_arguments(model), patience=0.01)
+    with checker._lock, pytest.raises(PreparationUnavailable, match="other grammars: try again later"):
+        checker.check(from_regex("a"))
+    assert checker._process is None
+
+
 def test_a_checking_process_that_does_not_start(model: ModelView, caplog: pytest.LogCaptureFixture) -> None:
     checker = GrammarChecker(tokenizer_arguments(model) | {"tokenizer_json": "{"})
     with pytest.raises(PreparationUnavailable):
