@@ -19,6 +19,7 @@ from .ops.logprobs import RowLogprobs, look_up
 from .ops.masks import mask_forbidden, mask_tokens
 from .ops.penalties import apply_penalties
 from .ops.rows import row_parts, take_rows
+from .ops.scratch import Scratch
 from .ops.temperature import apply_temperature
 from .ops.threads import one_thread_for_few
 from .sampling_batch import LogprobRows, Penalties, PreparedRows, RandomRows, SamplingBatch
@@ -145,6 +146,8 @@ class Sampler:
         self._processors = logits_processors
         self._shipped = shipped
         self._batch = SamplingBatch(vocab_size, device)
+        self._logprobs = Scratch()
+        self._probabilities = Scratch()
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch. Once a step, before `sample`; None if no row came, went or moved.
@@ -175,7 +178,7 @@ class Sampler:
         place = range(len(batch)) if rows is None else {row: place for place, row in enumerate(rows)}
         chosen = None if rows is None else [int(row in place) for row in range(self._batch.size)]
         with one_thread_for_few(logits):
-            raw = _all_logprobs(logits, batch.raw)
+            raw = self._all_logprobs(logits, batch.raw)
         trace = StepTrace(batch.traced)
         trace.see("model", logits)
 
@@ -205,7 +208,7 @@ class Sampler:
             peak, tokens = _largest(logits, batch)
             _check_rows(logits, peak, batch, faults, partial(self._shipped_fault, rows))
             # 7: `tokens` has them
-            processed_greedy = _all_logprobs(logits, batch.processed_greedy)
+            processed_greedy = self._all_logprobs(logits, batch.processed_greedy, len(batch.raw))
             if batch.any_random:
                 # 8
                 apply_temperature(logits, peak, batch.temperature)
@@ -215,7 +218,7 @@ class Sampler:
                 # 10
                 for drawing in (batch.unfiltered, batch.filtered):
                     if drawing.outputs:
-                        tokens.index_copy_(0, drawing.rows, _draw(logits, drawing, faults))
+                        tokens.index_copy_(0, drawing.rows, self._draw(logits, drawing, faults))
             trace.see_drawn(logits, batch.params, tokens)
             # Also of those that did not run in this step: one may have failed when it was told what changed.
             for row, fault in take_faults(self._processors.all):
@@ -226,11 +229,41 @@ class Sampler:
             logprobs: list[RowLogprobs | None] = [None] * len(token_ids)
             _look_up(logprobs, raw, token_ids, batch.raw)
             _look_up(logprobs, processed_greedy, token_ids, batch.processed_greedy)
-            _look_up(logprobs, _all_logprobs(logits, batch.processed_random), token_ids, batch.processed_random)
+            processed_random = self._all_logprobs(
+                logits, batch.processed_random, len(batch.raw) + len(batch.processed_greedy)
+            )
+            _look_up(logprobs, processed_random, token_ids, batch.processed_random)
             for row in faults:
                 logprobs[row] = None
             in_row_order = sorted(faults.items(), key=lambda fault: fault[0])
             return SamplerOutput(token_ids, logprobs, in_row_order, trace.finish(token_ids, faults))
+
+    def _all_logprobs(self, logits: torch.Tensor, asking: LogprobRows, start: int = 0) -> torch.Tensor | None:
+        """The log-probabilities of all tokens as they are now, in the rows that ask for them; None without such rows.
+
+        Args:
+            start: how many rows' log-probabilities of this step are still needed.
+        """
+        if len(asking) == 0:
+            return None
+        out = self._logprobs.rows(start, len(asking), logits)
+        return torch.log_softmax(take_rows(logits, asking.rows), dim=-1, out=out)
+
+    def _draw(self, logits: torch.Tensor, drawing: RandomRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
+        """Draw a token for each of some rows, int64 [n], from float32 [rows, vocab]."""
+        uniform = drawing.uniform()
+        tokens = torch.zeros_like(drawing.rows)
+        for part in row_parts(len(uniform), logits, _PART_SIZE):
+            rows = drawing.rows[part]
+            # A view where these are all rows.
+            kept = logits[part] if len(drawing.rows) == len(logits) else logits[rows]
+            probabilities, kept = _probabilities(kept, rows, faults, out=self._probabilities.rows(0, len(kept), kept))
+            if drawing.filters:
+                top_k, top_p = drawing.top_k[part], drawing.top_p[part]
+                tokens[part] = draw_top_k_top_p(kept, probabilities, top_k, top_p, uniform[part])
+            else:
+                tokens[part] = draw(probabilities, uniform[part])
+        return tokens
 
     def _shipped_fault(self, rows: Sequence[int] | None, place: int, logits: torch.Tensor) -> ProcessorFault | None:
         if self._shipped is None:
@@ -249,11 +282,6 @@ def _penalise(logits: torch.Tensor, penalties: Penalties | None) -> None:
             penalties.frequency_penalty,
             penalties.presence_penalty,
         )
-
-
-def _all_logprobs(logits: torch.Tensor, asking: LogprobRows) -> torch.Tensor | None:
-    """The log-probabilities of all tokens as they are now, in the rows that ask for them; None without such rows."""
-    return take_rows(logits, asking.rows).log_softmax(dim=-1) if asking.numbers else None
 
 
 def _look_up(
@@ -305,32 +333,16 @@ def _check_rows(
     peak[unusable] = 0.0
 
 
-def _draw(logits: torch.Tensor, drawing: RandomRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
-    """Draw a token for each of some rows, int64 [n], from float32 [rows, vocab]."""
-    uniform = drawing.uniform()
-    tokens = torch.zeros_like(drawing.rows)
-    for part in row_parts(len(uniform), logits, _PART_SIZE):
-        rows = drawing.rows[part]
-        # A view where these are all rows.
-        kept = logits[part] if len(drawing.rows) == len(logits) else logits[rows]
-        probabilities, kept = _probabilities(kept, rows, faults)
-        if drawing.filters:
-            top_k, top_p = drawing.top_k[part], drawing.top_p[part]
-            tokens[part] = draw_top_k_top_p(kept, probabilities, top_k, top_p, uniform[part])
-        else:
-            tokens[part] = draw(probabilities, uniform[part])
-    return tokens
-
-
 def _probabilities(
-    logits: torch.Tensor, rows: torch.Tensor, faults: dict[int, LogitshipError]
+    logits: torch.Tensor, rows: torch.Tensor, faults: dict[int, LogitshipError], out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities of some rows, and the logits that they are of.
 
     Args:
         rows: int64 [n]: where in `faults` they belong.
+        out: float32, as the logits: where the probabilities may be written.
     """
-    probabilities = logits.softmax(dim=-1)
+    probabilities = torch.softmax(logits, dim=-1, out=out)
     # Softmax spreads what an installed processor may have broken at step 9 over the whole row: one column shows it.
     if math.isfinite(probabilities[:, 0].sum()):
         return probabilities, logits

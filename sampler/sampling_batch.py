@@ -77,6 +77,10 @@ class LogprobRows:
     numbers: list[int]
     top: list[int]
 
+    def __len__(self) -> int:
+        """How many ask."""
+        return len(self.numbers)
+
 
 @dataclass(frozen=True)
 class Penalties:

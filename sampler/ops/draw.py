@@ -21,6 +21,9 @@ _WIDTHS = (64, 512)
 _PART_SIZE = 2**17
 """How many weights of a [rows, vocab] matrix are worked on at a time."""
 
+_BLOCK = 256
+"""Tokens that a draw first looks at by the sum of their weights."""
+
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
     """Token id of each row's largest logit, the lowest id of a tie: int64 [rows] from float32 [rows, vocab]."""
@@ -40,11 +43,31 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [rows]; never a token of probability 0.
     """
-    tokens = torch.zeros_like(uniform, dtype=torch.int64)
-    for part in row_parts(len(probabilities), probabilities, _PART_SIZE):
-        cumulative = integer_weights(probabilities[part]).cumsum(dim=-1)
-        tokens[part] = _invert(cumulative, cumulative[:, -1], uniform[part]).squeeze(-1)
-    return tokens
+    # Sums of blocks tell the token's block; only there are the weights looked at one by one.
+    parts = row_parts(len(probabilities), probabilities, _PART_SIZE)
+    sums = torch.cat([_block_sums(probabilities[part]) for part in parts])
+    reached = sums.cumsum(dim=-1)
+    # Below the total: a number of at most 1 - 2**-53 times it is, after both roundings too (they add half a unit in the
+    # last place at most, the factor takes away a whole one). So a sum is above it, and its last summand is not 0.
+    target = (uniform[:, None] * reached[:, -1:].to(torch.float64)).to(torch.int64)
+    block = torch.searchsorted(reached, target, right=True)
+    target -= reached.gather(-1, block) - sums.gather(-1, block)
+    first = block * _BLOCK
+    token_ids = first + torch.arange(_BLOCK, device=first.device)
+    last = probabilities.shape[-1] - 1
+    weights = integer_weights(probabilities.gather(-1, token_ids.clamp(max=last))).masked_fill_(token_ids > last, 0)
+    return (first + torch.searchsorted(weights.cumsum(dim=-1), target, right=True)).squeeze(-1)
+
+
+def _block_sums(probabilities: torch.Tensor) -> torch.Tensor:
+    """The sums of the weights of each `_BLOCK` tokens: int64 [rows, blocks] from float32 [rows, vocab]."""
+    weights = integer_weights(probabilities)
+    num_whole = weights.shape[-1] // _BLOCK
+    in_blocks = num_whole * _BLOCK
+    sums = weights[:, :in_blocks].view(len(weights), num_whole, _BLOCK).sum(dim=-1)
+    if in_blocks == weights.shape[-1]:
+        return sums
+    return torch.cat([sums, weights[:, in_blocks:].sum(dim=-1, keepdim=True)], dim=-1)
 
 
 def draw_top_k_top_p(
@@ -126,14 +149,3 @@ def _candidates_of_row(logits: torch.Tensor, probabilities: torch.Tensor, width:
     weights = [int(probability * UNIT_WEIGHT) for probability in probabilities.numpy()[token_ids].tolist()]
     complete = all_finite or weights[-1:] == [0]
     return _Candidates(token_ids.tolist(), values[token_ids].tolist(), weights, complete)
-
-
-def _invert(cumulative: torch.Tensor, total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index, int64 [rows, 1], of the first cumulative weight above `uniform * total`.
-
-    There is one: a number of at most 1 - 2**-53 times a total is below the total, after both roundings too (they add
-    half a unit in the last place at most, the factor takes away a whole one). And its token weighs something: the sum
-    grew there.
-    """
-    target = (uniform * total.to(torch.float64)).to(torch.int64)
-    return torch.searchsorted(cumulative, target[:, None], right=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from logitship.sampler.ops.draw import draw, draw_top_k_top_p, most_likely
+from logitship.sampler.ops.top_k_top_p import integer_weights
 
 ALMOST_ONE = 1 - 2.0**-53
 
@@ -17,6 +18,18 @@ def test_draw_inverts_the_distribution_in_token_order() -> None:
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, ALMOST_ONE], dtype=torch.float64)
     assert draw(probabilities.expand(6, -1), numbers).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 511, 512, 70_000])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 10.0, 1e4])
+def test_draw_is_that_of_the_whole_cumulative_distribution(vocab_size: int, scale: float) -> None:
+    torch.manual_seed(vocab_size)
+    probabilities = (torch.randn(9, vocab_size) * scale).softmax(-1)
+    uniform = torch.cat([torch.tensor([0.0, ALMOST_ONE], dtype=torch.float64), torch.rand(7, dtype=torch.float64)])
+    cumulative = integer_weights(probabilities).cumsum(-1)
+    target = (uniform * cumulative[:, -1].double()).long()
+    expected = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    assert draw(probabilities, uniform).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 1000, 20_011])
