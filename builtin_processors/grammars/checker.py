@@ -66,7 +66,7 @@ class GrammarChecker:
             self.close()
             _log.warning("grammars cannot be checked: %r", error)
             raise PreparationUnavailable("the server is too busy to check the grammar: try again later") from None
-        if not answer:
+        if not answer.endswith("\n"):
             self.close()
             took = "time" if process.returncode == -signal.SIGPROF else "memory, or nests too deeply"
             raise ValueError(f"it takes too much {took}: make it simpler")
