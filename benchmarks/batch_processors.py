@@ -19,8 +19,8 @@ from typing import Any
 from comparison import OF_PEER, Comparison, alone, arguments, at_most, compare, in_turns, report
 from worker_process import WorkerProcess, beside_vllm
 
-from logitship.sampler.interface import BatchUpdate
-from logitship.sampler.persistent_batch import PersistentBatch
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.sampling_params import SamplingParams
 
 WORKER = Path(__file__).with_name("batch_processors_worker.py")

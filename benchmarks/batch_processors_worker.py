@@ -18,7 +18,7 @@ from worker_process import serve
 
 MODULES = {
     "logitship": (
-        "logitship.sampler.interface",
+        "logitship.sampler.batch_processors.interface",
         "logitship.sampler.sampling_params",
         {
             "min_p": "logitship.builtin_processors.min_p",

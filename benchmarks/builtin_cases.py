@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from logitship.builtin_processors import installed_processors
 from logitship.builtin_processors.thinking_budget import ThinkingBudgetLogitProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
-from logitship.sampler.interface import LogitsProcessor
-from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
+from logitship.sampler.batch_processors.interface import LogitsProcessor
+from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 
 VOCAB_SIZE = 202_048
 """Holds the tokens of all models that SGLang has a thinking budget for."""

@@ -29,13 +29,13 @@ from comparison import machine
 
 from logitship.builtin_processors import installed_processors
 from logitship.builtin_processors.base import BuiltinProcessor
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor
-from logitship.sampler.logits_processors import take_faults
-from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import take_faults
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 
 PEERS = Path(__file__).parents[1] / "tests" / "peers"
 

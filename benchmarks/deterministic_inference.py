@@ -22,8 +22,8 @@ import torch
 from comparison import machine
 
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
-from logitship.server.engine.model_loader import LoadedModel, load_model
-from logitship.server.engine.model_runner import Chunk, ModelRunner
+from logitship.server.model.model_loader import LoadedModel, load_model
+from logitship.server.model.model_runner import Chunk, ModelRunner
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 from comparison import OF_PEER, Comparison, arguments, at_least, at_most, compare, in_turns, report
 from served import COMMAND, Server, listening
 
-from logitship.server.default_model import default_model_folder
+from logitship.server.model.default_model import default_model_folder
 
 PROMPT = "The moon is"
 SOURCE = """

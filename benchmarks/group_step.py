@@ -43,17 +43,17 @@ from comparison import (
 from step_side import StepSide
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.persistent_batch import PersistentBatch
-from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.request_view import ModelView
-from logitship.sampler.row_order import adjacent_swaps, group_key
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch.row_order import adjacent_swaps, group_key
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse
-from logitship.server.engine.info import EngineStats, ModelInfo
-from logitship.server.engine.step_clock import StepClock
 from logitship.server.engine.timed_processors import TimedProcessors
 from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.metrics.step_clock import StepClock
 
 PEERS = Path(__file__).parents[1] / "tests" / "peers"
 BENCHMARK = "group in process"

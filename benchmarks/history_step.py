@@ -23,8 +23,8 @@ from builtin_step import PEERS, stage_of
 from comparison import OF_OURS, OF_PEER, Comparison, arguments, at_least, at_most, compare, in_turns, report
 from step_side import StepSide
 
-from logitship.sampler.interface import BatchUpdate
-from logitship.sampler.logits_processors import take_faults
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.batch_processors.logits_processors import take_faults
 
 TITLES = (
     "qwen3_thinking_budget",

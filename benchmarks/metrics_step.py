@@ -12,12 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from logitship.sampler.processor_host import LoadedProcessor, NoHost
-from logitship.server.engine.info import EngineStats, ModelInfo
-from logitship.server.engine.messages import GenerationChunk
-from logitship.server.engine.step_clock import StepClock
+from logitship.sampler.processors.executor import LoadedProcessor, NoHost
 from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
+from logitship.server.metrics.step_clock import StepClock
+from logitship.server.requests.messages import GenerationChunk
 
 MODEL = ModelInfo("model", "model", 49152, 8192, frozenset({2}), "float32", "cpu", "LlamaForCausalLM")
 

@@ -47,8 +47,8 @@ class Order(TypedDict):
 def logitship_step(order: Order, rows: int, vocab_size: int) -> Step:
     """`Sampler.sample`. Each row has a seed of its own, as always here."""
     from logitship.builtin_processors.batch_processors import BUILTIN_LOGITS_PROCESSORS
-    from logitship.sampler.interface import BatchUpdate
-    from logitship.sampler.logits_processors import LogitsProcessors
+    from logitship.sampler.batch_processors.interface import BatchUpdate
+    from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
     from logitship.sampler.sampler import Sampler
     from logitship.sampler.sampling_params import SamplingParams
 

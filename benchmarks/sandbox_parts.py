@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 from sandbox_workload import BODIES, Model, Step, shipped_step
 
-from logitship.client.processor_string import SourceProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.processor_string import SourceProcessor
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.protocol import Kind
 from logitship.sampler.sandbox.sandbox import Sandbox
-from logitship.sampler.sandbox.sandbox_host import SandboxHost
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost
 from logitship.sampler.sandbox.sandbox_run import SandboxRun
 from logitship.sampler.sandbox.worker import Worker
 

@@ -23,8 +23,8 @@ from sandbox_parts import PARTS, time_parts
 from sandbox_workload import BODIES, Model, Step, copies_step, sandbox_host, shipped_step, source
 
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.sandbox.sandbox_host import SandboxHost
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost
 
 SHAPES = ("1x49152", "4x49152", "8x49152", "32x49152", "8x151936")
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from logitship.client.processor_string import SourceProcessor
-from logitship.sampler.interface import BatchUpdate
-from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.processor_string import SourceProcessor
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.template_process import TemplateProcess
-from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import TemplateProcess
 
 NUM_BANNED = 100
 NUM_TRANSITIONS = 50

@@ -21,9 +21,9 @@ from served import Server, gaps_while_all_run, served
 
 from logitship.sampler.ops.draw import most_likely
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
-from logitship.server.engine.capacity import max_model_len
-from logitship.server.engine.model_loader import load_model
-from logitship.server.engine.model_runner import Chunk, ModelRunner
+from logitship.server.model.capacity import max_model_len
+from logitship.server.model.model_loader import load_model
+from logitship.server.model.model_runner import Chunk, ModelRunner
 
 BENCHMARK = "server's own cost"
 PROMPT_TOKENS = 17

@@ -47,8 +47,8 @@ from soak_server import (
 from tiny_model import tiny_model
 
 from logitship import AsyncClient
-from logitship.server.default_model import default_model_folder
 from logitship.server.engine.engine_thread import IDLE
+from logitship.server.model.default_model import default_model_folder
 
 MIX = (soak_plain, soak_processed, soak_trouble)
 """The modules that enter kinds of requests."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from logitship import CustomLogitProcessor
-from logitship.client.processor_string import SourceProcessor, to_text
+from logitship.client.serialization.processor_string import SourceProcessor, to_text
 
 FIRST_TOKEN = 1000
 """Tokens from here on are words and parts of them in the default model's vocabulary."""

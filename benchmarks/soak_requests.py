@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import httpx
 
 from logitship import AsyncClient
-from logitship.client.options import Message
+from logitship.client.http.request_options import Message
 from logitship.client.records import Generation
 
 PROMPTS = (

@@ -26,7 +26,7 @@ from processors import BanSome
 from served import Server, served
 from tiny_model import tiny_model
 
-from logitship.server.default_model import default_model_folder
+from logitship.server.model.default_model import default_model_folder
 
 BENCHMARK = "start"
 PAUSE = 0.15

@@ -12,12 +12,13 @@ from typing import Annotated, Any, NamedTuple, Self
 import torch
 from pydantic import ConfigDict, Field, model_validator
 
+from logitship.builtin_processors.parts.marker import Marker
+from logitship.builtin_processors.parts.row_edits import force_tokens
+from logitship.builtin_processors.parts.state_history import StateHistory
+from logitship.builtin_processors.parts.token_sequence import TokenSequence
+
 from .base import BuiltinProcessor
 from .params import ModelFacts, shown
-from .parts.marker import Marker
-from .parts.row_edits import force_tokens
-from .parts.state_history import StateHistory
-from .parts.token_sequence import TokenSequence
 from .thinking_budget import ThinkingBudgetParams
 
 

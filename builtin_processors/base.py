@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.processor_host import PREPARED_KEY
+from logitship.sampler.processors.executor import PREPARED_KEY
 
 from .params import ModelFacts, ProcessorParams
 

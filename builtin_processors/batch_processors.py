@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from logitship.sampler.interface import LogitsProcessor
-from logitship.sampler.logits_processors import LogitsProcessors
-from logitship.sampler.plugins import LOGITSPROCS_GROUP, Plugin, PluginSpec, load_plugins
+from logitship.sampler.batch_processors.interface import LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.batch_processors.plugins import LOGITSPROCS_GROUP, Plugin, PluginSpec, load_plugins
 
 from .logit_bias import LogitBiasLogitsProcessor
 from .min_p import MinPLogitsProcessor
@@ -47,7 +47,8 @@ def build_logitsprocs(
     """Load the operator's processors and make every batch processor; vLLM's function.
 
     Args:
-        custom_logitsprocs: what the operator named, see `logitship.sampler.plugins`. Entry points come before them.
+        custom_logitsprocs: what the operator named, see `logitship.sampler.batch_processors.plugins`. Entry points
+            come before them.
 
     Raises:
         ValueError: the mode cannot run the operator's, see `check_mode`.

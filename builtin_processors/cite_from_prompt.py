@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from logitship.builtin_processors.parts.row_constants import RowConstants
+from logitship.builtin_processors.parts.text_tokens import Boost, end_token
 from logitship.sampler.device_tensor import copies_to
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
-from .parts.row_constants import RowConstants
-from .parts.text_tokens import Boost, end_token
 
 
 class CiteFromPromptParams(ProcessorParams):

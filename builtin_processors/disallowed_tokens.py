@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from pydantic import ValidationInfo, field_validator
 
-from logitship.client.shipped_names import SGLANG_MODULE
+from logitship.builtin_processors.parts.row_edits import forbid_tokens, on_device
+from logitship.client.serialization.shipped_names import SGLANG_MODULE
 
 from .base import BuiltinProcessor
 from .params import ModelFacts, ProcessorParams, TokenIds, model_of
-from .parts.row_edits import forbid_tokens, on_device
 
 
 class DisallowedTokensParams(ProcessorParams):

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from logitship.builtin_processors.parts.enforce import argmax_is_among
+from logitship.builtin_processors.parts.phrase_processor import PhraseParams, PhraseProcessor, Phrases, PhraseStep
+from logitship.builtin_processors.parts.row_constants import padded
+
 from .params import ModelFacts
-from .parts.enforce import argmax_is_among
-from .parts.phrase_processor import PhraseParams, PhraseProcessor, Phrases, PhraseStep
-from .parts.row_constants import padded
 
 
 class ForceLastPhraseParams(PhraseParams):

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from logitship.builtin_processors.parts.row_constants import to_device
+from logitship.builtin_processors.parts.target_token import TargetToken, TargetTokenParams
+from logitship.builtin_processors.parts.text_tokens import LARGEST_BOOST, Boost
+
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts
-from .parts.row_constants import to_device
-from .parts.target_token import TargetToken, TargetTokenParams
-from .parts.text_tokens import LARGEST_BOOST, Boost
 
 
 class GenLengthParams(TargetTokenParams):

@@ -18,15 +18,15 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from pydantic import model_validator
 
+from logitship.builtin_processors.grammars import grammar_source as grammar_source
+from logitship.builtin_processors.grammars.compiler import GrammarCompiler
+from logitship.builtin_processors.grammars.cursor import GrammarCursor, Words
+from logitship.builtin_processors.grammars.structural_tag import TokenNames, from_structural_tag
+from logitship.builtin_processors.parts.marker import Marker
 from logitship.sampler.device_tensor import copies_to
 
 from .base import BuiltinProcessor
-from .grammars import source as grammar_source
-from .grammars.compiler import GrammarCompiler
-from .grammars.cursor import GrammarCursor, Words
-from .grammars.structural_tag import TokenNames, from_structural_tag
 from .params import Expects, ModelFacts, ProcessorParams
-from .parts.marker import Marker
 from .thinking_token_budget import ReasoningMarkers
 
 _log = logging.getLogger(__name__)

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from logitship.builtin_processors.parts.enforce import enforce
+from logitship.builtin_processors.parts.row_constants import to_device
+from logitship.builtin_processors.parts.target_token import TargetToken, TargetTokenParams
+
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts
-from .parts.enforce import enforce
-from .parts.row_constants import to_device
-from .parts.target_token import TargetToken, TargetTokenParams
 
 
 class MaxTimeParams(TargetTokenParams):

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from logitship.builtin_processors.parts.row_edits import keep_only
+from logitship.builtin_processors.parts.state_history import StateHistory
+
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams, TokenIds
-from .parts.row_edits import keep_only
-from .parts.state_history import StateHistory
 
 
 class MultiSequenceParams(ProcessorParams):

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from logitship.builtin_processors.parts.enforce import enforce
+from logitship.builtin_processors.parts.row_constants import RowConstants, padded, to_device
+from logitship.builtin_processors.parts.text_tokens import LARGEST_BOOST, Boost, TokenOfText
+
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
-from .parts.enforce import enforce
-from .parts.row_constants import RowConstants, padded, to_device
-from .parts.text_tokens import LARGEST_BOOST, Boost, TokenOfText
 
 _MAX_CHOICES = 1024
 

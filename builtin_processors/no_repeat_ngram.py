@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from logitship.client.shipped_names import SGLANG_MODULE
+from logitship.builtin_processors.parts.row_edits import forbid_tokens
+from logitship.builtin_processors.parts.state_history import common_length
+from logitship.client.serialization.shipped_names import SGLANG_MODULE
 from logitship.sampler.device_tensor import copies_to, token_positions
-from logitship.sampler.processor_host import PREPARED_KEY
+from logitship.sampler.processors.executor import PREPARED_KEY
 
 from .base import BuiltinProcessor
 from .params import Count, ModelFacts, ProcessorParams, TokenIds
-from .parts.row_edits import forbid_tokens
-from .parts.state_history import common_length
 
 
 class NoRepeatNGramParams(ProcessorParams):

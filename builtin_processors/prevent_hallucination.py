@@ -9,10 +9,17 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from logitship.builtin_processors.parts.phrase_processor import (
+    PhraseParams,
+    PhraseProcessor,
+    Phrases,
+    PhraseStep,
+    Times,
+)
+from logitship.builtin_processors.parts.row_constants import to_device
+from logitship.builtin_processors.parts.text_tokens import PhraseTokens
+
 from .params import Expects
-from .parts.phrase_processor import PhraseParams, PhraseProcessor, Phrases, PhraseStep, Times
-from .parts.row_constants import to_device
-from .parts.text_tokens import PhraseTokens
 
 DEFAULT_PHRASE = "...I don't know actually.\n"
 

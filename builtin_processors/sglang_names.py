@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.shipped_names import SGLANG_MODULE
+from logitship.client.serialization.shipped_names import SGLANG_MODULE
 
 from .base import BuiltinProcessor
 from .registry import BUILTIN_PROCESSORS

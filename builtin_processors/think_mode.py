@@ -15,13 +15,14 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
+from logitship.builtin_processors.parts.marker import MarkerIds
+from logitship.builtin_processors.parts.row_edits import forbid_tokens, force_tokens, on_device
+from logitship.builtin_processors.parts.state_history import StateHistory
+from logitship.builtin_processors.parts.string_contain import StringContainAutomaton
+from logitship.builtin_processors.parts.text_tokens import encoded
+
 from .base import BuiltinProcessor
 from .params import Count, Expects, ModelFacts, ProcessorParams, shown
-from .parts.marker import MarkerIds
-from .parts.row_edits import forbid_tokens, force_tokens, on_device
-from .parts.state_history import StateHistory
-from .parts.string_contain import StringContainAutomaton
-from .parts.text_tokens import encoded
 
 _FORCED_LOGIT = 1.0
 _DEFAULT_END_TAG = "</think>\n\n"

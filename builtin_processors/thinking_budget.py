@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import Field
 
-from logitship.client.shipped_names import SGLANG_MODULE
+from logitship.builtin_processors.parts.row_edits import force_tokens
+from logitship.client.serialization.shipped_names import SGLANG_MODULE
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
-from .parts.row_edits import force_tokens
 
 
 class ThinkingBudgetParams(ProcessorParams):

@@ -21,14 +21,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from logitship.sampler.batch_rows import BatchRows, rows_of_drafts
+from logitship.builtin_processors.parts.state_history import StateHistory
+from logitship.builtin_processors.parts.token_sequence import TokenSequence
+from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.batch_processors.logits_processors import ForcingLogitsProcessor
 from logitship.sampler.device_tensor import TokenPositions, copies_to
-from logitship.sampler.interface import BatchUpdate
-from logitship.sampler.logits_processors import ForcingLogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
-
-from .parts.state_history import StateHistory
-from .parts.token_sequence import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,19 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
+from logitship.builtin_processors.parts.row_edits import keep_only
+from logitship.builtin_processors.parts.state_history import StateHistory
+from logitship.builtin_processors.trees.token_tree import (
+    DEFAULT_END_TOKEN_ID,
+    DEFAULT_SEP,
+    DEFAULT_START_TOKEN_ID,
+    Place,
+    TokenTree,
+)
+from logitship.builtin_processors.trees.token_tree_format import read_tree
+
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams, shown
-from .parts.row_edits import keep_only
-from .parts.state_history import StateHistory
-from .trees.token_tree import DEFAULT_END_TOKEN_ID, DEFAULT_SEP, DEFAULT_START_TOKEN_ID, Place, TokenTree
-from .trees.token_tree_format import read_tree
 
 
 class InlineTree(BaseModel):  # only for the JSON schema: `read_tree` is what reads it

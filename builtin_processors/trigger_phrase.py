@@ -12,11 +12,18 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
+from logitship.builtin_processors.parts.enforce import argmax_is_among
+from logitship.builtin_processors.parts.phrase_processor import (
+    PhraseParams,
+    PhraseProcessor,
+    Phrases,
+    PhraseStep,
+    Times,
+)
+from logitship.builtin_processors.parts.row_constants import to_device
+from logitship.builtin_processors.parts.text_tokens import TokenOfText
+
 from .params import Expects
-from .parts.enforce import argmax_is_among
-from .parts.phrase_processor import PhraseParams, PhraseProcessor, Phrases, PhraseStep, Times
-from .parts.row_constants import to_device
-from .parts.text_tokens import TokenOfText
 
 
 class TriggerPhraseParams(PhraseParams):

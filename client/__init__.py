@@ -1,5 +1,7 @@
 """What the author of a processor imports. Importing it loads neither torch nor dill."""
 
+from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
+
 from .async_client import AsyncClient
 from .check_report import CheckReport
 from .client import Client
@@ -22,7 +24,6 @@ from .errors import (
 )
 from .processor import CustomLogitProcessor
 from .processor_info import ProcessorDetails, ProcessorInfo
-from .processor_string import InstalledProcessor, RegisteredProcessor
 from .records import (
     FinishReason,
     Generation,

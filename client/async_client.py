@@ -10,14 +10,18 @@ from typing import Any, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from . import requests
-from .errors import APIStatusError, TransportError
-from .options import Batch, ChatOptions, CompletionOptions, GenerateOptions, Message, ProcessorLike, Prompt
-from .processor_info import ProcessorDetails, ProcessorInfo, parse_deleted, parse_processor, parse_processors
-from .processor_string import RegisteredProcessor
-from .records import Generation, GenerationChunk, Model
-from .requests import HttpRequest
-from .responses import (
+from logitship.client.http import http_requests as requests
+from logitship.client.http.http_requests import HttpRequest
+from logitship.client.http.request_options import (
+    Batch,
+    ChatOptions,
+    CompletionOptions,
+    GenerateOptions,
+    Message,
+    ProcessorLike,
+    Prompt,
+)
+from logitship.client.http.responses import (
     parse_error,
     parse_generate,
     parse_models,
@@ -25,10 +29,10 @@ from .responses import (
     parse_registered,
     read_answer,
 )
-from .retries import RetryPolicy
-from .server_dialect import ServerDialect, ServerKind
-from .streaming import OpenAIDialect, SGLangDialect, StreamReader
-from .transport import (
+from logitship.client.http.retries import RetryPolicy
+from logitship.client.http.server_dialect import ServerDialect, ServerKind
+from logitship.client.http.sse import OpenAIDialect, SGLangDialect, StreamReader
+from logitship.client.http.transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
     check_base_url,
@@ -37,6 +41,11 @@ from .transport import (
     transport_errors,
     was_sent,
 )
+from logitship.client.serialization.processor_string import RegisteredProcessor
+
+from .errors import APIStatusError, TransportError
+from .processor_info import ProcessorDetails, ProcessorInfo, parse_deleted, parse_processor, parse_processors
+from .records import Generation, GenerationChunk, Model
 
 T = TypeVar("T")
 

@@ -61,8 +61,8 @@ class CustomLogitProcessor(ABC):
         Raises:
             ProcessorSerializationError: something that it uses cannot travel; the message names it.
         """
-        from .processor_string import to_text
-        from .serialization import serialize
+        from logitship.client.serialization.processor_string import to_text
+        from logitship.client.serialization.serialize import serialize
 
         return to_text(serialize(cls))
 
@@ -75,8 +75,8 @@ class CustomLogitProcessor(ABC):
         Raises:
             ProcessorLoadError: the string is malformed or its class cannot be rebuilt here.
         """
-        from .loading import instantiate, load_class, names_in_use
-        from .processor_string import PickledProcessor, SourceProcessor, parse
+        from logitship.client.serialization.loading import instantiate, load_class, names_in_use
+        from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor, parse
 
         string = parse(text)
         if not isinstance(string, PickledProcessor | SourceProcessor):

@@ -11,18 +11,18 @@ from typing import Protocol
 import torch
 
 from logitship.client.errors import LogitshipError, ProcessorFault
+from logitship.sampler.batch.sampling_batch import LogprobRows, Penalties, PreparedRows, RandomRows, SamplingBatch
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors, apply_to, take_faults
+from logitship.sampler.ops.draw import draw, draw_top_k_top_p, most_likely
+from logitship.sampler.ops.logprobs import RowLogprobs, look_up
+from logitship.sampler.ops.masks import mask_forbidden, mask_tokens
+from logitship.sampler.ops.penalties import apply_penalties
+from logitship.sampler.ops.rows import row_parts, take_rows
+from logitship.sampler.ops.scratch import Scratch
+from logitship.sampler.ops.temperature import apply_temperature
+from logitship.sampler.ops.threads import one_thread_for_few
 
-from .interface import BatchUpdate
-from .logits_processors import LogitsProcessors, apply_to, take_faults
-from .ops.draw import draw, draw_top_k_top_p, most_likely
-from .ops.logprobs import RowLogprobs, look_up
-from .ops.masks import mask_forbidden, mask_tokens
-from .ops.penalties import apply_penalties
-from .ops.rows import row_parts, take_rows
-from .ops.scratch import Scratch
-from .ops.temperature import apply_temperature
-from .ops.threads import one_thread_for_few
-from .sampling_batch import LogprobRows, Penalties, PreparedRows, RandomRows, SamplingBatch
 from .trace import RowTrace, StepTrace
 
 _PART_SIZE = 2**20

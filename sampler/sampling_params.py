@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from .shipped_processors import ProcessorUse
+    from logitship.sampler.processors.shipped_processors import ProcessorUse
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from logitship.client.records import TraceStage
+from logitship.sampler.ops.candidates import top_candidates
+from logitship.sampler.ops.kept_tokens import kept_tokens
+from logitship.sampler.processors.executor import LoadedProcessor
 
-from .ops.candidates import top_candidates
-from .ops.kept_tokens import kept_tokens
-from .processor_host import LoadedProcessor
 from .sampling_params import SamplingParams
 
 _NEGATIVE_INFINITY = float("-inf")

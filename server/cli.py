@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from .check.command import add_arguments as add_check_arguments
-from .check.command import run_command as run_check_command
+from logitship.server.check.command import add_arguments as add_check_arguments
+from logitship.server.check.command import run_command as run_check_command
+
 from .config import ServerConfig
-from .errors import StartError
+from .refusals import StartError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +58,8 @@ def _frozen(value: Any) -> Any:
 
 
 def _serve(config: ServerConfig) -> int:
-    from .engine.build import build_engine
+    from logitship.server.engine.build import build_engine
+
     from .http_server import HTTPServer
     from .logs import set_up_logging
 

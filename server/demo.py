@@ -12,8 +12,8 @@ from typing import Any
 
 from logitship.client.async_client import AsyncClient
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.processor_string import PickledProcessor, SourceProcessor, parse
 from logitship.client.records import Generation, Receipt
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor, parse
 
 from . import demo_processors
 from .config import DEFAULT_MODEL, ServerConfig

@@ -12,10 +12,11 @@ from types import FrameType
 
 import uvicorn
 
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.build import build_engine
+from logitship.server.http.app import create_app
+
 from .config import ServerConfig
-from .engine.async_engine import AsyncEngine
-from .engine.build import build_engine
-from .http.app import create_app
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from logitship import CustomLogitProcessor
-from logitship.server.check import line_times, own_time, speed
+from logitship.server.check import line_times, own_time
 from logitship.server.check.bench import Bench
-from logitship.server.check.options import CheckOptions
+from logitship.server.check.check_options import CheckOptions
+from logitship.server.check.checks import speed
 from logitship.server.check.run import check_on, max_rows_of
 from logitship.server.config import ServerConfig
-from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.model.model_loader import LoadedModel
 
 COOKBOOK = Path(__file__).parents[1] / "docs" / "cookbook.md"
 PARAMS: dict[str, list[dict[str, Any]]] = {

@@ -15,13 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from logitship.server.check.options import CHECKS
+from logitship.server.check.check_options import CHECKS
 from logitship.server.cli import main
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.errors import RequestRefused
 from logitship.server.http_server import running_server
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.refusals import RequestRefused
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")] + sorted(
@@ -295,7 +295,7 @@ def test_every_refusal_is_listed() -> None:
 
 
 def test_every_sampling_parameter_is_listed() -> None:
-    module = importlib.import_module("logitship.server.http.sglang_schemas")
+    module = importlib.import_module("logitship.server.schemas.sglang_schemas")
     in_page = {name for row in rows_of("docs/sampling.md", "Parameters") for name in codes_in(row[0])}
     elsewhere = {"custom_params", "logprobs_mode", "no_stop_trim"}
     about_text = {"skip_special_tokens", "spaces_between_special_tokens"}

@@ -18,7 +18,7 @@ from llguidance import regex_to_lark
 from logitship.builtin_processors.params import ModelFacts, shown
 
 from . import structural_formats as formats
-from .source import EXACT, ebnf_rules, json_value, literal
+from .grammar_source import EXACT, ebnf_rules, json_value, literal
 
 _MAX_LENGTH = 1 << 20
 """Characters of the Lark that is made of a structural tag."""

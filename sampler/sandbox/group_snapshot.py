@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from logitship.sampler.request_view import RequestView
+from logitship.sampler.processors.request_view import RequestView
 
 LARGEST_SNAPSHOT = 4096
 """Bytes that a member's values may take."""

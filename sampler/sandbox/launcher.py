@@ -24,13 +24,13 @@ import dill  # noqa: F401
 import numpy
 import torch
 
-from logitship.client import class_unpickler  # noqa: F401
 from logitship.client.scrub import known_folders
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization import class_unpickler  # noqa: F401
+from logitship.sampler.processors.request_view import ModelView
 
 from .channel import Channel, ChannelClosed, Note
 from .kernel import limits, namespaces, privileges
-from .template import Setup, Template
+from .zygote import Setup, Template
 
 
 def main(descriptor: int) -> NoReturn:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Kind, pack
-from .template_process import ForkedProcess, TemplateProcess
+from .zygote_process import ForkedProcess, TemplateProcess
 
 _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended: it is on its way."""

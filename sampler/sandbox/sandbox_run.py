@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.processor_host import HostedSequence, RunOutcome
+from logitship.sampler.processors.executor import HostedSequence, RunOutcome
 from logitship.sampler.sampling_params import SamplingParams
 
 from .protocol import Answer, Kind

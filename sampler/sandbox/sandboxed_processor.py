@@ -9,7 +9,7 @@ import orjson
 
 from logitship.client.errors import ProcessorFault
 from logitship.client.scrub import scrub
-from logitship.sampler.class_description import ClassDescription
+from logitship.sampler.processors.class_description import ClassDescription
 
 from .sandbox import Sandbox, SandboxDied
 

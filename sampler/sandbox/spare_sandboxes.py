@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from .sandbox import Sandbox
-from .template_process import TemplateError
+from .zygote_process import TemplateError
 
 NUM_SPARES = 2
 """For a server: two requests with new processors may come at the same time."""

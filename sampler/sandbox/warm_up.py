@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 from .protocol import Kind
 from .worker import Worker

@@ -17,12 +17,12 @@ import torch
 
 from logitship.client.author_errors import error_message, error_text
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
-from logitship.client.loading import instantiate, load_class
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.author_code import duplicate, edit
-from logitship.sampler.class_description import ClassDescription, describe, to_bytes
-from logitship.sampler.request_view import ModelView, RequestView
+from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.processors.author_code import duplicate, edit
+from logitship.sampler.processors.class_description import ClassDescription, describe, to_bytes
+from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
 from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack

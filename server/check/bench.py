@@ -10,18 +10,17 @@ import torch
 
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.errors import ProcessorFault
-from logitship.client.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.processor_host import HostedRow, HostedSequence, LoadedProcessor, ProcessorHost
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor, ProcessorHost
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
+from logitship.server.check.checks.params_check import Params
 from logitship.server.config import ServerConfig
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.errors import StartError
-
-from .params import Params
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.refusals import StartError
 
 _NAMES_IN_SANDBOXES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 

@@ -13,9 +13,9 @@ from typing import Any
 from logitship.client.check_page import page
 from logitship.client.check_report import CheckReport, Severity
 from logitship.server.config import ServerConfig
-from logitship.server.errors import StartError
+from logitship.server.refusals import StartError
 
-from .options import CHECKS, CheckOptions, UsageError, read_params
+from .check_options import CHECKS, CheckOptions, UsageError, read_params
 
 OK, FINDINGS, NOT_CHECKED = 0, 1, 2
 """Exit statuses: nothing to mend; something is; it could not be checked."""

@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 import torch
 
 from logitship.client.check_report import SlowLine
-from logitship.client.class_names import functions_in, functions_of
-from logitship.client.code_names import global_names
-from logitship.client.provenance import is_installed, top_level
-from logitship.client.serialization import own_packages
+from logitship.client.serialization.class_names import functions_in, functions_of
+from logitship.client.serialization.code_names import global_names
+from logitship.client.serialization.provenance import is_installed, top_level
+from logitship.client.serialization.serialize import own_packages
 
+from .dry_run import Rehearsal
 from .own_time import SECONDS, WARM_UP, one_thread, own_seconds, take_tokens
 from .recording import Recording
-from .rehearsal import Rehearsal
 
 _MOST_CALLS = 20
 _MOST_LINES = 2

@@ -9,7 +9,7 @@ from logitship.client.check_report import CheckReport
 from logitship.client.processor import CustomLogitProcessor
 from logitship.server.config import ServerConfig
 
-from .options import CheckOptions
+from .check_options import CheckOptions
 from .run import run_check
 from .target import checked_class
 

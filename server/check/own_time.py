@@ -17,8 +17,8 @@ import torch
 
 from logitship.sampler.sandbox.worker import Member
 
+from .dry_run import Rehearsal
 from .recording import Recording
-from .rehearsal import Rehearsal
 
 SECONDS = 0.5
 """For a measurement."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.author_code import non_finite_fault
+from logitship.sampler.processors.author_code import non_finite_fault
 
 from .bench import Stage
-from .trials import Trial
+from .test_cases import Trial
 
 
 @dataclass(eq=False)

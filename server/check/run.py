@@ -10,25 +10,25 @@ import torch
 from logitship.client.check_report import BatchTiming, CheckReport, CheckResult, SlowLine, Verdict
 from logitship.client.errors import ProcessorFault
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.processor_string import PYTHON, PickledProcessor
+from logitship.client.serialization.processor_string import PYTHON, PickledProcessor
+from logitship.server.check.checks.argmax import check_argmax
+from logitship.server.check.checks.contract import check_contract, check_finite
+from logitship.server.check.checks.determinism import check_determinism
+from logitship.server.check.checks.params_check import Params, given_params, with_a_variant
+from logitship.server.check.checks.rows_check import check_rows
+from logitship.server.check.checks.serializability import DoesNotTravel, check_travel, shipped, try_to_load
+from logitship.server.check.checks.speed import check_speed
+from logitship.server.check.checks.state import check_state
 from logitship.server.config import ServerConfig
-from logitship.server.engine.model_loader import LoadedModel, load_model
+from logitship.server.model.model_loader import LoadedModel, load_model
 
-from .argmax import check_argmax
 from .bench import Bench
-from .contract import check_contract, check_finite
-from .determinism import check_determinism
-from .options import CHECKS, CheckOptions
-from .params import Params, given_params, with_a_variant
+from .check_options import CHECKS, CheckOptions
+from .dry_run import Facts, Rehearsal
 from .recording import Recording, record
-from .rehearsal import Facts, Rehearsal
 from .replay import replay, together
 from .result import not_checked, result
-from .rows import check_rows
-from .speed import check_speed
-from .state import check_state
-from .travel import DoesNotTravel, check_travel, shipped, try_to_load
-from .trials import NUM_TRIALS, Trial, make_trials
+from .test_cases import NUM_TRIALS, Trial, make_trials
 
 _FEWEST_RECORDINGS = 2
 """Below that, there is nothing to compare."""

@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.interface import LogitsProcessor
+from logitship.sampler.batch_processors.interface import LogitsProcessor
 
-from .options import UsageError
+from .check_options import UsageError
 
 
 def load_target(target: str) -> type[CustomLogitProcessor]:

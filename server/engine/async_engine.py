@@ -11,35 +11,35 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from logitship.client.processor_info import ProcessorInfo
-from logitship.client.processor_string import ProcessorString
-from logitship.sampler.plugins import Plugin
-from logitship.sampler.processor_host import LoadedProcessor
+from logitship.client.serialization.processor_string import ProcessorString
+from logitship.sampler.batch_processors.plugins import Plugin
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxStats
-from logitship.sampler.shipped_processors import ProcessorUse
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxStats
 from logitship.server.config import ServerConfig
-from logitship.server.errors import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
-from logitship.server.tokenizer import Tokenizer
-
-from .admission import Limits, check, check_sandboxed, check_with_plugins
-from .beam_group import BeamGroup
-from .daemon_thread import in_daemon_thread
-from .engine import INTERNAL_ERROR, Engine
-from .engine_thread import EngineThread
-from .generation_stream import GenerationStream
-from .info import EngineStats, ModelInfo
-from .messages import (
+from logitship.server.metrics.step_clock import StepClock
+from logitship.server.processors.processor_library import ProcessorLibrary
+from logitship.server.processors.request_processors import RequestProcessors
+from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
+from logitship.server.requests.generation_stream import GenerationStream
+from logitship.server.requests.messages import (
     CarriedProcessor,
     FinishReason,
     GenerationChunk,
     GenerationRequest,
 )
-from .processor_library import ProcessorLibrary
-from .request_processors import RequestProcessors
-from .sequence import Sequence
-from .step_clock import StepClock
+from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
+from logitship.server.requests.sequence import Sequence
+from logitship.server.tokenizer import Tokenizer
+
+from .beam_group import BeamGroup
+from .daemon_thread import in_daemon_thread
+from .engine import INTERNAL_ERROR, Engine
+from .engine_thread import EngineThread
 
 _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 5.0

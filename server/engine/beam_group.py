@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs
-from logitship.sampler.shipped_processors import ProcessorUse
-
-from .beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, candidates_of, select
-from .continuation import Continuation
-from .messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
-from .sequence import Sequence as EngineSequence
-from .sequence import Sink
+from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.server.requests.beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, candidates_of, select
+from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.requests.sequence import Sequence as EngineSequence
+from logitship.server.requests.sequence import Sink
 
 
 @dataclass(eq=False)

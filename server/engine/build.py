@@ -13,41 +13,41 @@ from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
-from logitship.sampler.guarded_processor import GuardedProcessor
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.persistent_batch import PersistentBatch
-from logitship.sampler.plugins import Plugin, PluginLoadError, load_plugins
-from logitship.sampler.processor_cache import ProcessorCache
-from logitship.sampler.processor_host import NoHost, ProcessorHost
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch_processors.guarded_processor import GuardedProcessor
+from logitship.sampler.batch_processors.plugins import Plugin, PluginLoadError, load_plugins
+from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, VllmConfig, vllm_config
+from logitship.sampler.processors.executor import NoHost, ProcessorHost
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.processor_cache import ProcessorCache
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampler import Sampler
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
-from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
-from logitship.sampler.vllm_config import ReasoningConfig, VllmConfig, vllm_config
+from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
 from logitship.server.config import ServerConfig
-from logitship.server.errors import SHIPPING_IS_OFF, StartError
+from logitship.server.metrics.engine_stats import ModelInfo
+from logitship.server.model.capacity import max_model_len, prefix_cache_blocks
+from logitship.server.model.core_binding import CoreBinding
+from logitship.server.model.deterministic_check import check_determinism
+from logitship.server.model.model_loader import LoadedModel, load_model
+from logitship.server.model.model_runner import ModelRunner
+from logitship.server.model.prefix_cache import PrefixCache
+from logitship.server.model.reasoning_markers import resolve_reasoning_config
+from logitship.server.processors.callable_library import CallableLibrary
+from logitship.server.processors.processor_library import ProcessorLibrary
+from logitship.server.processors.registered_processors import RegisteredProcessors
+from logitship.server.processors.tree_files import carried_by_all, load_trees
+from logitship.server.refusals import SHIPPING_IS_OFF, StartError
+from logitship.server.speculation.speculation import NGramSpeculation
+from logitship.server.speculation.step_cost import measure_step_cost
 from logitship.server.vllm_names import enable_vllm_names
 
 from .async_engine import AsyncEngine
-from .callable_library import CallableLibrary
-from .capacity import max_model_len, prefix_cache_blocks
-from .core_binding import CoreBinding
-from .deterministic_check import check_determinism
 from .engine import Engine
 from .engine_thread import EngineThread
-from .info import ModelInfo
-from .model_loader import LoadedModel, load_model
-from .model_runner import ModelRunner
-from .prefix_cache import PrefixCache
-from .processor_library import ProcessorLibrary
-from .reasoning_markers import resolve_reasoning_config
-from .registered_processors import RegisteredProcessors
 from .scheduler import Scheduler
-from .speculation import NGramSpeculation
-from .step_cost import measure_step_cost
 from .timed_processors import TimedProcessors
-from .trees import carried_by_all, load_trees
 
 logger = logging.getLogger(__name__)
 

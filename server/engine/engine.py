@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from logitship.client.errors import LogitshipError, ProcessorFault
-from logitship.sampler.guarded_processor import BatchProcessorFault
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch.row_order import adjacent_swaps, group_key
+from logitship.sampler.batch_processors.guarded_processor import BatchProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
-from logitship.sampler.persistent_batch import PersistentBatch
-from logitship.sampler.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
+from logitship.server.metrics.step_clock import StepClock
+from logitship.server.model.model_runner import ModelRunner
+from logitship.server.model.prefix_cache import PrefixCacheStats
+from logitship.server.requests.messages import FinishReason, RequestError, TokenLogprobs
+from logitship.server.requests.sequence import Sequence
 
 from .beam_group import BeamGroup
 from .forward_pass import StepLogits, forward, prompt_logprob_offsets
-from .messages import FinishReason, RequestError, TokenLogprobs
-from .model_runner import ModelRunner
-from .prefix_cache import PrefixCacheStats
 from .scheduler import Plan, Scheduler
-from .sequence import Sequence
-from .step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 

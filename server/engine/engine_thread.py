@@ -15,9 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from logitship.server.requests.sequence import Sequence
+
 from .engine import Engine
 from .freed_memory import give_back_freed_memory
-from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

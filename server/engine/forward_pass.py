@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .model_runner import Chunk, ModelRunner
+from logitship.server.model.model_runner import Chunk, ModelRunner
+from logitship.server.requests.sequence import Sequence
+
 from .scheduler import Plan, ScheduledChunk
-from .sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .kv_cache import SlotCache
-from .sequence import Sequence
+from logitship.server.model.kv_cache import SlotCache
+from logitship.server.requests.sequence import Sequence
 
 
 def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from logitship.server.model.kv_cache import SlotCache
+from logitship.server.model.prefix_cache import PrefixCache
+from logitship.server.requests.sequence import Sequence
+from logitship.server.speculation.speculation import NGramSpeculation
+
 from .beam_group import BeamGroup
-from .kv_cache import SlotCache
-from .prefix_cache import PrefixCache
 from .prompt_sharing import computing_prompts, share_prompts
-from .sequence import Sequence
-from .speculation import NGramSpeculation
 
 
 @dataclass(frozen=True)

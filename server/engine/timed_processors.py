@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from logitship.sampler.shipped_processors import ShippedProcessors
-
-from .step_clock import StepClock
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
+from logitship.server.metrics.step_clock import StepClock
 
 
 class TimedProcessors(ShippedProcessors):

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import CarriedProcessor, ProcessorRequest
-from logitship.server.engine.processor_entries import RESERVED_KEY, read_entries, read_processor
-from logitship.server.engine.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
-from logitship.server.errors import SHIPPING_IS_OFF, BadRequest
+from logitship.server.processors.processor_entries import RESERVED_KEY, read_entries, read_processor
+from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
+from logitship.server.requests.messages import CarriedProcessor, ProcessorRequest
+from logitship.server.requests.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
+from logitship.server.schemas.request_schema import SamplingFields
+from logitship.server.schemas.structured_outputs import Constraint
 
 from .auth import Caller, check_key_may_ship
-from .schema import SamplingFields
-from .structured_outputs import Constraint
 
 
 async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool) -> Prompt:

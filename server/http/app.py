@@ -8,15 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 
 from logitship.server.engine.async_engine import AsyncEngine
-
-from .answer_schemas import ErrorAnswer
-from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
-from .docs_routes import docs_router
-from .documentation import complete
-from .documented import Documented
-from .errors import install_error_handlers
-from .metrics_routes import metrics_router
-from .openai_answer_schemas import (
+from logitship.server.http.openai.openai_routes import openai_router
+from logitship.server.http.sglang.sglang_routes import sglang_router
+from logitship.server.schemas.answer_schemas import ErrorAnswer
+from logitship.server.schemas.documented import Documented
+from logitship.server.schemas.openai_answer_schemas import (
     ChatAnswerSchema,
     ChatEvent,
     CompletionAnswerSchema,
@@ -24,16 +20,25 @@ from .openai_answer_schemas import (
     ModelCard,
     ModelList,
 )
-from .openai_routes import openai_router
-from .openai_schemas import ChatCompletionRequest, CompletionRequest
+from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
+from logitship.server.schemas.processor_schemas import (
+    DeletedProcessor,
+    ProcessorDetailsObject,
+    ProcessorList,
+    ProcessorObject,
+)
+from logitship.server.schemas.sglang_answer_schemas import EngineState, GenerateAnswerSchema, ModelInfoAnswer
+from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
+
+from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
+from .docs_routes import docs_router
+from .documentation import complete
+from .exception_handlers import install_error_handlers
+from .metrics_routes import metrics_router
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
-from .processor_schemas import DeletedProcessor, ProcessorDetailsObject, ProcessorList, ProcessorObject
 from .request_log import RequestLogMiddleware
-from .sglang_answer_schemas import EngineState, GenerateAnswerSchema, ModelInfoAnswer
-from .sglang_routes import sglang_router
-from .sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
 
 _SCHEMAS: list[type[Documented]] = [
     AbortRequest,

@@ -11,9 +11,9 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from logitship.server.errors import Forbidden, Unauthorized
+from logitship.server.refusals import Forbidden, Unauthorized
 
-from .errors import refusal_response
+from .exception_handlers import refusal_response
 
 OPEN_PATHS = frozenset({"/health", "/health_generate"})
 """What a load balancer may ask without a key."""

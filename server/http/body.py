@@ -7,9 +7,8 @@ from typing import Any, overload
 import orjson
 from fastapi import Request, Response
 
-from logitship.server.errors import BadRequest, RequestTooLarge
-
-from .schema import Model, parse_model
+from logitship.server.refusals import BadRequest, RequestTooLarge
+from logitship.server.schemas.request_schema import Model, parse_model
 
 
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:

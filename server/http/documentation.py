@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from .answer_schemas import ErrorAnswer
-from .documented import AnswerModel, Documented
+from logitship.server.schemas.answer_schemas import ErrorAnswer
+from logitship.server.schemas.documented import AnswerModel, Documented
 
 _REFERENCE = "#/components/schemas/{model}"
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from logitship.builtin_processors.batch_processors import STR_POOLING_REJECTS_LOGITSPROCS
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.errors import BadRequest
+from logitship.server.refusals import BadRequest
 
 from .body import read_json
 

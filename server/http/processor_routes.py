@@ -7,25 +7,25 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from logitship.client import processor_string
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorInfo
-from logitship.client.processor_string import ProcessorString, RegisteredProcessor
+from logitship.client.serialization import processor_string
+from logitship.client.serialization.processor_string import ProcessorString, RegisteredProcessor
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.processor_names import NAME_RULE
-from logitship.server.errors import BadRequest
-
-from .admission import check_may_ship
-from .auth import caller_of, check_key_may_ship
-from .body import JSONResponse, read_bytes
-from .documentation import operation
-from .processor_schemas import (
+from logitship.server.processors.processor_names import NAME_RULE
+from logitship.server.refusals import BadRequest
+from logitship.server.schemas.processor_schemas import (
     PROCESSOR_SCHEMA,
     DeletedProcessor,
     ProcessorDetailsObject,
     ProcessorList,
     ProcessorObject,
 )
+
+from .admission import check_may_ship
+from .auth import caller_of, check_key_may_ship
+from .body import JSONResponse, read_bytes
+from .documentation import operation
 
 Name = Annotated[
     str | None,

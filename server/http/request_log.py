@@ -19,7 +19,7 @@ from logitship.server.logs import current_request_id
 from logitship.server.metrics.engine_metrics import EngineMetrics
 
 if TYPE_CHECKING:
-    from .running import RunningRequests
+    from .running_requests import RunningRequests
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from logitship.sampler.processor_host import LoadedProcessor
-from logitship.server.engine.info import EngineStats, ModelInfo
-from logitship.server.engine.step_clock import StepClock
+from logitship.sampler.processors.executor import LoadedProcessor
 
+from .engine_stats import EngineStats, ModelInfo
 from .processor_calls import ProcessorCalls
 from .processor_labels import ProcessorLabels
 from .request_metrics import RequestMetrics
 from .state_collector import StateCollector
+from .step_clock import StepClock
 
 _STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _PHASE_BUCKETS = (0.00001, 0.000025, 0.00005, *_STEP_BUCKETS)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from logitship.server.engine.messages import FinishReason, GenerationChunk
+from logitship.server.requests.messages import FinishReason, GenerationChunk
 
 from .processor_labels import ProcessorLabels
 

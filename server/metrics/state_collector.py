@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from logitship.server.engine.info import EngineStats
+from .engine_stats import EngineStats
 
 
 class StateCollector(Collector):

@@ -11,7 +11,7 @@ from logitship.server.config import DEFAULT_MODEL
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 
-from .options import read_options
+from .llm_options import read_options
 from .request_builder import RequestBuilder
 from .runner import Runner
 

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from logitship.server.engine.async_engine import AsyncEngine
 
-from .beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .chat import render_conversation
 from .engine_owner import EngineOwner
+from .llm_beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .loop_thread import LoopThread
 from .outputs import RequestOutput
 from .progress import Progress, UseTqdm

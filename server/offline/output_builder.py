@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from logitship.client.records import TokenTrace, TraceCandidate
 from logitship.sampler.trace import RowTrace
-from logitship.server.engine.best_of import most_likely
-from logitship.server.engine.continuation import Continuation
-from logitship.server.engine.info import ModelInfo
-from logitship.server.engine.messages import FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.metrics.engine_stats import ModelInfo
+from logitship.server.requests.best_of import most_likely
+from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.tokenizer import Tokenizer
 
 from .outputs import CompletionOutput, Logprob, RequestOutput

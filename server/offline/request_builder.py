@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from logitship.client.processor_argument import ProcessorStrings
+from logitship.client.http.processor_argument import ProcessorStrings
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import GenerationRequest
-from logitship.server.engine.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
-from logitship.server.errors import BadRequest, RequestRefused
+from logitship.server.refusals import BadRequest, RequestRefused
+from logitship.server.requests.messages import GenerationRequest
+from logitship.server.requests.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
 
-from .carried import Carried, read_carried
-from .errors import error_of_refusal
+from .error_translation import error_of_refusal
+from .prompt_processors import Carried, read_carried
 from .sampling_params import SGLANG_CONSTRAINTS, SGLANG_NAMES, SamplingParams
 
 PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Prompt

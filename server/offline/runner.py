@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.generation_stream import GenerationStream
-from logitship.server.errors import QueueFull
+from logitship.server.refusals import QueueFull
+from logitship.server.requests.generation_stream import GenerationStream
 
-from .errors import error_of_failure
+from .error_translation import error_of_failure
 from .output_builder import OutputBuilder
 from .outputs import RequestOutput
+from .queue_semaphore import Room
 from .request_builder import OfflineRequest, refusals_translated
-from .room import Room
 
 _RETRY_INTERVAL = 0.01
 

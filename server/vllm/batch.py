@@ -22,17 +22,17 @@ from typing import Any
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.author_code import non_finite_fault
-from logitship.sampler.batch_rows import BatchRows
-from logitship.sampler.interface import BatchUpdate, MoveDirectionality
-from logitship.sampler.request_view import ModelView
-from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.batch.batch_rows import BatchRows
+from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
+from logitship.sampler.processors.author_code import non_finite_fault
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 
-from .carried import INTERNAL_ERROR, CarryingRequest, carrying, failed
-from .interface import Engine, Ranks
+from .extra_args import carries_processors
 from .log import logger
 from .processors import RequestProcessors
-from .requests import carries_processors
+from .runner_interface import Engine, Ranks
+from .tracked_request import INTERNAL_ERROR, CarryingRequest, carrying, failed
 
 
 class ShippedBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 from .log import logger
 

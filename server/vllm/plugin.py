@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyright: ignore[reportMissingImports]
 
-from .admission import admit
 from .batch import ShippedBatch
 from .callers import calling
 from .engine_state import EngineState, missing
 from .log import logger
 from .model import fault_token, model_view
+from .params_validation import admit
 from .processors import to_run
 from .settings import PluginSettings
 from .tensor_parallel import TensorParallelRanks

@@ -13,10 +13,10 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
     LogitsProcRequestState,
 )
 
-from .admission import admit
 from .batch import ShippedBatch
 from .callers import argument_of_caller, calling
 from .model import fault_token, model_view
+from .params_validation import admit
 from .processors import to_run
 from .settings import PluginSettings
 from .slot_requests import SlotRequests

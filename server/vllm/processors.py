@@ -17,24 +17,24 @@ from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
 from logitship.client.errors import ProcessorLoadError
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.processor_cache import ProcessorCache, ProcessorCacheFull
-from logitship.sampler.processor_host import NoHost, ProcessorHost
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.executor import NoHost, ProcessorHost
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
-from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
-from logitship.sampler.shipped_processors import ProcessorUse
-from logitship.server.engine.callable_library import CallableLibrary
-from logitship.server.engine.messages import ProcessorRequest
-from logitship.server.engine.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
-from logitship.server.engine.registered_processors import RegisteredProcessors
+from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
+from logitship.server.processors.callable_library import CallableLibrary
+from logitship.server.processors.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from logitship.server.processors.registered_processors import RegisteredProcessors
+from logitship.server.requests.messages import ProcessorRequest
 
+from .dry_run_executor import TrialHost
+from .extra_args import PROCESSORS, read_processors, sampling_params
 from .log import logger
-from .requests import PROCESSORS, read_processors, sampling_params
 from .settings import PREFIX, PluginSettings
-from .trial_host import TrialHost
 
 SHIPPING_IS_OFF = (
     "this server does not take processors that come with requests: its operator has to set "

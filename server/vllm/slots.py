@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import torch
 
-from logitship.sampler.interface import BatchUpdate
+from logitship.sampler.batch_processors.interface import BatchUpdate
 
-from .carried import INTERNAL_ERROR
+from .extra_args import carries_processors
 from .log import logger
-from .requests import carries_processors
 from .slot_requests import SlotRequest, SlotRequests
+from .tracked_request import INTERNAL_ERROR
 
 _STATE_IS_LOST = "vLLM put it aside and the state of its processors was lost"
 _NOT_ITS_HISTORY = "vLLM's buffers do not hold the tokens that came before the one to be drawn"

@@ -13,10 +13,11 @@ VLLM_VERSION = "0.32.0"
 
 _BATCH_PROCESSORS = "logitship.builtin_processors.batch_processors"
 _OFFLINE = "logitship.server.offline"
-_SAMPLER = "logitship.sampler"
+_BATCH = "logitship.sampler.batch"
+_CONTRACT = "logitship.sampler.batch_processors"
 
 _INTERFACE = {
-    name: f"{_SAMPLER}.interface:{name}"
+    name: f"{_CONTRACT}.interface:{name}"
     for name in (
         "AddedRequest",
         "BatchUpdate",
@@ -27,21 +28,21 @@ _INTERFACE = {
     )
 }
 _STATE = {
-    "BatchUpdateBuilder": f"{_SAMPLER}.batch_update_builder:BatchUpdateBuilder",
-    "LogitsProcessors": f"{_SAMPLER}.logits_processors:LogitsProcessors",
+    "BatchUpdateBuilder": f"{_BATCH}.batch_update_builder:BatchUpdateBuilder",
+    "LogitsProcessors": f"{_CONTRACT}.logits_processors:LogitsProcessors",
 }
 _BUILTIN = {
     "LogitBiasLogitsProcessor": "logitship.builtin_processors.logit_bias:LogitBiasLogitsProcessor",
     "MinPLogitsProcessor": "logitship.builtin_processors.min_p:MinPLogitsProcessor",
     "MinTokensLogitsProcessor": "logitship.builtin_processors.min_tokens:MinTokensLogitsProcessor",
-    "process_dict_updates": f"{_SAMPLER}.batch_rows:process_dict_updates",
+    "process_dict_updates": f"{_BATCH}.batch_rows:process_dict_updates",
 }
 _LOGITS_PROCESSOR = {
     **{name: _INTERFACE[name] for name in ("BatchUpdate", "LogitsProcessor", "MoveDirectionality")},
     **_STATE,
     **_BUILTIN,
-    "AdapterLogitsProcessor": f"{_SAMPLER}.adapter:AdapterLogitsProcessor",
-    "RequestLogitsProcessor": f"{_SAMPLER}.adapter:RequestLogitsProcessor",
+    "AdapterLogitsProcessor": f"{_CONTRACT}.adapter:AdapterLogitsProcessor",
+    "RequestLogitsProcessor": f"{_CONTRACT}.adapter:RequestLogitsProcessor",
     "BUILTIN_LOGITS_PROCESSORS": f"{_BATCH_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS",
     "LOGITSPROCS_GROUP": f"{_BATCH_PROCESSORS}:LOGITSPROCS_GROUP",
     "STR_POOLING_REJECTS_LOGITSPROCS": f"{_BATCH_PROCESSORS}:STR_POOLING_REJECTS_LOGITSPROCS",
@@ -49,12 +50,12 @@ _LOGITS_PROCESSOR = {
     "build_logitsprocs": f"{_BATCH_PROCESSORS}:build_logitsprocs",
 }
 _CONFIGS = {
-    name: f"{_SAMPLER}.vllm_config:{name}"
+    name: f"{_CONTRACT}.vllm_config:{name}"
     for name in ("DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
 }
 _SAMPLING_PARAMS = {"SamplingParams": f"{_OFFLINE}.sampling_params:SamplingParams"}
-_BEAM_SEARCH = {"BeamSearchParams": f"{_OFFLINE}.beam_search:BeamSearchParams"}
-_STRUCTURED_OUTPUTS = {"StructuredOutputsParams": f"{_OFFLINE}.structured_outputs:StructuredOutputsParams"}
+_BEAM_SEARCH = {"BeamSearchParams": f"{_OFFLINE}.llm_beam_search:BeamSearchParams"}
+_STRUCTURED_OUTPUTS = {"StructuredOutputsParams": f"{_OFFLINE}.structured_outputs_params:StructuredOutputsParams"}
 _OUTPUTS = {name: f"{_OFFLINE}.outputs:{name}" for name in ("CompletionOutput", "RequestOutput")}
 _TOKENIZERS = {
     name: f"logitship.server.vllm_names.tokenizers:{name}" for name in ("cached_tokenizer_from_config", "get_tokenizer")
@@ -70,7 +71,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "vllm.config": _CONFIGS,
     "vllm.exceptions": {"VLLMValidationError": "logitship.server.vllm_names.exceptions:VLLMValidationError"},
     "vllm.logger": {"init_logger": "logitship.server.vllm_names.logger:init_logger"},
-    "vllm.logits_process": {"LogitsProcessor": f"{_SAMPLER}.adapter:RequestLogitsProcessor"},
+    "vllm.logits_process": {"LogitsProcessor": f"{_CONTRACT}.adapter:RequestLogitsProcessor"},
     "vllm.outputs": _OUTPUTS,
     "vllm.sampling_params": {**_SAMPLING_PARAMS, **_BEAM_SEARCH, **_STRUCTURED_OUTPUTS},
     "vllm.tokenizers": _TOKENIZERS,

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from logitship.sampler.vllm_config import ModelConfig
+from logitship.sampler.batch_processors.vllm_config import ModelConfig
 
 _HUGGING_FACE_MODES = ("auto", "hf", "slow")
 

@@ -82,12 +82,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from logitship.server.offline.async_llm import AsyncLLM as AsyncLLM
-    from logitship.server.offline.beam_search import BeamSearchParams as BeamSearchParams
     from logitship.server.offline.llm import LLM as LLM
+    from logitship.server.offline.llm_beam_search import BeamSearchParams as BeamSearchParams
     from logitship.server.offline.outputs import CompletionOutput as CompletionOutput
     from logitship.server.offline.outputs import RequestOutput as RequestOutput
     from logitship.server.offline.sampling_params import SamplingParams as SamplingParams
-    from logitship.server.offline.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from logitship.server.offline.structured_outputs_params import StructuredOutputsParams as StructuredOutputsParams
     from logitship.server.vllm_names import enable_vllm_names as enable_vllm_names
 
     __version__: str
@@ -95,12 +95,12 @@ else:
     # Not in `__all__`: they need torch, which `import *` must not, nor an installation of the client alone.
     _NEED_THE_SERVER = {
         "AsyncLLM": "logitship.server.offline.async_llm",
-        "BeamSearchParams": "logitship.server.offline.beam_search",
+        "BeamSearchParams": "logitship.server.offline.llm_beam_search",
         "CompletionOutput": "logitship.server.offline.outputs",
         "LLM": "logitship.server.offline.llm",
         "RequestOutput": "logitship.server.offline.outputs",
         "SamplingParams": "logitship.server.offline.sampling_params",
-        "StructuredOutputsParams": "logitship.server.offline.structured_outputs",
+        "StructuredOutputsParams": "logitship.server.offline.structured_outputs_params",
         "enable_vllm_names": "logitship.server.vllm_names",
     }
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.model.model_loader import LoadedModel
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "parallel_samples.py"
 

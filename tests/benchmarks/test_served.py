@@ -13,8 +13,8 @@ import pytest
 
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.http_server import running_server
+from logitship.server.model.model_loader import LoadedModel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from served import Client, gaps_while_all_run

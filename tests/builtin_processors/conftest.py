@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors import ThinkingBudgetLogitProcessor, TokenizerThinkingBudgetLogitProcessor
 from logitship.builtin_processors.any_model_thinking_budget import TokenizerThinkingBudgetParams
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 from logitship.server.tokenizer import Tokenizer
 
 MakeRow = Callable[..., dict[str, Any]]

@@ -16,11 +16,16 @@ from logitship.builtin_processors.batch_processors import (
 )
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.guarded_processor import GuardedProcessor
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor
-from logitship.sampler.logits_processors import LogitsProcessors
-from logitship.sampler.plugins import load_plugins
-from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from logitship.sampler.batch_processors.guarded_processor import GuardedProcessor
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.batch_processors.plugins import load_plugins
+from logitship.sampler.batch_processors.vllm_config import (
+    ReasoningConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 
 CPU = torch.device("cpu")
 CONFIG = VllmConfig(SchedulerConfig(max_num_seqs=4))
@@ -113,7 +118,7 @@ def test_entry_points_are_not_dropped_without_a_word(
     info = tmp_path / "quiet-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet\nVersion: 1.0\n")
-    target = "logitship.sampler.interface:LogitsProcessor"
+    target = "logitship.sampler.batch_processors.interface:LogitsProcessor"
     (info / "entry_points.txt").write_text(f"[vllm.logits_processors]\nquiet = {target}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="quiet = "):

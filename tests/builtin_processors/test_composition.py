@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerFast
 from logitship.builtin_processors import ThinkingBudgetLogitProcessor, installed_processors
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.logits_processors import LogitsProcessors
-from logitship.sampler.persistent_batch import PersistentBatch
-from logitship.sampler.processor_host import PREPARED_KEY, LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
+from logitship.sampler.processors.executor import PREPARED_KEY, LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampler import NoTokenLeftError, Sampler
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
-from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 
 Params = dict[str, Any]
 MakeRow = Callable[..., Params]

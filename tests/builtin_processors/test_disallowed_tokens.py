@@ -9,7 +9,7 @@ import torch
 
 from logitship.builtin_processors import DisallowedTokensLogitsProcessor, disallowed_tokens
 from logitship.builtin_processors.parts.row_edits import on_device
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 VOCAB_SIZE = 12
 MakeRow = Callable[..., dict[str, Any]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitship.builtin_processors import ForceLastPhraseLogitsProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 
 @pytest.mark.parametrize("end", [2, 20])

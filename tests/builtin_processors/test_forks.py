@@ -24,12 +24,12 @@ from logitship.builtin_processors.registry import installed_processors
 from logitship.builtin_processors.think_mode import StrictThinkModeLogitsProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.builtin_processors.tree import TreeLogitsProcessor
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor
-from logitship.sampler.processor_host import HostedRow, HostedSequence, LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.vllm_config import ReasoningConfig
+from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.vllm_config import ReasoningConfig
 from logitship.server.tokenizer import Tokenizer
 
 ReadLogits = Callable[[Any], torch.Tensor]

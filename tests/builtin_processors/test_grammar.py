@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarProcessor, mask_tokens
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
-from logitship.sampler.processor_host import PREPARED_KEY
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.executor import PREPARED_KEY
+from logitship.sampler.processors.request_view import ModelView
 
 EOS, OTHER_EOS = 0, 1
 WORDS = ["ab", "bc", "abc", "ca", "cab"]

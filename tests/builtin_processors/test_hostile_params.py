@@ -17,12 +17,12 @@ from logitship.builtin_processors import grammar as grammar_module
 from logitship.builtin_processors.no_repeat_ngram import NGramIndex
 from logitship.builtin_processors.parts.text_tokens import MAX_TEXT_TOKENS
 from logitship.builtin_processors.trees.token_tree import TokenTree
-from logitship.client.processor_string import InstalledProcessor
-from logitship.sampler.processor_host import PREPARED_KEY
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.processor_string import InstalledProcessor
+from logitship.sampler.processors.executor import PREPARED_KEY
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import GenerationChunk, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
 from logitship.server.tokenizer import Tokenizer
 
 Params = dict[str, Any]

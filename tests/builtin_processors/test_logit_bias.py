@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
-from logitship.sampler.interface import BatchUpdate
+from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.sampling_params import SamplingParams
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logitship.builtin_processors.min_p import MinPLogitsProcessor
-from logitship.sampler.interface import AddedRequest, BatchUpdate
+from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate
 from logitship.sampler.sampling_params import SamplingParams
 
 

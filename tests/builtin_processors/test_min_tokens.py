@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
-from logitship.sampler.interface import BatchUpdate
+from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.sampling_params import SamplingParams
 
 DRAFTS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "vllm_min_tokens_drafts.json").read_text())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitship.builtin_processors import MultipleChoiceLogitsProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from logitship.builtin_processors import DeepseekOCRNoRepeatNGramLogitProcessor
 from logitship.builtin_processors.no_repeat_ngram import NGramIndex
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 CountingList = Callable[..., Any]

@@ -6,7 +6,7 @@ import pytest
 
 from logitship.builtin_processors import PreventHallucinationLogitsProcessor
 from logitship.builtin_processors.prevent_hallucination import DEFAULT_PHRASE
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 
 def test_defaults_are_the_originals(zoo_model: ModelView) -> None:

@@ -15,8 +15,8 @@ from logitship.builtin_processors import (
 )
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.shipped_names import SGLANG_MODULE
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.shipped_names import SGLANG_MODULE
+from logitship.sampler.processors.request_view import ModelView
 
 INSTALLED = [installed_processors().get(name) for name in installed_processors()]
 

@@ -23,10 +23,10 @@ from logitship.builtin_processors import (
     installed_processors,
 )
 from logitship.builtin_processors.base import BuiltinProcessor
-from logitship.client import processor_string
-from logitship.client.loading import load_class
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.shipped_names import SGLANG_MODULE
+from logitship.client.serialization import processor_string
+from logitship.client.serialization.loading import load_class
+from logitship.client.serialization.shipped_names import SGLANG_MODULE
 
 STRINGS: dict[str, str] = json.loads(
     (Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text(encoding="utf-8")

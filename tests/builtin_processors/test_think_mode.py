@@ -15,8 +15,8 @@ import torch
 from logitship.builtin_processors import StrictThinkModeLogitsProcessor, ThinkModeLogitsProcessor
 from logitship.builtin_processors.parts.string_contain import StringContainAutomaton
 from logitship.builtin_processors.think_mode import ThinkLimit
-from logitship.sampler.processor_host import PREPARED_KEY
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.executor import PREPARED_KEY
+from logitship.sampler.processors.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 ReadLogits = Callable[[Any], torch.Tensor]

@@ -15,7 +15,7 @@ from logitship.builtin_processors import (
     Qwen3ThinkingBudgetLogitProcessor,
     ThinkingBudgetLogitProcessor,
 )
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 CountingList = Callable[..., Any]

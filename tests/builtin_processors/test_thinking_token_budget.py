@@ -12,11 +12,11 @@ import torch
 
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
-from logitship.sampler.logits_processors import LogitsProcessors
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 from logitship.sampler.sampler import NoTokenLeftError, Sampler
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 
 CPU = torch.device("cpu")
 DATA = Path(__file__).parents[1] / "data"

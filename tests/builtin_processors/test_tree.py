@@ -15,8 +15,8 @@ import torch
 from logitship.builtin_processors import MultiSequenceLogitsProcessor, TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import read_tree
-from logitship.sampler.processor_host import PREPARED_KEY
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.executor import PREPARED_KEY
+from logitship.sampler.processors.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 ReadLogits = Callable[[Any], torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
 from logitship.builtin_processors.min_p import MinPLogitsProcessor
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
-from logitship.sampler.interface import AddedRequest, BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.sampling_params import SamplingParams
 
 TRACES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "vllm_batch.json").read_text())[

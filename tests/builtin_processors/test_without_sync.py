@@ -19,10 +19,10 @@ from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
 from logitship.builtin_processors.min_p import MinPLogitsProcessor
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 VOCAB_SIZE = 50

@@ -21,7 +21,7 @@ from logitship.builtin_processors import (
     TriggerPhraseLogitsProcessor,
 )
 from logitship.builtin_processors.base import BuiltinProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 MakeRow = Callable[..., dict[str, Any]]
 

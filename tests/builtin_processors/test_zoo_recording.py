@@ -28,8 +28,8 @@ from logitship.builtin_processors import (
     TriggerPhraseLogitsProcessor,
 )
 from logitship.builtin_processors.base import BuiltinProcessor
-from logitship.sampler.processor_host import PREPARED_KEY
-from logitship.sampler.request_view import ModelView, RequestView
+from logitship.sampler.processors.executor import PREPARED_KEY
+from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
 Script = dict[str, Any]

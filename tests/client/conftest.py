@@ -47,8 +47,8 @@ json.dump(results, sys.stdout)
 ON_LOGITSHIP = """
 import json, sys
 import torch
-from logitship.client.loading import instantiate, load_class
-from logitship.client.processor_string import parse
+from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.processor_string import parse
 def run(string):
     try:
         return instantiate(load_class(string))(torch.zeros(2, 4)).tolist()

@@ -22,9 +22,9 @@ import logitship.sampler
 import logitship.server
 from logitship.client.author_errors import LONGEST_TEXT, author_traceback, class_name, error_message, error_text
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.loading import load_class
-from logitship.client.processor_string import PickledProcessor, SourceProcessor
 from logitship.client.scrub import known_folders
+from logitship.client.serialization.loading import load_class
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 
 
 def raised_by(body: str, filename: str = "author.py") -> BaseException:

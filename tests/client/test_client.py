@@ -22,10 +22,10 @@ from logitship.client.errors import (
     ServerBusyError,
     TransportError,
 )
+from logitship.client.http.server_dialect import ServerKind
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
-from logitship.client.processor_string import RegisteredProcessor
 from logitship.client.records import Generation, GenerationChunk
-from logitship.client.server_dialect import ServerKind
+from logitship.client.serialization.processor_string import RegisteredProcessor
 
 Handler = Callable[[httpx.Request], httpx.Response]
 

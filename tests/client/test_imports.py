@@ -19,7 +19,7 @@ print(*sorted({{"torch", "dill", "numpy", "fastapi", "transformers"}} & set(sys.
     [
         "import logitship",
         "from logitship import *",
-        "import logitship.client.client, logitship.client.processor, logitship.client.processor_string",
+        "import logitship.client.client, logitship.client.processor, logitship.client.serialization.processor_string",
         "import logitship; logitship.Client().close()",
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from logitship.client.errors import TransportError
+from logitship.client.http.responses import read_answer
 from logitship.client.processor_info import (
     ProcessorDetails,
     ProcessorInfo,
@@ -13,7 +14,6 @@ from logitship.client.processor_info import (
     parse_processor,
     parse_processors,
 )
-from logitship.client.responses import read_answer
 
 BAN = {"name": "ban", "description": "Bans.", "params_schema": {}, "is_mask": True}
 MINE = ProcessorInfo(

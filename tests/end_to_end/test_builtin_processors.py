@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from logitship import BadRequestError, Client, Generation, GenerationError
-from logitship.server.default_model import default_model_folder
+from logitship.server.model.default_model import default_model_folder
 from logitship.server.tokenizer import Tokenizer
 
 END = 2

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.http_server import running_server
+from logitship.server.model.model_loader import LoadedModel
 
 STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text())[
     "strings"

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from logitship.client.processor_string import InstalledProcessor, SourceProcessor, parse
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor, parse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.config import ServerConfig
 from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import GenerationRequest, ProcessorRequest
-from logitship.server.engine.sequence import Sequence
-from logitship.server.engine.speculation import NGramSpeculation
+from logitship.server.requests.messages import GenerationRequest, ProcessorRequest
+from logitship.server.requests.sequence import Sequence
+from logitship.server.speculation.speculation import NGramSpeculation
 
 STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text())[
     "strings"

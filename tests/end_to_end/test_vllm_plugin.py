@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
-from logitship.server.default_model import default_model_folder
+from logitship.server.model.default_model import default_model_folder
 
 pytestmark = pytest.mark.timeout(1500)  # the first time, vLLM is installed
 

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from logitship import LLM, CustomLogitProcessor, SamplingParams, enable_vllm_names
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.server.config import ServerConfig
 from logitship.server.http_server import running_server
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.processor_host import LoadedProcessor
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse
 
 Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]
 

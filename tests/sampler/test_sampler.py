@@ -12,8 +12,8 @@ from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
 from logitship.builtin_processors.min_p import MinPLogitsProcessor
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
-from logitship.sampler.logits_processors import ForcingLogitsProcessor, LogitsProcessors
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.batch_processors.logits_processors import ForcingLogitsProcessor, LogitsProcessors
 from logitship.sampler.sampler import (
     NonFiniteLogitsError,
     NoTokenLeftError,

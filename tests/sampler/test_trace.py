@@ -12,14 +12,14 @@ import torch
 from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
 from logitship.builtin_processors.min_p import MinPLogitsProcessor
 from logitship.client.records import TraceStage
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.interface import BatchUpdate
-from logitship.sampler.logits_processors import LogitsProcessors
-from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.trace import RowTrace, StepTrace
 
 VOCAB = 8

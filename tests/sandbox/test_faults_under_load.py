@@ -23,16 +23,21 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from logitship.client.processor_string import InstalledProcessor, PickledProcessor, ProcessorString, SourceProcessor
+from logitship.client.serialization.processor_string import (
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    SourceProcessor,
+)
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.messages import FinishReason, GenerationRequest, ProcessorRequest
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.errors import BadRequest
 from logitship.server.http.app import create_app
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.refusals import BadRequest
+from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
 
 STEP_TIMEOUT = 1.0
 LOAD_TIMEOUT = 3.0

@@ -23,18 +23,18 @@ from typing import Any
 
 import pytest
 
-from logitship.client.processor_string import SourceProcessor
+from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox import template_process
+from logitship.sampler.sandbox import zygote_process as template_process
 from logitship.sampler.sandbox.sandbox import Sandbox
-from logitship.sampler.sandbox.template_process import TemplateProcess
+from logitship.sampler.sandbox.zygote_process import TemplateProcess
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.messages import FinishReason, GenerationRequest, ProcessorRequest
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.engine.model_runner import ModelRunner
-from logitship.server.errors import BadRequest
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.model.model_runner import ModelRunner
+from logitship.server.refusals import BadRequest
+from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
 
 KILLS = 200
 LENGTH = 12

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.model.model_loader import LoadedModel
 
 DEADLINE = 60.0
 STREAMS = 8

@@ -19,8 +19,8 @@ import orjson
 import pytest
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.http_server import HTTPServer
+from logitship.server.model.model_loader import LoadedModel
 
 DEADLINE = 120.0
 LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))

@@ -13,9 +13,9 @@ import pytest
 
 from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.builtin_processors.grammars.compiler import GrammarCompiler
-from logitship.builtin_processors.grammars.source import from_ebnf, from_json_schema, from_regex
+from logitship.builtin_processors.grammars.grammar_source import from_ebnf, from_json_schema, from_regex
 from logitship.builtin_processors.params import PreparationUnavailable
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 from logitship.server.tokenizer import Tokenizer
 
 TIME = "takes too much time"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors.grammars.check import make_matcher, make_tokenizer
 from logitship.builtin_processors.grammars.structural_tag import TokenNames, from_structural_tag
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 RECORD = json.loads((Path(__file__).parents[2] / "data" / "structural_tag.json").read_text())
 ANY = {"type": "any_text"}

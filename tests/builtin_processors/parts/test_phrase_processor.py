@@ -17,7 +17,7 @@ from logitship.builtin_processors import (
 )
 from logitship.builtin_processors.parts.phrase_processor import PhraseProcessor
 from logitship.builtin_processors.parts.step_states import STEPS_KEPT
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 EOS, TRIGGER = 2, 37
 ALPHABET = 8

@@ -14,7 +14,7 @@ from logitship.builtin_processors.parts.text_tokens import (
     end_token,
     sentence_ends,
 )
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 
 # Recorded texts that are no token here, to the reason.
 REFUSED = {

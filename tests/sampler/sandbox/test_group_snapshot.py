@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitship.sampler.request_view import ModelView, RequestView
+from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.group_snapshot import LARGEST_SNAPSHOT, GroupSnapshot
 

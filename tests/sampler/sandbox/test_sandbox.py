@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
-from logitship.sampler.sandbox.template_process import ForkedProcess, TemplateError
+from logitship.sampler.sandbox.zygote_process import ForkedProcess, TemplateError
 
 LONG = 60.0
 

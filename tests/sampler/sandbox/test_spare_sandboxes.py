@@ -8,7 +8,7 @@ import pytest
 
 from logitship.sampler.sandbox import spare_sandboxes
 from logitship.sampler.sandbox.spare_sandboxes import SpareSandboxes
-from logitship.sampler.sandbox.template_process import TemplateError
+from logitship.sampler.sandbox.zygote_process import TemplateError
 
 LONG = 20.0
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.warm_up import _Example, warm_up
 
 

@@ -16,8 +16,8 @@ import orjson
 import pytest
 import torch
 
-from logitship.client.processor_string import PYTHON
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.processor_string import PYTHON
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from logitship.sampler.sandbox.worker import Worker, serve
 

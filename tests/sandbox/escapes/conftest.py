@@ -36,12 +36,12 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
-from logitship.client.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.processor_host import HostedSequence, LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.processors.executor import HostedSequence, LoadedProcessor
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.template_process import ForkedProcess, TemplateProcess
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import ForkedProcess, TemplateProcess
 
 HERE = Path(__file__).parent
 VOCAB = 8192

@@ -15,9 +15,9 @@ import orjson
 import pytest
 import torch
 
-from logitship.sampler.interface import BatchUpdate
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 
 VOCAB = 8192
 DONE = "answer(3, number)"

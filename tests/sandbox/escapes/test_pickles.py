@@ -13,7 +13,7 @@ from typing import Any
 import dill
 import pytest
 
-from logitship.client.processor_string import PickledProcessor, SourceProcessor
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 
 
 class Call:

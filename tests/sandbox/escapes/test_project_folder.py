@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[3]
 
 SERVER = '''
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_string import SourceProcessor
-from logitship.sampler.request_view import ModelView
-from logitship.sampler.sandbox.sandbox_host import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.template_process import TemplateProcess
+from logitship.client.serialization.processor_string import SourceProcessor
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import TemplateProcess
 
 SOURCE = """
 import os

@@ -22,8 +22,8 @@ import torch
 
 from logitship.client.author_errors import author_traceback, error_text
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.loading import instantiate, load_class
-from logitship.client.processor_string import PickledProcessor, SourceProcessor
+from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.sandbox.kernel.syscalls import prctl
 
 PR_SET_CHILD_SUBREAPER = 36

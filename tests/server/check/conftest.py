@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from logitship import CheckReport, CustomLogitProcessor
-from logitship.client.processor_string import PickledProcessor
-from logitship.server.check import line_times, own_time, speed
+from logitship.client.serialization.processor_string import PickledProcessor
+from logitship.server.check import line_times, own_time
 from logitship.server.check.bench import Bench
-from logitship.server.check.options import CheckOptions
+from logitship.server.check.check_options import CheckOptions
+from logitship.server.check.checks import speed
+from logitship.server.check.checks.serializability import shipped
 from logitship.server.check.recording import Recording, record
 from logitship.server.check.run import check_on, max_rows_of
-from logitship.server.check.travel import shipped
-from logitship.server.check.trials import make_trials
+from logitship.server.check.test_cases import make_trials
 from logitship.server.config import ServerConfig
-from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.model.model_loader import LoadedModel
 
 Check = Callable[..., CheckReport]
 """A class, the rows' parameters, and keywords of `CheckOptions`, to a report."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from logitship import CustomLogitProcessor, ProcessorLoadError
-from logitship.client.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.sandbox.template_process import TemplateError, TemplateProcess
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
 from logitship.server.check.bench import Bench
 from logitship.server.config import ServerConfig
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.errors import StartError
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.refusals import StartError
 
 StringOf = Callable[[type[CustomLogitProcessor]], PickledProcessor]
 Rows = list[dict[str, Any]] | None

@@ -10,7 +10,7 @@ import pytest
 
 from logitship.server import cli
 from logitship.server.check import run
-from logitship.server.engine.model_loader import LoadedModel, ModelLoadError
+from logitship.server.model.model_loader import LoadedModel, ModelLoadError
 
 FILE = """
 import torch

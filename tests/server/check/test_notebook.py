@@ -11,7 +11,7 @@ import torch
 
 from logitship import CustomLogitProcessor
 from logitship.server.check import run
-from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.model.model_loader import LoadedModel
 
 QUICK: dict[str, Any] = {"max_tokens": 2, "batch_sizes": [1], "processor_isolation": "none", "model_path": "tiny"}
 

@@ -14,10 +14,10 @@ from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import BUILTIN_PROCESSORS
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.client.check_report import Severity, Verdict
-from logitship.server.check.options import CHECKS, CheckOptions, UsageError
+from logitship.server.check.check_options import CHECKS, CheckOptions, UsageError
 from logitship.server.check.run import run_check
 from logitship.server.config import ServerConfig
-from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.model.model_loader import LoadedModel
 
 Check = Callable[..., CheckReport]
 

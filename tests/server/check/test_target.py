@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from logitship.server.check.options import UsageError
+from logitship.server.check.check_options import UsageError
 from logitship.server.check.target import load_target
 
 ONE = """

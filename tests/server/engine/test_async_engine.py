@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.client.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.engine import Engine
-from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.engine.model_runner import ModelRunner
-from logitship.server.errors import BadRequest, QueueFull, RequestRefused, ServiceUnavailable
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.model.model_runner import ModelRunner
+from logitship.server.refusals import BadRequest, QueueFull, RequestRefused, ServiceUnavailable
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
 
 BuildEngine = Callable[..., AsyncEngine]
 

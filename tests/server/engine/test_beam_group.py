@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from logitship.builtin_processors import TreeLogitsProcessor
-from logitship.client.loading import load_class
-from logitship.client.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor
-from logitship.sampler.local_host import LocalRow
-from logitship.sampler.request_view import ModelView, RequestView
+from logitship.client.serialization.loading import load_class
+from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.processors.local_executor import LocalRow
+from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.beam_search import BeamSearch
-from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.errors import BadRequest
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.refusals import BadRequest
+from logitship.server.requests.beam_search import BeamSearch
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
 
 BuildEngine = Callable[..., AsyncEngine]
 Carried = tuple[tuple[ProcessorString, dict[str, Any]], ...]

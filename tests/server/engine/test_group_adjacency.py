@@ -10,22 +10,22 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from logitship.client.processor_string import ProcessorString
-from logitship.sampler.interface import BatchUpdate, MoveDirectionality
-from logitship.sampler.local_host import LocalHost
-from logitship.sampler.logits_processors import LogitsProcessors
-from logitship.sampler.persistent_batch import PersistentBatch
-from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.client.serialization.processor_string import ProcessorString
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.local_executor import LocalHost
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.server.engine.engine import Engine
-from logitship.server.engine.messages import GenerationChunk
-from logitship.server.engine.model_loader import LoadedModel
-from logitship.server.engine.model_runner import Chunk, ModelRunner
 from logitship.server.engine.scheduler import Scheduler
-from logitship.server.engine.sequence import Sequence
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.model.model_runner import Chunk, ModelRunner
+from logitship.server.requests.messages import GenerationChunk
+from logitship.server.requests.sequence import Sequence
 
 MAX_NUM_SEQS = 6
 INTERLEAVED = ["A", "B", "A", "B", "", "A", "AB", "", "BA", "C", "B", "AC"]

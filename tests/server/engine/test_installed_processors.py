@@ -14,19 +14,19 @@ import torch
 from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.processor_string import InstalledProcessor, SourceProcessor
-from logitship.sampler.batch_rows import BatchRows
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.sampler.batch.batch_rows import BatchRows
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import (
+from logitship.server.refusals import BadRequest, ServiceUnavailable, StartError
+from logitship.server.requests.messages import (
     CallableRequest,
     CarriedProcessor,
     GenerationChunk,
     GenerationRequest,
     ProcessorRequest,
 )
-from logitship.server.errors import BadRequest, ServiceUnavailable, StartError
 
 BuildEngine = Callable[..., AsyncEngine]
 

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.client.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine, continuation_seed
-from logitship.server.engine.messages import (
+from logitship.server.model.model_runner import ModelRunner
+from logitship.server.refusals import BadRequest, QueueFull
+from logitship.server.requests.messages import (
     CallableRequest,
     CarriedProcessor,
     FinishReason,
@@ -23,8 +25,6 @@ from logitship.server.engine.messages import (
     ProcessorRequest,
     TokenLogprobs,
 )
-from logitship.server.engine.model_runner import ModelRunner
-from logitship.server.errors import BadRequest, QueueFull
 
 BuildEngine = Callable[..., AsyncEngine]
 

@@ -5,10 +5,10 @@ import random
 import torch
 
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.engine.kv_cache import CacheShape, SlotCache
-from logitship.server.engine.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.engine.scheduler import Scheduler
-from logitship.server.engine.sequence import Sequence
+from logitship.server.model.kv_cache import CacheShape, SlotCache
+from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
 
 MAX_LEN = 64

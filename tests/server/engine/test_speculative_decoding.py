@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.client.processor_string import InstalledProcessor, SourceProcessor
-from logitship.sampler.batch_rows import BatchRows
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.sampler.batch.batch_rows import BatchRows
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import CarriedProcessor, FinishReason, GenerationRequest, ProcessorRequest
-from logitship.server.engine.sequence import Sequence
-from logitship.server.engine.speculation import NGramSpeculation
-from logitship.server.errors import StartError
+from logitship.server.refusals import StartError
+from logitship.server.requests.messages import CarriedProcessor, FinishReason, GenerationRequest, ProcessorRequest
+from logitship.server.requests.sequence import Sequence
+from logitship.server.speculation.speculation import NGramSpeculation
 
 BuildEngine = Callable[..., AsyncEngine]
 

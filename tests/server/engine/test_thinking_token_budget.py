@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from logitship.client.processor_string import InstalledProcessor, SourceProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.messages import (
+from logitship.server.refusals import BadRequest
+from logitship.server.requests.messages import (
     CarriedProcessor,
     FinishReason,
     GenerationRequest,
     ProcessorRequest,
 )
-from logitship.server.errors import BadRequest
 
 BuildEngine = Callable[..., AsyncEngine]
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from logitship.sampler.request_view import ModelView
-from logitship.sampler.shipped_processors import ShippedProcessors
-from logitship.server.engine.step_clock import StepClock
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.engine.timed_processors import TimedProcessors
+from logitship.server.metrics.step_clock import StepClock
 
 
 @pytest.fixture

@@ -14,24 +14,24 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
-from logitship.client.processor_string import InstalledProcessor, PickledProcessor, ProcessorString
 from logitship.client.records import Receipt
+from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, ProcessorString
 from logitship.server.config import ServerConfig
-from logitship.server.engine.admission import Limits, check
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.generation_stream import GenerationStream
-from logitship.server.engine.info import EngineStats, ModelInfo
-from logitship.server.engine.messages import (
+from logitship.server.http.app import create_app
+from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.processors.request_processors import RequestProcessors
+from logitship.server.refusals import BadRequest, Forbidden, NotFound, RequestRefused
+from logitship.server.requests.generation_stream import GenerationStream
+from logitship.server.requests.messages import (
     FinishReason,
     GenerationChunk,
     GenerationRequest,
     RequestError,
     TokenLogprobs,
 )
-from logitship.server.engine.request_processors import RequestProcessors
-from logitship.server.errors import BadRequest, Forbidden, NotFound, RequestRefused
-from logitship.server.http.app import create_app
-from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.requests.request_validation import Limits, check
 from logitship.server.tokenizer import Tokenizer
 
 Script = Callable[[GenerationRequest], list[GenerationChunk]]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from logitship.server.errors import SHIPPING_IS_OFF, Forbidden
 from logitship.server.http.auth import ApiKeys, Caller
+from logitship.server.refusals import SHIPPING_IS_OFF, Forbidden
 
 KEY = "kéyà"  # as UTF-8, it ends with a byte that Latin-1 takes for a space
 SHIPPING_KEY = "may ship"

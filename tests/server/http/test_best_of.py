@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.engine.messages import FinishReason, GenerationChunk, GenerationRequest, TokenLogprobs
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, TokenLogprobs
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOGPROBS = [-3.0, -1.0, -2.0, -0.5]

@@ -5,8 +5,8 @@ from typing import Any
 import orjson
 import pytest
 
-from logitship.client.processor_string import InstalledProcessor, PickledProcessor, SourceProcessor
-from logitship.server.errors import SHIPPING_IS_OFF, ServiceUnavailable
+from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, SourceProcessor
+from logitship.server.refusals import SHIPPING_IS_OFF, ServiceUnavailable
 
 URL = "/v1/processors"
 PICKLED = {"callable": "80"}

@@ -25,7 +25,7 @@ from logitship import (
     PermissionDeniedError,
     RegisteredProcessor,
 )
-from logitship.client.processor_string import parse
+from logitship.client.serialization.processor_string import parse
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http_server import running_server
 

@@ -10,10 +10,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from logitship.client.records import Receipt
-from logitship.server.engine.messages import GenerationChunk, GenerationRequest
 from logitship.server.http import request_log
 from logitship.server.http.request_log import RequestLogMiddleware
 from logitship.server.logs import JSONFormatter, TextFormatter
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest
 
 FakeEngine = Any
 PROMPT = "the prompt's secret"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
-from logitship.sampler.processor_host import LoadedProcessor, NoHost
-from logitship.server.engine.info import EngineStats, ModelInfo
-from logitship.server.engine.step_clock import StepClock
+from logitship.sampler.processors.executor import LoadedProcessor, NoHost
 from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.metrics.step_clock import StepClock
 
 Read = Callable[..., float | None]
 

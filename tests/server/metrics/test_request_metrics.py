@@ -7,10 +7,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from logitship.server.engine.messages import ABSENT, FinishReason, GenerationChunk, RequestError
 from logitship.server.metrics import request_metrics
 from logitship.server.metrics.processor_labels import ProcessorLabels
 from logitship.server.metrics.request_metrics import RequestMeter, RequestMetrics
+from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, RequestError
 
 Read = Callable[..., float | None]
 

@@ -12,7 +12,7 @@ import torch
 from logitship import ProcessorFault
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.offline.async_llm import AsyncLLM
-from logitship.server.offline.errors import InvalidRequest
+from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.model_loader import LoadedModel
+from logitship.server.model.model_loader import LoadedModel
 from logitship.server.offline import engine_owner
 from logitship.server.offline.async_llm import AsyncLLM
 from logitship.server.offline.llm import LLM
@@ -39,7 +39,7 @@ def test_the_options_reach_the_engine(
 
 def test_batch_processors_see_all_prompts(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class object with vLLM's interface, which reads `extra_args`."""
-    from logitship.sampler.adapter import AdapterLogitsProcessor
+    from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor
 
     class Target(AdapterLogitsProcessor):
         def is_argmax_invariant(self) -> bool:
@@ -72,7 +72,7 @@ def test_a_program_that_forgets_shutdown_ends(tmp_path: Path) -> None:
         from logitship import LLM, AsyncLLM, SamplingParams
         from logitship.server.config import ServerConfig
         from logitship.server.engine.build import build_engine
-        from logitship.server.engine.model_loader import LoadedModel
+        from logitship.server.model.model_loader import LoadedModel
         from logitship.server.tokenizer import Tokenizer
 
         spec = importlib.util.spec_from_file_location("tiny", "tests/conftest.py")

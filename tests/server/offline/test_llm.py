@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.offline.errors import InvalidRequest
+from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams

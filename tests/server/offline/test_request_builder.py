@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.offline.errors import InvalidRequest
+from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import torch
 
 from logitship import CustomLogitProcessor, LogitshipError, ProcessorFault
 from logitship.client.errors import GenerationError
-from logitship.server.offline.errors import InvalidRequest
+from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams

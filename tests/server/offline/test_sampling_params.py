@@ -7,8 +7,8 @@ import pytest
 
 from logitship.sampler.sampling_params import InvalidSamplingParams
 from logitship.sampler.sampling_params import SamplingParams as EngineSamplingParams
-from logitship.server.errors import BadRequest
 from logitship.server.offline.sampling_params import _UNSUPPORTED, SGLANG_NAMES, SamplingParams
+from logitship.server.refusals import BadRequest
 
 
 def test_the_defaults_are_vllms() -> None:

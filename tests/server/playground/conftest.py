@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, R
 
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.http_server import running_server
+from logitship.server.model.model_loader import LoadedModel
 
 CHROMIUM = Path(__file__).parents[2] / "peers" / "chromium.sh"
 PATIENCE = 30_000

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import torch
 
-from logitship.client.loading import instantiate, load_class
-from logitship.client.processor_string import SourceProcessor
+from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.server.http.playground_routes import FOLDER
 from logitship.server.tokenizer import Tokenizer
 

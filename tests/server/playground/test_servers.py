@@ -13,8 +13,8 @@ from playwright.sync_api import expect
 
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
-from logitship.server.engine.model_loader import LoadedModel
 from logitship.server.http_server import running_server
+from logitship.server.model.model_loader import LoadedModel
 
 from .conftest import Pages, Playground
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.settings import PluginSettings
 
 VOCAB_SIZE = 64

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.batch import ShippedBatch
 from logitship.server.vllm.engine_state import EngineState
 from logitship.server.vllm.processors import RequestProcessors, to_run

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.model import fault_token, model_view
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.builtin_processors.params import PreparationUnavailable
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.processors import on_trial, to_run
 from logitship.server.vllm.settings import PluginSettings
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from logitship.sampler.in_process_host import InProcessHost
-from logitship.sampler.processor_host import LoadedProcessor
-from logitship.sampler.request_view import ModelView
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.shipped_processors import ProcessorUse
 from logitship.server.vllm.batch import ShippedBatch
 from logitship.server.vllm.processors import RequestProcessors
 from logitship.server.vllm.slot_requests import SlotRequests

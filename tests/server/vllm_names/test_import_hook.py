@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from logitship.sampler.interface import LogitsProcessor, MoveDirectionality
-from logitship.sampler.vllm_config import VllmConfig
+from logitship.sampler.batch_processors.interface import LogitsProcessor, MoveDirectionality
+from logitship.sampler.batch_processors.vllm_config import VllmConfig
 from logitship.server.vllm_names import enable_vllm_names
 from logitship.server.vllm_names.import_hook import VllmNamesFinder
 from logitship.server.vllm_names.names import NAMES
@@ -207,7 +207,7 @@ def test_a_folder_that_is_called_vllm_is_not_vllm(tmp_path: Path) -> None:
     """In the folder above a clone of vLLM, `import vllm` finds the clone's folder, with nothing in it."""
     (tmp_path / "vllm").mkdir()
     script = TURN_ON + "from vllm.v1.sample.logits_processor import LogitsProcessor\nprint(LogitsProcessor.__module__)"
-    assert output_of(tmp_path, script) == ["logitship.sampler.interface"]
+    assert output_of(tmp_path, script) == ["logitship.sampler.batch_processors.interface"]
 
 
 def test_it_is_there_once(hook_is_on: None) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from logitship.sampler.adapter import AdapterLogitsProcessor
-from logitship.sampler.batch_update_builder import BatchUpdateBuilder
-from logitship.sampler.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
-from logitship.sampler.logits_processors import LogitsProcessors
-from logitship.sampler.vllm_config import VllmConfig
+from logitship.sampler.batch.batch_update_builder import BatchUpdateBuilder
+from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.batch_processors.vllm_config import VllmConfig
 from logitship.server.vllm_names.names import HINTS, NAMES
 
 ALL_OF_VLLM_0_32 = {

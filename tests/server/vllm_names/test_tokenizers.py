@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitship.sampler.vllm_config import ModelConfig
+from logitship.sampler.batch_processors.vllm_config import ModelConfig
 from logitship.server.tokenizer import Tokenizer
 from logitship.server.vllm_names.tokenizers import cached_tokenizer_from_config, get_tokenizer
 

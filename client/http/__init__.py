@@ -1,0 +1,1 @@
+"""Build a request, send it, parse the response."""

@@ -1,0 +1,350 @@
+"""Build: from a method's arguments to the HTTP request that carries them. Pure functions; nothing is sent here."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from logitship.client.serialization.processor_string import RegisteredProcessor
+
+from .processor_argument import ProcessorStrings
+from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SamplingOptions
+
+_HOLD_PROCESSORS = ("processor", "logits_processors")
+"""These may hold classes, which get their JSON form when the body is finished."""
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """An HTTP request, not sent yet.
+
+    Attributes:
+        method: `GET`, `POST` or `DELETE`.
+        path: path on the server, with its leading slash.
+        json: the body, or None.
+        stream: the answer is read while it arrives.
+        idempotent: sending it twice does no harm, so a broken connection may be tried again.
+        fault_token: the `stop_reason` of an answer that a failed processor ended, where that is how the server says it.
+    """
+
+    method: str
+    path: str
+    json: Any = None
+    stream: bool = False
+    idempotent: bool = False
+    fault_token: int | None = None
+
+    @property
+    def content(self) -> bytes | None:
+        """The encoded body.
+
+        Raises:
+            TypeError: the body holds an object that has no JSON form.
+        """
+        return None if self.json is None else orjson.dumps(self.json)
+
+
+def get(path: str) -> HttpRequest:
+    """A `GET` of `path`."""
+    return HttpRequest("GET", path, idempotent=True)
+
+
+def generate(prompt: Any, n: int | None, options: GenerateOptions, *, stream: bool) -> HttpRequest:
+    """SGLang's `/generate`.
+
+    Raises:
+        TypeError: an argument has the wrong type, or is not known.
+        ValueError: an argument cannot be meant: an empty prompt, lists of different lengths, NaN.
+    """
+    batch_size = check_prompt(prompt)
+    fields = _checked(options, GenerateOptions.__optional_keys__)
+    sampling = {key: fields.pop(key) for key in SamplingOptions.__optional_keys__ & fields.keys()}
+    if "seed" in sampling:
+        sampling["sampling_seed"] = sampling.pop("seed")
+    if n is not None:
+        sampling["n"] = check_n(n)
+    params = fields.pop("params", None)
+    body: dict[str, Any] = {"text" if _is_text(prompt) else "input_ids": prompt, "stream": stream}
+    if isinstance(params, list | tuple):
+        per_prompt = _one_a_prompt("params", params, batch_size)
+        body["sampling_params"] = [_with_params(sampling, one, f"params[{i}]") for i, one in enumerate(per_prompt)]
+    else:
+        body["sampling_params"] = _with_params(sampling, params, "params")
+    if isinstance(fields.get("rid"), list | tuple):
+        _one_a_prompt("rid", fields["rid"], batch_size)
+    return HttpRequest("POST", "/generate", _finish(body, fields, batch_size), stream)
+
+
+def completions(prompt: Any, n: int | None, options: CompletionOptions, *, stream: bool) -> HttpRequest:
+    """OpenAI's `/v1/completions`.
+
+    Raises:
+        TypeError: as `generate`.
+        ValueError: as `generate`.
+    """
+    batch_size = check_prompt(prompt)
+    fields = _checked(options, CompletionOptions.__optional_keys__)
+    return _openai("/v1/completions", {"prompt": prompt}, n, fields, batch_size, stream)
+
+
+def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) -> HttpRequest:
+    """OpenAI's `/v1/chat/completions`.
+
+    Raises:
+        TypeError: as `generate`.
+        ValueError: as `generate`.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError('messages: expected a list such as [{"role": "user", "content": "Hi"}]')
+    if not messages:
+        raise ValueError("messages: the list is empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise TypeError(f"messages[{i}]: expected a dict with 'role' and 'content'")
+    fields = _checked(options, ChatOptions.__optional_keys__)
+    return _openai("/v1/chat/completions", {"messages": list(messages)}, n, fields, None, stream)
+
+
+def register(processor: Any, name: str | None = None) -> HttpRequest:
+    """Upload a processor once, to name it afterwards.
+
+    Args:
+        name: what it goes by; None: its class's name.
+    """
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError("name: expected a text such as 'Lipogram'")
+    form = orjson.loads(ProcessorStrings()(processor, "processor"))
+    query = "" if name is None else f"?name={quote(name, safe='')}"
+    return HttpRequest("POST", f"/v1/processors{query}", form, idempotent=True)
+
+
+def processor(id: str | RegisteredProcessor) -> HttpRequest:
+    """What the server has under a name, a name and version, or a digest."""
+    return get(_processor_path(id))
+
+
+def delete_processor(id: str | RegisteredProcessor) -> HttpRequest:
+    """Delete a version, or all versions of a name or of a digest."""
+    return HttpRequest("DELETE", _processor_path(id))
+
+
+def abort(rid: str | None) -> HttpRequest:
+    """Cancel one request, or all of them (None)."""
+    if rid is not None and (not isinstance(rid, str) or not rid):
+        # SGLang cancels every request whose id *begins* with `rid`: an empty one would cancel them all.
+        raise ValueError("rid: expected the id of a request")
+    return HttpRequest("POST", "/abort_request", {"rid": rid or "", "abort_all": rid is None}, idempotent=True)
+
+
+def flush_cache() -> HttpRequest:
+    """Drop what the server caches between requests."""
+    return HttpRequest("POST", "/flush_cache", idempotent=True)
+
+
+def _processor_path(id: str | RegisteredProcessor) -> str:
+    given = (id.id or id.digest) if isinstance(id, RegisteredProcessor) else id
+    if not isinstance(given, str) or not given:
+        raise ValueError("id: expected a name, a name and version such as 'Lipogram@2', or a digest")
+    return f"/v1/processors/{quote(given, safe='@:')}"
+
+
+def is_many(prompt: Any, n: int | None) -> bool:
+    """Whether the answer is a list of continuations: for a list of prompts, and wherever `n` is given."""
+    return n is not None or not (isinstance(prompt, str) or _is_token_id(prompt[0]))
+
+
+def check_prompt(prompt: Any) -> int | None:
+    """The number of prompts, or None for a single one.
+
+    Raises:
+        TypeError: neither text, token ids, nor a list of one of them.
+        ValueError: empty.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("prompt: the text is empty")
+        return None
+    if not isinstance(prompt, list | tuple):
+        raise TypeError(f"prompt: expected text, token ids, or a list of one of them, not {type(prompt).__name__}")
+    if not prompt:
+        raise ValueError("prompt: the list is empty")
+    if _is_token_id(prompt[0]):
+        _check_token_ids("prompt", prompt)
+        return None
+    for i, one in enumerate(prompt):
+        if type(one) is not type(prompt[0]) or not isinstance(one, str | list | tuple):
+            raise TypeError(f"prompt[{i}]: all prompts of a batch are texts, or all are lists of token ids")
+        if not one:
+            raise ValueError(f"prompt[{i}]: the prompt is empty")
+        if not isinstance(one, str):
+            _check_token_ids(f"prompt[{i}]", one)
+    return len(prompt)
+
+
+def check_n(n: Any) -> int:
+    """`n`, if it is a number of continuations."""
+    if not isinstance(n, int) or isinstance(n, bool):
+        raise TypeError(f"n: expected an integer, not {type(n).__name__}")
+    if n < 1:
+        raise ValueError(f"n: must be 1 or greater, not {n}")
+    return n
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) or isinstance(prompt[0], str)
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_token_ids(name: str, token_ids: Sequence[Any]) -> None:
+    for i, token_id in enumerate(token_ids):
+        if not _is_token_id(token_id):
+            raise TypeError(f"{name}[{i}]: expected a token id, not {type(token_id).__name__}")
+        if token_id < 0:
+            raise ValueError(f"{name}[{i}]: a token id is not negative: {token_id}")
+
+
+def _checked(options: Any, known: Collection[str]) -> dict[str, Any]:
+    """A copy of `options` without those that are None, all of them known and with a JSON form."""
+    fields = {}
+    for name, value in options.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "send what the client does not know in extra_body={…}"
+            raise TypeError(f"unknown argument {name!r}: {hint}")
+        if value is None:
+            continue
+        fields[name] = _string_keys(name, value) if name == "logit_bias" else value
+        if name not in _HOLD_PROCESSORS:
+            _check_json(name, fields[name])
+    return fields
+
+
+def _string_keys(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}: expected a dict of token ids and numbers, not {type(value).__name__}")
+    return {str(key): entry for key, entry in value.items()}
+
+
+def _check_json(path: str, value: Any) -> None:
+    """Refuse what JSON would change without a word (infinity becomes null, a key 5 becomes "5") or does not know."""
+    if value is None or isinstance(value, str | int):
+        return
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{path}: {value} has no JSON form")
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{path}: the keys of a JSON object are strings, not {type(key).__name__} ({key!r})")
+            _check_json(f"{path}[{key!r}]", entry)
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            _check_json(f"{path}[{i}]", entry)
+    else:
+        raise TypeError(f"{path}: {type(value).__name__} has no JSON form; send numbers, texts, lists and dicts")
+
+
+def _one_a_prompt(name: str, values: Sequence[Any], batch_size: int | None) -> Sequence[Any]:
+    if batch_size is None:
+        raise ValueError(f"{name}: a list goes with a list of prompts, one entry a prompt")
+    if len(values) != batch_size:
+        raise ValueError(f"{name}: {len(values)} entries for {batch_size} prompts")
+    return values
+
+
+def _with_params(sampling: Mapping[str, Any], params: Any, name: str) -> dict[str, Any]:
+    if params is None:
+        return dict(sampling)
+    return {**sampling, "custom_params": _check_params(name, params)}
+
+
+def _check_params(name: str, params: Any) -> dict[str, Any]:
+    if not isinstance(params, Mapping):
+        raise TypeError(f"{name}: expected a dict, not {type(params).__name__}")
+    if "__req__" in params:
+        raise ValueError(f"{name}: the key '__req__' is the server's own")
+    return dict(params)
+
+
+def _openai(
+    path: str, body: dict[str, Any], n: int | None, fields: dict[str, Any], batch_size: int | None, stream: bool
+) -> HttpRequest:
+    body["stream"] = stream
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    if n is not None:
+        body["n"] = check_n(n)
+    params = fields.pop("params", None)
+    if isinstance(params, list | tuple):
+        raise TypeError("params: this route takes one dict for all prompts; `generate` takes one a prompt")
+    if params is not None:
+        body["custom_params"] = _check_params("params", params)
+    return HttpRequest("POST", path, _finish(body, fields, batch_size), stream)
+
+
+def _finish(body: dict[str, Any], fields: dict[str, Any], batch_size: int | None) -> dict[str, Any]:
+    """Add the processors and the remaining fields."""
+    processor = fields.pop("processor", None)
+    several = fields.pop("logits_processors", None)
+    if processor is not None and several is not None:
+        raise ValueError("logits_processors: give either this or processor, not both")
+    extra_body = fields.pop("extra_body", {})
+    if processor is not None:
+        body["custom_logit_processor"] = _processor_field(processor, batch_size)
+    if several is not None:
+        body["logits_processors"] = _processor_list(several, batch_size)
+    return {**body, **fields, **extra_body}
+
+
+def _processor_field(processor: Any, batch_size: int | None) -> Any:
+    """What `custom_logit_processor` says: a processor string, or lists of them shaped like `processor`."""
+    to_string = ProcessorStrings()
+
+    def of_one_prompt(given: Any, name: str) -> Any:
+        if isinstance(given, list | tuple):
+            return [to_string(each, f"{name}[{i}]") for i, each in enumerate(given)]
+        return to_string(given, name)
+
+    if batch_size is None or not isinstance(processor, list | tuple):
+        return of_one_prompt(processor, "processor")
+    return [
+        given if given is None else of_one_prompt(given, f"processor[{i}]")
+        for i, given in enumerate(_one_a_prompt("processor", processor, batch_size))
+    ]
+
+
+def _processor_list(entries: Any, batch_size: int | None) -> list[Any]:
+    """What `logits_processors` says: its entries with processor strings, or one such list a prompt."""
+    name = "logits_processors"
+    if not isinstance(entries, list | tuple):
+        raise TypeError(f"{name}: expected a list, not {type(entries).__name__}")
+    to_string = ProcessorStrings()
+    if batch_size is not None and entries and all(isinstance(each, list | tuple) for each in entries):
+        per_prompt = enumerate(_one_a_prompt(name, entries, batch_size))
+        return [[_entry(each, f"{name}[{i}][{j}]", to_string) for j, each in enumerate(own)] for i, own in per_prompt]
+    return [_entry(each, f"{name}[{i}]", to_string) for i, each in enumerate(entries)]
+
+
+def _entry(entry: Any, name: str, to_string: ProcessorStrings) -> Any:
+    if not isinstance(entry, Mapping) or "processor" not in entry:
+        if not isinstance(entry, str) and not (isinstance(entry, Mapping) and "qualname" in entry):
+            raise TypeError(
+                f"{name}: expected a dict with 'processor' and 'params', one with 'qualname', 'args' and 'kwargs', or "
+                "a qualified name"
+            )
+        _check_json(name, entry)
+        return entry
+    sent = {**entry, "processor": to_string(entry["processor"], f"{name}['processor']")}
+    if entry.get("params") is not None:
+        sent["params"] = _check_params(f"{name}['params']", entry["params"])
+    _check_json(name, sent)
+    return sent

@@ -1,0 +1,138 @@
+"""The keyword arguments of the client's generating methods, written once for the sync and the async client.
+
+Every key is optional, and what is left out is not sent: the server's default holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
+
+TokenIds: TypeAlias = list[int]
+Prompt: TypeAlias = str | TokenIds
+Batch: TypeAlias = list[str] | list[TokenIds]
+Message: TypeAlias = Mapping[str, Any]
+Params: TypeAlias = Mapping[str, Any]
+
+ProcessorLike: TypeAlias = type | str | Mapping[str, Any] | RegisteredProcessor | InstalledProcessor
+"""A processor class; a processor string; one of its forms as a dict; a digest; the name of an installed or a registered
+processor; what `register` returned."""
+
+
+class ProcessorOptions(TypedDict, total=False):
+    """What every generating method takes."""
+
+    processor: ProcessorLike | Sequence[ProcessorLike | Sequence[ProcessorLike] | None] | None
+    """The processor that the request carries, or a list of several that run in this order (not on SGLang servers).
+    For a batch of prompts, a list has one entry a prompt, each as for a single prompt; None for one without."""
+    params: Params | Sequence[Params | None] | None
+    """The processor's parameters, `custom_params` on the wire. For a batch also a list, one a prompt."""
+    logits_processors: Sequence[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str]]
+    """Several processors, each with parameters of its own, run in this order (not on SGLang servers): dicts with
+    `processor`, given as above, and `params`. Also the server's own callables, by `qualname`, `args` and `kwargs`, if
+    its operator allows their names. For a batch also a list of such lists, one a prompt."""
+    vllm_xargs: Mapping[str, Any]
+    """Parameters of batch processors that are installed on the server."""
+    trace: Mapping[str, int]
+    """`{"top": 20}`: show for each token what became of the most likely ones, see `TokenTrace` (only on logitship
+    servers)."""
+    extra_body: Mapping[str, Any]
+    """Further fields of the request body, for what a server understands and this client does not know."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """SGLang's `sampling_params` in SGLang's names, and those of vLLM's that logitship adds to them."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    """`sampling_seed` on the wire."""
+    stop: str | list[str]
+    stop_token_ids: list[int]
+    stop_regex: str | list[str]
+    ignore_eos: bool
+    no_stop_trim: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    allowed_token_ids: list[int]
+    bad_words: list[str]
+    thinking_token_budget: int
+    """Most tokens that the model may think before its end of the thinking is forced."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
+    """Log-probabilities before any edit of the logits, or after all of them."""
+    json_schema: str
+    regex: str
+    ebnf: str
+    structural_tag: str
+    """JSON text of a structural tag. The OpenAI routes take it in `response_format`."""
+
+
+class GenerateOptions(ProcessorOptions, SamplingOptions, total=False):
+    """Options of `generate` and `generate_stream`."""
+
+    rid: str | list[str]
+    """Request id of your choice, for `abort`. For a batch a list, or one that `_0`, `_1`, … are appended to."""
+    max_thinking_tokens: int
+    """SGLang's name of `thinking_token_budget`."""
+    return_logprob: bool
+    logprob_start_len: int
+    """First prompt token whose log-probability is returned; -1: none of the prompt's."""
+    top_logprobs_num: int
+    return_text_in_logprobs: bool
+
+
+class _OpenAIOptions(ProcessorOptions, total=False):
+    model: str
+    """Left out: the server's only or first model."""
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    stop: str | list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    allowed_token_ids: list[int]
+    bad_words: list[str]
+    thinking_token_budget: int
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
+    response_format: Mapping[str, Any]
+    user: str
+
+
+class CompletionOptions(_OpenAIOptions, total=False):
+    """Options of `completions` and `completions_stream`, in OpenAI's names and those that SGLang and vLLM add."""
+
+    echo: bool
+    logprobs: int
+    suffix: str
+
+
+class ChatOptions(_OpenAIOptions, total=False):
+    """Options of `chat` and `chat_stream`, in OpenAI's names and those that SGLang and vLLM add."""
+
+    max_completion_tokens: int
+    logprobs: bool
+    top_logprobs: int
+    tools: list[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]

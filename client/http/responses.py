@@ -1,0 +1,226 @@
+"""Parse: from the servers' JSON to records. Reads SGLang's format, OpenAI's, and what vLLM and logitship add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import orjson
+
+from logitship.client.errors import LogitshipError, TransportError
+from logitship.client.records import (
+    FinishReason,
+    Generation,
+    Model,
+    Receipt,
+    TokenTrace,
+    TraceCandidate,
+    TraceStage,
+    Usage,
+)
+from logitship.client.serialization.processor_string import RegisteredProcessor
+
+from .error_bodies import Problem, problem_in
+from .logprobs_parsing import openai_logprobs, sglang_logprobs
+
+T = TypeVar("T")
+
+
+def read_answer(content: bytes, parse: Callable[[Any], T]) -> T:
+    """Decode an answer and parse it.
+
+    Raises:
+        TransportError: it is not what the route answers: that was no LLM server, or not a compatible one.
+    """
+    shown = content[:200].decode(errors="replace")
+    try:
+        data = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        raise TransportError(f"the server's answer is not JSON: {shown!r}") from None
+    with malformed_as_transport_error(shown):
+        return parse(data)
+
+
+@contextmanager
+def malformed_as_transport_error(shown: str) -> Iterator[None]:
+    """The parsers take the servers' formats for granted; an answer in another one ends here, not in a `KeyError`."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise TransportError(f"the server's answer is malformed ({error!r}): {shown!r}") from error
+
+
+def parse_generate(data: Any, *, many: bool) -> Generation | list[Generation]:
+    """The answer of `/generate`: one continuation, or a list of them if `many`.
+
+    Raises:
+        GenerationError: one of the continuations was ended by an error; `partial` holds the whole answer.
+    """
+    entries = data if isinstance(data, list) else [data]
+    generations = [_sglang_generation(entry, index) for index, entry in enumerate(entries)]
+    answer = generations if many else generations[0]
+    _raise_first((problem_of_finish(entry["meta_info"]) for entry in entries), answer)
+    return answer
+
+
+def parse_openai(data: Any, *, many: bool, fault_token: int | None = None) -> Generation | list[Generation]:
+    """The answer of `/v1/completions` or `/v1/chat/completions`: one a choice, in order of their index.
+
+    Args:
+        fault_token: see `HttpRequest`.
+
+    Raises:
+        GenerationError: one of the continuations was ended by an error; `partial` holds the whole answer.
+    """
+    choices = sorted(data["choices"], key=lambda choice: int(choice.get("index", 0)))
+    generations = [_openai_generation(data, choice) for choice in choices]
+    answer = generations if many else generations[0]
+    _raise_first((problem_of_choice(choice, fault_token) for choice in choices), answer)
+    return answer
+
+
+def parse_models(data: Any) -> list[Model]:
+    """The answer of `/v1/models`."""
+    return [Model(entry["id"], entry.get("max_model_len"), entry) for entry in data["data"]]
+
+
+def parse_registered(data: Any) -> RegisteredProcessor:
+    """The answer of `POST /v1/processors`."""
+    return RegisteredProcessor(data["digest"], data.get("id"))
+
+
+def parse_error(status_code: int, content: bytes) -> LogitshipError:
+    """The exception that stands for an answer with an error status."""
+    try:
+        body: Any = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        body = content.decode(errors="replace")
+    return (problem_in(body) or Problem(f"the server answered {body!r}")).as_status_error(status_code, body)
+
+
+def problem_of_finish(meta: Mapping[str, Any]) -> Problem | None:
+    """Why an SGLang continuation was ended, if something ended it; None if it came to its own end."""
+    reason = meta.get("finish_reason")
+    if not isinstance(reason, dict) or reason.get("type") != "abort":
+        return None
+    return Problem(
+        reason.get("message") or "the request was cancelled",
+        type=reason.get("err_type") or "AbortError",
+        traceback=reason.get("traceback") or "",
+    )
+
+
+def problem_of_choice(choice: Mapping[str, Any], fault_token: int | None = None) -> Problem | None:
+    """The same for a choice of the OpenAI routes, which only say the word `abort`; vLLM's plugin, only a token id."""
+    if fault_token is not None and choice.get("stop_reason") == fault_token:
+        return Problem(
+            "a processor of the request failed, and logitship's plugin for vLLM ended it: the server's log has the "
+            "reason",
+            type="ProcessorFault",
+        )
+    if choice.get("finish_reason") != "abort":
+        return None
+    return problem_in(choice) or Problem("the request was cancelled", type="AbortError")
+
+
+def parse_finish_reason(reason: Any, matched: Any = None) -> FinishReason | None:
+    """SGLang's dict or OpenAI's word."""
+    if isinstance(reason, dict):
+        return FinishReason(reason["type"], reason.get("matched"))
+    return FinishReason(reason, matched) if isinstance(reason, str) else None
+
+
+def parse_receipts(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Receipt, ...]:
+    """The receipts in an answer; none where the server issues none."""
+    return tuple(
+        Receipt(entry["digest"], entry["name"], entry["steps"], entry["milliseconds"]) for entry in entries or ()
+    )
+
+
+def parse_trace(entries: Sequence[Mapping[str, Any]] | None) -> tuple[TokenTrace, ...] | None:
+    """The traces in an answer; None where there are none."""
+    return None if entries is None else tuple(map(_token_trace, entries))
+
+
+def _token_trace(entry: Mapping[str, Any]) -> TokenTrace:
+    return TokenTrace(
+        TraceCandidate(entry["token_id"], entry["text"]),
+        tuple(TraceCandidate(candidate["token_id"], candidate["text"]) for candidate in entry["candidates"]),
+        tuple(
+            TraceStage(
+                stage["stage"],
+                stage.get("name"),
+                stage.get("digest"),
+                stage.get("again", False),
+                tuple(stage["logprobs"]),
+                stage["num_allowed"],
+            )
+            for stage in entry["stages"]
+        ),
+    )
+
+
+def openai_receipts(data: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[Receipt, ...]:
+    """A choice's receipts."""
+    return parse_receipts(choice.get("receipts") or data.get("receipts"))
+
+
+def sglang_usage(meta: Mapping[str, Any]) -> Usage:
+    """Token counts out of `meta_info`."""
+    return Usage(meta.get("prompt_tokens") or 0, meta.get("completion_tokens") or 0, meta.get("cached_tokens") or 0)
+
+
+def openai_usage(usage: Mapping[str, Any] | None) -> Usage | None:
+    """Token counts out of `usage`."""
+    if usage is None:
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0, details.get("cached_tokens") or 0
+    )
+
+
+def _sglang_generation(data: Mapping[str, Any], index: int) -> Generation:
+    meta = data["meta_info"]
+    return Generation(
+        text=data.get("text", ""),
+        index=index,
+        output_ids=tuple(data.get("output_ids") or ()),
+        finish_reason=parse_finish_reason(meta.get("finish_reason")),
+        usage=sglang_usage(meta),
+        logprobs=sglang_logprobs(meta, "output"),
+        prompt_logprobs=sglang_logprobs(meta, "input"),
+        receipts=parse_receipts(meta.get("receipts")),
+        trace=parse_trace(meta.get("trace")),
+        rid=meta.get("id"),
+        raw=data,
+    )
+
+
+def _openai_generation(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Generation:
+    text = choice["message"].get("content") if "message" in choice else choice.get("text")
+    return Generation(
+        text=text or "",
+        index=choice.get("index", 0),
+        output_ids=tuple(choice.get("token_ids") or ()),
+        finish_reason=parse_finish_reason(choice.get("finish_reason"), matched_stop(choice)),
+        usage=openai_usage(data.get("usage")) or Usage(),
+        logprobs=openai_logprobs(choice.get("logprobs")),
+        receipts=openai_receipts(data, choice),
+        trace=parse_trace(choice.get("trace")),
+        rid=data.get("id"),
+        raw=data,
+    )
+
+
+def matched_stop(choice: Mapping[str, Any]) -> int | str | None:
+    """What ended a choice: SGLang's `matched_stop`, vLLM's `stop_reason`."""
+    matched: int | str | None = choice.get("matched_stop", choice.get("stop_reason"))
+    return matched
+
+
+def _raise_first(problems: Iterable[Problem | None], partial: Any) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise problem.as_generation_error(partial)

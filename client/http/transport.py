@@ -1,0 +1,69 @@
+"""What the sync and the async client share of HTTP: where to, as whom, and httpx's errors in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+
+from logitship.client.errors import TransportError
+
+from .http_requests import HttpRequest
+
+DEFAULT_BASE_URL = "http://127.0.0.1:30000"
+DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+"""A long generation that is not streamed sends nothing for minutes."""
+
+_NOTHING_WAS_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+def check_base_url(base_url: str) -> str:
+    """`base_url`, if it is one.
+
+    Raises:
+        ValueError: it is no http or https address.
+    """
+    try:
+        url = httpx.URL(base_url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ValueError(f"base_url: {error}") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"base_url: expected an address such as {DEFAULT_BASE_URL!r}, not {base_url!r}")
+    return base_url
+
+
+def client_headers(api_key: str | None, headers: Mapping[str, str] | None) -> dict[str, str]:
+    """The headers of every request."""
+    authorization = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    return {**authorization, **(headers or {})}
+
+
+def http_request(http: httpx.Client | httpx.AsyncClient, request: HttpRequest) -> httpx.Request:
+    """`request` in httpx's form."""
+    headers = {"accept": "text/event-stream" if request.stream else "application/json"}
+    if request.json is not None:
+        headers["content-type"] = "application/json"
+    return http.build_request(request.method, request.path, headers=headers, content=request.content)
+
+
+@contextmanager
+def transport_errors(http: httpx.Client | httpx.AsyncClient) -> Iterator[None]:
+    """Translate httpx's errors, here and nowhere else.
+
+    Raises:
+        TransportError: in place of any `httpx.HTTPError`, which stays its cause.
+    """
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        raise TransportError(f"{http.base_url} did not answer in time ({type(error).__name__})") from error
+    except httpx.ConnectError as error:
+        raise TransportError(f"cannot connect to {http.base_url}: {error}. Is the server running?") from error
+    except httpx.HTTPError as error:
+        raise TransportError(f"the connection to {http.base_url} failed: {error or type(error).__name__}") from error
+
+
+def was_sent(error: TransportError) -> bool:
+    """Whether the server may have received anything of the request that failed with `error`."""
+    return not isinstance(error.__cause__, _NOTHING_WAS_SENT)

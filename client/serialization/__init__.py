@@ -1,0 +1,1 @@
+"""From a class to a processor string, and back."""

@@ -1,0 +1,231 @@
+"""Pickle a class by value, for any `dill.loads`.
+
+`dill.dumps` sends a class by reference if its module can be imported *here*, and ties the functions of a script to the
+`__main__` of the process that loads them. This pickler writes with dill's constructors, so that dill alone reads it,
+but decides differently:
+
+- What the author wrote travels by value; what is installed travels by name (`provenance.py`).
+- The modules of the author become empty modules that hold only the names which the class uses (`pickled_modules.py`).
+- Functions and classes are created bare, then filled (`pickled_functions.py`, `pickled_classes.py`).
+- Annotations travel as text: nothing runs them.
+- The same class gives the same bytes in every process: sets are sorted, equal strings are one object, and file names
+  lose their folders.
+
+This module and the `pickled_` ones import dill; `serialization.py` imports this one when a class is really serialized.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import dill._dill
+
+from logitship.client.errors import ProcessorSerializationError
+
+from .pickled_classes import save_class
+from .pickled_functions import save_cell, save_code, save_function
+from .pickled_modules import CarriedModules, GlobalsProxy, Namespace, save_globals_proxy, save_module, save_namespace
+from .provenance import is_installed, is_own_extension, top_level
+from .reductions import ordered, reduce_type_variable, reduce_value, sentinel_name, untravellable
+
+PROTOCOL = 4
+
+
+class _Root:
+    """The class to pickle. Saving it saves the class, then finishes what must come last."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+
+class _Dispatch(dict[type, Any]):
+    """Our handlers, then dill's. Every class whose type is a metaclass is saved as a class."""
+
+    def get(self, key: type, default: Any = None) -> Any:
+        if key in self:
+            return self[key]
+        if issubclass(key, type):
+            return save_class
+        return dill._dill.Pickler.dispatch.get(key, default)
+
+
+class ClassPickler(dill._dill.Pickler):  # type: ignore[misc]
+    """Writes one class, and all that it uses, to a file.
+
+    Attributes:
+        modules: the author's modules in this pickle.
+
+    Raises:
+        ProcessorSerializationError: from `dump_class` and `dump_data`; names the object that cannot travel and where
+            it is used.
+    """
+
+    dispatch: ClassVar[_Dispatch] = _Dispatch()
+
+    def __init__(self, file: io.BytesIO, own_packages: Iterable[str] = ()) -> None:
+        super().__init__(file, protocol=PROTOCOL)
+        self.modules = CarriedModules(self)
+        self._own_packages = frozenset(own_packages)
+        self._canonical: dict[Any, Any] = {}
+        self._path: list[tuple[str, Any]] = []
+        self._last_calls: list[tuple[Any, ...]] = []
+        self._data_only = False
+
+    def dump_class(self, cls: type) -> None:
+        """Pickle `cls` by value."""
+        self._dump(_Root(cls))
+
+    def dump_data(self, values: dict[str, Any]) -> None:
+        """Pickle values that hold no code of the author's: no bytecode, so any Python version reads them."""
+        self._data_only = True
+        self._dump(values)
+
+    def _dump(self, root: Any) -> None:
+        try:
+            self.dump(root)
+        except ProcessorSerializationError:
+            raise
+        except RecursionError as error:
+            raise ProcessorSerializationError(f"{self.here()} is nested too deeply to travel") from error
+        except Exception as error:  # __reduce__ and __getstate__ are the author's code
+            raise ProcessorSerializationError(
+                f"{self.here()} cannot travel: {type(error).__name__}: {error}"
+            ) from error
+
+    # --- where we are, for messages ---
+
+    @contextmanager
+    def at(self, label: str, value: Any) -> Iterator[None]:
+        """Name what is written inside of the `with`: "global 'x' used by f", and the value itself."""
+        self._path.append((label, value))
+        yield
+        self._path.pop()  # not on an error: _dump still needs it
+
+    def here(self) -> str:
+        """The innermost name."""
+        return self._path[-1][0] if self._path else "the class"
+
+    def refuse(self, value: Any, what: str, mend: str = "") -> ProcessorSerializationError:
+        """The error to raise for a value that cannot travel."""
+        verb = "is" if self._path and self._path[-1][1] is value else "holds"
+        message = f"{self.here()} {verb} {what}, which cannot travel"
+        return ProcessorSerializationError(f"{message}: {mend}" if mend else message)
+
+    # --- by value or by name ---
+
+    def is_own(self, module_name: str | None) -> bool:
+        """True if what is in the module travels by value."""
+        return not is_installed(module_name) or top_level(module_name or "") in self._own_packages
+
+    def is_by_name(self, obj: Any) -> bool:
+        """True if an installed library has this very object under the object's own name."""
+        module = getattr(obj, "__module__", None)
+        if self.is_own(module):
+            return False
+        found: Any = sys.modules.get(str(module))
+        for part in getattr(obj, "__qualname__", obj.__name__).split("."):
+            found = getattr(found, part, None)
+        return found is obj
+
+    def is_root(self, cls: type) -> bool:
+        """True for the class that is being pickled, which always travels by value."""
+        return bool(self._path) and self._path[0][1] is cls
+
+    def check_code_allowed(self, obj: Any) -> None:
+        """Refuse a function or class of the author's inside of `dump_data`."""
+        if self._data_only:
+            raise self.refuse(obj, "code")
+
+    # --- writing ---
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Write a call for its effect."""
+        self.save_reduce(function, args)
+        self.write(pickle.POP)
+
+    def call_last(self, function: Callable[..., Any], *args: Any) -> None:
+        """Write a call for its effect, when all else is written."""
+        self._last_calls.append((function, *args))
+
+    def build(self, attributes: dict[str, Any]) -> None:
+        """Write the setting of attributes of the object that was written last."""
+        self.save((None, attributes))
+        self.write(pickle.BUILD)
+
+    def save_name(self, obj: Any, module: str, qualname: str) -> None:
+        """Write an object as a name that need not exist here."""
+        self.save(module)
+        self.save(qualname)
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        """Write any object."""
+        # Whether two equal strings are one object depends on the process (interning, .pyc files), and shows in the
+        # bytes as a memo reference.
+        if type(obj) in (str, bytes):
+            obj = self._canonical.setdefault((type(obj), obj), obj)
+        elif type(obj) is tuple and obj and all(type(item) is str for item in obj):
+            obj = self._canonical.setdefault((tuple, obj), obj)
+        super().save(obj, save_persistent_id)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Objects that pickle and dill would write in a way that does not mean the same elsewhere."""
+        if what := untravellable(obj):
+            raise self.refuse(obj, what)
+        if name := sentinel_name(obj):
+            return name
+        if isinstance(obj, TypeVar) and not self.is_by_name(obj):
+            return reduce_type_variable(obj)
+        return reduce_value(obj)
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Write an object by name, which must be an installed library's."""
+        module = getattr(obj, "__module__", None)
+        if module is None:
+            module = pickle.whichmodule(obj, name or obj.__name__)  # type: ignore[attr-defined]
+        if is_own_extension(module):
+            raise self.refuse(obj, f"{name or obj!r} of your compiled module {module}")
+        if self.is_own(module):
+            raise self.refuse(obj, f"{name or obj!r}, known only by its name in your module {module}")
+        super().save_global(obj, name)
+
+    def _save_root(self, root: _Root) -> None:
+        with self.at(f"class {root.cls.__qualname__}", root.cls):
+            self.save(root.cls)
+        for call in self._last_calls:
+            self.call(*call)
+
+    def _save_set(self, items: set[Any] | frozenset[Any]) -> None:
+        """Write a set in an order that does not depend on the process."""
+        self.save_reduce(type(items), (ordered(items),), obj=items)
+
+    def _save_dict(self, items: dict[Any, Any]) -> None:
+        """Write a dict that is not a module's globals."""
+        module = sys.modules.get(items["__name__"]) if isinstance(items.get("__name__"), str) else None
+        if module is not None and module.__dict__ is items:
+            raise self.refuse(items, f"the globals() of module {module.__name__}")
+        # pickle's own: dill's compares each dict with that of __main__, and comparing tensors is an error.
+        pickle._Pickler.save_dict(self, items)  # type: ignore[attr-defined]
+
+
+ClassPickler.dispatch.update(
+    {
+        _Root: ClassPickler._save_root,
+        Namespace: save_namespace,
+        GlobalsProxy: save_globals_proxy,
+        types.ModuleType: save_module,
+        types.FunctionType: save_function,
+        types.CodeType: save_code,
+        types.CellType: save_cell,
+        set: ClassPickler._save_set,
+        frozenset: ClassPickler._save_set,
+        dict: ClassPickler._save_dict,
+    }
+)

@@ -1,0 +1,77 @@
+"""Unpickle a class into a world of its own.
+
+This module imports dill; `loading.py` imports it when a class is really loaded.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import dill._dill
+
+from logitship.client.errors import ProcessorLoadError
+
+from .bytecode import check_code
+from .shipped_names import ShippedNames
+
+_DILL_MODULES = frozenset({"dill._dill", "dill.dill"})
+
+
+class ClassUnpickler(dill._dill.Unpickler):  # type: ignore[misc]
+    """Reads what `dill.dumps(cls)` wrote, ours or SGLang's.
+
+    - SGLang's and vLLM's names are looked up in `names`, never in a package that is installed.
+    - Code is checked to be this Python's before it is built.
+    - Functions that are tied to `__main__` get a dict of their own, so that two clients' classes share nothing, and
+      cannot see this process's `__main__`.
+    """
+
+    def __init__(self, payload: bytes, names: ShippedNames) -> None:
+        # ignore=True: don't look for the class of the result in our __main__.
+        super().__init__(io.BytesIO(payload), ignore=True)
+        self._names = names
+        self._main_globals: dict[str, Any] = {"__name__": "__main__", "__builtins__": names.builtins}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name in the pickle."""
+        if (module, name) in {("__builtin__", "__main__"), ("__main__", "__dict__")}:
+            return self._main_globals
+        if module == "__main__":
+            raise ProcessorLoadError(
+                f"the pickle names {name!r} of the author's script instead of carrying it: serialize the class with "
+                "logitship's to_str()"
+            )
+        if module in _DILL_MODULES:
+            return self._dill_function(name) or super().find_class(module, name)
+        try:
+            return self._names.find(module, name)
+        except KeyError:
+            return super().find_class(module, name)
+        except ImportError as error:
+            raise ProcessorLoadError(str(error)) from None
+
+    def _dill_function(self, name: str) -> Callable[..., Any] | None:
+        replaced: dict[str, Callable[..., Any]] = {
+            "_create_code": _create_checked_code,
+            "_create_function": self._create_function,
+            "_import_module": self._import_module,
+        }
+        return replaced.get(name)
+
+    def _create_function(self, code: Any, variables: dict[str, Any] | None, *args: Any, **kwargs: Any) -> FunctionType:
+        variables = {"__name__": "__main__"} if variables is None else variables
+        # A function takes its builtins from its globals when it is made.
+        variables.setdefault("__builtins__", self._names.builtins)
+        function: FunctionType = dill._dill._create_function(code, variables, *args, **kwargs)
+        return function
+
+    def _import_module(self, name: str, safe: bool = False) -> Any:
+        return self._names.find_module(name) or dill._dill._import_module(name, safe)
+
+
+def _create_checked_code(*args: Any) -> Any:
+    check_code(args)
+    return dill._dill._create_code(*args)

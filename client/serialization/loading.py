@@ -1,0 +1,225 @@
+"""From a processor string to a class, in this process. The one place that unpickles processors.
+
+Loading runs the code in the string. The server process must not call this for a client's string unless the operator
+told it to trust its clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import pickle
+import pickletools
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from types import CodeType, ModuleType
+from typing import Any
+
+from logitship.client.author_errors import author_traceback, class_name, error_message, error_text
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor import CustomLogitProcessor
+from logitship.client.scrub import scrub
+
+from .class_names import missing_globals
+from .processor_string import PYTHON, PickledProcessor, SourceProcessor
+from .shipped_names import ShippedNames
+from .syntax import signature_of
+
+_LONGEST_NAME = 200
+_NOT_INSTALLED = (
+    "the processor needs the module {}, which is not installed here. If it is your own, serialize the class with "
+    "logitship's to_str(), which carries it"
+)
+_counter = itertools.count()
+_NO_NAMES: Mapping[tuple[str, str], Any] = {}
+
+
+def load_class(
+    string: PickledProcessor | SourceProcessor, names: Mapping[tuple[str, str], Any] = _NO_NAMES
+) -> type[CustomLogitProcessor]:
+    """Rebuild the class in a processor string. Runs the code in it.
+
+    Args:
+        string: a pickle of this Python version, or source; of a pickle of another version, its source is taken.
+        names: what stands for (module, name) when the code asks for it: SGLang's built-in processors, vLLM's batch
+            processor interface. SGLang's and our `CustomLogitProcessor` are always there. The table is used even where
+            the real package is installed: what a processor does must not depend on it.
+
+    Raises:
+        ProcessorLoadError: it cannot be rebuilt here; the message says why, and holds the traceback of the author's
+            code where that raised.
+    """
+    runnable = string.runnable if isinstance(string, PickledProcessor) else string
+    table = ShippedNames(names)
+    if isinstance(runnable, PickledProcessor):
+        return _check_class(_unpickle(runnable.payload, table))
+    return _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
+
+
+def instantiate(cls: type[CustomLogitProcessor]) -> CustomLogitProcessor:
+    """The one instance of a loaded class.
+
+    Raises:
+        ProcessorLoadError: `__init__` needs arguments or raises.
+    """
+    name = class_name(cls)
+    with _explained(f"{name} raised when it was made"):
+        try:
+            signature_of(cls).bind()
+        except TypeError as error:
+            raise ProcessorLoadError(
+                f"{name} cannot be made without arguments: {error_message(error)}. Take the values from custom_params, "
+                "or give the arguments of __init__ defaults"
+            ) from None
+        return cls()
+
+
+def check_payload(payload: bytes) -> None:
+    """Load a class that was just pickled here, to see that it loads.
+
+    Raises:
+        ProcessorLoadError: it does not.
+    """
+    _check_class(_unpickle(payload, ShippedNames(names_in_use())))
+
+
+def run_source(string: SourceProcessor) -> dict[str, Any]:
+    """Run the source of a class that was just captured here, to see what it defines.
+
+    Raises:
+        ProcessorLoadError: it raises, or does not define the class.
+    """
+    module = _run_source(string, ShippedNames(names_in_use()))
+    _check_class(_pick_class(module, string.class_name))
+    return vars(module)
+
+
+def names_in_use() -> dict[tuple[str, str], Any]:
+    """The names of our processors that have been imported in this process and carry SGLang's names."""
+    found: dict[tuple[str, str], Any] = {}
+    waiting: list[type] = [CustomLogitProcessor]
+    while waiting:
+        cls = waiting.pop()
+        waiting.extend(cls.__subclasses__())
+        ours = cls.__module__.partition(".")[0] == "logitship" and cls.__module__ in sys.modules
+        if ours and "_pickles_as" in cls.__dict__:
+            found[cls.__dict__["_pickles_as"]] = cls
+    return found
+
+
+def explain_name_error(error: NameError, cls: type) -> str | None:
+    """What to tell the author of a class whose method raised NameError, or None if there is nothing to add."""
+    name = getattr(error, "name", None)
+    if isinstance(error, UnboundLocalError) or name not in missing_globals(cls):
+        return None
+    return (
+        f"{name!r} was a global of the author's module and did not travel: SGLang's to_str() leaves module globals "
+        "behind. Import or define it inside the method, or serialize the class with logitship's to_str(), which "
+        "carries what the class uses"
+    )
+
+
+def _unpickle(payload: bytes, names: ShippedNames) -> Any:
+    _check_pickle(payload)
+    from .class_unpickler import ClassUnpickler
+
+    with _explained("the processor raised while it was loaded"):
+        return ClassUnpickler(payload, names).load()
+
+
+def _check_pickle(payload: bytes) -> None:
+    """Tell damaged data from code that fails."""
+    try:
+        for _ in pickletools.genops(payload):
+            pass
+    except (ValueError, UnicodeDecodeError) as error:
+        what = "is truncated or damaged" if payload[:1] == pickle.PROTO else "is not a pickle"
+        raise ProcessorLoadError(f"the processor's data {what}: {error}") from None
+
+
+def _run_source(string: SourceProcessor, names: ShippedNames) -> ModuleType:
+    """Execute the source as a module of its own."""
+    module = ModuleType(f"logitship_processor_{next(_counter)}")
+    vars(module).update(_captured(string, names), __builtins__=names.builtins)
+    filename = f"<{module.__name__}>"
+    code = _compile(string.source, filename)
+    # linecache lets tracebacks quote the source. It must not keep it longer than the class.
+    linecache.cache[filename] = (len(string.source), None, string.source.splitlines(keepends=True), filename)
+    forget = weakref.finalize(module, linecache.cache.pop, filename, None)
+    # dataclasses and typing look a class's module up in sys.modules while the class is made.
+    sys.modules[module.__name__] = module
+    try:
+        with _explained("the source raised while it was loaded"):
+            exec(code, vars(module))
+    finally:
+        sys.modules.pop(module.__name__, None)
+    cls = vars(module).get(string.class_name)
+    if isinstance(cls, type):
+        forget.detach()
+        weakref.finalize(cls, linecache.cache.pop, filename, None)
+    return module
+
+
+def _compile(source: str, filename: str) -> CodeType:
+    try:
+        return compile(source, filename, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ProcessorLoadError(f"the source is not valid Python {PYTHON}: line {error.lineno}: {error.msg}") from None
+    except ValueError as error:
+        raise ProcessorLoadError(f"the source is not valid Python {PYTHON}: {error}") from None
+
+
+def _pick_class(module: ModuleType, name: str) -> Any:
+    if name not in vars(module):
+        classes = sorted(n for n, value in vars(module).items() if _is_made_in(value, module))
+        raise ProcessorLoadError(
+            f"the source does not define {name!r}; its classes are: {', '.join(classes) or 'none'}"
+        )
+    return vars(module)[name]
+
+
+def _is_made_in(value: Any, module: ModuleType) -> bool:
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+def _captured(string: SourceProcessor, names: ShippedNames) -> dict[str, Any]:
+    if not string.captured:
+        return {}
+    captured = _unpickle(string.captured, names)
+    if not isinstance(captured, dict):
+        raise ProcessorLoadError(f"'captured' is not a dict of values but {class_name(type(captured))}")
+    return captured
+
+
+def _check_class(cls: Any) -> type[CustomLogitProcessor]:
+    if not isinstance(cls, type):
+        raise ProcessorLoadError(f"the processor is not a class but {class_name(type(cls))}")
+    if not issubclass(cls, CustomLogitProcessor):
+        raise ProcessorLoadError(f"class {class_name(cls)} is not a subclass of CustomLogitProcessor")
+    abstract = sorted(getattr(cls, "__abstractmethods__", ()))
+    if abstract:
+        raise ProcessorLoadError(f"class {class_name(cls)} is abstract: it lacks {', '.join(abstract)}")
+    return cls
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn whatever the author's code raises into a ProcessorLoadError."""
+    try:
+        yield
+    except ProcessorLoadError:
+        raise
+    except (Exception, SystemExit) as error:  # author's code may raise anything
+        module = _missing_module(error)
+        message = f"{what}: {error_text(error)}" if module is None else _NOT_INSTALLED.format(module)
+        raise ProcessorLoadError(f"{message}\n{author_traceback(error)}".rstrip()) from error
+
+
+def _missing_module(error: BaseException) -> str | None:
+    """The module that was looked for, if that is what the error says."""
+    # The attributes of a subclass may be the author's code, and so may the name.
+    if type(error) is not ModuleNotFoundError or type(error.name) is not str:
+        return None
+    return repr(scrub(error.name[:_LONGEST_NAME]))

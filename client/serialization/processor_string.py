@@ -1,0 +1,252 @@
+"""Contract 1: the processor string, read and written without running anything.
+
+A processor string is JSON text in one of four forms:
+
+```
+{"callable": "<hex>", "logitship": {…}}          pickled: SGLang's form, ours adds the second key
+{"source": "<python>", "class_name": "Name"}     source: no pickle at all
+{"digest": "sha256:…"}                           registered: uploaded before
+{"name": "disallowed_tokens"}                    installed: put there by the operator; ships no code.
+                                                 Also the name of a registered one: "Lipogram", "Lipogram@2"
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import orjson
+
+from logitship.client.errors import ProcessorLoadError
+
+FORMAT_VERSION = 1
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""The bytecode of a pickled class only runs on the Python minor version that made it."""
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def _digest(*parts: bytes) -> str:
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(len(part).to_bytes(8, "little"))
+        sha.update(part)
+    return f"sha256:{sha.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class SourceProcessor:
+    """A class as source text.
+
+    Attributes:
+        source: a Python module's text that defines the class with everything it uses.
+        class_name: which class of it is the processor.
+        captured: dill pickle of a dict of the module's values that have no literal form, or b"".
+        python: minor version that `captured` comes from, such as "3.11"; None if unknown.
+    """
+
+    source: str
+    class_name: str
+    captured: bytes = b""
+    python: str | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """`sha256:` of everything that decides what runs."""
+        return _digest(b"source", self.source.encode(), self.class_name.encode(), self.captured)
+
+
+@dataclass(frozen=True)
+class PickledProcessor:
+    """A class as a dill pickle.
+
+    Attributes:
+        payload: what `dill.dumps(cls)` gave.
+        python: minor version that made it, such as "3.11"; None where the string does not say (SGLang's do not).
+        dill: version of dill that made it, or None.
+        source: the same class as source, for a Python that cannot run the pickle; None where there is none.
+        params_schema: JSON schema of its parameters, or None.
+        name: the class's name as the string claims it, or None.
+    """
+
+    payload: bytes
+    python: str | None = None
+    dill: str | None = None
+    source: SourceProcessor | None = None
+    params_schema: dict[str, Any] | None = None
+    name: str | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """`sha256:` of the pickle alone: the rest of the string is only a description."""
+        return f"sha256:{hashlib.sha256(self.payload).hexdigest()}"
+
+    @property
+    def runnable(self) -> PickledProcessor | SourceProcessor:
+        """What runs under this Python: the pickle, or the source where the pickle is another minor version's.
+
+        Its digest is the identity of the processor. The two have different digests, because a string may claim one
+        thing in its pickle and another in its source.
+
+        Raises:
+            ProcessorLoadError: the pickle is another version's and there is no source.
+        """
+        if self.python is None or self.python == PYTHON:
+            return self
+        if self.source is not None:
+            return self.source
+        raise ProcessorLoadError(
+            f"the processor was serialized by Python {self.python}, this server runs Python {PYTHON}, and the string "
+            "holds no source to rebuild it from: serialize it with the server's Python version, or send the class in "
+            "source form"
+        )
+
+
+@dataclass(frozen=True)
+class RegisteredProcessor:
+    """A processor that was uploaded before, by its digest.
+
+    Attributes:
+        id: its name and version, such as `Lipogram@2`, where it comes from an answer of the server.
+    """
+
+    digest: str
+    id: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class InstalledProcessor:
+    """A processor that the operator installed, by name or as `module:Class`; or a registered one, by its name."""
+
+    name: str
+
+
+ProcessorString: TypeAlias = SourceProcessor | PickledProcessor | RegisteredProcessor | InstalledProcessor
+
+
+def parse(text: str | bytes) -> ProcessorString:
+    """Read a processor string. Runs nothing, unpickles nothing.
+
+    Raises:
+        ProcessorLoadError: not one of the four forms; the message says what is wrong.
+    """
+    try:
+        data = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ProcessorLoadError(f"the processor string is not JSON: {error}") from None
+    return from_json(data)
+
+
+def from_json(data: Any) -> ProcessorString:
+    """`parse` for JSON that is decoded already."""
+    if not isinstance(data, dict):
+        raise ProcessorLoadError("the processor string is not a JSON object")
+    if "callable" in data:
+        return _pickled(data)
+    if "source" in data:
+        _only(data, "source", "class_name")
+        return SourceProcessor(_text(data, "source"), _text(data, "class_name"))
+    if "digest" in data:
+        _only(data, "digest")
+        digest = _text(data, "digest")
+        if not _DIGEST.fullmatch(digest):
+            raise ProcessorLoadError(f"'digest' is not 'sha256:' and 64 hexadecimal digits: {digest[:80]!r}")
+        return RegisteredProcessor(digest)
+    if "name" in data:
+        _only(data, "name")
+        return InstalledProcessor(_text(data, "name"))
+    raise ProcessorLoadError("the processor string has none of the keys 'callable', 'source', 'digest' and 'name'")
+
+
+def _pickled(data: dict[str, Any]) -> PickledProcessor:
+    _only(data, "callable", "logitship")
+    payload = _hex(data, "callable")
+    if not payload:
+        raise ProcessorLoadError("'callable' is empty")
+    about = data.get("logitship")
+    if about is None:
+        return PickledProcessor(payload)
+    if not isinstance(about, dict):
+        raise ProcessorLoadError("'logitship' is not a JSON object")
+    version = about.get("v")
+    if version != FORMAT_VERSION:
+        shown = repr(version)[:80] if isinstance(version, str | int | float | None) else type(version).__name__
+        raise ProcessorLoadError(f"'logitship.v' is {shown}: this version reads {FORMAT_VERSION}")
+    python = _text(about, "python") if about.get("python") is not None else None
+    name = _text(about, "name") if about.get("name") is not None else None
+    source = None
+    if about.get("source") is not None:
+        captured = _hex(about, "captured") if about.get("captured") is not None else b""
+        source = SourceProcessor(_text(about, "source"), _text(about, "name"), captured, python)
+    schema = about.get("params_schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise ProcessorLoadError("'logitship.params_schema' is not a JSON object")
+    return PickledProcessor(payload, python, about.get("dill"), source, schema, name)
+
+
+def _only(data: dict[str, Any], *known: str) -> None:
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ProcessorLoadError(f"the processor string has unknown keys beside {known[0]!r}: {unknown}")
+
+
+def _text(data: dict[str, Any], key: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str) or not value:
+        raise ProcessorLoadError(f"{key!r} is missing, empty or not a string")
+    return value
+
+
+def _hex(data: dict[str, Any], key: str) -> bytes:
+    value = data[key]
+    try:
+        return bytes.fromhex(value)
+    except (TypeError, ValueError):
+        raise ProcessorLoadError(f"{key!r} is not a string of hexadecimal digits") from None
+
+
+def to_text(string: ProcessorString) -> str:
+    """Write a processor string: `parse(to_text(string)) == string`.
+
+    Raises:
+        ValueError: a source form with captured values, which the wire format does not have.
+    """
+    return orjson.dumps(to_json(string)).decode()
+
+
+def to_json(string: ProcessorString) -> dict[str, Any]:
+    """`to_text` before it is encoded."""
+    match string:
+        case PickledProcessor():
+            return _pickled_json(string)
+        case SourceProcessor():
+            if string.captured:
+                raise ValueError("the source form carries no captured values: send the pickled form")
+            return {"source": string.source, "class_name": string.class_name}
+        case RegisteredProcessor():
+            return {"digest": string.digest}
+        case InstalledProcessor():
+            return {"name": string.name}
+
+
+def _pickled_json(string: PickledProcessor) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "name": string.name,
+        "python": string.python,
+        "dill": string.dill,
+        "params_schema": string.params_schema,
+    }
+    if string.source is not None:
+        about["source"] = string.source.source
+        about["name"] = string.source.class_name
+        about["captured"] = string.source.captured.hex() or None
+    about = {key: value for key, value in about.items() if value is not None}
+    data: dict[str, Any] = {"callable": string.payload.hex()}
+    if about:
+        data["logitship"] = {"v": FORMAT_VERSION, **about}
+    return data

@@ -1,0 +1,282 @@
+"""Write a class as one self-contained Python module.
+
+Bytecode only runs on the Python minor version that made it; the source runs on any. `capture_source` collects the text
+of the class and of every helper, base class, constant and import of the author's that it uses, from whatever modules
+they come, into one text. Values without a literal form (tensors, compiled patterns, sets) are pickled beside it.
+
+The result is best effort: where it would not mean the same (two modules use one name for different things, there is no
+source file, a statement gives something else when it runs again), there is none.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import io
+import math
+import sys
+from importlib.util import resolve_name
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from logitship.client.errors import ProcessorSerializationError
+
+from .class_names import functions_of
+from .code_names import attribute_chains, code_names, eager_names
+from .processor_string import PYTHON, SourceProcessor
+from .provenance import is_installed, top_level
+from .source_layout import HEADER, NoSource, Part, compile_source, module_text
+from .source_scope import Scope, scope_of
+from .source_text import Definition, SourceFile, files_of_module, find_class, find_function, source_file
+
+
+def capture_source(cls: type, own_packages: frozenset[str] = frozenset()) -> SourceProcessor | None:
+    """The class with all that it uses as source text, or None where that is not possible."""
+    if "_pickles_as" in cls.__dict__:
+        return None
+    builder = _ModuleBuilder(own_packages)
+    try:
+        builder.add_object(cls.__name__, cls)
+        source = SourceProcessor(module_text(builder.parts, builder.imports), cls.__name__, builder.captured(), PYTHON)
+    except (NoSource, RecursionError):
+        return None
+    from .source_check import makes_the_same
+
+    return source if makes_the_same(source, builder.values, own_packages) else None
+
+
+class _ModuleBuilder:
+    """Collects the parts of the module.
+
+    Attributes:
+        values: what each name in it means.
+        parts: its statements, by the name that they bind.
+        imports: its import statements.
+    """
+
+    def __init__(self, own_packages: frozenset[str]) -> None:
+        self._own_packages = own_packages
+        self.values: dict[str, Any] = {}
+        self.imports: set[str] = set()
+        self.parts: dict[str, Part] = {}
+        self._captured: dict[str, Any] = {}
+        self._files: dict[str, SourceFile | None] = {}
+
+    # --- the result ---
+
+    def captured(self) -> bytes:
+        return self._pickle_data(self._captured) if self._captured else b""
+
+    # --- adding ---
+
+    def _claim(self, name: str, value: Any) -> bool:
+        """Reserve a name; False if it is there already with the same meaning."""
+        if name not in self.values:
+            self.values[name] = value
+            return True
+        known = self.values[name]
+        if known is value or (_is_literal(known) and _is_literal(value) and repr(known) == repr(value)):
+            return False
+        raise NoSource
+
+    def _add_global(self, name: str, scope: Scope) -> None:
+        """Add a module-level name of the author's module."""
+        value = scope.variables[name]
+        if not self._claim(name, value):
+            return
+        if isinstance(value, ModuleType):
+            return self._import_module(name, value)
+        if self._import_by_name(name, value):
+            return None
+        file, statement = self._binding(name, value, scope.variables)
+        match statement:
+            case ast.ImportFrom():
+                self._follow_import(name, value, statement, scope)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                assert file is not None
+                self._add_definition(name, value, file, statement)
+            case _:
+                self._add_value(name, value, file, statement, scope)
+        return None
+
+    def add_object(self, name: str, value: Any) -> None:
+        """Add something that has no module-level name: the processor, or what an enclosing function holds."""
+        if not self._claim(name, value):
+            return
+        if isinstance(value, ModuleType):
+            self._import_module(name, value)
+        elif self._import_by_name(name, value):
+            return
+        elif isinstance(value, type | FunctionType):
+            file, node = self._definition(value)
+            self._add_definition(name, value, file, node)
+        else:
+            self._add_value(name, value, None, None, Scope({}))
+
+    def _add_definition(self, name: str, value: Any, file: SourceFile, node: Definition) -> None:
+        self._add_text(name, file.text_of(node), scope_of(value, node, file.filename))
+        if isinstance(node, ast.ClassDef):
+            self._add_annotations(node, scope_of(value, node, file.filename))
+        if node.name != name:
+            self._claim(node.name, value)
+            self.parts[node.name] = self.parts.pop(name)
+            self.parts[name] = Part(f"{name} = {node.name}", eager={node.name})
+
+    def _add_value(
+        self, name: str, value: Any, file: SourceFile | None, statement: ast.stmt | None, scope: Scope
+    ) -> None:
+        """A constant: as a literal, else pickled, else by the statement that made it."""
+        if _is_literal(value):
+            self.parts[name] = Part(f"{name} = {value!r}")
+        elif self._is_data(name, value):
+            self._captured[name] = value
+        elif file is not None and isinstance(statement, ast.Assign | ast.AnnAssign):
+            self._add_text(name, file.text_of(statement), scope)
+        elif isinstance(value, type | FunctionType):
+            own_file, node = self._definition(value)
+            self._add_definition(name, value, own_file, node)
+        else:
+            raise NoSource
+
+    def _add_text(self, name: str, text: str, scope: Scope) -> None:
+        """Add a statement and all that it uses."""
+        code = compile_source(HEADER + text)
+        eager, every = eager_names(code) - {name}, code_names(code) - {name}
+        self.parts[name] = Part(text, eager, every - eager)
+        for used in sorted(every):
+            if used in scope.local:
+                self.add_object(used, scope.local[used])
+            elif used in scope.variables:
+                self._add_global(used, scope)
+            elif used in eager and not hasattr(builtins, used):
+                raise NoSource
+        for used in sorted(every):
+            if isinstance(self.values.get(used), ModuleType):
+                self._import_submodules(used, code)
+
+    def _add_annotations(self, node: ast.ClassDef, scope: Scope) -> None:
+        """Import what a dataclass looks for in annotations (`ClassVar`, `InitVar`), which are text here."""
+        annotations = [inner.annotation for inner in node.body if isinstance(inner, ast.AnnAssign)]
+        names = {n.id for a in annotations for n in ast.walk(a) if isinstance(n, ast.Name)}
+        for name in sorted(names - self.values.keys()):
+            value = scope.variables.get(name)
+            if isinstance(value, ModuleType) and not self._is_own(value.__name__):
+                self._claim(name, value)
+                self._import_module(name, value)
+            elif self._import_by_name(name, value):
+                self._claim(name, value)
+
+    # --- imports ---
+
+    def _import_module(self, name: str, module: ModuleType) -> None:
+        if self._is_own(module.__name__):
+            raise NoSource
+        self.imports.add(f"import {module.__name__}" + ("" if module.__name__ == name else f" as {name}"))
+
+    def _import_submodules(self, name: str, code: CodeType) -> None:
+        module = self.values[name]
+        for chain in attribute_chains(code, name):
+            path = module.__name__
+            for part in chain:
+                if f"{path}.{part}" not in sys.modules:
+                    break
+                path = f"{path}.{part}"
+            if module.__name__ == name != path:
+                self.imports.add(f"import {path}")
+
+    def _import_by_name(self, name: str, value: Any) -> bool:
+        """Import a class or function by its own name, if it has one that everybody knows."""
+        if "_pickles_as" in getattr(value, "__dict__", ()) and isinstance(value, type):
+            module, qualname = value.__dict__["_pickles_as"]
+        else:
+            module, qualname = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+            if not isinstance(module, str) or not isinstance(qualname, str) or self._is_own(module):
+                return False
+            if getattr(sys.modules.get(module), qualname, None) is not value:
+                return False
+        if module != "builtins" or name != qualname:
+            self.imports.add(f"from {module} import {qualname}" + ("" if qualname == name else f" as {name}"))
+        return True
+
+    def _follow_import(self, name: str, value: Any, statement: ast.ImportFrom, scope: Scope) -> None:
+        """Keep `from library import name`; for the author's own module, go there."""
+        original = next(a.name for a in statement.names if (a.asname or a.name) == name)
+        relative = "." * statement.level + (statement.module or "")
+        package = scope.variables.get("__package__")
+        module_name = resolve_name(relative, package) if statement.level else relative
+        module = sys.modules.get(module_name)
+        if getattr(module, original, None) is not value or module is None:
+            raise NoSource
+        if not self._is_own(module_name):
+            self.imports.add(f"from {module_name} import {original}" + ("" if original == name else f" as {name}"))
+        elif original == name:
+            del self.values[name]
+            self._add_global(name, Scope(vars(module)))
+        else:
+            self._add_global(original, Scope(vars(module)))
+            self.parts[name] = Part(f"{name} = {original}", eager={original})
+
+    def _is_own(self, module: str) -> bool:
+        return not is_installed(module) or top_level(module) in self._own_packages
+
+    # --- finding ---
+
+    def _file(self, filename: str, variables: dict[str, Any]) -> SourceFile | None:
+        if filename not in self._files:
+            self._files[filename] = source_file(filename, variables)
+        return self._files[filename]
+
+    def _binding(
+        self, name: str, value: Any, variables: dict[str, Any]
+    ) -> tuple[SourceFile, ast.stmt] | tuple[None, None]:
+        """The last module-level statement that bound the name."""
+        own = [value.__code__.co_filename] if isinstance(value, FunctionType) and value.__globals__ is variables else []
+        found: list[tuple[SourceFile, ast.stmt]] = []
+        for filename in [*files_of_module(variables), *own]:
+            file = self._file(filename, variables)
+            found += [(file, statement) for statement in file.bindings(name)] if file else []
+        return found[-1] if found else (None, None)
+
+    def _definition(self, value: type | FunctionType) -> tuple[SourceFile, Definition]:
+        for function in functions_of(value) if isinstance(value, type) else [inspect.unwrap(value)]:
+            file = self._file(function.__code__.co_filename, function.__globals__)
+            node: Definition | None = None
+            if file is not None:
+                node = find_class(file, value) if isinstance(value, type) else find_function(file, function.__code__)
+            if file is not None and node is not None:
+                return file, node
+        if isinstance(value, type) and (module := sys.modules.get(value.__module__)):
+            for filename in files_of_module(vars(module)):
+                file = self._file(filename, vars(module))
+                node = find_class(file, value) if file else None
+                if file is not None and node is not None:
+                    return file, node
+        raise NoSource
+
+    # --- values ---
+
+    def _is_data(self, name: str, value: Any) -> bool:
+        try:
+            self._pickle_data({name: value})
+        except ProcessorSerializationError:
+            return False
+        return True
+
+    def _pickle_data(self, values: dict[str, Any]) -> bytes:
+        from .class_pickler import ClassPickler
+
+        file = io.BytesIO()
+        ClassPickler(file, self._own_packages).dump_data(values)
+        return file.getvalue()
+
+
+def _is_literal(value: Any) -> bool:
+    """True if `repr` of the value is Python that makes it again."""
+    if type(value) in (list, tuple):
+        return all(map(_is_literal, value))
+    if type(value) is dict:
+        return all(map(_is_literal, value)) and all(map(_is_literal, value.values()))
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str, bytes)

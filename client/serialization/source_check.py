@@ -1,0 +1,85 @@
+"""Does the source of a class make what its author has?
+
+The statement `HEAD = Head()` makes another object than the author's if `Head` starts from random weights, or if the
+author has loaded weights into it since. So the source is run once where it was made, and what it defines is compared
+with the original: the values of modules, classes and defaults in full, functions by name.
+
+This module imports dill; `source.py` imports it when a class is really serialized.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
+
+from .class_pickler import ClassPickler
+from .loading import run_source
+from .pickled_classes import carried_attributes
+from .processor_string import SourceProcessor
+
+# These say in their own way what the annotations say, which are text in the source.
+_FROM_ANNOTATIONS = frozenset({"__doc__", "__dataclass_fields__"})
+
+
+def makes_the_same(source: SourceProcessor, originals: Mapping[str, Any], own_packages: frozenset[str]) -> bool:
+    """Run the source and compare its names with the author's.
+
+    Args:
+        source: what was captured.
+        originals: the author's values of the names in it.
+        own_packages: as for `ClassPickler`.
+    """
+    try:
+        with _random_state_kept():
+            variables = run_source(source)
+        return all(
+            _fingerprint(original, own_packages) == _fingerprint(variables[name], own_packages)
+            for name, original in originals.items()
+            if name in variables
+        )
+    except (ProcessorLoadError, ProcessorSerializationError):
+        return False
+
+
+def _random_state_kept() -> AbstractContextManager[Any]:
+    """Serializing must not change what the author draws next."""
+    torch = sys.modules.get("torch")
+    return torch.random.fork_rng(devices=[]) if torch is not None else nullcontext()
+
+
+def _fingerprint(value: Any, own_packages: frozenset[str]) -> bytes:
+    file = io.BytesIO()
+    _Fingerprinter(file, own_packages).dump_value(value)
+    return file.getvalue()
+
+
+class _Fingerprinter(ClassPickler):
+    """Writes what a value holds, without the code that it holds. Nothing reads it."""
+
+    def __init__(self, file: io.BytesIO, own_packages: frozenset[str]) -> None:
+        super().__init__(file, own_packages)
+        self._seen: set[int] = set()
+
+    def dump_value(self, value: Any) -> None:
+        """Write any value."""
+        self._dump(value)
+
+    def persistent_id(self, obj: Any) -> Any:
+        """What stands for a function, a class or a module; None for all else."""
+        if isinstance(obj, types.ModuleType):
+            return obj.__name__
+        if not isinstance(obj, type | types.FunctionType) or "_pickles_as" in vars(obj) or self.is_by_name(obj):
+            return None
+        if id(obj) in self._seen:
+            return obj.__name__
+        self._seen.add(id(obj))
+        if isinstance(obj, types.FunctionType):
+            return obj.__name__, obj.__defaults__, obj.__kwdefaults__
+        attributes = carried_attributes(obj)
+        return obj.__name__, sorted((n, v) for n, v in attributes.items() if n not in _FROM_ANNOTATIONS)

@@ -1,0 +1,1 @@
+"""The persistent batch: rows, their order, and what changed since the last step."""

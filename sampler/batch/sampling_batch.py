@@ -1,0 +1,276 @@
+"""What the sampler knows of each row: parameters as tensors, made when the batch changes, and histories, which grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.ops.masks import BadWords, forbidden_tokens
+from logitship.sampler.ops.random_numbers import UniformNumbers
+from logitship.sampler.sampling_params import LogprobsMode, SamplingParams
+
+from .batch_rows import BatchRows
+from .token_counts import TokenCounts
+
+_INT64_MAX = 2**63 - 1
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRow:
+    """One request in the batch.
+
+    Attributes:
+        output_token_ids: the live output.
+        counts: of prompt and output; None if the request asks for no penalty.
+        forbidden: bool [vocab], the tokens outside `allowed_token_ids`; None if all are allowed.
+        bad_words: None if there are none.
+    """
+
+    params: SamplingParams
+    output_token_ids: list[int]
+    counts: TokenCounts | None
+    forbidden: torch.Tensor | None
+    bad_words: BadWords | None
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Rows that draw at random.
+
+    Attributes:
+        rows: int64 [n], ascending.
+        top_k: int64 [n]; 0 for all tokens.
+        top_p: float64 [n].
+        numbers: the random numbers of their seeds.
+        outputs: the live outputs.
+        filters: they ask for top-k or top-p.
+    """
+
+    rows: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    numbers: UniformNumbers
+    outputs: list[list[int]]
+    filters: bool
+
+    def uniform(self) -> torch.Tensor:
+        """This step's random number of each row: float64 [n], in [0, 1)."""
+        positions = np.array([len(output) for output in self.outputs], dtype=np.int64)
+        return torch.from_numpy(self.numbers.at(positions)).to(self.rows.device)
+
+
+@dataclass(frozen=True)
+class LogprobRows:
+    """Rows that ask for log-probabilities of one kind.
+
+    Attributes:
+        rows: int64 [n], ascending.
+        numbers: the same on the host.
+        top: how many of the most likely tokens each asks for.
+    """
+
+    rows: torch.Tensor
+    numbers: list[int]
+    top: list[int]
+
+    def __len__(self) -> int:
+        """How many ask."""
+        return len(self.numbers)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The arguments of `apply_penalties` after the logits."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+    output_counts: torch.Tensor
+    repetition_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+
+
+class PreparedRows:
+    """Some rows of the batch, sorted by what they need, so that a step looks only at those that need something.
+
+    Valid until the batch changes. Rows are numbered here by their places among these rows.
+
+    Attributes:
+        params: of each row.
+        temperature: float32 [rows, 1]; 1 for greedy rows.
+        greedy: int64 [n]: rows that take the most likely token.
+        unfiltered: random rows without top-k and top-p.
+        filtered: random rows with one of them, or both.
+        raw: rows that ask for log-probabilities before any edit.
+        processed_greedy: greedy rows that ask for them after the edits.
+        processed_random: random rows that do.
+        forbidden: row to bool [vocab], the tokens outside its `allowed_token_ids`.
+        traced: row to how many of the most likely tokens its trace shows.
+    """
+
+    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
+        def numbers(condition: Callable[[SamplingParams], bool]) -> list[int]:
+            return [number for number, row in enumerate(rows) if condition(row.params)]
+
+        filtered = numbers(lambda params: not params.greedy and _filters(params, vocab_size))
+        unfiltered = numbers(lambda params: not params.greedy and not _filters(params, vocab_size))
+        self._device = device
+        self.params = [row.params for row in rows]
+        self.temperature = _to(device, [_temperature(params) for params in self.params], torch.float32)[:, None]
+        self.greedy = _to(device, numbers(lambda params: params.greedy), torch.int64)
+        self.unfiltered = _random_rows(rows, unfiltered, device, filters=False)
+        self.filtered = _random_rows(rows, filtered, device, filters=True)
+        self.raw = _logprob_rows(rows, numbers(lambda params: _asks(params, "raw_logprobs")), device)
+        self.processed_greedy = _logprob_rows(
+            rows, numbers(lambda params: params.greedy and _asks(params, "processed_logprobs")), device
+        )
+        self.processed_random = _logprob_rows(
+            rows, numbers(lambda params: not params.greedy and _asks(params, "processed_logprobs")), device
+        )
+        self.forbidden = {number: row.forbidden for number, row in enumerate(rows) if row.forbidden is not None}
+        self.traced = {number: p.trace for number, p in enumerate(self.params) if p.trace is not None}
+        self._bad_words = {
+            number: (row.bad_words, row.output_token_ids)
+            for number, row in enumerate(rows)
+            if row.bad_words is not None
+        }
+        self._counts = {number: row.counts for number, row in enumerate(rows) if row.counts is not None}
+        penalties = [_penalty_params(self.params[number]) for number in self._counts]
+        self._penalties = np.array(penalties, dtype=np.float32).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    @property
+    def any_random(self) -> bool:
+        """True if some row draws at random."""
+        return bool(self.unfiltered.outputs or self.filtered.outputs)
+
+    @property
+    def any_bad_words(self) -> bool:
+        """True if some row has bad words."""
+        return bool(self._bad_words)
+
+    def bad_word_endings(self) -> tuple[list[int], list[int]]:
+        """Rows and, for each, a token that would complete a bad word there now."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        for row, (bad_words, output) in self._bad_words.items():
+            endings = bad_words.endings(output)
+            rows += [row] * len(endings)
+            tokens += endings
+        return rows, tokens
+
+    def penalties(self) -> Penalties | None:
+        """What the penalised rows hold now; None without such rows."""
+        if not self._counts:
+            return None
+        for counts in self._counts.values():
+            counts.follow()
+        lengths = [len(counts.tokens) for counts in self._counts.values()]
+        arrays = (
+            np.repeat(np.array(list(self._counts)), lengths),
+            np.concatenate([counts.tokens for counts in self._counts.values()]),
+            np.concatenate([counts.output_counts for counts in self._counts.values()]),
+            *np.repeat(self._penalties.T, lengths, axis=1),
+        )
+        return Penalties(*(torch.from_numpy(array).to(self._device) for array in arrays))
+
+
+class SamplingBatch:
+    """The sampler's own state of the persistent batch.
+
+    Assumption: after each update the rows in use are 0 to `batch_size` - 1.
+
+    Attributes:
+        size: number of rows.
+        prepared: all of them.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: BatchRows[SamplingRow] = BatchRows(self._new_row)
+        self.size = 0
+        self.prepared = self.prepare(range(0))
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch. Once a step.
+
+        Raises:
+            ValueError: a request that draws at random came without a seed.
+        """
+        if batch_update is not None:
+            self._rows.update(batch_update)
+            self.size = batch_update.batch_size
+            self.prepared = self.prepare(range(self.size))
+
+    def prepare(self, rows: Iterable[int]) -> PreparedRows:
+        """Some of the rows."""
+        return PreparedRows([self._rows[row] for row in rows], self._vocab_size, self._device)
+
+    def _new_row(
+        self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
+    ) -> SamplingRow:
+        if params.seed is None and not params.greedy:
+            raise ValueError("seed: a request that draws at random needs one; the engine sets it at admission")
+        allowed = params.allowed_token_ids
+        return SamplingRow(
+            params,
+            output_token_ids,
+            TokenCounts(_penalised_prompt(params, prompt_token_ids), output_token_ids) if _penalised(params) else None,
+            None if allowed is None else forbidden_tokens(allowed, self._vocab_size, self._device),
+            BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
+        )
+
+
+def _penalty_params(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return _penalty_params(params) != (1, 0, 0)
+
+
+def _penalised_prompt(params: SamplingParams, prompt_token_ids: list[int] | None) -> Sequence[int]:
+    # Frequency and presence look at the output alone.
+    return prompt_token_ids or [] if params.repetition_penalty != 1 else []
+
+
+def _temperature(params: SamplingParams) -> float:
+    # Within float32: at 0 or infinity the division would make NaN.
+    return 1.0 if params.greedy else min(max(params.temperature, _FLOAT32.tiny), _FLOAT32.max)
+
+
+def _filters(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size or params.top_p < 1
+
+
+def _asks(params: SamplingParams, mode: LogprobsMode) -> bool:
+    return params.logprobs is not None and params.logprobs_mode == mode
+
+
+def _random_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.device, *, filters: bool) -> RandomRows:
+    params = [rows[number].params for number in numbers]
+    return RandomRows(
+        rows=_to(device, numbers, torch.int64),
+        top_k=_to(device, [min(max(p.top_k, 0), _INT64_MAX) for p in params], torch.int64),
+        top_p=_to(device, [p.top_p for p in params], torch.float64),
+        numbers=UniformNumbers(np.array([(p.seed or 0) % 2**64 for p in params], dtype=np.uint64)),
+        outputs=[rows[number].output_token_ids for number in numbers],
+        filters=filters,
+    )
+
+
+def _logprob_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.device) -> LogprobRows:
+    top = [rows[number].params.logprobs or 0 for number in numbers]
+    return LogprobRows(_to(device, numbers, torch.int64), numbers, top)
+
+
+def _to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).to(device)

@@ -1,0 +1,1 @@
+"""Batch processors: vLLM's contract."""

@@ -1,0 +1,1 @@
+"""Processors that come with requests: groups, executors, and the calls into author code."""

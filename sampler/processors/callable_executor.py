@@ -1,0 +1,68 @@
+"""Runs the request-level callables that a request asked for by name: vLLM V0's interface, among shipped processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from .author_code import edit
+from .callable_factory import duplicate_callable
+from .executor import HostedSequence, LoadedProcessor
+from .local_executor import LocalHost, LocalRow
+from .request_callable import BoundCallable, RequestLogitsProcessor, bind
+
+if TYPE_CHECKING:
+    from logitship.client.serialization.processor_string import ProcessorString
+
+    from .request_view import RequestView
+
+_CALLABLE = "callable"
+"""Where the view's `state` holds the sequence's callable, which itself never sees the view."""
+
+
+class CallableHost(LocalHost):
+    """Runs callables in this process: they are the operator's.
+
+    A `LoadedProcessor` of this host is one sequence's: `per_sequence` is True, and `instance` is a callable that
+    `CallableFactory` made for it. The other beams of a search have copies of it.
+    """
+
+    def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
+        """Never called: callables come from a `CallableFactory`, and not in processor strings."""
+        raise AssertionError("a request-level callable is not loaded from a processor string")
+
+    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> LocalRow:
+        """See `ProcessorHost.attach`."""
+        row = super().attach(processor, sequence)
+        row.params["__req__"].state[_CALLABLE] = _SequenceCallable(processor.instance)
+        return row
+
+    def run(
+        self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
+    ) -> torch.Tensor:
+        """See `LocalHost.run`. There is one row, and its parameters hold nothing but `__req__`."""
+        [params] = param_list
+        view: RequestView = params["__req__"]
+        own: _SequenceCallable = view.state[_CALLABLE]
+        edit(partial(own, view), logits, name=processor.name, digest=processor.digest)
+        return logits
+
+
+class _SequenceCallable:
+    """The callable of one sequence. A deep copy goes its own way from here."""
+
+    def __init__(self, function: RequestLogitsProcessor) -> None:
+        self._function = function
+        self._bound: BoundCallable | None = None
+
+    def __call__(self, view: RequestView, logits: torch.Tensor) -> torch.Tensor:
+        """Edit logits [1, vocab]."""
+        if self._bound is None:
+            self._bound = bind(self._function, view.origin_input_ids, view.output_ids)
+        return self._bound(logits[0]).unsqueeze(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SequenceCallable:
+        return _SequenceCallable(duplicate_callable(self._function))  # to be tied to the other view's tokens

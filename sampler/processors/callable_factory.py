@@ -1,0 +1,211 @@
+"""Makes request-level callables, one for each sequence, so that the state of one never reaches another."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from logitship.client.author_errors import author_traceback, error_text
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.syntax import signature_of
+
+from .author_code import call
+from .request_callable import RequestLogitsProcessor, accepts, convention_of, name_of
+
+
+class CallableFactory:
+    """Called without arguments, it gives the callable of one sequence.
+
+    | target | the callable |
+    |---|---|
+    | a class | an object of its own for each sequence, made with `args` and `kwargs` |
+    | a function with `args` or `kwargs`, or one that cannot be a callable itself | what the function returns |
+    | any other function | the function itself, shared: what it keeps in globals is its own affair |
+    | an object | a copy for each sequence: `clone()` if it has that, as in vLLM V0, else a deep copy |
+
+    Copies share tokenizers and `torch.nn.Module`s, which are large and hold nothing of a sequence's. Where the
+    constructor has a parameter `tokenizer` that was not given, it gets `tokenizer`; `batch_size`, if it must be given
+    and was not, is 1. The classes of logits-processor-zoo want both.
+
+    Args:
+        target: of the kinds above.
+        args: positional arguments of the constructor. Each sequence gets copies.
+        kwargs: keyword arguments of the constructor. Each sequence gets copies.
+        tokenizer: for constructors that want one.
+
+    Raises:
+        TypeError: the target cannot give callables: it is none, does not take these arguments, or cannot be copied.
+    """
+
+    def __init__(
+        self, target: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, tokenizer: Any = None
+    ) -> None:
+        self.name = name_of(target)
+        if _is_class(target) or (_is_function(target) and (args or kwargs or _is_factory(target, tokenizer))):
+            self._make = _constructor(target, tuple(args), dict(kwargs or {}), tokenizer)
+        elif args or kwargs:
+            raise TypeError(f"{self.name} is an object already: arguments are for a class or a function that makes one")
+        else:
+            convention_of(target)
+            self._make = _duplicator(target)
+
+    def __call__(self) -> RequestLogitsProcessor:
+        """A callable for one sequence. Runs the author's constructor, which may take long.
+
+        Raises:
+            ProcessorLoadError: the constructor raised. The message names it, and holds its traceback.
+            TypeError: what it made follows none of the conventions of `request_callable.py`.
+        """
+        try:
+            made: RequestLogitsProcessor = call(self._make)
+        # An author's code may raise anything; the engine's thread must not end by it.
+        except BaseException as error:  # noqa: BLE001
+            message = f"{self.name} cannot be made: {error_text(error)}\n{author_traceback(error)}"
+            raise ProcessorLoadError(message.rstrip()) from None
+        convention_of(made)
+        return made
+
+
+def duplicate_callable(target: Any) -> Any:
+    """A copy of a sequence's callable with what it has learnt so far; a function is its own copy."""
+    return _copier_of(target)()
+
+
+def _is_class(target: Any) -> bool:
+    return isinstance(_without_partial(target), type)
+
+
+def _is_function(target: Any) -> bool:
+    return inspect.isroutine(_without_partial(target))
+
+
+def _without_partial(target: Any) -> Any:
+    return _without_partial(target.func) if isinstance(target, partial) else target
+
+
+def _is_factory(function: Callable[..., Any], tokenizer: Any) -> bool:
+    """True if a function cannot be a request-level callable itself, and can be called as it is."""
+    try:
+        signature = signature_of(function)
+    except ValueError:
+        return False
+    if accepts(signature, 2) or accepts(signature, 3):
+        return False
+    try:
+        signature.bind(**_defaults(signature, {}, tokenizer))
+    except TypeError:
+        return False
+    return True
+
+
+def _constructor(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tokenizer: Any
+) -> Callable[[], Any]:
+    """What calls `target` with copies of the arguments.
+
+    Raises:
+        TypeError: the arguments don't fit.
+    """
+    with contextlib.suppress(ValueError):  # some classes written in C have no signature
+        signature = signature_of(target)
+        try:
+            kwargs = kwargs | _defaults(signature, signature.bind_partial(*args, **kwargs).arguments, tokenizer)
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{name_of(target)}{signature} cannot make a request-level callable of the arguments given: {error}"
+            ) from None
+    copied = _copier((target, args, kwargs), tokenizer)
+
+    def construct() -> Any:
+        function, own_args, own_kwargs = copied()
+        return function(*own_args, **own_kwargs)
+
+    return construct
+
+
+def _duplicator(target: Any) -> Callable[[], Any]:
+    """What copies an object; a function is its own copy.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
+    duplicate = _copier_of(target)
+    try:
+        duplicate()
+    except Exception as error:
+        raise TypeError(
+            f"{name_of(target)} cannot be copied, and each sequence needs one of its own: {error_text(error)}. Give "
+            "its class and arguments, or give it a method clone()"
+        ) from error
+    return duplicate
+
+
+def _copier_of(target: Any) -> Callable[[], Any]:
+    clone = getattr(target, "clone", None)
+    return clone if callable(clone) else _copier(target)
+
+
+def _defaults(signature: inspect.Signature, given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The parameters that need not be given."""
+    open_parameters = {name: value.default for name, value in signature.parameters.items() if name not in given}
+    required = {name for name, default in open_parameters.items() if default is inspect.Parameter.empty}
+    defaults: dict[str, Any] = {}
+    if tokenizer is not None and ("tokenizer" in required or open_parameters.get("tokenizer", ...) is None):
+        defaults["tokenizer"] = tokenizer
+    if "batch_size" in required:
+        defaults["batch_size"] = 1
+    return defaults
+
+
+def _copier(value: Any, *shared: Any) -> Callable[[], Any]:
+    """What deep-copies `value`, all but its tokenizers, its modules and `shared`."""
+    kept = {id(part): part for part in (*shared, *_shared_parts(value))}
+    # deepcopy() takes what its memo holds under an object's id to be the copy of it.
+    return lambda: copy.deepcopy(value, dict(kept))
+
+
+def _shared_parts(value: Any) -> list[Any]:
+    """The tokenizers and modules within a value, not the value itself."""
+    found: list[Any] = []
+    seen: dict[int, Any] = {}  # by id, with the object: an id means something only while its object lives
+    waiting = list(_parts(value))
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if _is_shared(part):
+            found.append(part)
+        else:
+            waiting.extend(_parts(part))
+    return found
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module) or all(
+        callable(getattr(value, method, None)) for method in ("encode", "decode", "get_vocab")
+    )
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What an object holds, as far as deepcopy() follows it in practice."""
+    if isinstance(value, str | bytes | int | float | torch.Tensor | type | ModuleType | FunctionType):
+        return ()
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    parts = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, partial):
+        parts += [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, dict):
+        parts += value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts += value
+    return parts

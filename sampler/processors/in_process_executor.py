@@ -1,0 +1,68 @@
+"""Runs shipped processors in this process: no isolation at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from logitship.client.author_errors import error_message, error_text
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
+
+from .author_code import call, edit
+from .class_description import describe
+from .executor import LoadedProcessor
+from .local_executor import LocalHost
+
+
+class InProcessHost(LocalHost):
+    """Loads and calls processors right here. Only for code that the operator would run anyway.
+
+    Args:
+        names: what shipped classes may refer to by name, `(module, qualified name)` to object: SGLang's built-ins.
+    """
+
+    def __init__(self, names: Mapping[tuple[str, str], Any]) -> None:
+        self._names = names
+
+    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
+        """See `ProcessorHost.load`."""
+        if not isinstance(string, PickledProcessor | SourceProcessor):
+            raise ProcessorLoadError(f"{type(string).__name__} ships no code")
+        runnable = string.runnable if isinstance(string, PickledProcessor) else string
+        try:
+            cls = call(load_class, runnable, self._names)
+            instance = call(instantiate, cls)
+            described = call(describe, cls)
+        except ProcessorLoadError as error:
+            raise ProcessorLoadError(error_message(error)) from None
+        # `load_class` lets KeyboardInterrupt and its like pass. Raised by the author's code, they must not end us.
+        except BaseException as error:  # noqa: BLE001
+            raise ProcessorLoadError(f"the processor could not be loaded: {error_text(error)}") from None
+        return LoadedProcessor(
+            runnable.digest,
+            described.name,
+            self,
+            instance,
+            tenant=tenant,
+            description=described.description,
+            params_schema=described.params_schema,
+        )
+
+    def run(
+        self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
+    ) -> torch.Tensor:
+        """See `LocalHost.run`."""
+        instance = processor.instance
+        edit(
+            instance,
+            logits,
+            list(param_list),
+            name=processor.name,
+            digest=processor.digest,
+            shipped_class=type(instance),
+        )
+        return logits

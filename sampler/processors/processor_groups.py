@@ -1,0 +1,188 @@
+"""Which rows each shipped processor is called for: worked out when the batch changes, and kept until it does again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from .executor import HostedRow, LoadedProcessor, RunOutcome
+    from .shipped_processors import ProcessorUse
+
+ObserveCall: TypeAlias = Callable[[int, float], None]
+"""Takes the number of rows, and the seconds of a call."""
+
+
+@dataclass(eq=False)
+class CallCount:
+    """What a group's calls come to for each of its rows: one sum for all of them.
+
+    Attributes:
+        steps: decoding steps to which the processor was applied.
+        seconds: time spent: a call's time divided by its rows.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        """Count a call, or the calls of another count."""
+        self.steps += steps
+        self.seconds += seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A use in its place, and the sequence at the processor's host.
+
+    Attributes:
+        before: names of what may have forbidden tokens before it: fields of the request, and earlier processors.
+        is_last: nothing of the same request edits the row's logits after it.
+    """
+
+    use: ProcessorUse
+    hosted: HostedRow
+    before: tuple[str, ...]
+    is_last: bool
+
+
+class Group:
+    """All rows of one processor, at one place in the order in which its requests' processors run.
+
+    Args:
+        again: it is a mask that ran before the others already.
+        members: by row.
+        observe_call: told of each call, after it.
+
+    Attributes:
+        rows: row numbers, ascending.
+        is_adjacent: the rows follow one another, so that they are a view of the logits.
+        is_last: nothing edits their logits after it.
+    """
+
+    def __init__(
+        self, processor: LoadedProcessor, again: bool, members: Mapping[int, Member], observe_call: ObserveCall
+    ) -> None:
+        self.processor = processor
+        self.again = again
+        self.rows = sorted(members)
+        self.members = [members[row] for row in self.rows]
+        self.observe_call = observe_call
+        self.is_adjacent = self.rows[-1] - self.rows[0] + 1 == len(self.rows)
+        self._index = slice(self.rows[0], self.rows[-1] + 1) if self.is_adjacent else self.rows
+        self.is_last = all(member.is_last for member in self.members)
+        self.hosted = processor.host.group(processor, [member.hosted for member in self.members])
+        self._count: CallCount | None = None
+
+    def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Its rows of the batch's logits."""
+        return logits[self._index]
+
+    def count_together(self) -> None:
+        """Count calls for all members at once from now on, until they are members of another group that does."""
+        self._count = CallCount()
+        for member in self.members:
+            member.use.shared_counts.append(self._count)
+
+    def count(self, outcome: RunOutcome) -> None:
+        """Count a call."""
+        total, faults, _ = outcome
+        num_rows = len(self.rows)
+        self.observe_call(num_rows, total)
+        steps, seconds = int(not self.again), total / num_rows
+        if self._count is not None and not faults:
+            self._count.steps += steps
+            self._count.seconds += seconds
+            return
+        for place, member in enumerate(self.members):
+            if place not in faults:
+                member.use.own_count.add(steps, seconds)
+
+    def at(self, places: Mapping[int, int]) -> Group | None:
+        """Those of the rows that have a place, by their places; None if none has."""
+        members = {places[row]: member for row, member in zip(self.rows, self.members, strict=True) if row in places}
+        return Group(self.processor, self.again, members, self.observe_call) if members else None
+
+
+class Stage:
+    """Groups that have no row in common.
+
+    Args:
+        groups: in any order.
+    """
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self.groups = sorted(groups, key=lambda group: group.rows[0])
+        self._is_split = len(self.groups) > 1 and all(group.is_adjacent for group in self.groups)
+        sizes: list[int] = []
+        self._pieces: list[tuple[Group, int]] = []
+        end = 0
+        for group in self.groups:
+            if group.rows[0] > end:
+                sizes.append(group.rows[0] - end)  # rows of nobody
+            self._pieces.append((group, len(sizes)))
+            sizes.append(len(group.rows))
+            end = group.rows[-1] + 1
+        self._sizes, self._end = sizes, end
+
+    def rows_of(self, logits: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
+        """Each group's rows of the batch's logits: a view if they are adjacent, a copy if not."""
+        if not self._is_split:
+            return [(group, group.rows_of(logits)) for group in self.groups]
+        # Takes a third of the time of as many slices. Unsafe is what it leaves out: to tie the pieces to each other and
+        # to the whole, for gradients.
+        rest = len(logits) - self._end
+        pieces = torch.unsafe_split_with_sizes(logits.detach(), [*self._sizes, rest] if rest else self._sizes)
+        return [(group, pieces[piece]) for group, piece in self._pieces]
+
+    def without(self, rows: Container[int]) -> Stage:
+        """The same without some rows."""
+        return self.at({row: row for group in self.groups for row in group.rows if row not in rows})
+
+    def at(self, places: Mapping[int, int]) -> Stage:
+        """Those of the rows that have a place, by their places."""
+        return Stage(there for group in self.groups if (there := group.at(places)) is not None)
+
+
+def grouped(rows: Mapping[int, Sequence[Member]], observer: Callable[[LoadedProcessor], ObserveCall]) -> list[Stage]:
+    """The stages, in the order in which they run: what of a request runs first is in stage (False, 0).
+
+    Args:
+        rows: the members of each row, in run order.
+        observer: what is told of a processor's calls.
+    """
+    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, Member]]]
+    stages = defaultdict(lambda: defaultdict(dict))
+    for row, members in sorted(rows.items()):
+        for stage, member in _stages(members):
+            processor = member.use.processor
+            stages[stage][processor.group_name, row if processor.per_sequence else None][row] = member
+    return [
+        Stage(_group(again, members, observer) for members in groups.values())
+        for (again, _), groups in sorted(stages.items(), key=lambda item: item[0])
+    ]
+
+
+def _group(again: bool, members: Mapping[int, Member], observer: Callable[[LoadedProcessor], ObserveCall]) -> Group:
+    processor = next(iter(members.values())).use.processor
+    group = Group(processor, again, members, observer(processor))
+    group.count_together()
+    return group
+
+
+def _stages(members: Sequence[Member]) -> Iterator[tuple[tuple[bool, int], Member]]:
+    """What runs on a row, each with its stage.
+
+    Args:
+        members: in run order.
+    """
+    for number, member in enumerate(members):
+        yield (False, number), member
+    masks = [member for member in members if member.use.processor.is_mask]
+    if len(masks) < len(members):
+        for number, member in enumerate(masks):
+            yield (True, number), member

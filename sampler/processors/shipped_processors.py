@@ -1,0 +1,296 @@
+"""The processors that came with requests, together one batch processor (contract 3).
+
+`ShippedProcessors` follows the persistent batch, keeps the rows of each processor as a group, and calls each processor
+once a step with the rows of its group and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+
+from logitship.client.errors import ProcessorFault
+from logitship.client.records import Receipt
+from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.trace import StepTrace
+
+from .author_code import non_finite_fault
+from .executor import HostedRow, HostedSequence, LoadedProcessor, RunOutcome
+from .processor_groups import CallCount, Group, Member, ObserveCall, Stage, grouped
+from .request_view import ModelView
+
+
+@dataclass(eq=False)
+class ProcessorUse:
+    """One request's use of one processor. Not shared: the counters are this request's.
+
+    Attributes:
+        params: the request's parameters for it, `custom_params` in SGLang's words.
+        rid: the request id.
+        prepared: what an installed processor made of `params` at admission; None for all others.
+        own_count: its calls so far, without those in `shared_counts`.
+        shared_counts: those of the groups that it is or was in since the batch changed, which count for all members.
+        hosted: the sequence at the processor's host, from when it gets a row of the batch.
+        forked: the same before, of a sequence that goes on from another one's history.
+    """
+
+    processor: LoadedProcessor
+    params: dict[str, Any]
+    rid: str
+    prepared: Any = None
+    own_count: CallCount = field(default_factory=CallCount)
+    shared_counts: list[CallCount] = field(default_factory=list)
+    hosted: HostedRow | None = None
+    forked: HostedRow | None = None
+
+    def fork(self, output_token_ids: list[int]) -> ProcessorUse:
+        """The use by another sequence, which goes on from this one's history: see `HostedRow.fork`.
+
+        This one has a row. The other one gets a row next, or is closed by `drop_fork`.
+
+        Raises:
+            ProcessorFault: what the processor keeps of the sequence cannot be copied.
+        """
+        assert self.hosted is not None
+        return replace(
+            self, own_count=self.count, shared_counts=[], hosted=None, forked=self.hosted.fork(output_token_ids)
+        )
+
+    def drop_fork(self) -> None:
+        """Close what `fork` made, if it has not got a row: it never will. Harmless otherwise."""
+        if self.forked is not None:
+            self.forked.close()
+            self.forked = None
+
+    def settle(self) -> None:
+        """Take over what was counted together with others: the batch has changed, and with it the groups."""
+        if self.shared_counts:
+            self.own_count, self.shared_counts = self.count, []
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the response says of it."""
+        count = self.count
+        return Receipt(self.processor.digest, self.processor.name, count.steps, round(count.seconds * 1e3, 3))
+
+    @property
+    def count(self) -> CallCount:
+        """Its calls so far, as a copy."""
+        count = CallCount()
+        for each in (self.own_count, *self.shared_counts):
+            count.add(each.steps, each.seconds)
+        return count
+
+
+CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
+"""Gives what is told of the calls of a processor."""
+
+
+def _never(use: ProcessorUse) -> bool:
+    return False
+
+
+def _nobody(processor: LoadedProcessor) -> ObserveCall:
+    return _ignore_call
+
+
+def _ignore_call(num_rows: int, seconds: float) -> None:
+    pass
+
+
+class ShippedProcessors(LogitsProcessor):
+    """See the module's text.
+
+    Args:
+        model: what they may know of the model.
+        uses: finds a request's processors in its sampling params.
+        is_kept: says of a use whose row went that the sequence will be back, perhaps in another row: it then finds its
+            state. That is looked at whenever the batch changes, and by `close_those_gone`.
+        on_call: of each processor, what is told of its calls, after each. Asked when the batch changes.
+        check_last: look at what the last processor of a row left, as at what the others do. False for a caller who
+            looks at all rows anyway, and asks `fault_of` about those that have no finite logit, NaN or +inf.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        is_pin_memory: bool,
+        *,
+        model: ModelView,
+        uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = attrgetter("processors"),
+        is_kept: Callable[[ProcessorUse], bool] = _never,
+        on_call: CallObserver = _nobody,
+        check_last: bool = True,
+    ) -> None:
+        self._model = model
+        self._uses = uses
+        self._is_kept = is_kept
+        self._on_call = on_call
+        self._check_last = check_last
+        self._rows: BatchRows[list[Member]] = BatchRows(self._attach)
+        self._members: dict[ProcessorUse, Member] = {}
+        self._stages: list[Stage] = []
+        self._faults: dict[int, ProcessorFault] = {}
+        self._trace = StepTrace({})
+
+    def is_argmax_invariant(self) -> bool:
+        """False: a shipped processor may do anything to its rows."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch."""
+        if batch_update is not None and self._rows.update(batch_update):
+            self.close_those_gone()
+            for use in self._members:
+                use.settle()
+            self._stages = grouped(self._rows, self._on_call)
+
+    def close_those_gone(self) -> None:
+        """Let go of the sequences that have no row and will not be back."""
+        present = {member.use for members in self._rows.values() for member in members}
+        for use in [use for use in self._members if use not in present and not self._is_kept(use)]:
+            self._members.pop(use).hosted.close()
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Run every group on its own rows, in place.
+
+        The groups of a stage have no row in common: all are begun before the first is finished, so that those that run
+        in processes of their own work at the same time.
+
+        Args:
+            logits: float32 [rows, vocab].
+
+        Returns:
+            `logits`. The rows of `take_faults()` are zeros: the caller must not use them.
+        """
+        self._run(self._stages, logits)
+        return logits
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """The same for some rows, see `SpeculativeLogitsProcessor`.
+
+        A processor is not called for a draft that was rejected before: nobody's state has to be taken back.
+        """
+        rows = rows_of_drafts(num_draft_tokens)
+        places = {row: place for place, row in enumerate(rows)}
+        self._run([stage.at(places) for stage in self._stages], logits)
+        self._faults = {rows[place]: fault for place, fault in self._faults.items()}
+        return logits
+
+    def watch(self, trace: StepTrace) -> None:
+        """Show what the processors make of the rows, in the calls from now on."""
+        self._trace = trace
+
+    def _run(self, stages: Iterable[Stage], logits: torch.Tensor) -> None:
+        self._faults = {}  # a step that failed elsewhere may have left some
+        for stage in stages:
+            if self._faults:
+                stage = stage.without(self._faults)
+            begun = [(group, rows, group.hosted.begin(rows)) for group, rows in stage.rows_of(logits)]
+            for group, rows, run in begun:
+                self._finish(group, rows, run.finish(), logits)
+
+    def take_faults(self) -> list[tuple[int, ProcessorFault]]:
+        """The rows whose processor broke its contract in the last `apply`, each with its fault."""
+        if not self._faults:
+            return []
+        faults, self._faults = sorted(self._faults.items(), key=lambda item: item[0]), {}
+        return faults
+
+    def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
+        """Why a row is not finite that was left unchecked, see `check_last`.
+
+        Args:
+            row: of the batch.
+            logits: float32 [vocab].
+
+        Returns:
+            None if it was checked, or has no processor whose doing it could be.
+        """
+        for member in self._rows.get(row, ()):
+            if member.is_last and not member.use.processor.is_trusted:
+                return _non_finite_fault(logits, member)
+        return None
+
+    def _attach(
+        self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
+    ) -> list[Member] | None:
+        uses = in_run_order(self._uses(params))
+        masks = [use for use in uses if use.processor.is_mask]
+        # Masks among others run again after these, and the sampler's own mask comes after all of them.
+        is_edited_later = 0 < len(masks) < len(uses) or params.allowed_token_ids is not None
+        rows: list[Member] = []
+        before = [*params.forbidding_fields]
+        for use in uses:
+            if use not in self._members:
+                hosted = self._hosted(use, params, prompt_token_ids, output_token_ids)
+                is_last = use is uses[-1] and not is_edited_later
+                self._members[use] = Member(use, hosted, tuple(before), is_last)
+            rows.append(self._members[use])
+            before.append(use.processor.name)
+        return rows or None
+
+    def _hosted(
+        self, use: ProcessorUse, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
+    ) -> HostedRow:
+        """The sequence at the processor's host: as it was forked, or new."""
+        use.hosted, use.forked = use.forked, None
+        if use.hosted is None:
+            sequence = HostedSequence(
+                rid=use.rid,
+                params=use.params,
+                prompt_token_ids=prompt_token_ids or [],
+                output_token_ids=output_token_ids,
+                sampling_params=params,
+                model=self._model,
+                prepared=use.prepared,
+            )
+            use.hosted = use.processor.host.attach(use.processor, sequence)
+        return use.hosted
+
+    def _finish(self, group: Group, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
+        """Take what a call left in a group's rows.
+
+        Args:
+            rows: float32 [rows of the group, vocab]: a view of the batch's logits if the group is adjacent.
+            logits: those of the batch.
+        """
+        group.count(outcome)
+        if outcome.faults or not (group.processor.is_trusted or (group.is_last and not self._check_last)):
+            self._check(group, rows, outcome)
+        if not group.is_adjacent:
+            logits[group.rows] = rows
+        if self._trace.top:
+            for place, row in enumerate(group.rows):
+                self._trace.see_processor(row, group.processor, rows[place], again=group.again)
+
+    def _check(self, group: Group, rows: torch.Tensor, outcome: RunOutcome) -> None:
+        """Put zeros into the rows that a processor failed on, or made unusable."""
+        # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
+        # only where nothing else is left.
+        largest = rows.amax(dim=-1).tolist()
+        for place, (row, number) in enumerate(zip(group.rows, largest, strict=True)):
+            fault = outcome.faults.get(place)
+            if fault is None and not math.isfinite(number):
+                fault = _non_finite_fault(rows[place], group.members[place])
+            if fault is not None:
+                self._faults[row] = fault
+                rows[place] = 0.0
+
+
+def _non_finite_fault(logits: torch.Tensor, member: Member) -> ProcessorFault:
+    processor = member.use.processor
+    return non_finite_fault(logits, name=processor.name, digest=processor.digest, before=member.before)
+
+
+def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
+    """A request's processors as they run: masks first. The masks run once more, after the others."""
+    return sorted(uses, key=lambda use: not use.processor.is_mask)

@@ -1,0 +1,328 @@
+"""The server's side of the launcher and of the template: starts them, starts them again, asks for sandboxes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.kernel.protections import Protections
+
+from .channel import Channel, ChannelClosed, Note
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT = 120.0
+"""Seconds that the launcher gets to import torch, on a machine that does much else."""
+FORK_TIMEOUT = 20.0
+"""Seconds that a template gets to fork. One that takes longer is killed, and the next one asked."""
+END_TIMEOUT = 5.0
+"""Seconds that the processes get to end by themselves. They need milliseconds."""
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from logitship.sampler.sandbox.launcher import main; main(int(sys.argv[1]))"
+)
+_MARK = "LOGITSHIP_LAUNCHER"
+"""Tells the launcher's process, by its environment."""
+_KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
+"""All of the server's environment that the launcher gets: the rest may hold secrets."""
+_VARIABLES = {
+    _MARK: "1",
+    # One thread: a process with threads can neither be forked safely nor enter namespaces, and a sandbox has no more.
+    "OMP_NUM_THREADS": "1",
+    "OMP_THREAD_LIMIT": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class TemplateError(Exception):
+    """No template can be started; the message is for the operator."""
+
+
+@dataclass(frozen=True)
+class ForkedProcess:
+    """A sandbox's process.
+
+    Attributes:
+        pidfd: refers to it, whatever becomes of its number. The owner closes it.
+        status: its wait status once it has ended; None if nobody can tell, because the template ended too.
+    """
+
+    pidfd: int
+    status: Future[int | None]
+
+    def kill(self) -> None:
+        """End it now."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+
+@dataclass
+class _Template:
+    """A template that runs.
+
+    Attributes:
+        pidfd: refers to its process.
+        forks: by id, those that were asked for.
+        statuses: by id, of those that run.
+    """
+
+    channel: Channel
+    pidfd: int
+    protections: Protections
+    forks: dict[int, Future[int]] = field(default_factory=dict)
+    statuses: dict[int, Future[int | None]] = field(default_factory=dict)
+    alive: bool = True
+
+
+class TemplateProcess:
+    """Keeps a template running. Safe to use from several threads.
+
+    `start` begins to import what sandboxes need, which takes seconds, and returns at once; `set_up` says the rest.
+
+    Args:
+        names: where the table is of what shipped classes may refer to by name: `module:attribute`.
+        max_rows: rows of a sandbox's region.
+        memory_limit: bytes that a sandbox may take beyond what it starts with.
+    """
+
+    def __init__(self, *, names: str, max_rows: int, memory_limit: int) -> None:
+        self._names = names
+        self._max_rows = max_rows
+        self._memory_limit = memory_limit
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._setup: tuple[object, ...] | None = None
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._launcher_channel: Channel | None = None
+        self._template: _Template | None = None
+        self._readers: list[threading.Thread] = []
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the launcher.
+
+        Raises:
+            TemplateError: this process is one.
+        """
+        if _MARK in os.environ:
+            # It ran this program instead of a module that it imports. Each launcher would start the next one.
+            raise TemplateError(
+                "a file beside this program has the name of a module that Python or torch imports, and was imported "
+                "in its place: rename it"
+            )
+        with self._lock:
+            self._start_launcher()
+
+    def set_up(self, model: ModelView) -> Protections:
+        """Say what sandboxes are to know of the model, and start a template.
+
+        Returns:
+            What protects the sandboxes.
+
+        Raises:
+            TemplateError: it does not start, or the kernel does not protect enough.
+        """
+        try:
+            tokenizer = pickle.dumps(model.tokenizer)
+        except Exception as error:  # a tokenizer is anybody's class
+            raise TemplateError(f"the model's tokenizer cannot be given to sandboxes: {error}") from error
+        eos_token_ids = tuple(sorted(model.eos_token_ids))
+        with self._lock:
+            self._setup = (self._names, tokenizer, eos_token_ids, model.vocab_size, self._max_rows, self._memory_limit)
+            assert self._launcher_channel is not None
+            with contextlib.suppress(ChannelClosed):  # then there will be a new one, which is told
+                self._launcher_channel.send(Note.SETUP, *self._setup)
+            return self._living_template().protections
+
+    def fork(self, connection: int, region: int) -> ForkedProcess:
+        """A new sandbox.
+
+        Args:
+            connection: descriptor of its end of the connection.
+            region: descriptor of its region.
+
+        Raises:
+            TemplateError: there is no template, and none can be started.
+        """
+        for _ in range(3):  # a template may end at any time: there will be another
+            with self._lock:
+                template = self._living_template()
+                sandbox = next(self._ids)
+                forked: Future[int] = Future()
+                status: Future[int | None] = Future()
+                template.forks[sandbox], template.statuses[sandbox] = forked, status
+                with contextlib.suppress(ChannelClosed):  # the thread that reads notices it too
+                    template.channel.send(Note.FORK, sandbox, descriptors=[connection, region])
+            try:
+                return ForkedProcess(forked.result(FORK_TIMEOUT), status)
+            except ChannelClosed:
+                continue
+            except FutureTimeout:
+                if template.forks.pop(sandbox, None) is None:  # it was done at the last moment
+                    return ForkedProcess(forked.result(), status)
+                self._give_up(template)
+        raise TemplateError("the process that sandboxes are forked from ends again and again")
+
+    def close(self) -> None:
+        """End the template, with it all sandboxes, and the launcher. Harmless a second time."""
+        self._closed = True
+        if self._launcher_channel is not None:
+            _hang_up(self._launcher_channel)  # before the lock: nobody who holds it waits for the launcher any longer
+        with self._lock:
+            if self._template is not None:
+                _hang_up(self._template.channel)
+            self._end_launcher()
+            readers, self._readers = self._readers, []
+        for reader in readers:
+            reader.join()
+
+    def _start_launcher(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), json.dumps([path for path in sys.path if path])],
+            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _VARIABLES,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the server, which then ends in order
+        )
+        theirs.close()
+        self._launcher_channel = Channel(ours)
+        if self._setup is not None:
+            self._launcher_channel.send(Note.SETUP, *self._setup)
+
+    def _living_template(self) -> _Template:
+        """The template; another one if it died. The lock is held."""
+        if self._closed:
+            raise TemplateError("the server is shutting down")
+        if self._template is None or not self._template.alive:
+            try:
+                self._template = self._started()
+            except ChannelClosed:  # the launcher died
+                self._template = self._started_anew()
+        return self._template
+
+    def _started_anew(self) -> _Template:
+        self._end_launcher()
+        if self._closed:
+            raise TemplateError("the server is shutting down")
+        try:
+            self._start_launcher()
+            return self._started()
+        except (ChannelClosed, OSError) as error:
+            raise TemplateError(
+                f"the process that sandboxes are forked from does not start ({error}); what it wrote to the standard "
+                "error output says why"
+            ) from None
+
+    def _end_launcher(self) -> None:
+        if self._launcher is None or self._launcher_channel is None:
+            return
+        _hang_up(self._launcher_channel)
+        self._launcher_channel.close()
+        try:
+            self._launcher.wait(END_TIMEOUT)  # for the last of its templates, too
+        except subprocess.TimeoutExpired:
+            self._launcher.kill()
+            self._launcher.wait()
+
+    def _started(self) -> _Template:
+        assert self._launcher_channel is not None
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START_TIMEOUT)
+        channel = Channel(ours)
+        try:
+            with theirs:
+                self._launcher_channel.send(Note.START, descriptors=[theirs.fileno()])
+            note, (found, failures), (pidfd,) = channel.receive()
+        except ChannelClosed:
+            channel.close()
+            raise
+        assert note is Note.READY
+        protections = Protections.from_json(found)
+        if not protections.sufficient or failures:
+            channel.close()
+            os.close(pidfd)
+            raise TemplateError(_insufficient(protections, failures))
+        ours.settimeout(None)
+        template = _Template(channel, pidfd, protections)
+        reader = threading.Thread(target=self._read, args=(template,), name="logitship-template", daemon=True)
+        self._readers = [reader, *(other for other in self._readers if other.is_alive())]
+        reader.start()
+        return template
+
+    def _give_up(self, template: _Template) -> None:
+        """Have another one started, because this one does not answer."""
+        with self._lock:
+            template.alive = False
+            _hang_up(template.channel)
+
+    def _read(self, template: _Template) -> None:
+        """Take what a template says, until it ends."""
+        try:
+            while True:
+                note, (sandbox, *values), descriptors = template.channel.receive()
+                if note is Note.EXITED:
+                    template.statuses.pop(sandbox).set_result(values[0])
+                    continue
+                fork = template.forks.pop(sandbox, None)
+                if fork is None:  # nobody waits for it any more
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                elif note is Note.FORKED:
+                    fork.set_result(descriptors[0])
+                else:
+                    fork.set_exception(TemplateError(f"the kernel gives no process: {values[0]}"))
+        except ChannelClosed as closed:
+            with self._lock:  # whoever asks for a fork sees either that it is dead, or this
+                template.alive = False
+            for fork in list(template.forks.values()):
+                fork.set_exception(closed)
+            for status in template.statuses.values():
+                status.set_result(None)
+            template.channel.close()
+            _end(template.pidfd)
+
+
+def _insufficient(protections: Protections, failures: list[str]) -> str:
+    if not protections.sufficient:
+        return f"this kernel cannot lock shipped code in: {protections.missing()}"
+    return (
+        f"a locked process could do what it must not: {', '.join(failures)}. Please report this, with: "
+        f"{protections.describe()}"
+    )
+
+
+def _end(pidfd: int) -> None:
+    """See to the end of a template whose channel is closed. With it, its sandboxes have ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if not poll.poll(END_TIMEOUT * 1e3):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        poll.poll()
+    os.close(pidfd)
+
+
+def _hang_up(channel: Channel) -> None:
+    with contextlib.suppress(OSError):
+        channel.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which `close` alone does not

@@ -1,0 +1,1 @@
+"""What `logitship check` looks at, one module per check."""

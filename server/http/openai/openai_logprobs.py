@@ -1,0 +1,82 @@
+"""Log-probabilities in OpenAI's two formats, and in vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from logitship.server.http.body import finite
+from logitship.server.requests.messages import TokenLogprobs
+from logitship.server.tokenizer import Tokenizer
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int, text_offset: int
+) -> dict[str, Any]:
+    """`logprobs` of a completions choice.
+
+    Args:
+        tokenizer: gives the tokens' texts.
+        positions: one a token.
+        top: how many of the most likely tokens to show.
+        text_offset: characters of the choice's text before the first of them.
+    """
+    tokens = [tokenizer.token_text(position.token_id) for position in positions]
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(position.logprob) for position in positions],
+        "top_logprobs": [_most_likely(tokenizer, position, top) for position in positions],
+        "text_offset": offsets,
+    }
+
+
+def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, float] | None:
+    """The most likely tokens, and the one that stands there. Of two with one text, the more likely counts."""
+    if position.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for token_id, logprob in (*position.top[:top], (position.token_id, position.logprob)):
+        found.setdefault(tokenizer.token_text(token_id), finite(logprob))
+    return found
+
+
+def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """`logprobs` of a chat choice."""
+    content = [
+        {
+            **_chat_token(tokenizer, position.token_id, position.logprob),
+            "top_logprobs": [_chat_token(tokenizer, *top) for top in position.top],
+        }
+        for position in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each position an object by token id; null for the first."""
+    return [None if position.logprob is None else _by_token_id(tokenizer, position, top) for position in positions]
+
+
+def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, Any]:
+    own = (position.token_id, position.logprob, position.rank)
+    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top[:top], start=1)]
+    return {
+        str(token_id): {
+            "logprob": finite(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, logprob, rank in (own, *ranked)
+    }

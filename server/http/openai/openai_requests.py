@@ -1,0 +1,231 @@
+"""The OpenAI routes on their way in: from OpenAI's bodies to the engine's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.admission import (
+    Carried,
+    check_batch,
+    check_processor_lists,
+    default_that_fits,
+    read_processors,
+    read_prompt,
+    sampling_params,
+)
+from logitship.server.http.auth import Caller
+from logitship.server.http.running_requests import Submission
+from logitship.server.refusals import BadRequest, NotFound
+from logitship.server.requests.messages import GenerationRequest
+from logitship.server.requests.request_building import Prompt, check_text_length
+from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
+from logitship.server.schemas.structured_outputs import constraint_of
+
+Body = TypeVar("Body", bound=OpenAIFields)
+
+ANY_MODEL = "default"
+"""SGLang's clients may ask for the model by this name, whatever it is called."""
+
+_NAMES = {
+    "bad_words_token_ids": "bad_words",
+    "extra_args": "vllm_xargs",
+}
+
+
+@dataclass(frozen=True)
+class OpenAIRequest(Generic[Body]):
+    """A body, read.
+
+    Attributes:
+        id: id of the answer.
+        model: name of the model, for the answer.
+        body: what the client sent.
+        prompts: what is continued.
+        submissions: one a prompt.
+        created: Unix time, in seconds.
+    """
+
+    id: str
+    model: str
+    body: Body
+    prompts: list[Prompt]
+    submissions: list[Submission]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+async def read_completion(
+    engine: AsyncEngine, caller: Caller, body: CompletionRequest
+) -> OpenAIRequest[CompletionRequest]:
+    """Check what the schema cannot, tokenize, and make the engine's requests.
+
+    Raises:
+        RequestRefused: names the field.
+    """
+    _check_model(engine, body.model)
+    is_batch = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
+    given: list[Any] = body.prompt if is_batch and isinstance(body.prompt, list) else [body.prompt]
+    check_batch(engine.config, len(given), "prompt", *_sequences_of_a_prompt(body))
+    if is_batch:
+        check_processor_lists(body, len(given))
+    constraint = constraint_of(body)
+    request_id = _request_id(body, "cmpl")
+    request = OpenAIRequest(request_id, engine.model.name, body, [], [])
+    for i, value in enumerate(given):
+        carried = read_processors(
+            engine, caller, body, i if is_batch else None, body.custom_params, "custom_params", constraint
+        )
+        names = {**_names(body), **carried.names, "prompt": f"prompt[{i}]" if is_batch else "prompt"}
+        prompt = await read_prompt(engine, value, names["prompt"], add_special_tokens=body.add_special_tokens)
+        request.prompts.append(prompt)
+        request.submissions.append(
+            await _submission(
+                engine,
+                caller,
+                body,
+                prompt,
+                names,
+                f"{request_id}_{i}" if is_batch else request_id,
+                request_id if is_batch else None,
+                carried,
+                max_tokens=default_that_fits(engine, prompt, body, "max_tokens"),
+                logprobs=body.logprobs,
+                prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
+            )
+        )
+    return request
+
+
+async def read_chat(
+    engine: AsyncEngine, caller: Caller, body: ChatCompletionRequest
+) -> OpenAIRequest[ChatCompletionRequest]:
+    """The same for a conversation, which the chat template turns into one prompt.
+
+    Raises:
+        RequestRefused: names the field.
+    """
+    _check_model(engine, body.model)
+    check_batch(engine.config, 1, "messages", *_sequences_of_a_prompt(body))
+    request_id = _request_id(body, "chatcmpl")
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    carried = read_processors(engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body))
+    names = {
+        **_names(body),
+        **carried.names,
+        "max_tokens": limit_name,
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+    }
+    prompt = Prompt(await _render(engine, body))
+    if not prompt.token_ids:
+        raise BadRequest("messages: the chat template makes an empty prompt of them", param="messages")
+    submission = await _submission(
+        engine,
+        caller,
+        body,
+        prompt,
+        names,
+        request_id,
+        None,
+        carried,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    return OpenAIRequest(request_id, engine.model.name, body, [prompt], [submission])
+
+
+def check_model_name(engine: AsyncEngine, name: str) -> None:
+    """Refuse a name that is not this model's.
+
+    Raises:
+        NotFound: it is another's.
+    """
+    if name not in (engine.model.name, engine.model.path, ANY_MODEL):
+        raise NotFound(f"model: {name[:200]!r} does not exist; this server has {engine.model.name!r}", param="model")
+
+
+def _check_model(engine: AsyncEngine, name: str | None) -> None:
+    if name is not None:
+        check_model_name(engine, name)
+
+
+def _request_id(body: OpenAIFields, prefix: str) -> str:
+    return body.rid or body.request_id or f"{prefix}-{uuid4().hex}"
+
+
+def _sequences_of_a_prompt(body: OpenAIFields) -> tuple[int, str]:
+    """How many there are, and the field that says so."""
+    if (body.num_beams or 1) > body.num_continuations:
+        return body.num_beams or 1, "num_beams"
+    return body.num_continuations, "n" if body.best_of is None else "best_of"
+
+
+def _names(body: OpenAIFields) -> dict[str, str]:
+    own = {"rid": "request_id" if body.rid is None else "rid"}
+    if body.no_stop_trim:
+        own["include_stop_str_in_output"] = "no_stop_trim"
+    if body.num_beams is None:
+        own["num_beams"] = "n"
+    return _NAMES | own
+
+
+def _most(one: int | None, other: int | None) -> int | None:
+    return max((count for count in (one, other) if count is not None), default=None)
+
+
+async def _render(engine: AsyncEngine, body: ChatCompletionRequest) -> list[int]:
+    check_text_length(engine, sum(len(message.content or "") for message in body.messages), "messages")
+    generation_prompt = body.add_generation_prompt
+    try:
+        return await asyncio.to_thread(
+            engine.tokenizer.apply_chat_template,
+            [message.for_template() for message in body.messages],
+            add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
+            continue_final_message=body.continue_final_message,
+            **body.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise BadRequest(f"messages: {error}", param="messages") from None
+
+
+async def _submission(
+    engine: AsyncEngine,
+    caller: Caller,
+    body: OpenAIFields,
+    prompt: Prompt,
+    names: Mapping[str, str],
+    rid: str,
+    batch_rid: str | None,
+    carried: Carried,
+    **values: Any,
+) -> Submission:
+    params = await sampling_params(
+        engine,
+        body,
+        names,
+        min_tokens=body.min_tokens,
+        seed=body.seed,
+        include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
+        thinking_token_budget=body.thinking_token_budget,
+        extra_args=body.vllm_xargs or None,
+        trace=body.trace and body.trace.top,
+        **values,
+    )
+    request = GenerationRequest(
+        rid=rid,
+        tenant=caller.tenant,
+        batch_rid=batch_rid,
+        prompt_token_ids=prompt.token_ids,
+        sampling_params=params,
+        processors=carried.processors,
+        n=body.n,
+        best_of=body.best_of,
+        beam_search=body.beam_search,
+    )
+    return Submission(request, names)

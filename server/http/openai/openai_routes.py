@@ -1,0 +1,103 @@
+"""OpenAI's routes."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.auth import caller_of
+from logitship.server.http.body import JSONResponse, read_body
+from logitship.server.http.documentation import operation
+from logitship.server.http.event_stream import EventStream, answer_at_end
+from logitship.server.http.running_requests import submit_all
+from logitship.server.schemas.openai_answer_schemas import (
+    ChatAnswerSchema,
+    ChatEvent,
+    CompletionAnswerSchema,
+    CompletionEvent,
+    ModelCard,
+    ModelList,
+)
+from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
+
+from .openai_answers import OpenAIAnswer
+from .openai_chat import ChatAnswer
+from .openai_completions import CompletionAnswer
+from .openai_requests import check_model_name, read_chat, read_completion
+
+ModelName = Annotated[str, Path(description="The model's name.", examples=["SmolLM2-135M-Instruct"])]
+
+_COMPLETION = operation(
+    body=CompletionRequest,
+    body_example={"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0},
+    answer=CompletionAnswerSchema,
+    events=CompletionEvent,
+)
+_CHAT = operation(
+    body=ChatCompletionRequest,
+    body_example={
+        "messages": [{"role": "user", "content": "What is the moon?"}],
+        "max_tokens": 16,
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "custom_params": {"token_ids": [30]},
+    },
+    answer=ChatAnswerSchema,
+    events=ChatEvent,
+)
+
+
+def openai_router(engine: AsyncEngine) -> APIRouter:
+    """The routes, bound to `engine`."""
+    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+    limit = engine.config.max_request_bytes
+    started = int(time.time())
+
+    @router.post("/completions", openapi_extra=_COMPLETION)
+    async def completions(request: Request) -> Response:
+        """Continue one prompt or several."""
+        body = await read_body(request, CompletionRequest, limit)
+        read = await read_completion(engine, caller_of(request), body)
+        return await _answer(engine, request, CompletionAnswer(engine, read))
+
+    @router.post("/chat/completions", openapi_extra=_CHAT)
+    async def chat_completions(request: Request) -> Response:
+        """Continue a conversation."""
+        body = await read_body(request, ChatCompletionRequest, limit)
+        read = await read_chat(engine, caller_of(request), body)
+        return await _answer(engine, request, ChatAnswer(engine, read))
+
+    @router.get("/models", openapi_extra=operation(answer=ModelList))
+    async def models() -> Response:
+        """The models: there is one."""
+        return JSONResponse({"object": "list", "data": [_model(engine, started)]})
+
+    @router.get("/models/{name:path}", openapi_extra=operation(answer=ModelCard))
+    async def model(name: ModelName) -> Response:
+        """One model."""
+        check_model_name(engine, name)
+        return JSONResponse(_model(engine, started))
+
+    return router
+
+
+async def _answer(engine: AsyncEngine, request: Request, answer: OpenAIAnswer[Any]) -> Response:
+    running = await submit_all(engine, answer.request.submissions)
+    if answer.body.stream:
+        return EventStream(running, answer.events(running))
+    return await answer_at_end(request, running, answer.whole)
+
+
+def _model(engine: AsyncEngine, created: int) -> dict[str, Any]:
+    model = engine.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "logitship",
+        "root": model.path,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }

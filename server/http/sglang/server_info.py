@@ -1,0 +1,87 @@
+"""What the server tells of its model, its settings and what it is doing now, and the schema of that."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter
+
+from logitship.server.cli import help_of_fields
+from logitship.server.config import ServerConfig
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.documentation import ref
+from logitship.server.schemas.sglang_answer_schemas import EngineState, ModelInfoAnswer
+
+from .sglang_answers import WEIGHT_VERSION
+
+_SECRETS = ("api_key", "shipping_api_key")
+
+
+def model_info_of(engine: AsyncEngine) -> dict[str, Any]:
+    """The model."""
+    model = engine.model
+    return {
+        "model_path": model.path,
+        "tokenizer_path": engine.config.tokenizer_path or model.path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": WEIGHT_VERSION,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "architectures": [model.architecture],
+        "served_model_name": model.name,
+        "vocab_size": model.vocab_size,
+        "max_model_len": model.max_model_len,
+        "eos_token_ids": sorted(model.eos_token_ids),
+        "dtype": model.dtype,
+        "device": model.device,
+    }
+
+
+def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
+    """The settings, without the keys; the model; and counters."""
+    settings = asdict(engine.config)
+    for name in _SECRETS:
+        del settings[name]
+    # SGLang gives one internal state for each replica of the model; there is one here.
+    return {
+        **settings,
+        **model_info_of(engine),
+        "version": version("logitship"),
+        "internal_states": [asdict(engine.stats())],
+    }
+
+
+def server_info_schema() -> dict[str, Any]:
+    """JSON schema of `server_info_of`: the settings' types and descriptions are those of the flags."""
+    of_model = ModelInfoAnswer.model_json_schema()["properties"]
+    properties = {
+        **_settings(),
+        **of_model,
+        "version": {"type": "string", "description": "logitship's version.", "examples": [version("logitship")]},
+        "internal_states": {
+            "type": "array",
+            "items": ref(EngineState),
+            "description": "What the engine is doing now, in one entry.",
+            "examples": [[EngineState.examples]],
+        },
+    }
+    return {
+        "title": "ServerInfo",
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _settings() -> dict[str, Any]:
+    types, texts = get_type_hints(ServerConfig), help_of_fields()
+    found = {}
+    for field in fields(ServerConfig):
+        if field.name not in _SECRETS:
+            schema = TypeAdapter(types[field.name]).json_schema()
+            found[field.name] = {**schema, "description": texts[field.name], "examples": [field.default]}
+    return found

@@ -1,0 +1,134 @@
+"""`/generate` on its way out: SGLang's objects, field for field."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from logitship.server.http.body import finite
+from logitship.server.http.event_stream import event
+from logitship.server.http.exception_handlers import fault_details
+from logitship.server.http.running_requests import RunningRequests
+from logitship.server.http.trace_answers import trace_objects
+from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.messages import FinishReason, TokenLogprobs
+from logitship.server.tokenizer import Tokenizer
+
+from .sglang_generate import Generate
+
+WEIGHT_VERSION = "default"
+
+
+class GenerateAnswer:
+    """Makes the answer to one `/generate` request, whole or event by event."""
+
+    def __init__(self, generate: Generate, tokenizer: Tokenizer) -> None:
+        self._generate = generate
+        self._tokenizer = tokenizer
+        self._started = time.perf_counter()
+        self._tables: dict[int, _LogprobTables] = {}
+        self._traces: dict[int, list[dict[str, Any]]] = {}
+
+    def whole(self, continuations: list[Continuation]) -> Any:
+        """One object, or a list of them."""
+        objects = [self._object(continuation) for continuation in continuations]
+        return objects if self._generate.many else objects[0]
+
+    async def events(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
+        """One event a chunk, each with everything that its continuation has given so far."""
+        async for continuation, _ in running:
+            data = self._object(continuation)
+            yield event({**data, "index": continuation.index} if self._generate.many else data)
+
+    def _object(self, continuation: Continuation) -> dict[str, Any]:
+        return {
+            "text": continuation.text,
+            "output_ids": continuation.token_ids,
+            "meta_info": self._meta_info(continuation),
+        }
+
+    def _meta_info(self, continuation: Continuation) -> dict[str, Any]:
+        reason = continuation.finish_reason
+        meta: dict[str, Any] = {
+            "id": self._generate.rids[continuation.index],
+            "finish_reason": None if reason is None else _finish_reason(reason, continuation.completion_tokens),
+            "prompt_tokens": continuation.prompt_tokens,
+            "weight_version": WEIGHT_VERSION,
+            "num_retractions": 0,  # nothing is preempted
+            "reasoning_tokens": 0,  # nothing is parsed out of the text
+            "completion_tokens": continuation.completion_tokens,
+            "cached_tokens": continuation.cached_tokens,
+        }
+        top = self._generate.submissions[continuation.prompt].request.sampling_params.logprobs
+        if top is not None:
+            tables = self._tables.setdefault(
+                continuation.index,
+                _LogprobTables(self._tokenizer if self._generate.texts_in_logprobs else None, with_top=top > 0),
+            )
+            meta |= tables.update(continuation)
+        if self._generate.submissions[continuation.prompt].request.sampling_params.trace is not None:
+            # Kept from event to event, because each event repeats them whole.
+            objects = self._traces.setdefault(continuation.index, [])
+            objects += trace_objects(self._tokenizer, continuation.traces[len(objects) :])
+            meta["trace"] = objects
+        if continuation.receipts:
+            meta["receipts"] = [asdict(receipt) for receipt in continuation.receipts]
+        if continuation.beam_score is not None:
+            meta["cumulative_logprob"] = continuation.cumulative_logprob
+            meta["beam_score"] = continuation.beam_score
+        if reason is not None:
+            meta["e2e_latency"] = time.perf_counter() - self._started
+        return meta
+
+
+def _finish_reason(reason: FinishReason, completion_tokens: int) -> dict[str, Any]:
+    if reason.kind == "stop":
+        return {"type": "stop", "matched": reason.matched}
+    if reason.kind == "length":
+        return {"type": "length", "length": completion_tokens}
+    error = reason.error
+    if error is None:
+        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    return {
+        "type": "abort",
+        "message": error.message,
+        "status_code": error.status_code,
+        "err_type": error.type,
+        **fault_details(error),
+    }
+
+
+class _LogprobTables:
+    """SGLang's log-probability lists of one continuation: `[logprob, token id, text or null]` for each entry.
+
+    Kept from event to event, because each event repeats them whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, with_top: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_top = with_top
+        self._tokens: dict[str, list[Any]] = {"input": [], "output": []}
+        self._top: dict[str, list[Any]] = {"input": [], "output": []}
+
+    def update(self, continuation: Continuation) -> dict[str, Any]:
+        """Add what is new, and give the fields of `meta_info`."""
+        self._extend("input", continuation.prompt_logprobs)
+        self._extend("output", continuation.logprobs)
+        fields: dict[str, Any] = {f"{side}_token_logprobs": entries for side, entries in self._tokens.items()}
+        fields["output_token_logprobs_length"] = len(self._tokens["output"])
+        if self._with_top:
+            fields |= {f"{side}_top_logprobs": entries for side, entries in self._top.items()}
+        return fields
+
+    def _extend(self, side: str, positions: Sequence[TokenLogprobs]) -> None:
+        for position in positions[len(self._tokens[side]) :]:
+            if side == "input" and not self._tokens["input"]:
+                # SGLang gives none for the first position, wherever it is: clients add up what is not null.
+                position = TokenLogprobs(position.token_id, None, None)
+            self._tokens[side].append(self._entry(position.logprob, position.token_id))
+            self._top[side].append([self._entry(logprob, token_id) for token_id, logprob in position.top] or None)
+
+    def _entry(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
+        return finite(logprob), token_id, None if self._tokenizer is None else self._tokenizer.token_text(token_id)

@@ -1,0 +1,122 @@
+"""SGLang's native routes."""
+
+from __future__ import annotations
+
+import asyncio
+from uuid import uuid4
+
+from fastapi import APIRouter, Request, Response
+
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.auth import caller_of
+from logitship.server.http.body import JSONResponse, read_body
+from logitship.server.http.documentation import one_or_more, operation
+from logitship.server.http.event_stream import EventStream, answer_at_end
+from logitship.server.http.running_requests import submit_all
+from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
+from logitship.server.requests.messages import GenerationRequest
+from logitship.server.schemas.sglang_answer_schemas import GenerateAnswerSchema, ModelInfoAnswer
+from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest
+
+from .server_info import model_info_of, server_info_of, server_info_schema
+from .sglang_answers import GenerateAnswer
+from .sglang_generate import read_generate
+
+HEALTH_TIMEOUT = 20.0
+"""Seconds that `/health_generate` waits for its token."""
+
+
+_GENERATE = operation(
+    body=GenerateRequest,
+    body_example={
+        "text": "The capital of France is",
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+        "rid": "first",
+    },
+    answer=one_or_more(GenerateAnswerSchema),
+    events=GenerateAnswerSchema,
+)
+
+
+def sglang_router(engine: AsyncEngine) -> APIRouter:
+    """The routes, bound to `engine`."""
+    router = APIRouter(tags=["SGLang"])
+    limit = engine.config.max_request_bytes
+
+    @router.post("/generate", openapi_extra=_GENERATE)
+    @router.put("/generate", openapi_extra=_GENERATE)
+    async def generate(request: Request) -> Response:
+        """Continue one prompt or several."""
+        body = await read_body(request, GenerateRequest, limit)
+        plan = await read_generate(engine, caller_of(request), body)
+        answer = GenerateAnswer(plan, engine.tokenizer)
+        running = await submit_all(engine, plan.submissions)
+        if body.stream:
+            return EventStream(running, answer.events(running))
+        return await answer_at_end(request, running, answer.whole)
+
+    @router.post("/abort_request", openapi_extra=operation(body=AbortRequest, body_example={"rid": "first"}))
+    async def abort_request(request: Request) -> Response:
+        """Cancel one request, or all of them: of the caller's own."""
+        body = await read_body(request, AbortRequest, limit)
+        if not body.rid and not body.abort_all:
+            raise BadRequest("rid: name a request, or set abort_all", param="rid")
+        engine.abort(None if body.abort_all else body.rid, caller_of(request).tenant)
+        return Response()
+
+    @router.get("/flush_cache", openapi_extra=operation(text="Cache flushed.\n"))
+    @router.post("/flush_cache", openapi_extra=operation(text="Cache flushed.\n"))
+    async def flush_cache() -> Response:
+        """Drop what is cached between requests."""
+        if await engine.flush_cache():
+            return Response("Cache flushed.\n", media_type="text/plain")
+        return Response("Nothing was flushed: requests are running or waiting.\n", 400, media_type="text/plain")
+
+    @router.get("/get_model_info", openapi_extra=operation(answer=ModelInfoAnswer))
+    @router.get("/model_info", openapi_extra=operation(answer=ModelInfoAnswer))
+    async def model_info() -> Response:
+        """The model."""
+        return JSONResponse(model_info_of(engine))
+
+    @router.get("/get_server_info", openapi_extra=operation(answer=server_info_schema()))
+    @router.get("/server_info", openapi_extra=operation(answer=server_info_schema()))
+    async def server_info() -> Response:
+        """The server's settings and what it is doing now."""
+        return JSONResponse(server_info_of(engine))
+
+    @router.get("/health", openapi_extra=operation())
+    async def health() -> Response:
+        """200 while the engine lives and takes requests, else 503."""
+        return Response(status_code=200 if engine.healthy and engine.stats().accepting else 503)
+
+    @router.get("/health_generate", openapi_extra=operation())
+    async def health_generate() -> Response:
+        """200 if the engine generates a token, else 503."""
+        return Response(status_code=200 if await _generates(engine) else 503)
+
+    return router
+
+
+async def _generates(engine: AsyncEngine) -> bool:
+    request = GenerationRequest(
+        rid=f"HEALTH_CHECK_{uuid4().hex}",
+        prompt_token_ids=[0],
+        sampling_params=SamplingParams(temperature=0, max_tokens=1),
+    )
+    try:
+        stream = await engine.submit(request)
+    except QueueFull:
+        return engine.healthy  # busy is not ill
+    except RequestRefused:
+        return False
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT):
+            async for chunk in stream:
+                if chunk.token_ids:
+                    return True
+    except TimeoutError:
+        return False
+    finally:
+        await stream.aclose()
+    return False

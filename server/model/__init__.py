@@ -1,0 +1,1 @@
+"""The model: loading, forward passes, and the KV cache."""

@@ -1,0 +1,108 @@
+"""How the memory for keys and values is divided: how long sequences may be, and what is kept of those that ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from logitship.server.config import ServerConfig
+from logitship.server.refusals import StartError
+
+from .model_runner import cache_shape
+from .prefix_cache import BLOCK_SIZE, block_bytes
+
+logger = logging.getLogger(__name__)
+
+
+_PREFIX_SHARE = 10
+"""The prefix cache takes one part in so many, unless the operator says how much."""
+
+
+class CacheTooLarge(StartError):
+    """The cache that was asked for does not fit. The message says what would."""
+
+
+def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) -> int:
+    """The longest sequence to serve: what the operator says, else the model's length, or what fits into memory.
+
+    Raises:
+        CacheTooLarge: the operator's length does not fit, or is longer than the model was made for.
+    """
+    wanted = config.max_model_len or model_len
+    if wanted > model_len:
+        raise CacheTooLarge(f"--max-model-len {wanted} is longer than the model's own length, {model_len}")
+    per_token = cache_shape(model, config.max_num_seqs, 1).nbytes(model.dtype)
+    free = _free_bytes(model.device)
+    fits = (_room(config, free) - _prefix_cache_bytes(config, free)) // per_token
+    if wanted <= fits:
+        return wanted
+    if config.max_model_len is not None or fits < 1:
+        lower_length = f"--max-model-len (at most {fits}), " if fits > 0 else ""
+        raise CacheTooLarge(
+            f"a cache for {config.max_num_seqs} sequences of {wanted} tokens takes "
+            f"{wanted * per_token / 2**30:.1f} GiB; together with the prefix cache, which takes "
+            f"{_prefix_cache_bytes(config, free) / 2**30:.1f} GiB, that is more than {config.mem_fraction_static:.0%} "
+            f"of the {free / 2**30:.1f} GiB that are free: lower {lower_length}--max-num-seqs or "
+            "--prefix-cache-bytes, or raise --mem-fraction-static"
+        )
+    logger.warning(
+        "serving sequences of up to %d tokens, not the model's %d: the cache for %d of them would not fit into memory",
+        fits,
+        model_len,
+        config.max_num_seqs,
+    )
+    return fits
+
+
+def prefix_cache_blocks(config: ServerConfig, model: PreTrainedModel, model_len: int) -> int:
+    """How many blocks the prefix cache may hold: what fits into its memory, and not more than the slots hold.
+
+    Args:
+        model_len: the longest sequence that is served.
+    """
+    fits = _prefix_cache_bytes(config, _free_bytes(model.device)) // block_bytes(cache_shape(model, 1, 1), model.dtype)
+    return min(fits, config.max_num_seqs * model_len // BLOCK_SIZE)
+
+
+def _room(config: ServerConfig, free: float) -> int:
+    """Bytes for keys and values."""
+    return int(free * config.mem_fraction_static)
+
+
+def _prefix_cache_bytes(config: ServerConfig, free: float) -> int:
+    given = config.prefix_cache_bytes
+    return _room(config, free) // _PREFIX_SHARE if given is None else given
+
+
+def _free_bytes(device: torch.device) -> int | float:
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return min(_available_memory(Path("/proc/meminfo")), _room_in_cgroup(Path("/sys/fs/cgroup")))
+
+
+def _available_memory(meminfo: Path) -> int:
+    """Memory that the machine can give without swapping: free, or a cache of files."""
+    for line in meminfo.read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return int(amount.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _room_in_cgroup(folder: Path) -> int | float:
+    """What the container's memory limit leaves (cgroup v2), its cache of files not counted as used; inf: no limit."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return math.inf
+    if limit == "max":
+        return math.inf
+    return max(0, int(limit) - used + int(statistics["file"]))

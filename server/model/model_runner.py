@@ -1,0 +1,175 @@
+"""Runs the model: packed tokens in, logits of the wanted positions out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from logitship.server.refusals import UnsupportedModel
+
+from .attention import ATTENTION_NAME, register
+from .deterministic import make_deterministic
+from .fused_decoder import FusedDecoder, can_fuse
+from .kv_cache import CacheShape, SlotCache
+from .step_layout import Segment, StepLayout
+
+logger = logging.getLogger(__name__)
+
+_NUM_FIRST_TOKENS = 6
+_FUSED_TOLERANCE = 1e-3
+"""Of the largest logit. A wrong order of heads, say, gives wholly different ones."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence to compute now, beginning at position `start` of its slot."""
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+
+
+class ModelRunner:
+    """A transformers model for causal language modelling on top of a `SlotCache`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_len: int,
+        *,
+        deterministic: bool = False,
+        fused: bool = True,
+        cores: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """Prepare a model, in place, and allocate its cache.
+
+        Args:
+            deterministic: compute each token as if it were alone, to the last bit.
+            fused: run it with fewer and larger operations than its own code does, if it is of a kind for which that
+                is known, and not deterministic.
+            cores: entered for each forward pass: a `CoreBinding` of the thread that calls.
+
+        Raises:
+            UnsupportedModel: its layers are not plain attention, or it fails on a first token.
+        """
+        _require_plain_attention(model)
+        if deterministic:
+            make_deterministic(model)
+        else:
+            register()
+            model.set_attn_implementation(ATTENTION_NAME)
+        self.model = model.train(False)
+        self.device = model.device
+        self.dtype = model.dtype
+        self.cache = SlotCache(cache_shape(model, num_slots, max_len), self.dtype, self.device)
+        self._cores = cores or nullcontext()
+        self._fused: FusedDecoder | None = None
+        self._try_out()
+        if fused and not deterministic and can_fuse(model):
+            self._fuse()
+
+    @torch.no_grad()
+    def forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
+        """Compute the next tokens of some sequences.
+
+        Args:
+            decode: chunks of few tokens: the last one drawn, and what is drafted behind it.
+            prefill: prompt chunks.
+            keep: which tokens' logits are wanted, in the order wanted; a token's number counts through `decode`, then
+                `prefill`. The hidden states are put in that order before the LM head, which is far cheaper than
+                ordering logits.
+
+        Returns:
+            float32 [len(keep), vocab].
+        """
+        with self._cores:
+            return self._forward(decode, prefill, keep)
+
+    def _forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
+        layout = StepLayout(_segments(decode), _segments(prefill), self.cache, self.dtype, self.device)
+        token_ids = torch.tensor(
+            [token for chunk in (*decode, *prefill) for token in chunk.token_ids], device=self.device
+        )
+        wanted = torch.tensor(keep, dtype=torch.long, device=self.device)
+        if self._fused is not None:
+            return self._fused.forward(token_ids, layout, wanted)
+        return self._forward_of_model(token_ids, layout, wanted)
+
+    def _forward_of_model(self, token_ids: torch.Tensor, layout: StepLayout, keep: torch.Tensor) -> torch.Tensor:
+        output = self.model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=layout.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=keep,
+            step=layout,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    def _fuse(self) -> None:
+        """Change over to the fused layers, if they compute the same as the model's own code, but for rounding."""
+        expected = self._first_logits()
+        self._fused = FusedDecoder(self.model)
+        found = self._first_logits()
+        if not torch.allclose(found, expected, rtol=0, atol=_FUSED_TOLERANCE * float(expected.abs().max())):
+            self._fused = None
+            logger.warning(
+                "%s is run by transformers' own code, which is slower: fused layers gave other logits, by up to %.2g",
+                type(self.model).__name__,
+                float((found - expected).abs().max()),
+            )
+
+    def _first_logits(self) -> torch.Tensor:
+        """Of the tokens of a short prompt, and of one more that is decoded behind it: float32 [tokens, vocab]."""
+        step = self.model.config.vocab_size // _NUM_FIRST_TOKENS
+        *prompt, last = range(0, step * _NUM_FIRST_TOKENS, step)
+        of_prompt = self.forward([], [Chunk(0, 0, prompt)], [*range(len(prompt))])
+        return torch.cat([of_prompt, self.forward([Chunk(0, len(prompt), [last])], [], [0])])
+
+    def _try_out(self) -> None:
+        """Compute one token, so that a model that cannot be served is refused now and not at the first request."""
+        name = type(self.model).__name__
+        try:
+            # The one token's logits, asked for twice: shows whether the model heeds `logits_to_keep`.
+            logits = self.forward([], [Chunk(0, 0, [0])], [0, 0])
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UnsupportedModel(f"{name} cannot be served: its first token failed: {error}") from error
+        if len(logits) != 2:
+            raise UnsupportedModel(f"{name} cannot be served: it gives logits for other tokens than those asked for")
+
+
+def _segments(chunks: list[Chunk]) -> list[Segment]:
+    return [Segment(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
+
+
+def cache_shape(model: PreTrainedModel, num_slots: int, max_len: int) -> CacheShape:
+    """The cache that a model needs for so many sequences of such a length."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return CacheShape(
+        num_layers=config.num_hidden_layers,
+        num_slots=num_slots,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        max_len=max_len,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def _require_plain_attention(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    reasons = {
+        f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
+        "an encoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "softcapped attention": getattr(config, "attn_logit_softcapping", None) is not None,
+        "no support for exchangeable attention functions": not getattr(model, "_supports_attention_backend", False),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedModel(f"{type(model).__name__} cannot be served: it has {reason}")

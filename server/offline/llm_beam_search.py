@@ -1,0 +1,133 @@
+"""`LLM.beam_search`: its parameters and outputs, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from logitship.client.records import Receipt
+from logitship.sampler.sampling_params import InvalidSamplingParams
+from logitship.server.requests.beam_search import EarlyStopping
+from logitship.server.tokenizer import Tokenizer
+
+from .outputs import Logprob, RequestOutput
+from .sampling_params import SamplingParams
+from .structured_outputs_params import StructuredOutputsParams
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How the beams of each prompt are searched.
+
+    Raises:
+        InvalidSamplingParams: a ValueError; a value is out of range or not supported. Names the field.
+    """
+
+    beam_width: int
+    """Number of beams, and of sequences in the output."""
+    max_tokens: int
+    """Most tokens of the output."""
+    ignore_eos: bool = False
+    """Go on after the model's end token."""
+    temperature: float = 0.0
+    """Only 0: nothing is drawn at random."""
+    length_penalty: float = 1.0
+    """Sums of log-probabilities are divided by length ** `length_penalty`."""
+    include_stop_str_in_output: bool = False
+    """Whether the end token is among `tokens`."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the outputs are constrained to."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    early_stopping: EarlyStopping = False
+    """As in `SamplingParams`; vLLM does not have it."""
+    custom_logit_processor: Any = None
+    """As in `SamplingParams`; vLLM does not have it."""
+    logits_processors: Sequence[Any] = ()
+    """As in `SamplingParams`; vLLM does not have it."""
+    custom_params: Mapping[str, Any] | None = None
+    """As in `SamplingParams`; vLLM does not have it."""
+
+    def __post_init__(self) -> None:
+        if type(self.beam_width) is not int or self.beam_width < 1:
+            raise InvalidSamplingParams("beam_width", "must be an integer, 1 or greater")
+        if self.temperature != 0:
+            raise InvalidSamplingParams("temperature", "must be 0: beam search draws nothing at random")
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """The same for `LLM.generate`."""
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            temperature=0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.structured_outputs,
+            skip_special_tokens=self.skip_special_tokens,
+            logprobs=0,
+            custom_logit_processor=self.custom_logit_processor,
+            logits_processors=self.logits_processors,
+            custom_params=self.custom_params,
+        )
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """A sequence that was found.
+
+    Attributes:
+        tokens: the prompt's and the output's.
+        logprobs: one dict for each token of the output, its end token included: its log-probability, by token id.
+        cum_logprob: their sum.
+        text: the text of `tokens`.
+        finish_reason: `stop` or `length`.
+        stop_reason: the stop token that ended it; None for the model's own end token.
+        score: what the sequences were compared by.
+        receipts: one for each processor that the prompt carried.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float = 0.0
+    receipts: tuple[Receipt, ...] = ()
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """What was found for a prompt.
+
+    Attributes:
+        sequences: the best first; `beam_width` of them, or fewer where processors allow no more.
+    """
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def beam_search_output(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """The output of `LLM.generate` in vLLM's form for beams."""
+    sequences = []
+    for one in output.outputs:
+        ends_with_token = one.finish_reason == "stop" and not params.include_stop_str_in_output
+        tokens = output.prompt_token_ids + (one.token_ids[:-1] if ends_with_token else one.token_ids)
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=one.logprobs or [],
+                cum_logprob=one.cumulative_logprob or 0.0,
+                text=tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+                score=one.beam_score or 0.0,
+                receipts=one.receipts,
+            )
+        )
+    return BeamSearchOutput(sequences)

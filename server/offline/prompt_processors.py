@@ -1,0 +1,111 @@
+"""The processors in a caller's `SamplingParams`, as the engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from logitship.client.http.processor_argument import ProcessorStrings
+from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
+from logitship.server.processors.processor_entries import read_entry, read_processor
+from logitship.server.requests.messages import CallableRequest, CarriedProcessor
+
+from .sampling_params import SamplingParams
+from .structured_outputs_params import StructuredOutputsParams
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The processors that one prompt carries.
+
+    Attributes:
+        processors: in the order in which they run, not loaded yet.
+        names: the caller's names for the places that the engine's refusals name.
+    """
+
+    processors: tuple[CarriedProcessor, ...]
+    names: Mapping[str, str]
+
+
+def read_carried(params: SamplingParams, to_string: ProcessorStrings, max_processor_size: int) -> Carried:
+    """The processors of `params`, classes turned into processor strings, nothing loaded.
+
+    Args:
+        params: holds them.
+        to_string: serializes classes, each once for all prompts of a call.
+        max_processor_size: longest processor string, in bytes.
+
+    Raises:
+        RequestRefused: a processor is malformed or too large; names its place.
+        TypeError: it is none of the things that a processor can be given as.
+        ValueError: it is a dict, but none of the forms of a processor string.
+        ProcessorSerializationError: the class uses an object that cannot travel.
+    """
+    reader = _Reader(to_string, params.custom_params, max_processor_size)
+    one = params.custom_logit_processor
+    if one is None:
+        at = "logits_processors"
+        places = [f"{at}[{i}]" for i in range(len(params.logits_processors))]
+        processors = [reader.entry(*each) for each in zip(params.logits_processors, places, strict=True)]
+    else:
+        at = "custom_logit_processor"
+        given = one if isinstance(one, list | tuple) else [one]
+        places = [at] if given is not one else [f"{at}[{i}]" for i in range(len(given))]
+        processors = [reader.processor(*each) for each in zip(given, places, strict=True)]
+    own = [one is None and _has_own_params(params.logits_processors[i]) for i in range(len(places))]
+    params_places = [f"{place}.params" if has else "custom_params" for place, has in zip(places, own, strict=True)]
+    if isinstance(params.structured_outputs, StructuredOutputsParams):
+        constraint = params.structured_outputs.constraint
+        processors.insert(0, constraint.processor)
+        places, params_places = [constraint.at, *places], [constraint.at, *params_places]
+    names = {"processors": at}
+    for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
+        names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
+    return Carried(tuple(processors), names)
+
+
+def _has_own_params(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and entry.get("params") is not None
+
+
+class _Reader:
+    """Reads the processors of one `SamplingParams`: `custom_params` are for those without parameters of their own."""
+
+    def __init__(
+        self, to_string: ProcessorStrings, custom_params: Mapping[str, Any] | None, max_processor_size: int
+    ) -> None:
+        self._to_string = to_string
+        self._custom_params = custom_params
+        self._max_processor_size = max_processor_size
+
+    def processor(self, given: Any, at: str) -> CarriedProcessor:
+        """A processor of contract 1, in any form."""
+        string = self._to_string(given, at)
+        return read_processor(string, self._custom_params, at, max_processor_size=self._max_processor_size)
+
+    def entry(self, entry: Any, at: str) -> CarriedProcessor:
+        """One entry of `logits_processors`."""
+        if isinstance(entry, Mapping):
+            return self._mapping(entry, at)
+        if isinstance(entry, str):
+            return self._read(entry, at)
+        if isinstance(entry, InstalledProcessor | RegisteredProcessor) or callable(getattr(entry, "to_str", None)):
+            return self.processor(entry, at)
+        if callable(entry):
+            return CallableRequest(entry)
+        raise TypeError(
+            f"{at}: expected a dict with 'processor' and 'params', one with 'qualname', 'args' and 'kwargs', a "
+            f"qualified name, a CustomLogitProcessor class, or a callable, not {type(entry).__name__}"
+        )
+
+    def _mapping(self, entry: Mapping[str, Any], at: str) -> CarriedProcessor:
+        entry = dict(entry)
+        if entry.get("processor") is not None:
+            entry["processor"] = self._to_string(entry["processor"], f"{at}.processor")
+        if "args" in entry:
+            entry["args"] = list(entry["args"] or ())
+        return self._read(entry, at)
+
+    def _read(self, entry: Any, at: str) -> CarriedProcessor:
+        return read_entry(entry, at, max_processor_size=self._max_processor_size, params=self._custom_params)

@@ -1,0 +1,1 @@
+"""The processors of requests: registered, installed, named, and loaded."""

@@ -1,0 +1,90 @@
+"""What clients are told of installed and registered processors."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from inspect import getdoc
+
+from logitship.builtin_processors.base import BuiltinProcessor
+from logitship.client.processor import CustomLogitProcessor
+from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
+from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
+
+from .registration import Registration
+
+_INSTALLED = "it is installed on the server: its code did not come from a client"
+_NO_SOURCE = "the processor string holds a pickle and no source"
+_CLAIMED = "as the processor string says: what runs is the pickle beside it"
+_CAPTURED = "the values that it captured when it was serialized are not shown"
+
+
+def installed_digest(name: str) -> str:
+    """The digest of an installed processor, which has no payload."""
+    return f"sha256:{sha256(f'installed:{name}'.encode()).hexdigest()}"
+
+
+def installed_info(name: str, cls: type[CustomLogitProcessor]) -> ProcessorInfo:
+    """What there is to say of an installed processor."""
+    schema = cls.params_schema
+    return ProcessorInfo(
+        id=name,
+        kind="installed",
+        name=name,
+        digest=installed_digest(name),
+        description=" ".join((getdoc(cls) or "").partition("\n\n")[0].split()),
+        params_schema=None if schema is None else dict(schema),
+        is_mask=issubclass(cls, BuiltinProcessor) and cls.is_mask,
+    )
+
+
+def installed_details(name: str, cls: type[CustomLogitProcessor]) -> ProcessorDetails:
+    """The same for one of them."""
+    return ProcessorDetails(**vars(installed_info(name, cls)), source_note=_INSTALLED)
+
+
+def registered_info(registration: Registration) -> ProcessorInfo:
+    """What there is to say of a registered processor."""
+    upload = registration.upload
+    return ProcessorInfo(
+        id=registration.id,
+        kind="registered",
+        name=upload.name,
+        version=registration.version,
+        digest=upload.digest,
+        description=upload.description,
+        params_schema=upload.params_schema,
+        form=_form(upload.string),
+        python=upload.string.python if isinstance(upload.string, PickledProcessor | SourceProcessor) else None,
+        size=registration.size,
+        created=registration.created,
+    )
+
+
+def registered_details(registration: Registration) -> ProcessorDetails:
+    """The same with its source."""
+    source, note = _source(registration.upload.string)
+    return ProcessorDetails(
+        **vars(registered_info(registration)),
+        source=None if source is None else source.source,
+        class_name=None if source is None else source.class_name,
+        source_note=note,
+    )
+
+
+def _form(string: ProcessorString) -> str:
+    match string:
+        case PickledProcessor():
+            return "pickled"
+        case SourceProcessor():
+            return "source"
+        case _:
+            return "installed"
+
+
+def _source(string: ProcessorString) -> tuple[SourceProcessor | None, str | None]:
+    """The source in a string, and what to know of it."""
+    if isinstance(string, PickledProcessor):
+        return string.source, _NO_SOURCE if string.source is None else _CLAIMED
+    if isinstance(string, SourceProcessor):
+        return string, _CAPTURED if string.captured else None
+    return None, _INSTALLED

@@ -1,0 +1,89 @@
+"""A registered processor: what was uploaded, and as what it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.processor_string import (
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    SourceProcessor,
+)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a tenant registers.
+
+    Attributes:
+        name: what it goes by.
+        digest: identity of what it runs.
+        string: a string of exactly that.
+        description: what it does, in a sentence or two; "" if its class does not say.
+        params_schema: JSON Schema of its parameters, or None.
+    """
+
+    name: str
+    digest: str
+    string: ProcessorString
+    description: str = ""
+    params_schema: Mapping[str, Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it counts for.
+
+        Raises:
+            ProcessorLoadError: it holds something that cannot be measured.
+        """
+        return _string_size(self.string) + len(self.description.encode()) + _schema_size(self.params_schema)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """An upload as it is kept.
+
+    Attributes:
+        upload: what was uploaded.
+        version: its number under its name: 1, 2, …
+        size: bytes that it counts for.
+        created: when this version was first uploaded, in seconds since 1970.
+    """
+
+    upload: Upload
+    version: int
+    size: int
+    created: int
+
+    @property
+    def id(self) -> str:
+        """`name@version`."""
+        return f"{self.upload.name}@{self.version}"
+
+
+def _string_size(string: ProcessorString) -> int:
+    match string:
+        case SourceProcessor():
+            return len(string.source.encode()) + len(string.captured)
+        case PickledProcessor():
+            described = 0 if string.source is None else _string_size(string.source)
+            return len(string.payload) + described + _schema_size(string.params_schema)
+        case InstalledProcessor():
+            return len(string.name)
+        case _:
+            raise TypeError(f"a registration cannot stand for a {type(string).__name__}")
+
+
+def _schema_size(schema: Mapping[str, Any] | None) -> int:
+    if schema is None:
+        return 0
+    try:
+        return len(orjson.dumps(schema))
+    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+        raise ProcessorLoadError(f"'params_schema': {error}") from None

@@ -1,0 +1,176 @@
+"""The processors that requests carry, name and register: every mistake in them is a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import Histogram
+
+from logitship.builtin_processors.params import PreparationUnavailable
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
+from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.processor_cache import ProcessorCacheFull
+from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
+from logitship.server.requests.messages import CallableRequest, CarriedProcessor, GenerationRequest, ProcessorRequest
+
+from .named_processors import InvalidName, NotDeletable
+from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from .registered_processors import NotRegistered, RegistryFull
+
+
+class RequestProcessors:
+    """Asks the library on behalf of requests, and answers with refusals that name the request's field.
+
+    Args:
+        library: where processors come from.
+        load_time: of each processor that a request carries.
+    """
+
+    def __init__(self, library: ProcessorLibrary, load_time: Histogram) -> None:
+        self._library = library
+        self._load_time = load_time
+
+    def of(self, tenant: str) -> list[ProcessorInfo]:
+        """The processors that a tenant's request can ask for by name."""
+        return self._library.names.of(tenant)
+
+    def details(self, reference: str, tenant: str) -> ProcessorDetails:
+        """One of them by its name, its name and version, or its digest.
+
+        Raises:
+            NotFound: there is none.
+        """
+        try:
+            return self._library.names.details(reference, tenant)
+        except NotRegistered as error:
+            raise NotFound(str(error), param="id") from error
+
+    def delete(self, reference: str, tenant: str) -> list[str]:
+        """Delete a version of what the tenant registered, or all versions of a name or a digest.
+
+        Requests that were admitted keep it.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            NotFound: there is none.
+            Forbidden: it is installed.
+        """
+        try:
+            return self._library.names.delete(reference, tenant)
+        except NotRegistered as error:
+            raise NotFound(str(error), param="id") from error
+        except NotDeletable as error:
+            raise Forbidden(str(error), param="id") from error
+
+    def register(self, string: ProcessorString, tenant: str, name: str | None) -> ProcessorInfo:
+        """Keep a processor: see `AsyncEngine.register`. Waits until it is loaded."""
+        try:
+            with _load_errors_refused(param=None):
+                return self._library.register(string, tenant, name)
+        except InvalidName as error:
+            raise BadRequest(f"name: {error}", param="name") from error
+        except RegistryFull as error:
+            raise ServiceUnavailable(str(error)) from error
+
+    def ships_code(self, string: ProcessorString, tenant: str) -> bool:
+        """True if a request with this processor needs `--enable-custom-logit-processor`."""
+        return self._library.ships_code(string, tenant)
+
+    def check_callable(self, wanted: CallableRequest) -> None:
+        """Refuse a callable by a name that the operator did not allow.
+
+        Raises:
+            ProcessorLoadError: says how it is allowed.
+        """
+        self._library.callables.check_allowed(wanted.target)
+
+    def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
+        """A request with what its names of processors stand for now.
+
+        Without this, `submit` looks that up for each request, and those of a batch may get different versions.
+
+        Args:
+            pins: what the names stand for that were looked up for the same batch before; more are added.
+
+        Raises:
+            BadRequest: a name stands for nothing; `param` is `processors[i]`.
+        """
+        processors = list(request.processors)
+        for place, wanted in enumerate(processors):
+            if isinstance(wanted, ProcessorRequest) and isinstance(
+                wanted.string, RegisteredProcessor | InstalledProcessor
+            ):
+                with _load_errors_refused(param=f"processors[{place}]"):
+                    pins[wanted.string] = pins.get(wanted.string) or self._library.names.resolve(
+                        wanted.string, request.tenant
+                    )
+                processors[place] = dataclasses.replace(wanted, string=pins[wanted.string])
+        return dataclasses.replace(request, processors=tuple(processors))
+
+    def load(self, request: GenerationRequest, held: list[LoadedProcessor]) -> list[list[ProcessorUse]]:
+        """Of each sequence, its uses of the request's processors, in order.
+
+        Args:
+            held: each one that is loaded is added, at once; the caller gives them back with `release`.
+
+        Raises:
+            RequestRefused: one cannot be loaded, or does not take its parameters.
+        """
+        uses: list[list[ProcessorUse]] = [[] for _ in range(request.num_started)]
+        prepared: dict[tuple[int, int], Any] = {}
+        for place, wanted in enumerate(request.processors):
+            with self._load_time.time(), _load_errors_refused(param=f"processors[{place}]"):
+                for sequence_uses, use in zip(uses, self._uses(request, held, wanted, prepared), strict=True):
+                    sequence_uses.append(use)
+        return uses
+
+    def release(self, held: list[LoadedProcessor]) -> None:
+        """Give back what `load` has loaded."""
+        for processor in held:
+            self._library.release(processor)
+
+    def _uses(
+        self,
+        request: GenerationRequest,
+        held: list[LoadedProcessor],
+        wanted: CarriedProcessor,
+        prepared: dict[tuple[int, int], Any],
+    ) -> list[ProcessorUse]:
+        """A use for each sequence, of the same processor, or of a callable of its own.
+
+        Args:
+            prepared: what processors made of parameters for this request so far, by the identity of both.
+        """
+        if isinstance(wanted, CallableRequest):
+            made = [self._library.callables.make(wanted) for _ in range(request.num_started)]
+            return [ProcessorUse(callable_, {}, request.rid) for callable_ in made]
+        processor = self._library.acquire(wanted.string, request.tenant)
+        held.append(processor)
+        key = id(processor), id(wanted.params)
+        if key not in prepared:
+            prepared[key] = self._library.prepare(processor, wanted.params, own=wanted.own)
+        params = dict(wanted.params or {})
+        return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.num_started)]
+
+
+@contextlib.contextmanager
+def _load_errors_refused(param: str | None) -> Iterator[None]:
+    """Turn what prevents a processor from being loaded into refusals of the field `param`."""
+    try:
+        yield
+    except InvalidParams as error:
+        raise BadRequest(str(error), param=f"{param}.params") from error
+    except ProcessorLoadError as error:
+        raise BadRequest(str(error), param=param) from error
+    except ProcessorNotAllowed as error:
+        raise Forbidden(str(error), param=param) from error
+    except (ProcessorCacheFull, PreparationUnavailable) as error:
+        raise ServiceUnavailable(str(error), param=param) from error

@@ -1,0 +1,1 @@
+"""A request and its sequences, from admission to the last chunk."""

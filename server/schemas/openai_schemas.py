@@ -1,0 +1,336 @@
+"""OpenAI's request bodies, with the fields that SGLang and vLLM add to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import FailFast, Field, PlainValidator, model_validator
+
+from .request_schema import Count, FieldError, RequestModel, SamplingFields, Seed, TraceOptions, is_token_ids
+from .structured_outputs import OpenAIGrammarFields
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "cache_salt": ("",),
+    "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "ec_transfer_params": (),
+    "extra_key": ("",),
+    "kv_transfer_params": (),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
+    "priority": (0,),
+    "repetition_detection": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_dp_rank": (),
+    "service_tier": ("auto", "default"),
+    "session_id": (),
+    "session_params": (),
+    "stop_regex": ([],),
+    "store": (False,),
+    "stream_interval": (1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "watermarking": (False,),
+}
+
+
+class StreamOptions(RequestModel):
+    """`stream_options`."""
+
+    examples: ClassVar = {"include_usage": True, "continuous_usage_stats": True}
+    unsupported: ClassVar = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+    """Send the token counts in an event of their own at the end."""
+    continuous_usage_stats: bool = False
+    """Send the token counts so far in every event."""
+
+
+class OpenAIFields(SamplingFields, OpenAIGrammarFields):
+    """What both routes take."""
+
+    examples: ClassVar = {
+        "model": "SmolLM2-135M-Instruct",
+        "best_of": 4,
+        "seed": 42,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "min_tokens": 4,
+        "include_stop_str_in_output": True,
+        "prompt_logprobs": 5,
+        "return_token_ids": True,
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "logits_processors": [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [30]}}],
+        "vllm_xargs": {"target_token": 30},
+        "trace": {"top": 5},
+        "request_id": "first",
+        "rid": "first",
+    }
+    without_effect: ClassVar = frozenset(
+        {"custom_labels", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+    )
+
+    model: str | None = None
+    """The model's name; may be left out, there is only one."""
+    best_of: Count | None = None
+    """Make this many continuations of each prompt, and return the `n` with the highest log-probability per token, the
+    highest first. Not with `stream`, unless it is `n`."""
+    seed: Seed | None = None
+    """Same seed, prompt and parameters: same tokens."""
+    stream: bool = False
+    """Answer with server-sent events, each with what is new."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    min_tokens: int = 0
+    """No end token before this many output tokens."""
+    include_stop_str_in_output: bool = False
+    """vLLM's name of `no_stop_trim`."""
+    prompt_logprobs: int | None = None
+    """Return the prompt's log-probabilities, with this many of the most likely tokens at each position."""
+    return_token_ids: bool = False
+    """Return the token ids of the prompt and the output."""
+    custom_logit_processor: Any = None
+    """The processor: a processor string or its JSON object; several in a list, run in this order. For a list of
+    prompts, a list holds what each prompt takes."""
+    logits_processors: list[Any] | None = None
+    """Several processors with parameters of their own, and callables by name; see "Processors in a request". For a list
+    of prompts also a list of such lists."""
+    vllm_xargs: dict[str, Any] | None = None
+    """Parameters of installed batch processors, as vLLM names them."""
+    trace: TraceOptions | None = None
+    """Show for each token what became of the most likely ones, before and after each processor and all else."""
+    request_id: str | None = None
+    """Id of the request and of the answer."""
+    rid: str | None = None
+    """SGLang's name of `request_id`."""
+
+    @property
+    def usage_at_end(self) -> bool:
+        """The stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def usage_in_each_event(self) -> bool:
+        """Every event holds the token counts so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def num_continuations(self) -> int:
+        """How many continuations of each prompt are made."""
+        return self.n if self.best_of is None else self.best_of
+
+    @model_validator(mode="after")
+    def _check_fields_together(self) -> Self:
+        if self.num_continuations < self.n:
+            raise FieldError("best_of", f"must not be smaller than n, which is {self.n}")
+        if self.num_continuations > self.n and self.stream:
+            raise FieldError("best_of", "goes without stream: the best are only known at the end")
+        if self.stream and (self.use_beam_search or (self.num_beams or 1) > 1):
+            raise FieldError("stream", "does not go with beam search: nothing is certain before its end")
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "goes with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError("prompt_logprobs", "is not given with stream: true")
+        if None not in (self.rid, self.request_id) and self.rid != self.request_id:
+            raise FieldError("rid", "is not the same as request_id")
+        if "" in (self.rid, self.request_id):
+            raise FieldError("request_id" if self.rid is None else "rid", "is empty")
+        return self
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str) or is_token_ids(value):
+        return value
+    if isinstance(value, list) and (
+        all(isinstance(each, str) for each in value) or all(is_token_ids(each) for each in value)
+    ):
+        return value
+    raise ValueError("must be a string, a list of token ids (integers), or a list of one of these")
+
+
+_PromptTypes = str | list[str] | list[int] | list[list[int]]
+
+
+class CompletionRequest(OpenAIFields):
+    """Body of `/v1/completions`."""
+
+    examples: ClassVar = {
+        "prompt": "The capital of France is",
+        "max_tokens": 4,
+        "logprobs": 5,
+        "echo": True,
+        "add_special_tokens": False,
+    }
+    unsupported: ClassVar = _UNSUPPORTED | {"prompt_embeds": (), "suffix": ("",)}
+
+    prompt: Annotated[str | list[Any], PlainValidator(_prompt, json_schema_input_type=_PromptTypes)]
+    """Text, token ids, or a list of one of these."""
+    max_tokens: int = 16
+    """Most tokens of the output. 0 with `echo`: only the prompt comes back, with its log-probabilities if asked for."""
+    logprobs: int | None = None
+    """Return log-probabilities, with this many of the most likely tokens at each position."""
+    echo: bool = False
+    """Begin the text with the prompt."""
+    add_special_tokens: bool = True
+    """Begin the prompt with the special tokens that the tokenizer puts there."""
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else None
+            shown = f" ({kind[:40]!r})" if isinstance(kind, str) else ""
+            raise ValueError(f"part {index}{shown} is not a text part: this server takes only text")
+        if unknown := sorted(part.keys() - {"type", "text"}):
+            raise ValueError(f"part {index} has an unknown field {unknown[0][:40]!r}")
+    return "\n".join(part["text"] for part in value)
+
+
+class Message(RequestModel):
+    """A message of a conversation."""
+
+    examples: ClassVar = {
+        "role": "user",
+        "content": "What is the moon?",
+        "name": "Ada",
+        "tool_call_id": "call_1",
+    }
+    unsupported: ClassVar = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "reasoning": ("",),
+        "reasoning_content": ("",),
+        "refusal": (),
+        "tool_calls": ([],),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who speaks. `developer` is OpenAI's newer word for `system`, which is what chat templates know."""
+    content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | list[dict[str, str]])] = None
+    """Text, or a list of text parts, which are joined by line feeds."""
+    name: str | None = None
+    """Handed to the chat template."""
+    tool_call_id: str | None = None
+    """Handed to the chat template."""
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise FieldError("content", "is missing")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.role == "developer":
+            message["role"] = "system"
+        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {key: value for key, value in extra.items() if value is not None}
+
+
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of the function that renders the template: the template's variables must not reach them."""
+
+
+class ChatCompletionRequest(OpenAIFields):
+    """Body of `/v1/chat/completions`."""
+
+    examples: ClassVar = {
+        "messages": [{"role": "user", "content": "What is the moon?"}],
+        "max_completion_tokens": 64,
+        "max_tokens": 64,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "add_generation_prompt": True,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    unsupported: ClassVar = _UNSUPPORTED | {
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "include_reasoning": (True, False),
+        "input_ids": (),
+        "media_io_kwargs": (),
+        "mm_processor_kwargs": (),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "return_meta_info": (False,),
+        "return_prompt_token_ids": (False,),
+        "separate_reasoning": (True, False),
+        "stream_reasoning": (True, False),
+        "suffix": ("",),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    messages: Annotated[list[Message], FailFast()]
+    """The conversation."""
+    max_completion_tokens: int | None = None
+    """Most tokens of the output; left out: up to the model's length."""
+    max_tokens: int | None = None
+    """The older name of `max_completion_tokens`."""
+    logprobs: bool = False
+    """Return log-probabilities."""
+    top_logprobs: int | None = None
+    """How many of the most likely tokens to return at each position. Only with `logprobs`."""
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an assistant's message. Left out: true, unless the last one is continued."""
+    continue_final_message: bool = False
+    """Continue the last message instead of answering it."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables for the chat template."""
+
+    @model_validator(mode="after")
+    def _check_chat_fields_together(self) -> Self:
+        if not self.messages:
+            raise FieldError("messages", "is an empty list: there is nothing to continue")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "goes with logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise FieldError("max_tokens", "is not the same as max_completion_tokens")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError("continue_final_message", "contradicts add_generation_prompt")
+        if reserved := sorted(self.chat_template_kwargs.keys() & _TEMPLATE_ARGUMENTS):
+            raise FieldError("chat_template_kwargs", f"must not set {reserved[0]!r}")
+        return self

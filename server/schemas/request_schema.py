@@ -1,0 +1,292 @@
+"""Request bodies: what every schema shares, and how a mistake in one becomes a refusal that names the field."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+from logitship.sampler.sampling_params import MOST_TRACED, LogprobsMode
+from logitship.server.refusals import BadRequest
+from logitship.server.requests.beam_search import BeamSearch, EarlyStopping, beam_search_of
+
+from .documented import Documented
+
+Model = TypeVar("Model", bound="RequestModel")
+
+_SEEDS = range(-(1 << 63), 1 << 64)
+"""What fits into 64 bits, with a sign or without one."""
+
+
+class FieldError(ValueError):
+    """A mistake in one field, found while its whole object is read."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class RequestModel(Documented):
+    """A JSON object in a request. Nothing is converted (`"5"` is no number), and no field is overlooked.
+
+    A field is applied, or it is refused. `null` always means the default, as if the field were left out, except for the
+    fields in `nullable`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields that the API knows and this server does not support, each with the values that ask for nothing."""
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are taken with any value, because by their definition they change nothing in the answer."""
+    nullable: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise ValueError("must be a JSON object")
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {}
+        for name, value in data.items():
+            if name in known:
+                if value is not None or name in cls.nullable:
+                    kept[name] = value
+            elif name in cls.unsupported:
+                _refuse_unless_harmless(name, value, cls.unsupported[name])
+            elif name not in cls.without_effect:
+                raise FieldError(name, _unknown(name, [*known, *cls.unsupported]))
+        return kept
+
+
+def _refuse_unless_harmless(name: str, value: object, harmless: tuple[object, ...]) -> None:
+    if value is None or any(value == one and type(value) is type(one) for one in harmless):
+        return
+    raise FieldError(name, "is not supported by this server: leave it out")
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name[:80], known, n=1)
+    return "unknown field" + (f", did you mean {close[0]}?" if close else "")
+
+
+def parse_model(model: type[Model], data: object, at: str = "") -> Model:
+    """Read a decoded JSON value as a `model`.
+
+    Args:
+        model: the schema.
+        data: the decoded JSON.
+        at: path of `data` in the request body, such as `sampling_params`; "" for the body itself.
+
+    Raises:
+        BadRequest: names the first field that is wrong, by its path.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    location, reason = first["loc"], first["msg"].removeprefix("Value error, ")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        location, reason = (*location, cause.field), cause.reason
+    path = _join(at, location)
+    raise BadRequest(f"{path or 'the request body'}: {reason}", param=path or None)
+
+
+def _join(path: str, location: tuple[int | str, ...]) -> str:
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def one_or_list(kind: type, words: str) -> Callable[[Any], Any]:
+    """A validator for a `kind` or a list of them. `bool` is no `int`."""
+
+    def check(value: Any) -> Any:
+        if type(value) is kind or _is_list_of(kind, value):
+            return value
+        raise ValueError(f"must be {words}, or a list of them")
+
+    return check
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    value = one_or_list(str, "a string")(value)
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _token_biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit()):
+            raise ValueError(f"{key[:80]!r} is not a token id")
+        if type(bias) not in (int, float):
+            raise ValueError(f"the bias of token {key[:80]} is not a number")
+    return {int(key): float(bias) for key, bias in value.items()}
+
+
+def is_token_ids(value: Any) -> bool:
+    """True for a list of integers."""
+    return _is_list_of(int, value)
+
+
+def _token_ids(value: Any) -> Any:
+    if is_token_ids(value):
+        return value
+    raise ValueError("must be a list of token ids (integers)")
+
+
+def _texts(value: Any) -> Any:
+    if _is_list_of(str, value):
+        return value
+    raise ValueError("must be a list of strings")
+
+
+def _count(value: Any) -> Any:
+    if type(value) is int and value >= 1:
+        return value
+    raise ValueError("must be an integer, 1 or greater")
+
+
+def _seed(value: Any) -> Any:
+    # A larger number arrives as a float.
+    if type(value) is int and value in _SEEDS:
+        return value
+    raise ValueError("must be an integer from -2^63 to 2^64 - 1")
+
+
+def _early_stopping(value: Any) -> Any:
+    if type(value) is bool or value == "never":
+        return value
+    raise ValueError('must be true, false or "never"')
+
+
+StopStrings = Annotated[tuple[str, ...], PlainValidator(_stop_strings, json_schema_input_type=str | list[str])]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
+Texts = Annotated[list[str], PlainValidator(_texts, json_schema_input_type=list[str])]
+TokenBiases = Annotated[dict[int, float], PlainValidator(_token_biases, json_schema_input_type=dict[str, float])]
+Count = Annotated[int, PlainValidator(_count, json_schema_input_type=Annotated[int, Field(ge=1)])]
+EarlyStoppingField = Annotated[
+    EarlyStopping, PlainValidator(_early_stopping, json_schema_input_type=bool | Literal["never"])
+]
+Seed = Annotated[int, PlainValidator(_seed, json_schema_input_type=int)]
+
+
+class TraceOptions(RequestModel):
+    """`trace`."""
+
+    examples: ClassVar = {"top": 5}
+
+    top: int = Field(default=20, ge=1, le=MOST_TRACED)
+    """How many of the most likely tokens of each stage to show."""
+
+
+class SamplingFields(RequestModel):
+    """Sampling parameters that the two APIs spell the same way."""
+
+    examples: ClassVar = {
+        "n": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "stop": ["\n\n"],
+        "stop_token_ids": [198],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+        "logit_bias": {"30": -5.0},
+        "allowed_token_ids": [28, 30, 7042],
+        "bad_words": ["never"],
+        "logprobs_mode": "processed_logprobs",
+        "thinking_token_budget": 256,
+        "custom_params": {"token_ids": [30]},
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "use_beam_search": True,
+        "length_penalty": 0.8,
+        "early_stopping": "never",
+    }
+
+    n: Count = 1
+    """Number of independent continuations of each prompt."""
+    temperature: float = 1.0
+    """0 takes the most likely token (greedy)."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with at least this probability."""
+    top_k: int = -1
+    """Draw from the `top_k` most likely tokens; -1 or 0: from all."""
+    min_p: float = 0.0
+    """Leave out tokens with less than this fraction of the highest probability."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it stands in the output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that stands in the output."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt and the output."""
+    stop: StopStrings = ()
+    """Strings that end the output."""
+    stop_token_ids: TokenIds = Field(default=[])
+    """Tokens that end the output, beside the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end token."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Put spaces between special tokens in the text, with tokenizers that do."""
+    no_stop_trim: bool = False
+    """Keep the stop string in the text."""
+    logit_bias: TokenBiases = Field(default={})
+    """Added to the logits of these tokens."""
+    allowed_token_ids: TokenIds | None = None
+    """Only these tokens may be drawn."""
+    bad_words: Texts = Field(default=[])
+    """Texts that must not appear in the output."""
+    logprobs_mode: LogprobsMode | None = None
+    """Log-probabilities before any edit of the logits, or after all of them. Left out: as the server was started."""
+    thinking_token_budget: int | None = None
+    """Most tokens that the model may think before its end of the thinking is forced; -1: any number."""
+    custom_params: dict[str, Any] | None = None
+    """Parameters of the processor."""
+    num_beams: Count | None = None
+    """Above 1: beam search with so many beams, of which the best `n` are returned."""
+    num_return_sequences: Count | None = None
+    """Hugging Face's name of `n`."""
+    use_beam_search: bool = False
+    """Beam search with `n` beams, all of which are returned; with `num_beams`, the best `n` of these."""
+    length_penalty: float = 1.0
+    """Of beam search: sums of log-probabilities are divided by length ** `length_penalty`."""
+    early_stopping: EarlyStoppingField = False
+    """Of beam search: whether to stop as soon as there are as many finished sequences as beams; "never": only when no
+    beam can become better than they are."""
+
+    @property
+    def beam_search(self) -> BeamSearch | None:
+        """The search that is asked for.
+
+        Raises:
+            InvalidSamplingParams: its fields make no sense.
+        """
+        return beam_search_of(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_num_return_sequences(cls, data: Any) -> Any:
+        n = data.get("num_return_sequences") if isinstance(data, dict) else None
+        if type(n) is not int:
+            return data
+        if data.get("n") not in (None, n):
+            raise FieldError("num_return_sequences", "is not the same as n")
+        return {**data, "n": n}

@@ -1,0 +1,173 @@
+"""SGLang's request bodies, in its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainValidator
+
+from .request_schema import RequestModel, SamplingFields, Seed, TraceOptions, is_token_ids, one_or_list
+from .structured_outputs import Constraint, GrammarFields
+
+OneOrMoreTexts = Annotated[
+    str | list[str], PlainValidator(one_or_list(str, "a string"), json_schema_input_type=str | list[str])
+]
+OneOrMoreInts = Annotated[
+    int | list[int], PlainValidator(one_or_list(int, "an integer"), json_schema_input_type=int | list[int])
+]
+OneOrMoreFlags = Annotated[
+    bool | list[bool], PlainValidator(one_or_list(bool, "true or false"), json_schema_input_type=bool | list[bool])
+]
+
+OneOrMoreObjects = Annotated[
+    dict[str, Any] | list[dict[str, Any]],
+    PlainValidator(one_or_list(dict, "an object"), json_schema_input_type=dict[str, Any] | list[dict[str, Any]]),
+]
+
+
+def _input_ids(value: Any) -> Any:
+    if is_token_ids(value) or (isinstance(value, list) and all(is_token_ids(each) for each in value)):
+        return value
+    raise ValueError("must be a list of token ids (integers), or a list of such lists")
+
+
+InputIds = Annotated[
+    list[int] | list[list[int]],
+    PlainValidator(_input_ids, json_schema_input_type=list[int] | list[list[int]]),
+]
+
+
+class SGLangSamplingParams(SamplingFields, GrammarFields):
+    """`sampling_params` of `/generate`."""
+
+    unsupported: ClassVar = {
+        "beam_width": (1,),
+        "stop_regex": ([],),
+        "stream_interval": (1,),
+    }
+    examples: ClassVar = {
+        "structural_tag": '{"type": "structural_tag", "format": {"type": "regex", "pattern": "[a-z]+"}}',
+        "max_new_tokens": 64,
+        "min_new_tokens": 4,
+        "sampling_seed": 42,
+        "seed": 42,
+    }
+    nullable: ClassVar = frozenset({"max_new_tokens"})
+
+    structural_tag: str | None = None
+    """A structural tag's JSON text."""
+    max_new_tokens: int | None = 128
+    """Most tokens of the output; null: up to the model's length."""
+    min_new_tokens: int = 0
+    """No end token before this many output tokens."""
+    sampling_seed: Seed | None = None
+    """Same seed, prompt and parameters: same tokens."""
+    seed: Seed | None = None
+    """Another name of `sampling_seed`."""
+
+    def constraints(self, at: str = "") -> Iterator[Constraint]:
+        """What these fields say."""
+        yield from super().constraints(at)
+        if self.structural_tag is not None:
+            name = "structural_tag"
+            yield Constraint({name: self.structural_tag}, f"{at}.{name}" if at else name)
+
+
+class GenerateRequest(RequestModel):
+    """Body of `/generate`."""
+
+    examples: ClassVar = {
+        "text": "The capital of France is",
+        "input_ids": [504, 3575, 282, 4649, 314],
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0, "custom_params": {"token_ids": [30]}},
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "logits_processors": [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [30]}}],
+        "vllm_xargs": {"target_token": 30},
+        "max_thinking_tokens": 256,
+        "stream": True,
+        "rid": "first",
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 5,
+        "return_text_in_logprobs": True,
+        "trace": {"top": 5},
+    }
+    unsupported: ClassVar = {
+        "audio_data": ([],),
+        "background": (False,),
+        "bootstrap_host": (),
+        "bootstrap_pair_key": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "cache_salt": ("",),
+        "data_parallel_rank": (),
+        "decode_tp_size": (),
+        "disagg_prefill_dp_rank": (),
+        "extra_key": ("",),
+        "image_data": ([],),
+        "input_embeds": (),
+        "lora_id": (),
+        "lora_path": (),
+        "max_dynamic_patch": (),
+        "min_dynamic_patch": (),
+        "modalities": ([],),
+        "priority": (),
+        "require_reasoning": (False,),
+        "return_bytes": (False,),
+        "return_entropy": (False,),
+        "return_flat_raw_top_logprobs": (False,),
+        "return_hidden_states": (False,),
+        "return_prompt_token_ids": (False,),
+        "return_routed_experts": (False,),
+        "return_sampling_mask": (False,),
+        "routed_dp_rank": (),
+        "session_id": (),
+        "session_params": (),
+        "token_ids_logprob": ([],),
+        "use_audio_in_video": (False,),
+        "video_data": ([],),
+    }
+    without_effect: ClassVar = frozenset({"conversation_id", "custom_labels", "log_metrics", "no_logs", "routing_key"})
+
+    text: OneOrMoreTexts | None = None
+    """The prompt, or a list of prompts. Either this or `input_ids`."""
+    input_ids: InputIds | None = None
+    """The prompt as token ids, or a list of such prompts."""
+    sampling_params: OneOrMoreObjects = Field(default={})
+    """See `SGLangSamplingParams`; for a list of prompts also a list."""
+    custom_logit_processor: Any = None
+    """The processor: a processor string or its JSON object; several in a list, run in this order. For a list of
+    prompts, a list holds what each prompt takes."""
+    logits_processors: list[Any] | None = None
+    """Several processors with parameters of their own, and callables by name; see "Processors in a request". For a list
+    of prompts also a list of such lists."""
+    vllm_xargs: dict[str, Any] | None = None
+    """Parameters of installed batch processors, as vLLM names them."""
+    max_thinking_tokens: int | None = None
+    """SGLang's name of `thinking_token_budget`, for all prompts."""
+    stream: bool = False
+    """Answer with server-sent events, each with the whole text so far."""
+    rid: OneOrMoreTexts | None = None
+    """Request id, for `/abort_request`. For a list of prompts a list, or one that `_0`, `_1`, … are appended to."""
+    return_logprob: OneOrMoreFlags = False
+    """Return log-probabilities."""
+    logprob_start_len: OneOrMoreInts = -1
+    """First prompt token whose log-probability is returned; -1: none of the prompt's."""
+    top_logprobs_num: OneOrMoreInts = 0
+    """How many of the most likely tokens to return for each position."""
+    return_text_in_logprobs: bool = False
+    """Give the tokens' texts beside their ids."""
+    trace: TraceOptions | None = None
+    """Show for each token what became of the most likely ones, before and after each processor and all else."""
+
+
+class AbortRequest(RequestModel):
+    """Body of `/abort_request`."""
+
+    examples: ClassVar = {"rid": "first", "abort_all": True}
+
+    rid: str = ""
+    """The request to cancel."""
+    abort_all: bool = False
+    """Cancel all requests."""

@@ -1,0 +1,266 @@
+"""The fields that constrain an output to a grammar, in OpenAI's, SGLang's and vLLM's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PlainValidator, model_validator
+
+from logitship.builtin_processors.grammar import GrammarProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor
+from logitship.server.refusals import BadRequest
+from logitship.server.requests.messages import ProcessorRequest
+
+from .request_schema import FieldError, RequestModel, Texts
+
+
+def _schema(value: Any) -> Any:
+    if isinstance(value, dict | bool | str):
+        return value
+    raise ValueError("must be a JSON schema: an object, true, or its JSON text")
+
+
+Schema = Annotated[
+    dict[str, Any] | bool | str, PlainValidator(_schema, json_schema_input_type=dict[str, Any] | bool | str)
+]
+"""A JSON schema, or its JSON text."""
+
+
+_EXAMPLE_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_EXAMPLE_GRAMMAR = 'root ::= "yes" | "no"'
+_EXAMPLE_TAG = '{"type": "structural_tag", "format": {"type": "regex", "pattern": "[a-z]+"}}'
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a request constrains its output to.
+
+    Attributes:
+        params: of the installed processor `grammar`.
+        at: path of the field in the request body.
+    """
+
+    params: dict[str, Any]
+    at: str
+
+    @property
+    def processor(self) -> ProcessorRequest:
+        """The processor that keeps to it."""
+        return ProcessorRequest(InstalledProcessor(GrammarProcessor.name), self.params, own=True)
+
+
+class JsonSchemaFormat(RequestModel):
+    """`response_format.json_schema`."""
+
+    examples: ClassVar = {"name": "capital", "schema": _EXAMPLE_SCHEMA}
+    without_effect: ClassVar = frozenset({"description", "strict"})  # what is asked for is always kept to
+
+    name: str
+    """Changes nothing."""
+    json_schema: Schema = Field(alias="schema")
+    """The JSON schema."""
+
+
+class ResponseFormat(RequestModel):
+    """`response_format`."""
+
+    examples: ClassVar = {
+        "type": "json_schema",
+        "json_schema": JsonSchemaFormat.examples,
+        "format": {"type": "regex", "pattern": "[a-z]+"},
+        "structures": [{"begin": "<call>", "schema": {"type": "object"}, "end": "</call>"}],
+        "triggers": ["<call>"],
+    }
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """`text`: anything. `json_object`: any JSON object. `json_schema`: JSON that fits the schema. `structural_tag`:
+    free text with tags whose contents are constrained."""
+    json_schema: JsonSchemaFormat | None = None
+    """Only with the type of this name."""
+    format: dict[str, Any] | None = None
+    """Of a structural tag: xgrammar's format."""
+    structures: list[dict[str, Any]] | None = None
+    """Of a structural tag, as it was written before: objects with `begin`, `schema` and `end`."""
+    triggers: Texts | None = None
+    """Goes with `structures`: texts with which these begin."""
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise FieldError("json_schema", 'goes with type "json_schema", and the other way round')
+        given = [name for name in ("format", "structures", "triggers") if getattr(self, name) is not None]
+        if self.type != "structural_tag":
+            if given:
+                raise FieldError(given[0], 'goes with type "structural_tag"')
+        elif given not in (["format"], ["structures", "triggers"]):
+            raise ValueError('type "structural_tag" takes either format, or structures and triggers')
+        return self
+
+    def constraints(self, at: str) -> Iterator[Constraint]:
+        """At most one."""
+        if self.json_schema is not None:
+            yield Constraint({"json_schema": self.json_schema.json_schema}, f"{at}.json_schema.schema")
+        elif self.type == "json_object":
+            yield Constraint({"json_object": True}, at)
+        elif self.format is not None:
+            yield Constraint({"structural_tag": {"format": self.format}}, at)
+        elif self.structures is not None:
+            yield Constraint({"structural_tag": {"structures": self.structures, "triggers": self.triggers}}, at)
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's `structured_outputs`."""
+
+    examples: ClassVar = {
+        "json": _EXAMPLE_SCHEMA,
+        "json_object": True,
+        "regex": "[A-Z][a-z]+",
+        "choice": ["yes", "no"],
+        "grammar": _EXAMPLE_GRAMMAR,
+        "structural_tag": _EXAMPLE_TAG,
+        "whitespace_pattern": "[ ]?",
+        "disable_any_whitespace": True,
+    }
+    unsupported: ClassVar = {"disable_additional_properties": (False,)}
+
+    json_schema: Schema | None = Field(default=None, alias="json")
+    """A JSON schema, or its JSON text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression."""
+    choice: Texts | None = None
+    """Texts, one of which is the output."""
+    grammar: str | None = None
+    """EBNF, or Lark."""
+    structural_tag: str | None = None
+    """A structural tag's JSON text."""
+    whitespace_pattern: str | None = None
+    """What may stand between the parts of JSON, a regular expression."""
+    disable_any_whitespace: bool = False
+    """Nothing may stand there."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = list(self.constraints(""))
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of json, json_object, regex, choice, grammar and structural_tag, not {len(given)}"
+            )
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise FieldError("disable_any_whitespace", "contradicts whitespace_pattern")
+        for name in ("whitespace_pattern", "disable_any_whitespace"):
+            if getattr(self, name) and not (self.json_object or self.json_schema is not None):
+                raise FieldError(name, "goes with json or json_object")
+        return self
+
+    def constraints(self, at: str) -> Iterator[Constraint]:
+        """Exactly one, once this is checked."""
+        space = "" if self.disable_any_whitespace else self.whitespace_pattern
+        white = {} if space is None else {"whitespace_pattern": space}
+        if self.json_schema is not None:
+            yield Constraint({"json_schema": self.json_schema} | white, f"{at}.json")
+        if self.json_object:
+            yield Constraint({"json_object": True} | white, f"{at}.json_object")
+        for name, param in _STRUCTURED.items():
+            if (value := getattr(self, name)) is not None:
+                yield Constraint({param: value}, f"{at}.{name}")
+
+
+class GrammarFields(RequestModel):
+    """SGLang's fields, which stand in `sampling_params` and in the bodies of the OpenAI routes."""
+
+    examples: ClassVar = {
+        "json_schema": json.dumps(_EXAMPLE_SCHEMA),
+        "regex": "[A-Z][a-z]+",
+        "ebnf": _EXAMPLE_GRAMMAR,
+    }
+
+    json_schema: Schema | None = None
+    """The output is JSON that fits this JSON schema, mostly given as JSON text."""
+    regex: str | None = None
+    """The output matches this regular expression."""
+    ebnf: str | None = None
+    """The output is of this context-free language: EBNF, or Lark."""
+
+    def constraints(self, at: str = "") -> Iterator[Constraint]:
+        """What these fields say.
+
+        Args:
+            at: path of the object in the request body; "" for the body itself.
+        """
+        for name in ("json_schema", "regex", "ebnf"):
+            if (value := getattr(self, name)) is not None:
+                yield Constraint({name: value}, f"{at}.{name}" if at else name)
+
+
+class OpenAIGrammarFields(GrammarFields):
+    """What the OpenAI routes take beside them."""
+
+    examples: ClassVar = {
+        "response_format": {"type": "json_schema", "json_schema": JsonSchemaFormat.examples},
+        "structured_outputs": {"choice": ["yes", "no"]},
+        "guided_json": _EXAMPLE_SCHEMA,
+        "guided_regex": "[A-Z][a-z]+",
+        "guided_choice": ["yes", "no"],
+        "guided_grammar": _EXAMPLE_GRAMMAR,
+    }
+
+    response_format: ResponseFormat | None = None
+    """OpenAI's way to ask for JSON."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's way to constrain the output."""
+    guided_json: Schema | None = None
+    """vLLM's older name of `structured_outputs.json`."""
+    guided_regex: str | None = None
+    """The same for `regex`."""
+    guided_choice: Texts | None = None
+    """The same for `choice`."""
+    guided_grammar: str | None = None
+    """The same for `grammar`."""
+
+    def constraints(self, at: str = "") -> Iterator[Constraint]:
+        """What these fields say."""
+        yield from super().constraints(at)
+        if self.response_format is not None:
+            yield from self.response_format.constraints("response_format")
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.constraints("structured_outputs")
+        for name, param in _GUIDED.items():
+            if (value := getattr(self, name)) is not None:
+                yield Constraint({param: value}, name)
+
+
+_STRUCTURED: Mapping[str, str] = {
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+_GUIDED: Mapping[str, str] = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+}
+
+
+def constraint_of(fields: GrammarFields, at: str = "") -> Constraint | None:
+    """What a request constrains its output to, if anything.
+
+    Args:
+        fields: the object that has the fields.
+        at: its path in the request body.
+
+    Raises:
+        BadRequest: it has two constraints.
+    """
+    given = list(fields.constraints(at))
+    if len(given) > 1:
+        raise BadRequest(
+            f"{given[1].at}: a request may have one constraint, and has {given[0].at} already", param=given[1].at
+        )
+    return given[0] if given else None

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, and whether they pay off."""

@@ -1,0 +1,134 @@
+"""What a request to vLLM carries for logitship, in `vllm_xargs` (`extra_args` of its `SamplingParams`).
+
+`custom_logit_processor` is a processor string, `custom_params` the JSON text of its parameters; or `logits_processors`
+is the JSON text of a list of `{"processor": …, "params": …}`. Text, because vLLM takes nothing but text, numbers and
+lists of them there; offline, where it takes anything, the values themselves may stand there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from logitship.client.http.vllm_wire import QUESTION
+from logitship.client.serialization.processor_string import RegisteredProcessor
+from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.processors.processor_entries import RESERVED_KEY, read_entries, read_processor
+from logitship.server.refusals import RequestRefused
+from logitship.server.requests.messages import CallableRequest, CarriedProcessor, ProcessorRequest
+
+PROCESSOR = "custom_logit_processor"
+PARAMS = "custom_params"
+PROCESSORS = "logits_processors"
+
+
+def carries_processors(params: Any) -> bool:
+    """True if a request carries processors, whatever else is to be said of them.
+
+    Args:
+        params: vLLM's `SamplingParams`.
+    """
+    extra_args = params.extra_args
+    return bool(extra_args) and (extra_args.get(PROCESSOR) is not None or extra_args.get(PROCESSORS) is not None)
+
+
+def is_question(params: Any) -> bool:
+    """True if a client only wants to know whether logitship is here: it must not generate."""
+    extra_args = params.extra_args
+    return bool(extra_args) and QUESTION.items() <= extra_args.items()
+
+
+def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> tuple[ProcessorRequest, ...]:
+    """The processors that a request carries, in the order in which they run; not loaded.
+
+    Args:
+        max_processor_size: longest processor string, in bytes.
+
+    Raises:
+        ValueError: one of the three values is malformed; names it.
+    """
+    one, several = extra_args.get(PROCESSOR), extra_args.get(PROCESSORS)
+    if one is not None and several is not None:
+        raise ValueError(f"{PROCESSORS}: give either this or {PROCESSOR}, not both")
+    params = _read_params(extra_args.get(PARAMS))
+    carried: Sequence[CarriedProcessor]
+    try:
+        if several is not None:
+            entries = _decoded(several, PROCESSORS)
+            if not isinstance(entries, list):
+                raise ValueError(f"{PROCESSORS}: must be a list, as JSON text")
+            carried = read_entries(entries, PROCESSORS, max_processor_size=max_processor_size, params=params)
+        else:
+            carried = [read_processor(one, params, PROCESSOR, max_processor_size=max_processor_size)]
+    except RequestRefused as refused:
+        raise ValueError(refused.message) from None
+    return tuple(map(_checked, carried))
+
+
+def _read_params(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    params = _decoded(value, PARAMS)
+    if not isinstance(params, dict):
+        raise ValueError(f"{PARAMS}: must be an object, as JSON text")
+    if RESERVED_KEY in params:
+        raise ValueError(f"{PARAMS}: the key {RESERVED_KEY!r} is the server's own")
+    return params
+
+
+def _decoded(value: Any, at: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{at}: is not JSON: {error}") from None
+
+
+def _checked(carried: CarriedProcessor) -> ProcessorRequest:
+    if isinstance(carried, CallableRequest):
+        raise ValueError(f"{PROCESSORS}: callables by name are not taken inside vLLM; send a processor")
+    if isinstance(carried.string, RegisteredProcessor):
+        raise ValueError(
+            f"{carried.string.digest}: no processors are registered inside vLLM; send the whole processor string"
+        )
+    return carried
+
+
+def sampling_params(params: Any, uses: Sequence[ProcessorUse], eos_token_ids: frozenset[int]) -> SamplingParams:
+    """What the processors of a request see as its sampling parameters.
+
+    Args:
+        params: vLLM's `SamplingParams`.
+        uses: the processors.
+        eos_token_ids: the model's end tokens.
+
+    Raises:
+        ValueError: a value is one that vLLM takes and logitship does not; names it.
+    """
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        eos_token_ids=eos_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        logit_bias=params.logit_bias or {},
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words_token_ids=params.bad_words_token_ids or (),
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        processors=tuple(uses),
+    )

@@ -1,0 +1,280 @@
+"""Arguments to HTTP requests, without sending one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, ClassVar, cast
+
+import orjson
+import pytest
+
+from logitship.client.http import http_requests as requests
+from logitship.client.http.http_requests import HttpRequest
+from logitship.client.http.request_options import ChatOptions, CompletionOptions, GenerateOptions
+from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
+
+DIGEST = "sha256:" + "0" * 64
+
+
+class Shipped:
+    """Stands for a processor class: all that the request builder knows of one is `to_str`."""
+
+    calls: ClassVar[int] = 0
+
+    @classmethod
+    def to_str(cls) -> str:
+        cls.calls += 1
+        return f'{{"callable": "{cls.__name__}"}}'
+
+
+class Configured(Shipped):
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+
+def generate_body(prompt: Any, n: int | None = None, **options: Any) -> dict[str, Any]:
+    body: dict[str, Any] = requests.generate(prompt, n, cast(GenerateOptions, options), stream=False).json
+    return body
+
+
+def test_the_smallest_generate_request() -> None:
+    request = requests.generate("Hi", None, GenerateOptions(), stream=False)
+    assert (request.method, request.path, request.stream, request.idempotent) == ("POST", "/generate", False, False)
+    assert orjson.loads(request.content or b"") == {"text": "Hi", "stream": False, "sampling_params": {}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [("Hi", "text"), (["a", "b"], "text"), ([1, 2], "input_ids"), ([[1], [2, 3]], "input_ids"), ((1, 2), "input_ids")],
+)
+def test_prompts_go_where_sglang_wants_them(prompt: Any, field: str) -> None:
+    body = generate_body(prompt)
+    assert body[field] == prompt
+    assert len({"text", "input_ids"} & body.keys()) == 1
+
+
+def test_both_names_of_the_thinking_budget() -> None:
+    assert generate_body("Hi", thinking_token_budget=5)["sampling_params"] == {"thinking_token_budget": 5}
+    body = generate_body("Hi", max_thinking_tokens=5)
+    assert (body["max_thinking_tokens"], body["sampling_params"]) == (5, {})
+    completion = requests.completions("Hi", None, CompletionOptions(thinking_token_budget=5), stream=False)
+    assert completion.json["thinking_token_budget"] == 5
+    chat = requests.chat([{"role": "user"}], None, ChatOptions(thinking_token_budget=5), stream=False)
+    assert chat.json["thinking_token_budget"] == 5
+
+
+def test_sampling_parameters_and_the_rest_are_told_apart() -> None:
+    body = generate_body("Hi", 2, temperature=0.5, seed=7, stop=["."], return_logprob=True, rid="r1", top_k=None)
+    assert body["sampling_params"] == {"temperature": 0.5, "sampling_seed": 7, "stop": ["."], "n": 2}
+    assert body["return_logprob"] is True
+    assert body["rid"] == "r1"
+
+
+def test_logit_bias_gets_the_string_keys_of_json() -> None:
+    assert generate_body("Hi", logit_bias={5: -1.5})["sampling_params"]["logit_bias"] == {"5": -1.5}
+
+
+def test_params_are_the_custom_params_of_the_sampling_params() -> None:
+    body = generate_body("Hi", processor="disallowed_tokens", params={"token_ids": [3]})
+    assert body["sampling_params"] == {"custom_params": {"token_ids": [3]}}
+    assert orjson.loads(body["custom_logit_processor"]) == {"name": "disallowed_tokens"}
+
+
+def test_a_batch_may_have_a_processor_and_params_a_prompt() -> None:
+    body = generate_body(
+        ["a", "b", "c"], processor=[Shipped, None, "x"], params=[{"k": 1}, None, {"k": 3}], temperature=0.0
+    )
+    assert body["custom_logit_processor"] == ['{"callable": "Shipped"}', None, '{"name":"x"}']
+    assert body["sampling_params"] == [
+        {"temperature": 0.0, "custom_params": {"k": 1}},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "custom_params": {"k": 3}},
+    ]
+
+
+def test_several_processors_keep_their_order() -> None:
+    assert generate_body("a", processor=["x", "y"])["custom_logit_processor"] == ['{"name":"x"}', '{"name":"y"}']
+    batch = generate_body(["a", "b"], processor=[["x", "y"], None])
+    assert batch["custom_logit_processor"] == [['{"name":"x"}', '{"name":"y"}'], None]
+
+
+@pytest.mark.parametrize(
+    ("processor", "form"),
+    [
+        (Shipped, {"callable": "Shipped"}),
+        (Shipped(), {"callable": "Shipped"}),
+        ('{"callable": "00", "of": "a newer version"}', {"callable": "00", "of": "a newer version"}),
+        ({"source": "class P: ...", "class_name": "P"}, {"source": "class P: ...", "class_name": "P"}),
+        ({"digest": DIGEST}, {"digest": DIGEST}),
+        ({"name": "min_p"}, {"name": "min_p"}),
+        ("disallowed_tokens", {"name": "disallowed_tokens"}),
+        ("my_package.processors:Mine", {"name": "my_package.processors:Mine"}),
+        (DIGEST, {"digest": DIGEST}),
+        (RegisteredProcessor(DIGEST), {"digest": DIGEST}),
+        (InstalledProcessor("min_p"), {"name": "min_p"}),
+    ],
+)
+def test_everything_that_a_processor_can_be_given_as(processor: Any, form: dict[str, Any]) -> None:
+    assert orjson.loads(generate_body("Hi", processor=processor)["custom_logit_processor"]) == form
+
+
+def test_a_class_is_serialized_once_a_request_and_not_kept() -> None:
+    class Local(Shipped):
+        calls = 0
+
+    generate_body(["a"] * 8, processor=[Local] * 8)
+    assert Local.calls == 1
+    generate_body("a", processor=Local)
+    assert Local.calls == 2, "helpers and constants that the class uses may have changed since"
+    reference = weakref.ref(Local)
+    del Local
+    gc.collect()
+    assert reference() is None
+
+
+def test_an_instance_with_state_is_refused_and_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"processor: expected the class Configured, not an instance that holds \['tok"):
+        generate_body("Hi", processor=Configured(5))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ("", {}, ValueError, "prompt: the text is empty"),
+        ([], {}, ValueError, "prompt: the list is empty"),
+        (["a", ""], {}, ValueError, r"prompt\[1\]: the prompt is empty"),
+        ([[1], []], {}, ValueError, r"prompt\[1\]: the prompt is empty"),
+        (["a", [1]], {}, TypeError, r"prompt\[1\]: all prompts of a batch"),
+        ([1, "a"], {}, TypeError, r"prompt\[1\]: expected a token id, not str"),
+        ([1, True], {}, TypeError, r"prompt\[1\]: expected a token id, not bool"),
+        ([[1, -2]], {}, ValueError, r"prompt\[0\]\[1\]: a token id is not negative: -2"),
+        (b"Hi", {}, TypeError, "prompt: expected text, token ids, or a list of one of them, not bytes"),
+        ("Hi", {"n": 0}, ValueError, "n: must be 1 or greater, not 0"),
+        ("Hi", {"n": True}, TypeError, "n: expected an integer, not bool"),
+        ("Hi", {"temprature": 1}, TypeError, "unknown argument 'temprature': did you mean 'temperature'"),
+        ("Hi", {"xyz": 1}, TypeError, "unknown argument 'xyz': .*extra_body"),
+        ("Hi", {"temperature": float("nan")}, ValueError, "temperature: nan has no JSON form"),
+        ("Hi", {"params": {"a": [1.0, float("-inf")]}}, ValueError, r"params\['a'\]\[1\]: -inf has no JSON form"),
+        ("Hi", {"params": {5: 1}}, TypeError, "params: the keys of a JSON object are strings, not int"),
+        ("Hi", {"params": {"a": {1, 2}}}, TypeError, r"params\['a'\]: set has no JSON form"),
+        ("Hi", {"params": {"__req__": 1}}, ValueError, "params: the key '__req__' is the server's own"),
+        ("Hi", {"params": 5}, TypeError, "params: expected a dict, not int"),
+        ("Hi", {"params": [{}]}, ValueError, "params: a list goes with a list of prompts"),
+        (["a", "b"], {"params": [{}]}, ValueError, "params: 1 entries for 2 prompts"),
+        (["a", "b"], {"params": [{}, 5]}, TypeError, r"params\[1\]: expected a dict"),
+        ("Hi", {"processor": [Shipped, None]}, TypeError, r"processor\[1\]: expected a CustomLogitProcessor"),
+        (["a", "b"], {"processor": [[5], None]}, TypeError, r"processor\[0\]\[0\]: expected a CustomLogitProcessor"),
+        (["a", "b"], {"processor": [Shipped]}, ValueError, "processor: 1 entries for 2 prompts"),
+        (
+            ["a", "b"],
+            {"processor": [None, 5]},
+            TypeError,
+            r"processor\[1\]: expected a CustomLogitProcessor .* not int",
+        ),
+        ("Hi", {"processor": int}, TypeError, "processor: .* not the class int"),
+        ("Hi", {"processor": ""}, ValueError, "processor: the text is empty"),
+        ("Hi", {"processor": {"digest": "sha256:5"}}, ValueError, "processor: 'digest' is not"),
+        ("Hi", {"processor": {"path": "p.py"}}, ValueError, "processor: .* none of the keys"),
+        ("Hi", {"rid": ["a"]}, ValueError, "rid: a list goes with"),
+        (["a", "b"], {"rid": ["r"]}, ValueError, "rid: 1 entries for 2 prompts"),
+        ("Hi", {"logit_bias": [1]}, TypeError, "logit_bias: expected a dict"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_sent(
+    prompt: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        generate_body(prompt, **options)
+
+
+def test_completions() -> None:
+    options = CompletionOptions(model="m", max_tokens=5, processor=Shipped, params={"k": 1}, extra_body={"best_of": 2})
+    request = requests.completions("Hi", 2, options, stream=True)
+    assert request.path == "/v1/completions"
+    assert request.stream
+    assert request.json == {
+        "prompt": "Hi",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 2,
+        "model": "m",
+        "max_tokens": 5,
+        "custom_logit_processor": '{"callable": "Shipped"}',
+        "custom_params": {"k": 1},
+        "best_of": 2,
+    }
+
+
+def test_chat() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    request = requests.chat(messages, None, ChatOptions(max_tokens=5), stream=False)
+    assert request.path == "/v1/chat/completions"
+    assert request.json == {"messages": messages, "stream": False, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "message"),
+    [
+        ("Hi", TypeError, "messages: expected a list such as"),
+        ({"role": "user"}, TypeError, "messages: expected a list such as"),
+        ([], ValueError, "messages: the list is empty"),
+        ([{"content": "Hi"}], TypeError, r"messages\[0\]: expected a dict with 'role'"),
+        (["Hi"], TypeError, r"messages\[0\]: expected a dict with 'role'"),
+    ],
+)
+def test_malformed_messages(messages: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        requests.chat(messages, None, ChatOptions(), stream=False)
+
+
+def test_params_of_the_openai_routes_are_one_dict() -> None:
+    with pytest.raises(TypeError, match="params: this route takes one dict"):
+        requests.completions(["a"], None, CompletionOptions(params=[{}]), stream=False)
+
+
+def test_register_sends_the_form_itself() -> None:
+    request = requests.register({"name": "min_p"})
+    assert (request.path, request.json, request.idempotent) == ("/v1/processors", {"name": "min_p"}, True)
+    assert requests.register({"name": "min_p"}, "a b&c@ä").path == "/v1/processors?name=a%20b%26c%40%C3%A4"
+    for name in ("", 5):
+        with pytest.raises(ValueError, match="name: expected a text"):
+            requests.register({"name": "min_p"}, name)  # type: ignore[arg-type]
+
+
+def test_a_processor_is_named_in_the_path() -> None:
+    for id, path in (
+        ("Lipogram@2", "Lipogram@2"),
+        (DIGEST, DIGEST),
+        ("a/../b?c", "a%2F..%2Fb%3Fc"),
+        (RegisteredProcessor(DIGEST), DIGEST),
+        (RegisteredProcessor(DIGEST, "Lipogram@2"), "Lipogram@2"),
+    ):
+        assert requests.processor(id) == HttpRequest("GET", f"/v1/processors/{path}", idempotent=True)
+        # Not idempotent: the second time it answers 404, though the first one did its work.
+        assert requests.delete_processor(id) == HttpRequest("DELETE", f"/v1/processors/{path}")
+    for nothing in ("", None, 5):
+        with pytest.raises(ValueError, match="id: expected a name"):
+            requests.processor(nothing)  # type: ignore[arg-type]
+
+
+def test_abort_never_aborts_all_by_mistake() -> None:
+    assert requests.abort("r1").json == {"rid": "r1", "abort_all": False}
+    assert requests.abort(None).json == {"rid": "", "abort_all": True}
+    with pytest.raises(ValueError, match="rid: expected the id"):
+        requests.abort("")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "many"),
+    [
+        ("a", None, False),
+        ([1, 2], None, False),
+        (["a"], None, True),
+        ([[1]], None, True),
+        ("a", 1, True),
+        ("a", 3, True),
+    ],
+)
+def test_when_the_answer_is_a_list(prompt: Any, n: int | None, many: bool) -> None:
+    assert requests.is_many(prompt, n) is many

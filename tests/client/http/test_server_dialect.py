@@ -1,0 +1,284 @@
+"""Both clients find out which server they talk to, and speak its words."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import httpx
+import orjson
+import pytest
+
+from logitship.client.async_client import AsyncClient
+from logitship.client.client import Client
+from logitship.client.errors import (
+    AuthenticationError,
+    BadRequestError,
+    GenerationError,
+    LogitshipError,
+    ServerBusyError,
+)
+from logitship.client.http.server_dialect import ServerKind
+from logitship.client.http.vllm_wire import PluginInfo
+
+FAULT = 63
+OTHER_END_TOKEN = 62
+SHIPPED = '{"callable": "80"}'
+MESSAGES = [{"role": "user", "content": "Hi"}]
+SGLANG_ANSWER = {"text": "Hi", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": {"type": "length"}}}
+
+
+class FakeServer:
+    """The routes that the client asks, and a log of what it asked.
+
+    Args:
+        owner: who `/v1/models` says made it; None: it has no such route.
+        plugin: vLLM has logitship's plugin.
+        stop_reason: what ended its completions.
+    """
+
+    def __init__(self, owner: str | None, *, plugin: bool = True, stop_reason: int | str | None = None) -> None:
+        self.owner = owner
+        self.plugin = plugin
+        self.stop_reason = stop_reason
+        self.paths: list[str] = []
+        self.bodies: list[Any] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        body = orjson.loads(request.content) if request.content else {}
+        self.paths.append(path)
+        self.bodies.append(body)
+        if path == "/v1/models":
+            return self._models()
+        if path == "/generate":
+            return httpx.Response(200, json=SGLANG_ANSWER) if self.owner != "vllm" else httpx.Response(404)
+        if body.get("vllm_xargs") == {"logitship": "about"} and self.plugin:
+            error = {"message": PluginInfo(FAULT).to_message(), "type": "BadRequestError", "param": None, "code": 400}
+            return httpx.Response(400, json={"error": error})
+        return self._completion(body, "chat" in path)
+
+    def _models(self) -> httpx.Response:
+        if self.owner is None:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        return httpx.Response(200, json={"data": [{"id": "m", "owned_by": self.owner}]})
+
+    def _completion(self, body: Any, chat: bool) -> httpx.Response:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": "stop",
+            "stop_reason": self.stop_reason,
+            "token_ids": [1, 2],
+        }
+        if not body.get("stream"):
+            choice |= {"message": {"content": "Hi"}} if chat else {"text": "Hi"}
+            return httpx.Response(200, json={"id": "c", "choices": [choice]})
+        choice |= {"delta": {"content": "Hi"}} if chat else {"text": "Hi"}
+        event = orjson.dumps({"id": "c", "choices": [choice]})
+        return httpx.Response(200, content=b"data: " + event + b"\n\ndata: [DONE]\n\n")
+
+
+class Either:
+    """Calls methods of one client, one after the other, whichever kind of client it is."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+
+    def __call__(
+        self, handler: Any, *calls: tuple[str, Any, dict[str, Any]], dialect: ServerKind = "auto"
+    ) -> list[Any]:
+        transport = httpx.MockTransport(handler)
+        if self.asynchronous:
+            return asyncio.run(self._asynchronously(transport, calls, dialect))
+        with Client("http://server", dialect=dialect, transport=transport, max_retries=0) as client:
+            results = []
+            for method, prompt, options in calls:
+                result = getattr(client, method)(prompt, **options)
+                results.append(list(result) if inspect.isgenerator(result) else result)
+            return results
+
+    async def _asynchronously(self, transport: httpx.MockTransport, calls: Any, dialect: ServerKind) -> list[Any]:
+        async with AsyncClient("http://server", dialect=dialect, transport=transport, max_retries=0) as client:
+            results = []
+            for method, prompt, options in calls:
+                result = getattr(client, method)(prompt, **options)
+                results.append([chunk async for chunk in result] if inspect.isasyncgen(result) else await result)
+            return results
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def call(request: pytest.FixtureRequest) -> Either:
+    return Either(request.param)
+
+
+ONE_OF_EACH = [
+    ("generate", "Hi", {"processor": SHIPPED, "max_new_tokens": 2}),
+    ("completions", "Hi", {"processor": SHIPPED, "max_tokens": 2}),
+    ("chat", MESSAGES, {"processor": SHIPPED, "max_tokens": 2}),
+]
+
+
+@pytest.mark.parametrize("owner", ["logitship", "sglang", "somebody", None])
+def test_other_servers_are_asked_once_and_get_their_own_words(call: Either, owner: str | None) -> None:
+    server = FakeServer(owner)
+    answers = call(server, *ONE_OF_EACH)
+    assert [answer.text for answer in answers] == ["Hi"] * 3
+    assert server.paths == ["/v1/models", "/generate", "/v1/completions", "/v1/chat/completions"]
+    assert [body["custom_logit_processor"] for body in server.bodies[1:]] == [SHIPPED] * 3
+
+
+def test_the_same_program_on_vllm(call: Either) -> None:
+    server = FakeServer("vllm")
+    answers = call(server, *ONE_OF_EACH)
+    assert [answer.text for answer in answers] == ["Hi"] * 3
+    assert answers[0].output_ids == (1, 2)
+    assert [answer.receipts for answer in answers] == [()] * 3
+    assert server.paths == ["/v1/models", *["/v1/completions"] * 3, "/v1/chat/completions"]
+    assert [body["vllm_xargs"] for body in server.bodies[2:]] == [{"custom_logit_processor": SHIPPED}] * 3
+    assert [body["max_tokens"] for body in server.bodies[2:]] == [2] * 3
+
+
+def test_streams_on_vllm(call: Either) -> None:
+    server = FakeServer("vllm")
+    options = {"processor": SHIPPED}
+    chunks = call(
+        server,
+        ("generate_stream", "Hi", options),
+        ("completions_stream", "Hi", options),
+        ("chat_stream", MESSAGES, options),
+    )
+    assert [[chunk.text for chunk in stream] for stream in chunks] == [["Hi"]] * 3
+
+
+@pytest.mark.parametrize("method", ["completions", "chat"])
+def test_nothing_is_asked_where_no_processor_is_carried(call: Either, method: str) -> None:
+    server = FakeServer("vllm")
+    call(server, (method, "Hi" if method == "completions" else MESSAGES, {"max_tokens": 2}))
+    assert server.paths == ["/v1/completions" if method == "completions" else "/v1/chat/completions"]
+
+
+def test_generate_without_a_processor_needs_no_plugin(call: Either) -> None:
+    server = FakeServer("vllm", plugin=False)
+    assert call(server, ("generate", "Hi", {}))[0].text == "Hi"
+    assert server.paths == ["/v1/models", "/v1/completions"]
+
+
+@pytest.mark.parametrize("dialect", ["logitship", "sglang"])
+def test_a_server_whose_dialect_is_given_is_not_asked(call: Either, dialect: ServerKind) -> None:
+    server = FakeServer("vllm")
+    call(server, ("completions", "Hi", {"processor": SHIPPED}), dialect=dialect)
+    assert server.paths == ["/v1/completions"]
+    assert server.bodies[0]["custom_logit_processor"] == SHIPPED
+
+
+def test_a_vllm_that_is_given_is_asked_for_its_plugin_alone(call: Either) -> None:
+    server = FakeServer("vllm")
+    call(server, ("completions", "Hi", {"processor": SHIPPED, "model": "m"}), dialect="vllm")
+    question = {"prompt": "?", "max_tokens": 1, "vllm_xargs": {"logitship": "about"}, "model": "m"}
+    assert server.bodies[0] == question
+    assert server.paths == ["/v1/completions"] * 2
+
+
+def test_a_vllm_without_the_plugin_never_gets_a_processor(call: Either) -> None:
+    server = FakeServer("vllm", plugin=False)
+    with pytest.raises(LogitshipError, match=r"runs without logitship's plugin .* --logits-processors"):
+        call(server, ("chat", MESSAGES, {"processor": SHIPPED}))
+    assert server.paths == ["/v1/models", "/v1/completions"]
+
+
+@pytest.mark.parametrize("method", ["generate", "completions", "chat"])
+@pytest.mark.parametrize("suffix", ["", "_stream"])
+def test_the_fault_token_is_a_processors_fault(call: Either, method: str, suffix: str) -> None:
+    server = FakeServer("vllm", stop_reason=FAULT)
+    prompt: Any = MESSAGES if method == "chat" else "Hi"
+    with pytest.raises(GenerationError, match=r"a processor of the request failed, .* the server's log") as caught:
+        call(server, (method + suffix, prompt, {"processor": SHIPPED}))
+    assert caught.value.type == "ProcessorFault"
+    assert caught.value.partial.finish_reason.matched == FAULT
+
+
+def test_another_end_token_is_none(call: Either) -> None:
+    """A model may have several end tokens, and vLLM gives all but one of them as the reason."""
+    server = FakeServer("vllm", stop_reason=OTHER_END_TOKEN)
+    (answer,) = call(server, ("completions", "Hi", {"processor": SHIPPED}))
+    assert answer.finish_reason.matched == OTHER_END_TOKEN
+
+
+def test_without_a_processor_no_token_is_the_fault_token(call: Either) -> None:
+    server = FakeServer("vllm")
+    carrying: dict[str, Any] = {"processor": SHIPPED}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        server.stop_reason = None if b"custom_logit_processor" in request.content else FAULT
+        return server(request)
+
+    _, answer = call(handler, ("completions", "Hi", carrying), ("completions", "Hi", {}))
+    assert answer.finish_reason.matched == FAULT
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(401, AuthenticationError), (503, ServerBusyError), (400, BadRequestError)]
+)
+def test_a_server_that_does_not_say_who_it_is_is_asked_again(status: int, error: type[Exception]) -> None:
+    server = FakeServer("vllm")
+    refusals = [httpx.Response(status, json={"error": {"message": "not now"}})]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return refusals.pop() if refusals else server(request)
+
+    with Client("http://server", transport=httpx.MockTransport(handler), max_retries=0) as client:
+        with pytest.raises(error, match="not now"):
+            client.completions("Hi", processor=SHIPPED)
+        assert client.completions("Hi", processor=SHIPPED).text == "Hi"
+    assert server.paths == ["/v1/models", "/v1/completions", "/v1/completions"]
+
+
+def test_an_error_of_vllm_that_is_not_the_plugins_answer(call: Either) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(400, json={"error": {"message": "no such model"}})
+
+    with pytest.raises(BadRequestError, match="no such model"):
+        call(handler, ("chat", MESSAGES, {"processor": SHIPPED}), dialect="vllm")
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b'{"data": []}', b'{"data": [{}]}'])
+def test_a_list_of_models_that_says_nothing(call: Either, answer: bytes) -> None:
+    server = FakeServer("logitship")
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=answer) if request.url.path == "/v1/models" else server(request)
+
+    assert call(handler, ("generate", "Hi", {}))[0].text == "Hi"
+    assert server.paths == ["/generate"]
+
+
+def test_mistakes_raise_before_anything_is_sent_to_vllm(call: Either) -> None:
+    server = FakeServer("vllm")
+    with pytest.raises(ValueError, match="logprob_start_len"):
+        call(server, ("generate", "Hi", {"return_logprob": True, "logprob_start_len": 0}), dialect="vllm")
+    assert server.paths == []
+
+
+def test_threads_share_what_is_known() -> None:
+    server = FakeServer("vllm")
+    together = threading.Barrier(4)
+    with Client("http://server", transport=httpx.MockTransport(server)) as client, ThreadPoolExecutor(4) as pool:
+
+        def ask(number: int) -> str:
+            together.wait()
+            return client.completions("Hi", processor=SHIPPED).text
+
+        assert list(pool.map(ask, range(4))) == ["Hi"] * 4
+        asked = len(server.paths)
+        assert client.completions("Hi", processor=SHIPPED).text == "Hi"
+    assert len(server.paths) == asked + 1
+    assert sum(body.get("vllm_xargs") == {"custom_logit_processor": SHIPPED} for body in server.bodies) == 5
+
+
+def test_an_unknown_dialect() -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="dialect: expected one of auto, logitship, sglang, vllm, not 'tgi'"):
+            kind("http://server", dialect=cast(ServerKind, "tgi"))

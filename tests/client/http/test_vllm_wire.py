@@ -1,0 +1,28 @@
+"""The plugin's answer, in the sentence that a request is refused with."""
+
+from __future__ import annotations
+
+import pytest
+
+from logitship.client.http.vllm_wire import PluginInfo
+
+
+def test_there_and_back() -> None:
+    message = PluginInfo(fault_token=49151).to_message()
+    assert PluginInfo.from_message(message) == PluginInfo(49151)
+    assert PluginInfo.from_message(f"Invalid request: {message} (parameter=None)") == PluginInfo(49151)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "the model is not there",
+        "logitship plugin: ",
+        "logitship plugin: {",
+        "logitship plugin: {}",
+        'logitship plugin: {"fault_token": "5"}',
+        'logitship plugin: {"fault_token": 5',
+    ],
+)
+def test_other_sentences(message: str) -> None:
+    assert PluginInfo.from_message(message) is None

@@ -1,0 +1,360 @@
+"""Strings become classes, or say why they can't."""
+
+from __future__ import annotations
+
+import gc
+import json
+import linecache
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dill
+import pytest
+import torch
+
+from logitship import CustomLogitProcessor, ProcessorLoadError
+from logitship.client.serialization.class_names import missing_globals
+from logitship.client.serialization.loading import explain_name_error, instantiate, load_class
+from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor, parse
+from logitship.client.serialization.shipped_names import SGLANG_MODULE
+
+DATA = Path(__file__).parents[2] / "data"
+SGLANG = json.loads((DATA / "sglang_strings.json").read_text())["strings"]
+OTHER_PYTHONS = {
+    version: recorded
+    for version, recorded in json.loads((DATA / "other_python_strings.json").read_text()).items()
+    if version != PYTHON
+}
+BUILTINS = [name for name in SGLANG if name.endswith("Processor")]
+USERS = ["Boost", "Countdown", "ForceToken"]
+
+
+def load(text: str, names: dict[tuple[str, str], Any] | None = None) -> type[CustomLogitProcessor]:
+    string = parse(text)
+    assert isinstance(string, PickledProcessor | SourceProcessor)
+    return load_class(string, names or {})
+
+
+def source(text: str, class_name: str = "Ban") -> type[CustomLogitProcessor]:
+    return load_class(SourceProcessor(text, class_name))
+
+
+class StandIn(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        return logits
+
+
+# --- SGLang's strings ---
+
+
+def test_the_recorded_strings_are_all_here() -> None:
+    assert sorted([*BUILTINS, *USERS]) == sorted(SGLANG)
+
+
+@pytest.mark.parametrize("name", BUILTINS)
+def test_a_built_in_of_sglangs_is_looked_up_by_name(name: str) -> None:
+    assert load(SGLANG[name], {(SGLANG_MODULE, name): StandIn}) is StandIn
+    with pytest.raises(ProcessorLoadError, match=rf"has no '{name}' here, only CustomLogitProcessor"):
+        load(SGLANG[name])
+
+
+def run(name: str, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+    cls = load(SGLANG[name])
+    assert issubclass(cls, CustomLogitProcessor)
+    return instantiate(cls)(logits, params)
+
+
+def test_force_token_leaves_one_token() -> None:
+    result = run("ForceToken", torch.zeros(2, 5), [{"token_id": 1}, {"token_id": 4}])
+    assert torch.isfinite(result).nonzero().tolist() == [[0, 1], [1, 4]]
+
+
+def test_boost_adds_and_returns_float64() -> None:
+    result = run("Boost", torch.ones(2, 3), [{"token_id": 0}, {"token_id": 2}])
+    assert result.dtype is torch.float64
+    assert result.tolist() == [[8.5, 1.0, 1.0], [1.0, 1.0, 8.5]]
+
+
+def test_countdown_reads_the_history() -> None:
+    rows = [([1, 2], [3]), ([4] * 5, [6, 7])]
+    params = [{"__req__": SimpleNamespace(origin_input_ids=p, output_ids=o)} for p, o in rows]
+    result = run("Countdown", torch.zeros(2, 6), params)
+    assert torch.isfinite(result).nonzero().tolist() == [[0, 3], [1, 1]]
+
+
+def in_main(body: str, **variables: Any) -> str:
+    """A string as SGLang makes it of a class in `__main__`: its functions are tied to the loading process's."""
+    main: Any = sys.modules["__main__"]
+    before = dict(vars(main))
+    scope = vars(main)
+    scope.update(variables, CustomLogitProcessor=CustomLogitProcessor)
+    try:
+        exec(compile(body, "author.py", "exec"), scope)
+        return json.dumps({"callable": dill.dumps(scope["Ban"]).hex()})
+    finally:
+        scope.clear()
+        scope.update(before)
+
+
+COUNTING = """
+class Ban(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        global counter
+        counter = globals().get("counter", 0) + 1
+        return logits + counter
+"""
+
+
+@pytest.fixture
+def sglang_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets plain dill pickle our base class under SGLang's name, as it would on SGLang."""
+    module: Any = SimpleNamespace(CustomLogitProcessor=CustomLogitProcessor)
+    for part in ("sglang", "sglang.srt", "sglang.srt.sampling"):
+        monkeypatch.setitem(sys.modules, part, SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, SGLANG_MODULE, module)
+    monkeypatch.setattr(sys.modules["sglang.srt.sampling"], "custom_logit_processor", module, raising=False)
+    monkeypatch.setattr(CustomLogitProcessor, "__module__", SGLANG_MODULE)
+
+
+@pytest.mark.usefixtures("sglang_base")
+def test_a_class_tied_to_main_gets_a_main_of_its_own() -> None:
+    text = in_main(COUNTING)
+    first, second = instantiate(load(text)), instantiate(load(text))
+    zeros = torch.zeros(1, 1)
+    assert [first(zeros).item(), first(zeros).item(), second(zeros).item()] == [1.0, 2.0, 1.0]
+    assert not hasattr(sys.modules["__main__"], "counter")
+
+
+NEEDS_HELPER = """
+class Ban(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        if logits is None:
+            return never_defined
+        return helper(logits) + len(custom_param_list)
+"""
+
+
+@pytest.mark.usefixtures("sglang_base")
+def test_a_global_that_did_not_travel_is_explained() -> None:
+    cls = load(in_main(NEEDS_HELPER, helper=abs))
+    assert missing_globals(cls) == ["helper", "never_defined"]
+    with pytest.raises(NameError) as raised:
+        instantiate(cls)(torch.zeros(1, 1), [{}])
+    explanation = explain_name_error(raised.value, cls)
+    assert explanation is not None
+    assert explanation.startswith("'helper' was a global of the author's module and did not travel")
+    assert "logitship's to_str()" in explanation
+
+
+def test_other_name_errors_are_left_alone() -> None:
+    cls = source(BAN)
+    assert missing_globals(cls) == []
+    assert explain_name_error(NameError("name 'x' is not defined", name="x"), cls) is None
+    assert explain_name_error(UnboundLocalError("x"), cls) is None
+
+
+# --- other Python versions ---
+
+
+@pytest.mark.parametrize("version", OTHER_PYTHONS)
+def test_bare_bytecode_of_another_python_is_refused(version: str) -> None:
+    for name in ("ForceToken", "Looping"):
+        with pytest.raises(ProcessorLoadError) as raised:
+            load(OTHER_PYTHONS[version]["bare"][name])
+        message = str(raised.value)
+        assert "Python 3.10 or older" in message if version == "3.10" else "another Python version" in message
+        assert f"this server runs Python {PYTHON}" in message
+
+
+@pytest.mark.parametrize("version", [version for version in OTHER_PYTHONS if version != "3.10"])
+def test_a_string_of_ours_runs_from_its_source(version: str) -> None:
+    text = OTHER_PYTHONS[version]["ours"]["Offset"]
+    string = parse(text)
+    assert isinstance(string, PickledProcessor)
+    assert string.python == version
+    result = instantiate(load(text))(torch.zeros(2, 2), [{"amount": 1.0}, {}])
+    assert result.tolist() == [[4.0, 4.0], [3.0, 3.0]]
+
+
+def test_without_source_both_versions_are_named() -> None:
+    with pytest.raises(ProcessorLoadError, match=rf"by Python 3.2, this server runs Python {PYTHON}"):
+        load_class(PickledProcessor(b"\x80\x04.", python="3.2"))
+
+
+# --- refused ---
+
+
+def test_data_that_is_no_pickle() -> None:
+    with pytest.raises(ProcessorLoadError, match="the processor's data is not a pickle"):
+        load_class(PickledProcessor(b"hello"))
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_truncated_data(name: str) -> None:
+    payload = bytes.fromhex(json.loads(SGLANG[name])["callable"])
+    for length in range(2, len(payload), 37):
+        with pytest.raises(ProcessorLoadError, match="is truncated or damaged"):
+            load_class(PickledProcessor(payload[:length]))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": 1}, "the processor is not a class but dict"),
+        (dict, "class dict is not a subclass of CustomLogitProcessor"),
+        (len, "the processor is not a class but builtin_function_or_method"),
+    ],
+)
+def test_something_else_than_a_processor(value: Any, message: str) -> None:
+    with pytest.raises(ProcessorLoadError, match=message):
+        load_class(PickledProcessor(dill.dumps(value)))
+
+
+def test_a_module_that_is_not_installed_is_named() -> None:
+    payload = b"\x80\x04\x8c\x09my_module\x8c\x03Ban\x93."
+    with pytest.raises(ProcessorLoadError, match=r"needs the module 'my_module', which is not installed here.*to_str"):
+        load_class(PickledProcessor(payload))
+
+
+def test_a_class_that_stayed_in_the_authors_script() -> None:
+    payload = b"\x80\x04\x8c\x08__main__\x8c\x03Ban\x93."
+    with pytest.raises(ProcessorLoadError, match="names 'Ban' of the author's script instead of carrying it"):
+        load_class(PickledProcessor(payload))
+
+
+class Explodes:
+    def __reduce__(self) -> Any:
+        return eval, ("1 / 0",)
+
+
+def test_code_that_raises_while_it_is_loaded() -> None:
+    with pytest.raises(ProcessorLoadError, match="raised while it was loaded: ZeroDivisionError: division by zero"):
+        load_class(PickledProcessor(dill.dumps(Explodes())))
+
+
+# --- source ---
+
+BAN = """
+from logitship import CustomLogitProcessor
+
+class Ban(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        logits[:, 0] = -1.0
+        return logits
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from logitship import CustomLogitProcessor",
+        "from logitship.client import CustomLogitProcessor",
+        "import logitship; CustomLogitProcessor = logitship.CustomLogitProcessor",
+        "from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor",
+        "from sglang.srt.sampling.custom_logit_processor import *",
+        "import sglang.srt.sampling.custom_logit_processor as m; CustomLogitProcessor = m.CustomLogitProcessor",
+        "import sglang.srt.sampling.custom_logit_processor\n"
+        "CustomLogitProcessor = sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor",
+    ],
+)
+def test_the_base_class_can_be_imported_under_every_name(line: str) -> None:
+    before = set(sys.modules)
+    cls = source(BAN.replace("from logitship import CustomLogitProcessor", line))
+    assert cls.__bases__ == (CustomLogitProcessor,)
+    assert instantiate(cls)(torch.zeros(1, 2)).tolist() == [[-1.0, 0.0]]
+    assert set(sys.modules) == before
+
+
+@pytest.fixture
+def without_vllm_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that an earlier test started answers to `import vllm` in this process."""
+    finders = [finder for finder in sys.meta_path if type(finder).__name__ != "VllmNamesFinder"]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("without_vllm_names")
+def test_names_of_others_come_from_the_table_also_while_it_runs() -> None:
+    text = BAN.replace(
+        "logits[:, 0] = -1.0", "from vllm.v1.sample.logits_processor import BatchUpdate; assert BatchUpdate == 'ours'"
+    )
+    string = SourceProcessor(text, "Ban")
+    names = {("vllm.v1.sample.logits_processor", "BatchUpdate"): "ours"}
+    assert instantiate(load_class(string, names))(torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+    with pytest.raises(ModuleNotFoundError, match="vllm"):
+        instantiate(load_class(string))(torch.zeros(1, 2))
+    with pytest.raises(ImportError, match="has no 'BatchUpdate' here, only Other"):
+        instantiate(load_class(string, {("vllm.v1.sample.logits_processor", "Other"): 1}))(torch.zeros(1, 2))
+
+
+def test_a_dataclass_in_the_source() -> None:
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
+        "@dataclass\nclass Pair:\n    a: int\n    b: ClassVar[int] = 2\n" + BAN.replace("-1.0", "Pair(3).a + Pair.b")
+    )
+    with pytest.raises(ProcessorLoadError, match=f"not valid Python {PYTHON}: line"):
+        source(BAN + "from __future__ import annotations")
+    assert instantiate(source(text))(torch.zeros(1, 2)).tolist() == [[5.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Ban:\n    def :", rf"the source is not valid Python {PYTHON}: line 2: "),
+        ("a\0b", rf"the source is not valid Python {PYTHON}"),
+        (BAN.replace("Ban", "Other"), "the source does not define 'Ban'; its classes are: Other"),
+        ("x = 1", "the source does not define 'Ban'; its classes are: none"),
+        ("Ban = 1", "the processor is not a class but int"),
+        ("class Ban: pass", "class Ban is not a subclass of CustomLogitProcessor"),
+        (BAN.replace("__call__", "call"), "class Ban is abstract: it lacks __call__"),
+        ("import no_such_library", "needs the module 'no_such_library', which is not installed here"),
+        ("raise SystemExit(3)", "the source raised while it was loaded: SystemExit: 3"),
+    ],
+)
+def test_source_that_cannot_be_loaded(text: str, message: str) -> None:
+    with pytest.raises(ProcessorLoadError, match=message):
+        source(text)
+
+
+def test_the_traceback_of_the_authors_code_is_kept() -> None:
+    with pytest.raises(ProcessorLoadError) as raised:
+        source("def fail():\n    raise ValueError('no')\n\nfail()\n")
+    message = str(raised.value)
+    assert "line 2, in fail\n    raise ValueError('no')\n" in message
+    assert "loading.py" not in message
+
+
+def test_tracebacks_quote_the_source_only_as_long_as_the_class_lives() -> None:
+    cls = source(BAN)
+    filename = cls.__call__.__code__.co_filename
+    assert linecache.getline(filename, 4) == "class Ban(CustomLogitProcessor):\n"
+    del cls
+    gc.collect()
+    assert filename not in linecache.cache
+    with pytest.raises(ProcessorLoadError):
+        source("raise ValueError")
+    assert not [name for name in linecache.cache if name.startswith("<processor")]
+
+
+def test_captured_values_must_be_a_dict() -> None:
+    with pytest.raises(ProcessorLoadError, match="'captured' is not a dict of values but list"):
+        load_class(SourceProcessor(BAN, "Ban", dill.dumps([1])))
+
+
+# --- instances ---
+
+
+def test_init_that_needs_arguments() -> None:
+    cls = source(BAN + "\n    def __init__(self, token):\n        pass\n")
+    with pytest.raises(ProcessorLoadError, match="Ban cannot be made without arguments: missing a"):
+        instantiate(cls)
+
+
+def test_init_that_raises() -> None:
+    cls = source(BAN + "\n    def __init__(self):\n        raise OSError('disk')\n")
+    with pytest.raises(ProcessorLoadError, match=r"Ban raised when it was made: OSError: disk") as raised:
+        instantiate(cls)
+    assert "line 10, in __init__" in str(raised.value)

@@ -1,0 +1,95 @@
+"""Processor strings are read and written without running anything."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from logitship import ProcessorLoadError
+from logitship.client.serialization.processor_string import (
+    PYTHON,
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    RegisteredProcessor,
+    SourceProcessor,
+    parse,
+    to_text,
+)
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+SOURCE = SourceProcessor("class A: ...", "A", b"\x80\x04}.", "3.12")
+
+
+@pytest.mark.parametrize(
+    "string",
+    [
+        PickledProcessor(b"\x80\x04."),
+        PickledProcessor(b"x", python="3.12", dill="0.4.1", source=SOURCE, params_schema={"type": "object"}, name="A"),
+        PickledProcessor(b"x", python="3.12", name="A"),
+        SourceProcessor("class A: ...", "A"),
+        RegisteredProcessor(DIGEST),
+        InstalledProcessor("module:Class"),
+    ],
+)
+def test_what_is_written_reads_back(string: ProcessorString) -> None:
+    assert parse(to_text(string)) == string
+    assert parse(to_text(string).encode()) == string
+
+
+def test_the_minimal_form_is_sglangs() -> None:
+    assert json.loads(to_text(PickledProcessor(b"\x80\x04."))) == {"callable": "80042e"}
+
+
+def test_the_source_form_holds_no_captured_values() -> None:
+    with pytest.raises(ValueError, match="carries no captured values"):
+        to_text(SOURCE)
+
+
+def test_the_digest_is_of_what_runs() -> None:
+    pickled = PickledProcessor(b"x", python=PYTHON, source=SOURCE, name="A")
+    assert pickled.runnable is pickled
+    assert pickled.digest == PickledProcessor(b"x").digest
+    other = PickledProcessor(b"x", python="2.7", source=SOURCE)
+    assert other.runnable is SOURCE
+    parts = ("class A: ...", "A", b"1"), ("class A: ...A", "", b"1"), ("class A: ...", "A", b"")
+    assert len({SourceProcessor(*part).digest for part in parts}) == 3
+
+
+def pickled(**about: Any) -> str:
+    return json.dumps({"callable": "80", "logitship": {"v": 1, **about}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "none of the keys"),
+        ('{"callable": ""}', "'callable' is empty"),
+        ('{"callable": "xyz"}', "'callable' is not a string of hexadecimal digits"),
+        ('{"callable": 3}', "'callable' is not a string of hexadecimal digits"),
+        ('{"callable": "80", "more": 1}', r"unknown keys beside 'callable': \['more'\]"),
+        ('{"callable": "80", "logitship": 1}', "'logitship' is not a JSON object"),
+        ('{"callable": "80", "logitship": {"v": 9}}', r"'logitship.v' is 9: this version reads 1"),
+        (
+            f'{{"callable": "80", "logitship": {{"v": {"[" * 1000}{"]" * 1000}}}}}',
+            r"'logitship.v' is list: this version",
+        ),
+        (pickled(python=3), "'python' is missing, empty or not a string"),
+        (pickled(name=3), "'name' is missing, empty or not a string"),
+        (pickled(source="x"), "'name' is missing, empty or not a string"),
+        (pickled(source="x", name="A", captured="q"), "'captured' is not a string of hexadecimal digits"),
+        (pickled(params_schema=[]), r"'logitship.params_schema' is not a JSON object"),
+        ('{"source": "x"}', "'class_name' is missing"),
+        ('{"source": "", "class_name": "A"}', "'source' is missing, empty"),
+        ('{"digest": "sha256:12"}', "'digest' is not 'sha256:' and 64 hexadecimal digits"),
+        ('{"name": ""}', "'name' is missing, empty"),
+        ('{"name": "a", "v": 1}', "unknown keys beside 'name'"),
+    ],
+)
+def test_malformed_strings_say_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ProcessorLoadError, match=message):
+        parse(text)

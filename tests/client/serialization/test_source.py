@@ -1,0 +1,144 @@
+"""The source of a class means the same as its pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from logitship import CustomLogitProcessor
+from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.processor_string import PickledProcessor, parse
+from logitship.client.serialization.source import capture_source
+
+WITHOUT = {"ModuleAttributes", "NoSource", "SetLater", "Trained"}
+"""A module used as an object has no flat form; code that was only exec'd has no text; what changed after it was made is
+not what its text makes."""
+
+
+def test_the_source_does_what_the_pickle_does(travelled: Any) -> None:
+    with_source = {name: result for name, result in travelled.from_source.items() if result is not None}
+    assert with_source == {name: result for name, result in travelled.expected.items() if name not in WITHOUT}
+
+
+def test_the_source_is_what_its_author_wrote(travelled: Any) -> None:
+    string = parse(travelled.strings["Helpers"])
+    assert isinstance(string, PickledProcessor)
+    assert string.source is not None
+    text = string.source.source
+    assert text.startswith("from __future__ import annotations\n")
+    assert "from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor\n" in text
+    assert "\ndouble = lambda x: x * 2" in text
+    assert "@functools.cache\ndef fibonacci(n: int) -> int:\n" in text
+    assert "SCALE = 2.0\n" in text
+    assert text.index("class Adding(CustomLogitProcessor)") < text.index("class Helpers(Adding)")
+    assert text.index("def politely") < text.index("class Helpers(Adding)")
+    assert "logitship" not in text
+
+
+def test_imports_keep_their_names(travelled: Any) -> None:
+    string = parse(travelled.strings["Imported"])
+    assert isinstance(string, PickledProcessor)
+    assert string.source is not None
+    assert "SCALE = 3.0\n" in string.source.source
+    assert "FACTOR = SCALE\n" in string.source.source
+
+
+limit = 1.0
+
+
+def shadowed() -> float:
+    return limit
+
+
+def test_one_name_for_two_things_has_no_source() -> None:
+    limit = 2.0
+
+    class Clash(CustomLogitProcessor):
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            return logits + limit + shadowed()
+
+    assert capture_source(Clash) is None
+    loaded = instantiate(load_class(parse_pickled(Clash.to_str())))
+    assert loaded(torch.zeros(1, 1)).tolist() == [[3.0]]
+
+
+def parse_pickled(text: str) -> PickledProcessor:
+    string = parse(text)
+    assert isinstance(string, PickledProcessor)
+    return string
+
+
+def test_strings_inside_of_a_nested_class_keep_their_indentation() -> None:
+    class Quoting(CustomLogitProcessor):
+        text = """
+        indented
+        """
+
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            return logits
+
+    source = capture_source(Quoting)
+    assert source is not None
+    assert load_class(source).text == Quoting.text  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [float("inf"), {1, 2}, torch.tensor([1.0, 2.0]), b"bytes", ("a", [1, {"b": None}])])
+def test_constants_arrive_as_they_were(value: Any, make_processor: Callable[[Any], type[CustomLogitProcessor]]) -> None:
+    source = capture_source(make_processor(value))
+    assert source is not None
+    held = instantiate(load_class(source)).held()  # type: ignore[attr-defined]
+    assert type(held) is type(value)
+    assert torch.equal(held, value) if isinstance(value, torch.Tensor) else held == value
+
+
+@pytest.fixture
+def make_processor() -> Callable[[Any], type[CustomLogitProcessor]]:
+    def make(value: Any) -> type[CustomLogitProcessor]:
+        class Holder(CustomLogitProcessor):
+            def held(self) -> Any:
+                return value
+
+            def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+                return logits
+
+        return Holder
+
+    return make
+
+
+def test_random_weights_have_no_source_and_the_authors_random_numbers_stay() -> None:
+    class Random(CustomLogitProcessor):
+        head = torch.nn.Linear(2, 2)
+
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            return self.head(logits).detach()  # type: ignore[no-any-return]
+
+    before = torch.random.get_rng_state()
+    assert capture_source(Random) is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+    logits = torch.ones(1, 2)
+    loaded = instantiate(load_class(parse_pickled(Random.to_str())))
+    assert torch.equal(loaded(logits), Random()(logits))
+
+
+def test_source_that_does_not_run_is_no_source() -> None:
+    class Once(CustomLogitProcessor):
+        handle = open_once()
+
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            return logits + self.handle
+
+    assert capture_source(Once) is None
+
+
+opened: list[int] = []
+
+
+def open_once(seen: list[int] = opened) -> int:
+    if seen:
+        raise FileExistsError("it is there already")
+    seen.append(1)
+    return 1

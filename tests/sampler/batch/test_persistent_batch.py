@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
+
+NewRequest = Callable[..., Any]
+SWAP = MoveDirectionality.SWAP
+
+TRACES: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "vllm_batch.json").read_text())[
+    "traces"
+]
+
+
+def follow(rows: dict[int, list[int]], update: BatchUpdate | None) -> dict[int, list[int]]:
+    """What a batch processor makes of an update, as slowly and plainly as the contract says it: row to live output."""
+    if update is None:
+        return rows
+    rows = dict(rows)
+    for row in update.removed:
+        del rows[row]
+    for row, _, _, output_token_ids in update.added:
+        rows[row] = output_token_ids
+    for source, target, direction in update.moved:
+        if direction is SWAP:
+            rows[source], rows[target] = rows[target], rows[source]
+        else:
+            rows[target] = rows.pop(source)
+    assert len(rows) == update.batch_size
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_updates_say_where_each_request_is(seed: int, new_request: NewRequest) -> None:
+    rng = random.Random(seed)
+    capacity = rng.choice([1, 2, 5, 13])
+    batch: PersistentBatch[Any] = PersistentBatch(capacity)
+    present: list[Any] = []
+    followed: dict[int, list[int]] = {}
+    for _ in range(150):
+        if rng.random() < 0.05:
+            batch.clear()
+            update = batch.commit()
+            # It may remove rows that are free already, and must remove all that are not.
+            removed = set(update.removed) if update else set()
+            assert set(followed) <= removed <= set(range(capacity))
+            assert update is None or (update.batch_size, list(update.added), list(update.moved)) == (0, [], [])
+            present, followed = [], {}
+        for request in rng.sample(present, rng.randint(0, min(3, len(present)))):
+            batch.remove(request)
+            present.remove(request)
+        for _ in range(rng.randint(0, min(3, capacity - len(present)))):
+            request = new_request()
+            batch.add(request)
+            present.append(request)
+        if rng.random() < 0.5:
+            batch.condense()
+            for _ in range(rng.randint(0, 2) if present else 0):
+                batch.swap(rng.randrange(len(present)), rng.randrange(len(present)))
+        update = batch.commit()
+        if update is not None:
+            assert update.removed or update.added or update.moved
+            assert not set(update.removed) & {row for row, *_ in update.added}
+            assert list(update.removed) == sorted(set(update.removed), reverse=True)
+            assert update.batch_size == len(batch) == len(present)
+        followed = follow(followed, update)
+        assert set(batch.members) == set(present)
+        assert sorted(followed) == list(range(len(present)))
+        for row, request in enumerate(batch.members):
+            assert request in batch
+            assert followed[row] is request.output_token_ids
+        assert batch.commit() is None
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"seed{trace['seed']}")
+def test_it_does_what_vllm_did(trace: dict[str, Any], new_request: NewRequest) -> None:
+    """Every step of `tests/data/vllm_batch.json`, recorded from vLLM's `InputBatch`."""
+    batch: PersistentBatch[Any] = PersistentBatch(trace["max_num_seqs"])
+    requests: dict[str, Any] = {}
+    for step in trace["steps"]:
+        for name in step["finished"]:
+            batch.remove(requests.pop(name))
+        for new in step["new"]:
+            requests[new["id"]] = new_request(new["id"])
+            batch.add(requests[new["id"]])
+        batch.condense()
+        for row_1, row_2 in step["swaps"]:
+            batch.swap(row_1, row_2)
+        update = batch.commit()
+        assert [request.name for request in batch.members] == step["order"]
+        assert (None if update is None else in_the_words_of_the_recording(update, requests)) == step["batch_update"]
+
+
+def in_the_words_of_the_recording(update: BatchUpdate, requests: dict[str, Any]) -> dict[str, Any]:
+    name_of = {id(request.output_token_ids): name for name, request in requests.items()}
+    return {
+        "batch_size": update.batch_size,
+        "removed": list(update.removed),
+        "added": [[row, name_of[id(output)]] for row, _, _, output in update.added],
+        "moved": [[source, target, direction.name] for source, target, direction in update.moved],
+    }
+
+
+def test_added_holds_the_requests_own_output_list(new_request: NewRequest) -> None:
+    batch: PersistentBatch[Any] = PersistentBatch(1)
+    request = new_request(prompt_token_ids=[7])
+    batch.add(request)
+    update = batch.commit()
+    assert update is not None
+    row, params, prompt, output = update.added[0]
+    assert (row, params, prompt) == (0, request.sampling_params, [7])
+    request.output_token_ids.append(5)
+    assert output is request.output_token_ids
+
+
+def test_rows_are_freed_before_they_are_given_out(new_request: NewRequest) -> None:
+    batch: PersistentBatch[Any] = PersistentBatch(3)
+    first, second, third = (new_request() for _ in range(3))
+    batch.add(first)
+    batch.add(second)
+    with pytest.raises(RuntimeError, match="before its first addition"):
+        batch.remove(first)
+    with pytest.raises(RuntimeError, match="has a row already"):
+        batch.add(first)
+    batch.commit()
+    batch.swap(0, 1)
+    with pytest.raises(RuntimeError, match="first move"):
+        batch.remove(first)
+    with pytest.raises(RuntimeError, match="first move"):
+        batch.add(third)
+    batch.commit()
+    assert batch.members == [second, first]
+    batch.remove(first)
+    with pytest.raises(KeyError):
+        batch.remove(first)
+    assert first not in batch
+
+
+def test_no_row_is_freed_after_condensing(new_request: NewRequest) -> None:
+    """Also where nothing had to move: which rows are free was looked at."""
+    batch: PersistentBatch[Any] = PersistentBatch(3)
+    requests = [new_request() for _ in range(3)]
+    for request in requests:
+        batch.add(request)
+    batch.commit()
+    batch.remove(requests[2])
+    batch.condense()
+    with pytest.raises(RuntimeError, match="row 0 cannot be removed any more in this step"):
+        batch.remove(requests[0])
+    assert batch.members == requests[:2]
+    assert requests[0] in batch
+    assert batch.commit() == BatchUpdate(2, [2], [], [])
+
+
+def test_changed_says_whether_a_commit_would_give_an_update(new_request: NewRequest) -> None:
+    batch: PersistentBatch[Any] = PersistentBatch(3)
+    requests = [new_request() for _ in range(2)]
+    changes: list[Callable[[], object]] = [
+        lambda: [batch.add(request) for request in requests],
+        lambda: batch.swap(0, 1),
+        lambda: batch.remove(requests[0]),
+        batch.clear,
+    ]
+    for change in changes:
+        assert not batch.changed
+        change()
+        assert batch.changed
+        assert batch.commit() is not None
+    batch.condense()
+    assert not batch.changed
+
+
+def test_a_full_batch_takes_no_more(new_request: NewRequest) -> None:
+    batch: PersistentBatch[Any] = PersistentBatch(2)
+    batch.add(new_request())
+    batch.add(new_request())
+    with pytest.raises(RuntimeError, match="it has 2 rows"):
+        batch.add(new_request())
+
+
+def test_rows_are_swapped_only_where_there_is_no_gap(new_request: NewRequest) -> None:
+    batch: PersistentBatch[Any] = PersistentBatch(3)
+    requests = [new_request(str(number)) for number in range(3)]
+    for request in requests:
+        batch.add(request)
+    batch.commit()
+    batch.remove(requests[0])
+    with pytest.raises(RuntimeError, match="condense"):
+        batch.swap(0, 1)
+    batch.condense()
+    batch.condense()
+    with pytest.raises(IndexError, match="the batch has 2"):
+        batch.swap(0, 2)
+    with pytest.raises(IndexError, match="rows -1 and 0"):
+        batch.swap(-1, 0)
+    batch.swap(1, 1)
+    update = batch.commit()
+    assert update == BatchUpdate(2, [], [], [(2, 0, MoveDirectionality.UNIDIRECTIONAL)])
+
+
+def test_clear_removes_all_that_any_processor_may_remember(new_request: NewRequest) -> None:
+    """A batch processor that missed the update before the failure still holds the rows from before it."""
+    batch: PersistentBatch[Any] = PersistentBatch(4)
+    requests = [new_request() for _ in range(4)]
+    for request in requests:
+        batch.add(request)
+    missed_the_next = batch.commit()
+    for request in requests[1:]:
+        batch.remove(request)
+    batch.commit()
+    batch.clear()
+    assert (len(batch), batch.members, requests[0] in batch) == (0, [], False)
+    newcomer = new_request()
+    assert batch.add(newcomer) == 0
+    update = batch.commit()
+    assert missed_the_next is not None
+    assert update is not None
+    # Row 0 is replaced by the addition, all others are removed.
+    assert (list(update.removed), [row for row, *_ in update.added]) == ([3, 2, 1], [0])
+    assert list(follow(follow({}, missed_the_next), update).values()) == [newcomer.output_token_ids]
+
+
+def test_clear_drops_what_was_not_committed(new_request: NewRequest) -> None:
+    batch: PersistentBatch[Any] = PersistentBatch(2)
+    batch.add(new_request())
+    batch.clear()
+    batch.add(new_request())
+    update = batch.commit()
+    assert update is not None
+    assert (update.batch_size, list(update.removed), len(update.added)) == (1, [], 1)

@@ -1,0 +1,60 @@
+"""What goes beyond `InProcessHost`, whose tests cover the rest: single rows, and functions without an identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from logitship.client.errors import ProcessorFault
+from logitship.sampler.processors.author_code import checked, edit, exception_fault, non_finite_fault
+
+Edit = Callable[[torch.Tensor], object]
+
+
+@pytest.mark.parametrize("function", [lambda row: row.add_(1), lambda row: row + 1, lambda row: (row + 1).double()])
+def test_a_row_is_edited_where_it_lies(function: Edit) -> None:
+    logits = torch.zeros(3, 4)
+    edit(function, logits[1], name="AddOne")
+    assert logits.tolist() == [[0.0] * 4, [1.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (lambda row: row[:2], "bad_result", "processor P returned shape [2], expected [4]"),
+        (lambda row: None, "bad_result", "processor P returned NoneType, not a tensor"),
+        (lambda row: row[7], "exception", "processor P raised IndexError: "),
+    ],
+)
+def test_a_fault_without_an_identity(function: Edit, kind: str, message: str) -> None:
+    with pytest.raises(ProcessorFault) as raised:
+        edit(function, torch.zeros(4), name="P")
+    fault = raised.value
+    assert (fault.kind, fault.name, fault.digest) == (kind, "P", "")
+    assert fault.message.startswith(message)
+
+
+def test_what_does_not_come_from_a_request_gets_no_hint_about_travelling() -> None:
+    fault = exception_fault(NameError("name 'helper' is not defined", name="helper"), name="P")
+    assert fault.message == "processor P raised NameError: name 'helper' is not defined"
+
+
+def test_checked_gives_the_dtype_of_the_logits_and_no_gradient() -> None:
+    result = checked(torch.ones(2, dtype=torch.float16, requires_grad=True), torch.zeros(2))
+    assert result.dtype is torch.float32
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ([0.0, float("nan"), float("inf")], "returned NaN"),
+        ([0.0, float("inf")], "returned +inf (to force a token, forbid all others)"),
+        ([float("-inf")] * 2, "left no token: every logit of the row is -inf"),
+    ],
+)
+def test_a_row_that_is_not_finite_is_described(row: list[float], found: str) -> None:
+    fault = non_finite_fault(torch.tensor(row), name="P", digest="sha256:0")
+    assert (fault.kind, fault.digest, fault.message) == ("non_finite", "sha256:0", f"processor P {found}")

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitship import CustomLogitProcessor
+from logitship.sampler.processors.class_description import ClassDescription, describe, from_bytes, to_bytes
+
+
+class Silent(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits
+
+
+class Described(Silent):
+    """Bans
+    a token.
+
+    And more.
+    """
+
+    params_schema: ClassVar = {"type": "object", "properties": {"token_id": {"type": "integer"}}}
+
+
+def test_what_a_class_says() -> None:
+    assert describe(Described) == ClassDescription("Described", "Bans a token.", Described.params_schema)
+    assert describe(Silent) == ClassDescription("Silent")  # not what its base class says
+
+
+@pytest.mark.parametrize(
+    ("attributes", "description", "schema"),
+    [
+        ({"__doc__": "x" * 5000}, "x" * 1000, None),
+        ({"__doc__": 5, "params_schema": [1]}, "", None),
+        ({"__doc__": "a\x1b[31m\ud800"}, "a\\x1b[31m\\ud800", None),
+        ({"params_schema": {"a": object()}}, "", None),
+        ({"params_schema": {"a": "\ud800"}}, "", None),
+        ({"params_schema": {"a": "x" * (1 << 15)}}, "", None),
+        ({"params_schema": {"a": (1, 2)}}, "", {"a": [1, 2]}),
+    ],
+)
+def test_what_does_not_travel(attributes: dict[str, Any], description: str, schema: Any) -> None:
+    cls = type("P", (), {})
+    for name, value in attributes.items():
+        setattr(cls, name, value)
+    described = describe(cls)
+    assert described == ClassDescription("P", description, schema)
+    assert from_bytes(to_bytes(described)) == described
+
+
+def test_the_longest_fits_into_an_answer() -> None:
+    longest = type("\x01" * 9000, (), {"__doc__": "é" * 5000, "params_schema": {"a": "x" * 32_000}})
+    described = describe(longest)
+    assert described.params_schema
+    assert len(to_bytes(described)) < 1 << 16
+
+
+@given(
+    st.binary(max_size=60)
+    | st.tuples(st.text(), st.text(), st.none() | st.dictionaries(st.text(), st.floats())).map(
+        lambda value: json.dumps(value).encode(errors="surrogatepass")
+    )
+)
+def test_what_somebody_else_says_is_tame_or_an_error(body: bytes) -> None:
+    try:
+        told = from_bytes(body)
+    except ValueError:
+        return
+    assert 1 <= len(told.name) <= 200
+    assert len(told.description) <= 1000
+    assert not re.search(r"[\s\x00-\x1f\x7f-\x9f]", told.name)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", told.description)
+    (told.name + told.description).encode()
+
+
+@pytest.mark.parametrize("body", [b"", b"P", b'"P"', b"[]", b'["P", "", []]', b'["P", "", null, 1]', b"[" * 60000])
+def test_what_is_no_description(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"no description|line 1|depth"):
+        from_bytes(body)

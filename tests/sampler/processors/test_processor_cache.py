@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import pytest
+
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache, ProcessorCacheFull
+
+
+class CountingHost:
+    """Loads nothing: a processor's size is the length of its source."""
+
+    def __init__(self) -> None:
+        self.loads: list[str] = []
+        self.loading = threading.Semaphore(0)
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.errors: list[BaseException] = []
+        self.ensured: list[LoadedProcessor] = []
+        self.unloaded: list[str] = []
+        self.most = 0
+        """Most processors that it held at one time, those that it was loading included."""
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
+        assert isinstance(string, SourceProcessor)
+        self._count(1)
+        try:
+            return self._load(string, tenant)
+        except BaseException:
+            self._count(-1)
+            raise
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._held += change
+            self.most = max(self.most, self._held)
+
+    def _load(self, string: SourceProcessor, tenant: str) -> LoadedProcessor:
+        self.loads.append(string.class_name)
+        self.loading.release()
+        assert self.may_load.wait(60)
+        if self.errors:
+            raise self.errors.pop(0)
+        return LoadedProcessor(string.digest, string.class_name, self, object(), tenant=tenant)
+
+    def ensure(self, processor: LoadedProcessor) -> None:
+        self.ensured.append(processor)
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def unload(self, processor: LoadedProcessor) -> None:
+        self.unloaded.append(processor.name)
+        self._count(-1)
+
+    def attach(self, *_: Any) -> NoReturn:
+        raise AssertionError("the cache runs nothing")
+
+    def group(self, *_: Any) -> NoReturn:
+        raise AssertionError("the cache runs nothing")
+
+
+def string(name: str, size: int = 1) -> SourceProcessor:
+    return SourceProcessor("#" * size, name)
+
+
+def use_once(cache: ProcessorCache, name: str, size: int = 1) -> None:
+    cache.release(cache.acquire(string(name, size)))
+
+
+def test_a_processor_is_loaded_once() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    first = cache.acquire(string("A"))
+    cache.release(first)
+    assert cache.acquire(string("A")) is first
+    assert host.loads == ["A"]
+    assert cache.stats() == CacheStats(hits=1, misses=1, evictions=0, entries=1, bytes=1)
+
+
+def test_what_is_pickled_for_another_python_is_kept_as_its_source() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    processor = cache.acquire(PickledProcessor(b"pickle", python="2.7", source=string("A")))
+    assert processor is cache.acquire(string("A"))
+    with pytest.raises(ProcessorLoadError, match=r"Python 2\.7"):
+        cache.acquire(PickledProcessor(b"pickle", python="2.7"))
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    for name in "ABCA":
+        use_once(cache, name)
+    use_once(cache, "D")
+    for name in "ACD":
+        use_once(cache, name)
+    assert host.loads == ["A", "B", "C", "D"]
+    assert host.unloaded == ["B"]
+    assert cache.stats().evictions == 1
+    use_once(cache, "B")
+    assert host.loads[-1] == "B"
+
+
+def test_a_processor_counts_as_used_until_it_is_given_back() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    long_used = cache.acquire(string("A"))
+    use_once(cache, "B")
+    cache.release(long_used)
+    use_once(cache, "C")
+    use_once(cache, "A")
+    assert host.loads == ["A", "B", "C"]
+
+
+def test_bytes_are_bounded_too() -> None:
+    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    for name in "ABCDE":
+        use_once(cache, name, 2)
+    use_once(cache, "F", 5)
+    assert cache.stats() == CacheStats(hits=0, misses=6, evictions=3, entries=3, bytes=9)
+
+
+def test_what_is_in_use_is_never_evicted() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    first, second = cache.acquire(string("A")), cache.acquire(string("B"))
+    with pytest.raises(ProcessorCacheFull, match="try again later"):
+        cache.acquire(string("C"))
+    assert cache.acquire(string("A")) is first
+    cache.release(first)
+    with pytest.raises(ProcessorCacheFull):  # used twice, given back once
+        cache.acquire(string("C"))
+    cache.release(second)
+    cache.acquire(string("C"))
+    assert cache.acquire(string("A")) is first
+    assert cache.stats().entries == 2
+
+
+def test_nothing_is_evicted_for_one_that_finds_no_room_anyway() -> None:
+    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    cache.acquire(string("A", 6))
+    use_once(cache, "B", 2)
+    with pytest.raises(ProcessorCacheFull):
+        cache.acquire(string("C", 5))
+    assert cache.stats().evictions == 0
+    assert cache.stats().entries == 2
+
+
+def test_one_that_is_larger_than_the_cache_is_refused_for_good() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=10, max_bytes=10)
+    use_once(cache, "A", 2)
+    with pytest.raises(ProcessorLoadError, match="counts for 11 bytes, more than the 10"):
+        cache.acquire(string("B", 11))
+    assert cache.stats().entries == 1
+    assert host.loads == ["A"]
+    assert host.unloaded == []
+
+
+def test_a_failed_load_leaves_nothing_behind() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    for error in (ProcessorLoadError("broken"), KeyboardInterrupt()):
+        host.errors.append(error)
+        with pytest.raises(type(error)):
+            cache.acquire(string("A"))
+    assert cache.stats() == CacheStats(hits=0, misses=2, evictions=0, entries=0, bytes=0)
+    cache.acquire(string("A"))
+    assert host.loads == ["A"] * 3
+
+
+def test_a_host_that_loads_something_else_is_not_believed() -> None:
+    class Confused(CountingHost):
+        def load(self, asked: ProcessorString, tenant: str = "") -> LoadedProcessor:
+            return super().load(string("other"), tenant)
+
+    class Indiscreet(CountingHost):
+        def load(self, asked: ProcessorString, tenant: str = "") -> LoadedProcessor:
+            return super().load(asked, "another")
+
+    for host in (Confused(), Indiscreet()):
+        cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+        with pytest.raises(ProcessorLoadError, match="the host loaded"):
+            cache.acquire(string("A"))
+        assert host.unloaded == host.loads
+        assert cache.stats().entries == 0
+
+
+def test_tenants_share_no_processor() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    processors = [cache.acquire(string("A"), tenant) for tenant in ("", "one", "two")]
+    assert len(set(processors)) == 3
+    assert [processor.tenant for processor in processors] == ["", "one", "two"]
+    assert len({processor.digest for processor in processors}) == 1
+    assert cache.acquire(string("A"), "one") is processors[1]
+    cache.release(processors[1])
+    for processor in processors:
+        cache.release(processor)
+    assert cache.stats() == CacheStats(hits=1, misses=3, evictions=0, entries=3, bytes=3)
+
+
+def test_what_is_found_is_made_ready_again() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    processor = cache.acquire(string("A"))
+    assert host.ensured == []
+    assert cache.acquire(string("A")) is processor
+    assert host.ensured == [processor]
+
+
+def test_what_cannot_be_made_ready_again_stays_where_it_is() -> None:
+    """The next who asks tries again, and those who hold it give it back as ever."""
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    processor = cache.acquire(string("A"))
+    host.errors.append(ProcessorLoadError("its sandbox does not start"))
+    with pytest.raises(ProcessorLoadError, match="does not start"):
+        cache.acquire(string("A"))
+    assert cache.acquire(string("A")) is processor
+    cache.release(processor)
+    cache.release(processor)
+    use_once(cache, "B")  # its users were counted right: it makes way
+    assert host.unloaded == ["A"]
+
+
+def test_making_ready_holds_up_nobody_else() -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Slow(CountingHost):
+        def ensure(self, processor: LoadedProcessor) -> None:
+            waiting.set()
+            assert go_on.wait(60)
+
+    cache = ProcessorCache(Slow(), max_entries=2, max_bytes=100)
+    use_once(cache, "A")
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(cache.acquire, string("A"))
+        assert waiting.wait(60)
+        cache.release(cache.acquire(string("B")))
+        assert cache.stats().entries == 2
+        go_on.set()
+        slow.result()
+
+
+def test_what_makes_way_is_unloaded_before_the_load() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    use_once(cache, "A")
+    host.may_load.clear()
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(cache.acquire, string("B"))
+        for _ in "AB":
+            assert host.loading.acquire(timeout=60)
+        assert host.unloaded == ["A"]
+        with pytest.raises(ProcessorCacheFull):  # the place is taken
+            cache.acquire(string("C"))
+        host.may_load.set()
+        loading.result()
+    assert host.loads == ["A", "B"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_never_hold_more_than_may_be_held(seed: int) -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    together = threading.Barrier(8)
+
+    def use(number: int) -> int:
+        rng = random.Random(8 * seed + number)
+        together.wait(60)
+        refused = 0
+        for _ in range(200):
+            try:
+                processor = cache.acquire(string(rng.choice("ABCDE")), rng.choice(["one", "two"]))
+            except ProcessorCacheFull:
+                refused += 1
+            else:
+                cache.release(processor)
+        return refused
+
+    with ThreadPoolExecutor(8) as pool:
+        refused = sum(pool.map(use, range(8)))
+    assert refused < 8 * 200
+    assert host.most <= 3
+    assert len(host.loads) == cache.stats().misses == len(host.unloaded) + cache.stats().entries
+    cache.clear()
+    assert len(host.loads) == len(host.unloaded)
+
+
+def test_clear_keeps_what_is_in_use() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    used = cache.acquire(string("A"))
+    use_once(cache, "B")
+    cache.clear()
+    assert host.unloaded == ["B"]
+    assert cache.stats() == CacheStats(hits=0, misses=2, evictions=0, entries=1, bytes=1)
+    cache.release(used)
+    cache.clear()
+    assert cache.stats().entries == 0
+
+
+def test_threads_that_come_together_load_once() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    host.may_load.clear()
+    together = threading.Barrier(8)
+
+    def acquire() -> LoadedProcessor:
+        together.wait(60)
+        return cache.acquire(string("A"))
+
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(acquire) for _ in range(8)]
+        assert host.loading.acquire(timeout=60)
+        host.may_load.set()
+        processors = {future.result() for future in futures}
+    assert len(processors) == 1
+    assert host.loads == ["A"]
+    assert cache.stats() == CacheStats(hits=7, misses=1, evictions=0, entries=1, bytes=1)
+
+
+def test_a_load_does_not_hold_up_other_processors() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    ready = cache.acquire(string("A"))
+    assert host.loading.acquire(timeout=60)
+    host.may_load.clear()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(cache.acquire, string("B"))
+        assert host.loading.acquire(timeout=60)
+        assert cache.acquire(string("A")) is ready
+        assert cache.stats().entries == 1
+        host.may_load.set()
+        slow.result()
+
+
+def test_who_waits_for_a_load_that_fails_tries_for_itself() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    host.may_load.clear()
+    host.errors.append(ProcessorLoadError("broken"))
+    together = threading.Barrier(2)
+
+    def acquire() -> LoadedProcessor | None:
+        together.wait(60)
+        try:
+            return cache.acquire(string("A"))
+        except ProcessorLoadError:
+            return None
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(acquire) for _ in range(2)]
+        assert host.loading.acquire(timeout=60)
+        host.may_load.set()
+        results = [future.result() for future in futures]
+    assert sorted(result is None for result in results) == [False, True]
+    assert host.loads == ["A", "A"]
+    assert cache.stats().entries == 1
+
+
+def test_a_load_that_fails_gives_its_place_back() -> None:
+    host = CountingHost()
+    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    host.may_load.clear()
+    host.errors.append(ProcessorLoadError("broken"))
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(cache.acquire, string("A"))
+        assert host.loading.acquire(timeout=60)
+        with pytest.raises(ProcessorCacheFull):
+            cache.acquire(string("B"))
+        host.may_load.set()
+        with pytest.raises(ProcessorLoadError, match="broken"):
+            loading.result()
+    cache.acquire(string("B"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_use_against_a_plain_list(seed: int) -> None:
+    rng = random.Random(seed)
+    host = CountingHost()
+    max_entries, max_bytes = rng.randint(1, 4), rng.randint(4, 12)
+    cache = ProcessorCache(host, max_entries=max_entries, max_bytes=max_bytes)
+    sizes = {name: rng.randint(1, 4) for name in "ABCDEF"}
+    kept: list[str] = []  # least recently used first
+    users: dict[str, list[LoadedProcessor]] = {name: [] for name in sizes}
+    for _ in range(300):
+        name = rng.choice("ABCDEF")
+        if users[name] and rng.random() < 0.55:
+            cache.release(users[name].pop())
+            kept.remove(name)
+            kept.append(name)
+            continue
+        loads_before = len(host.loads)
+        try:
+            users[name].append(cache.acquire(string(name, sizes[name])))
+        except ProcessorCacheFull:
+            assert name not in kept
+            in_use = [other for other in kept if users[other]]
+            too_many = len(in_use) + 1 > max_entries
+            assert too_many or sum(sizes[other] for other in in_use) + sizes[name] > max_bytes
+        else:
+            assert (len(host.loads) == loads_before) == (name in kept)
+            if name in kept:
+                kept.remove(name)
+            idle = [other for other in kept if not users[other]]
+            while len(kept) + 1 > max_entries or sum(sizes[other] for other in kept) + sizes[name] > max_bytes:
+                kept.remove(idle.pop(0))
+            kept.append(name)
+        stats = cache.stats()
+        assert (stats.entries, stats.bytes) == (len(kept), sum(sizes[other] for other in kept))
+    assert cache.stats().misses == len(host.loads)
+    assert cache.stats().evictions > 0

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.errors import ProcessorFault
+from logitship.sampler.processors.executor import HostedSequence, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.processor_groups import Group, Member, grouped
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.sampler.sampling_params import SamplingParams
+
+Load = Callable[..., LoadedProcessor]
+
+
+def member(processor: LoadedProcessor, *, is_last: bool = True) -> Member:
+    use = ProcessorUse(processor, {}, "r")
+    sequence = HostedSequence("r", {}, [], [], SamplingParams(), ModelView(4, frozenset(), None))
+    return Member(use, processor.host.attach(processor, sequence), (), is_last)
+
+
+def ignore(processor: LoadedProcessor) -> Callable[[int, float], None]:
+    return lambda num_rows, seconds: None
+
+
+@pytest.fixture
+def processors(load: Load) -> list[LoadedProcessor]:
+    def same(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        return logits
+
+    return [load(same, name) for name in "ABC"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("AABBC", {"A": [0, 1], "B": [2, 3], "C": [4]}),
+        (".A.BB..", {"A": [1], "B": [3, 4]}),
+        ("AAAA", {"A": [0, 1, 2, 3]}),
+        (".A", {"A": [1]}),
+        ("ABAB", {"A": [0, 2], "B": [1, 3]}),
+        ("BAAB", {"A": [1, 2], "B": [0, 3]}),
+    ],
+)
+@pytest.mark.parametrize("more_rows", [0, 2])
+def test_rows_of_a_stage(
+    names: str, expected: dict[str, list[int]], more_rows: int, processors: Sequence[LoadedProcessor]
+) -> None:
+    """Adjacent rows are the batch's own memory, whatever stands between the groups."""
+    rows = {row: [member(processors["ABC".index(name)])] for row, name in enumerate(names) if name != "."}
+    logits = torch.arange(4.0 * (len(names) + more_rows)).view(-1, 4)
+    (stage,) = grouped(rows, ignore)
+    found = {group.processor.name: (group, rows_of) for group, rows_of in stage.rows_of(logits)}
+    assert {name: group.rows for name, (group, _) in found.items()} == expected
+    for name, (group, rows_of) in found.items():
+        assert torch.equal(rows_of, logits[expected[name]])
+        assert rows_of.is_contiguous()
+        assert (rows_of.data_ptr() == logits[expected[name][0]].data_ptr()) is group.is_adjacent
+
+
+def test_only_some_rows(processors: Sequence[LoadedProcessor]) -> None:
+    (stage,) = grouped({row: [member(processors[row // 2])] for row in range(6)}, ignore)
+    assert [group.rows for group in stage.without({1, 2, 3}).groups] == [[0], [4, 5]]
+    assert [group.rows for group in stage.at({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
+
+
+def use_of(group: Group, place: int) -> ProcessorUse:
+    return group.members[place].use
+
+
+def test_calls_are_counted_once_for_all_and_failures_are_left_out(processors: Sequence[LoadedProcessor]) -> None:
+    told: list[tuple[int, float]] = []
+    rows = {row: [member(processors[0])] for row in range(4)}
+    (stage,) = grouped(rows, lambda processor: lambda num_rows, seconds: told.append((num_rows, seconds)))
+    (group,) = stage.groups
+    uses = [use_of(group, place) for place in range(4)]
+    group.count(RunOutcome(8.0))
+    group.count(RunOutcome(4.0, MappingProxyType({1: ProcessorFault("no", digest="", name="A", kind="exception")})))
+    (some,) = stage.at({0: 0, 3: 1}).groups
+    some.count(RunOutcome(2.0))
+    assert told == [(4, 8.0), (4, 4.0), (2, 2.0)]
+    assert [use.count.steps for use in uses] == [3, 1, 2, 3]
+    assert [use.count.seconds for use in uses] == [4.0, 2.0, 3.0, 4.0]
+    for use in uses:
+        use.settle()
+    group.count(RunOutcome(8.0))  # another batch's: nobody is in this group any more
+    assert [use.count.steps for use in uses] == [3, 1, 2, 3]
+
+
+def test_a_group_is_last_if_all_of_its_rows_are_done(processors: Sequence[LoadedProcessor]) -> None:
+    rows = {
+        0: [member(processors[0])],
+        1: [member(processors[0], is_last=False), member(processors[1])],
+        2: [member(processors[2])],
+    }
+    first, second = grouped(rows, ignore)
+    assert {group.processor.name: group.is_last for group in first.groups} == {"A": False, "C": True}
+    assert [group.is_last for group in second.groups] == [True]

@@ -1,0 +1,290 @@
+"""logits-processor-zoo's own classes in the batch contract, against what they did alone: `tests/data/zoo.json`.
+
+Each recorded script is a request, and each of its rows a sequence. The sequences join and leave one persistent batch at
+random steps, so that they change rows while they run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as TokenizersTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from logitship.client.errors import ProcessorFault, ProcessorLoadError
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
+from logitship.sampler.processors.callable_factory import CallableFactory
+from logitship.sampler.sampling_params import SamplingParams
+
+Script = dict[str, Any]
+
+RECORDING: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "zoo.json").read_text())
+SCRIPTS: list[Script] = [*RECORDING["vectors"], *RECORDING["chains"]]
+
+# (name, variant) to the reason.
+LEFT_OUT = {
+    ("batch_bigger_than_declared_raises", "transformers"): (
+        "one object for two rows: here each sequence has its own, for which a batch_size of 1 is enough"
+    ),
+    ("batch_shared_clock", "transformers"): (
+        "QUIRK: one clock for two rows, so that one sequence's phrase puts off the other's; here each has its own clock"
+    ),
+    ("repeated_identical_call_is_a_new_generation", "transformers"): (
+        "QUIRK: two calls with the same tokens; in a batch each step of a sequence has a new token"
+    ),
+}
+
+VARIANTS = ("transformers", "vllm")
+TIME_MODULES = [f"{variant}.{module}" for variant in VARIANTS for module in ("max_time", "trigger_phrase")]
+
+
+class Clock(SimpleNamespace):
+    """Stands where the zoo's modules have `time`."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@dataclass
+class Call:
+    """One recorded call for one row."""
+
+    output_ids: list[int]
+    logits: torch.Tensor
+    clock: float
+    expected: torch.Tensor | None
+    """None where the original raised."""
+    raises: str
+    """What it raised then: `Type: message`."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One row of one script, from its prompt to its last call."""
+
+    script: Script
+    row: int
+    prompt_token_ids: list[int]
+    calls: list[Call] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+    done: int = 0
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(extra_args={"sequence": self})
+
+    @property
+    def call(self) -> Call:
+        return self.calls[self.done]
+
+    def advance(self) -> bool:
+        """Take the tokens of the next call; False if there is none."""
+        self.done += 1
+        if self.done == len(self.calls):
+            return False
+        assert self.call.output_ids[: len(self.output_token_ids)] == self.output_token_ids
+        self.output_token_ids.extend(self.call.output_ids[len(self.output_token_ids) :])
+        return True
+
+
+def sequences_of(script: Script) -> list[Sequence]:
+    """The sequences of a script. A new prompt within it is a new request here: an object is never used for two."""
+    sequences = []
+    for row in range(len(script["prompt_ids"])):
+        prompt: list[int] | None = None
+        for step in script["steps"]:
+            its_prompt = step.get("prompt_ids", script["prompt_ids"])[row]
+            if its_prompt != prompt:
+                prompt = its_prompt
+                sequences.append(Sequence(script, row, list(prompt)))
+            sequences[-1].calls.append(call_of(step, row))
+    return sequences
+
+
+def call_of(step: dict[str, Any], row: int) -> Call:
+    raises = step.get("expect_raises")
+    return Call(
+        step["output_ids"][row],
+        as_logits(step["logits_in"][row]),
+        step.get("clock", 0.0),  # chains have none: nothing in them looks at it
+        None if raises else as_logits(step["expected_logits"][row]),
+        f"{raises['type']}: {raises['message']}" if raises else "",
+    )
+
+
+def as_logits(values: list[float | str]) -> torch.Tensor:
+    return torch.tensor([float(value) for value in values])
+
+
+def processors_of(script: Script) -> list[dict[str, Any]]:
+    chain: list[dict[str, Any]] = script.get("chain", [script])
+    return chain
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in TIME_MODULES:
+        monkeypatch.setattr(importlib.import_module(f"logits_processor_zoo.{module}"), "time", clock)
+    return clock
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[bool | None, Any]:
+    """The recording's tokenizer, by its `add_prefix_space`, which tells the zoo how strict to be."""
+    recorded = RECORDING["tokenizer"]
+    tokenizers = {}
+    for add_prefix_space in (False, None):
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=TokenizersTokenizer.from_str(json.dumps(recorded["tokenizer_json"])),
+            eos_token="</s>",
+            pad_token="<pad>",
+            unk_token="<unk>",
+        )
+        tokenizer.add_prefix_space = add_prefix_space
+        tokenizers[add_prefix_space] = tokenizer
+    for text, token_ids in recorded["encodings"].items():
+        assert tokenizers[False].encode(text, add_special_tokens=False) == token_ids
+    return tokenizers
+
+
+def factory_of(script: Script, stage: int, tokenizers: dict[bool | None, Any]) -> CallableFactory:
+    """As an operator names it: the class with its arguments, without what the factory fills in."""
+    recorded = processors_of(script)[stage]
+    module = importlib.import_module(f"logits_processor_zoo.{script['variant']}")
+    cls = getattr(module, recorded["processor"])
+    kwargs = {name: value for name, value in recorded["constructor_args"].items() if name != "batch_size"}
+    tokenizer = tokenizers[script.get("tokenizer_override", {"add_prefix_space": False})["add_prefix_space"]]
+    if script.get("cloned_before_use"):
+        return CallableFactory(cls(tokenizer=tokenizer, **kwargs))
+    return CallableFactory(cls, kwargs=kwargs, tokenizer=tokenizer)
+
+
+class ZooAdapter(AdapterLogitsProcessor):
+    """Runs the processor at one place of each script's chain, with the script's clock."""
+
+    def __init__(self, stage: int, tokenizers: dict[bool | None, Any], clock: Clock) -> None:
+        super().__init__(None, torch.device("cpu"), False)
+        self._stage = stage
+        self._tokenizers = tokenizers
+        self._clock = clock
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        assert params.extra_args is not None
+        sequence: Sequence = params.extra_args["sequence"]
+        if self._stage >= len(processors_of(sequence.script)):
+            return None
+        self._clock.now = sequence.script.get("clock_at_construction", 0.0)
+        processor: Any = factory_of(sequence.script, self._stage, self._tokenizers)()
+
+        def of_hugging_face(input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+            self._clock.now = sequence.call.clock
+            return processor(input_ids, scores)
+
+        def of_vllm(prompt: list[int], past: list[int], scores: torch.Tensor) -> Any:
+            self._clock.now = sequence.call.clock
+            return processor(prompt, past, scores)
+
+        return of_hugging_face if sequence.script["variant"] == "transformers" else of_vllm
+
+
+def replayed() -> list[Script]:
+    return [script for script in SCRIPTS if "steps" in script and (script["name"], script["variant"]) not in LEFT_OUT]
+
+
+def schedule(waiting: list[Sequence], rng: random.Random) -> Iterator[tuple[PersistentBatch[Any], list[Any]]]:
+    """A batch at each of its steps, with its members by row. After a step each member advances, or leaves."""
+    batch: PersistentBatch[Any] = PersistentBatch(12)
+    ended: list[Sequence] = []
+    while waiting or len(batch) > len(ended):
+        for sequence in ended:
+            batch.remove(sequence)
+        while waiting and len(batch) < batch.max_num_seqs and rng.random() < 0.8:
+            batch.add(waiting.pop())
+        batch.condense()
+        if len(batch) > 1 and rng.random() < 0.7:
+            batch.swap(*rng.sample(range(len(batch)), 2))
+        members = batch.members
+        yield batch, members
+        ended = [sequence for sequence in members if not sequence.advance()]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_replay(seed: int, clock: Clock, tokenizers: dict[bool | None, Any]) -> None:
+    rng = random.Random(seed)
+    waiting = [sequence for script in replayed() for sequence in sequences_of(script)]
+    rng.shuffle(waiting)
+    adapters = [ZooAdapter(stage, tokenizers, clock) for stage in range(2)]
+    outcomes: Counter[str] = Counter()
+    places: dict[Sequence, set[int]] = {}
+    for batch, members in schedule(waiting, rng):
+        update = batch.commit()
+        if not members:
+            continue
+        logits = torch.stack([sequence.call.logits for sequence in members])
+        faults: dict[int, ProcessorFault] = {}
+        for adapter in adapters:
+            adapter.update_state(update)
+            logits = adapter.apply(logits)
+            faults |= dict(adapter.take_faults())
+        for row, sequence in enumerate(members):
+            outcomes[check(sequence, logits[row], faults.get(row))] += 1
+            places.setdefault(sequence, set()).add(row)
+    assert outcomes == {"edited": 314, "raised": 5, "not finite": 1}
+    assert sum(len(rows) > 1 for rows in places.values()) > 20
+
+
+def check(sequence: Sequence, row: torch.Tensor, fault: ProcessorFault | None) -> str:
+    """Compare one row with the recording. What comes of it, by kind."""
+    call, name = sequence.call, (sequence.script["name"], sequence.script["variant"])
+    if call.expected is None:
+        assert fault is not None, name
+        assert fault.kind == "exception"
+        assert fault.message.endswith(f"raised {call.raises}")
+        return "raised"
+    if call.expected.isnan().any():
+        assert fault is not None, name
+        assert (fault.kind, fault.message) == ("non_finite", "processor ZooAdapter returned NaN")
+        return "not finite"
+    assert fault is None, (name, fault)
+    torch.testing.assert_close(row, call.expected, rtol=1e-6, atol=1e-6, msg=lambda text: f"{name}: {text}")
+    return "edited"
+
+
+REFUSED = [script for script in SCRIPTS if "expect_construct_raises" in script]
+
+
+@pytest.mark.parametrize("script", REFUSED, ids=lambda script: f"{script['variant']}-{script['name']}")
+def test_constructors_that_raise(script: Script, tokenizers: dict[bool | None, Any]) -> None:
+    raised = script["expect_construct_raises"]
+    factory = factory_of(script, 0, tokenizers)
+    with pytest.raises(ProcessorLoadError) as error:
+        factory()
+    assert str(error.value).startswith(f"{script['processor']} cannot be made: {raised['type']}: {raised['message']}")
+
+
+def test_nothing_of_the_recording_is_forgotten() -> None:
+    assert (len(RECORDING["vectors"]), len(RECORDING["chains"])) == (103, 2)
+    assert (len(replayed()), len(REFUSED), len(LEFT_OUT)) == (93, 9, 3)
+    names = {(script["name"], script["variant"]) for script in SCRIPTS}
+    assert set(LEFT_OUT) <= names
+    for variant in VARIANTS:
+        zoo = importlib.import_module(f"logits_processor_zoo.{variant}")
+        scripts = [script for script in replayed() if script["variant"] == variant]
+        assert {part["processor"] for script in scripts for part in processors_of(script)} == set(zoo.__all__)

@@ -1,0 +1,597 @@
+"""Processors in real sandboxes, without an engine around them."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitship.client.errors import ProcessorFault, ProcessorLoadError
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor, ProcessorHost, RunOutcome
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox import sandbox_executor as sandbox_host
+from logitship.sampler.sandbox.sandbox import Sandbox
+from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits, SandboxStats
+from logitship.sampler.sandbox.sandboxed_processor import SandboxedProcessor, read_faults
+from logitship.sampler.sandbox.zygote_process import TemplateProcess
+from logitship.server.tokenizer import Tokenizer
+
+NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
+MAX_ROWS, VOCAB = 8, 260
+EOS = frozenset({1})
+NO_ANSWER = "gave no answer within 2 s: its process was killed"
+
+LOOPS = "while True: pass"
+ADDS = "for row, params in zip(logits, custom_param_list):\n    row += params['by']\nreturn logits"
+SPINS_AFTER_ITS_ANSWER = """
+import os, struct, sys
+frame = sys._getframe()
+while "connection" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["connection"], struct.pack("<IIQ", 3, frame.f_locals["number"], 0))
+while True: pass
+"""
+COUNTS = "self.calls = getattr(self, 'calls', 0) + 1\nlogits[:] = self.calls\nreturn logits"
+COUNTS_VIEWS = """
+import gc
+logits[:] = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+return logits
+"""
+FAILS_WHERE_TOLD = "assert not any(params['fails'] for params in custom_param_list), 'as told'\nreturn logits + 1"
+
+
+def source(body: str) -> SourceProcessor:
+    lines = "".join(f"        {line}\n" for line in body.splitlines())
+    header = "import torch\nfrom logitship import CustomLogitProcessor\n\nclass P(CustomLogitProcessor):\n"
+    return SourceProcessor(f"{header}    def __call__(self, logits, custom_param_list=None):\n{lines}", "P")
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> ModelView:
+    return ModelView(VOCAB, EOS, tokenizer.hf_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def template(model: ModelView) -> Iterator[TemplateProcess]:
+    template = TemplateProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
+    template.start()
+    template.set_up(model)
+    yield template
+    template.close()
+
+
+@pytest.fixture
+def host(template: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxHost]:
+    """A host on the module's template, which outlives it."""
+    monkeypatch.setattr(sandbox_host, "WATCH_INTERVAL", 0.02)
+    limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, load_timeout=20.0)
+    host = SandboxHost(template, limits, MAX_ROWS, VOCAB)
+    with monkeypatch.context() as patch:
+        yield host
+        patch.setattr(template, "close", lambda: None)
+        host.close()
+
+
+class Caller:
+    """Attaches sequences to a processor, and calls it."""
+
+    def __init__(self, host: ProcessorHost, model: ModelView) -> None:
+        self._host = host
+        self._model = model
+
+    def attach(self, processor: LoadedProcessor, **params: Any) -> HostedRow:
+        sequence = HostedSequence("r", params, [1, 2], [], SamplingParams(), self._model)
+        return self._host.attach(processor, sequence)
+
+    def call(self, processor: LoadedProcessor, *rows: HostedRow) -> tuple[list[float], RunOutcome]:
+        """The first logit of each row, of which all were 0, and the outcome."""
+        logits = torch.zeros(len(rows), VOCAB)
+        outcome = self._host.group(processor, rows).begin(logits).finish()
+        return logits[:, 0].tolist(), outcome
+
+
+@pytest.fixture
+def caller(host: SandboxHost, model: ModelView) -> Caller:
+    return Caller(host, model)
+
+
+def sandbox_of(processor: LoadedProcessor) -> Sandbox:
+    sandbox: Sandbox = processor.instance.living_or_last
+    return sandbox
+
+
+def faults(outcome: RunOutcome) -> dict[int, tuple[str, str]]:
+    return {row: (fault.kind, fault.message) for row, fault in outcome.faults.items()}
+
+
+def test_it_loads_and_runs(host: SandboxHost, caller: Caller) -> None:
+    string = source(ADDS)
+    processor = host.load(string, "tenant")
+    assert (processor.digest, processor.name, processor.tenant) == (string.digest, "P", "tenant")
+    rows = [caller.attach(processor, by=by) for by in (1.0, 2.0, 3.0)]
+    assert caller.call(processor, *rows)[0] == [1, 2, 3]
+    assert caller.call(processor, rows[2], rows[0])[0] == [3, 1]
+
+
+def test_what_its_class_says_of_itself_is_known(host: SandboxHost) -> None:
+    string = source(ADDS)
+    silent = host.load(string)
+    assert (silent.description, silent.params_schema) == ("", None)
+    says = "class P(CustomLogitProcessor):\n    'Adds.'\n    params_schema = {'type': 'object'}\n\n"
+    described = string.source.replace("class P(CustomLogitProcessor):\n", says)
+    loaded = host.load(replace(string, source=described))
+    assert (loaded.description, loaded.params_schema) == ("Adds.", {"type": "object"})
+    for processor in (silent, loaded):
+        host.unload(processor)
+
+
+def test_what_ships_no_code_is_not_loaded(host: SandboxHost) -> None:
+    with pytest.raises(ProcessorLoadError, match="ships no code"):
+        host.load(InstalledProcessor("min_p"))
+
+
+def test_two_tenants_share_nothing(host: SandboxHost, caller: Caller) -> None:
+    one, other = host.load(source(COUNTS), "one"), host.load(source(COUNTS), "other")
+    row = caller.attach(one)
+    assert [caller.call(one, row)[0] for _ in range(3)] == [[1], [2], [3]]
+    assert caller.call(other, caller.attach(other))[0] == [1]
+    assert sandbox_of(one) is not sandbox_of(other)
+
+
+def test_only_the_row_that_fails_has_a_fault(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(FAILS_WHERE_TOLD))
+    rows = [caller.attach(processor, fails=place == 1) for place in range(3)]
+    values, outcome = caller.call(processor, *rows)
+    assert [values[0], values[2]] == [1, 1]
+    assert faults(outcome) == {1: ("exception", "processor P raised AssertionError: as told")}
+
+
+def test_parameters_that_are_not_plain_are_their_rows_fault(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(ADDS))
+    rows = [caller.attach(processor, by=1.0), caller.attach(processor, by=object()), caller.attach(processor, by=3.0)]
+    values, outcome = caller.call(processor, *rows)
+    assert [values[0], values[2]] == [1, 3]
+    assert set(outcome.faults) == {1}
+    assert "cannot be given its parameters" in outcome.faults[1].message
+
+
+@pytest.mark.parametrize(
+    ("params", "fails"),
+    [({}, False), ({}, True), ({"text": "x" * (4 << 20)}, False)],
+    ids=["in one exchange", "in two exchanges", "in more than the kernel holds"],
+)
+def test_one_that_hangs_takes_no_time_from_the_others(
+    host: SandboxHost, caller: Caller, params: dict[str, Any], fails: bool
+) -> None:
+    """Both were asked at the same time, and the one that hangs is waited for first."""
+    hanging, honest = host.load(source(LOOPS)), host.load(source(FAILS_WHERE_TOLD))
+    logits = [torch.zeros(1, VOCAB), torch.zeros(2, VOCAB)]
+    rows = [caller.attach(honest, fails=False, **params), caller.attach(honest, fails=fails)]
+    first = host.group(hanging, [caller.attach(hanging)]).begin(logits[0])
+    second = host.group(honest, rows).begin(logits[1])
+    assert faults(first.finish()) == {0: ("deadline", f"processor P {NO_ANSWER}")}
+    assert set(second.finish().faults) == ({1} if fails else set())
+    assert logits[1][0, 0] == 1
+    assert sandbox_of(honest).alive
+
+
+def test_a_sandbox_that_died_is_replaced_for_new_sequences(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(COUNTS))
+    old = caller.attach(processor)
+    caller.call(processor, old)
+    sandbox_of(processor).kill("deadline", "was slow")
+    values, outcome = caller.call(processor, old, caller.attach(processor))
+    assert faults(outcome) == {0: ("deadline", "processor P was slow")}
+    assert values[1] == 1, "the class begins anew"
+    assert faults(caller.call(processor, old)[1]) == {0: ("deadline", "processor P was slow")}
+
+
+def test_one_that_ended_while_nobody_looked_is_replaced_before_a_request_runs(
+    host: SandboxHost, caller: Caller
+) -> None:
+    processor = host.load(source(COUNTS))
+    caller.call(processor, caller.attach(processor))
+    sandbox_of(processor)._process.kill()
+    sandbox_of(processor)._process.status.result(30)
+    host.ensure(processor)
+    host.ensure(processor)
+    values, outcome = caller.call(processor, caller.attach(processor))
+    assert values == [1]
+    assert not outcome.faults
+
+
+def test_one_that_cannot_be_loaded_again(host: SandboxHost, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = host.load(source(ADDS))
+    sandbox_of(processor).kill("crash", "crashed")
+
+    def no_descriptor(*_: object) -> Sandbox:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox_host, "Sandbox", no_descriptor)
+        with pytest.raises(ProcessorLoadError, match=r"no sandbox can be started: .* Too many open files"):
+            host.load(source(COUNTS))
+        _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
+        assert outcome.faults[0].kind == "load"
+        assert "could not be loaded again, after its process ended: no sandbox can be" in outcome.faults[0].message
+    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+
+
+def test_our_own_mistake_ends_no_other_row(
+    host: SandboxHost, caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    processor = host.load(source(ADDS))
+    sandbox_of(processor).kill("crash", "crashed")
+
+    def broken(*_: object) -> Sandbox:
+        raise RuntimeError("the secret cause")
+
+    monkeypatch.setattr(sandbox_host, "Sandbox", broken)
+    _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
+    assert outcome.faults[0].message.endswith("no sandbox can be started now")
+    assert "the secret cause" in caplog.text
+
+
+def test_a_step_waits_only_so_long_for_a_new_one(
+    host: SandboxHost, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = host.load(source(ADDS))
+    sandbox_of(processor).kill("crash", "crashed")
+    go = threading.Event()
+
+    def slow(*arguments: Any) -> Sandbox:
+        assert go.wait(30)
+        return Sandbox(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox_host, "Sandbox", slow)
+        _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
+    assert faults(outcome)[0][0] == "load"
+    assert faults(outcome)[0][1].endswith("try again")
+    go.set()
+    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+
+
+def test_one_that_computes_between_its_calls_is_killed(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(SPINS_AFTER_ITS_ANSWER))
+    row = caller.attach(processor)
+    assert not caller.call(processor, row)[1].faults
+    assert sandbox_of(processor)._process.status.result(30) == 9
+    assert faults(caller.call(processor, row)[1]) == {
+        0: ("cpu_time", "processor P used over 0.3 s of CPU between its calls: its process was killed")
+    }
+
+
+def test_a_call_that_nobody_finished_ends_its_sandbox_and_no_other(host: SandboxHost, caller: Caller) -> None:
+    given_up, other = host.load(source(ADDS)), host.load(source(COUNTS))
+    row = caller.attach(given_up, by=1.0)
+    host.group(given_up, [row]).begin(torch.zeros(1, VOCAB))
+    assert caller.call(other, caller.attach(other))[0] == [1]
+    assert faults(caller.call(given_up, row)[1]) in ({0: ("crash", "processor P was left in the middle of a call")}, {})
+    assert caller.call(given_up, caller.attach(given_up, by=2.0))[0] == [2]
+    assert sandbox_of(other).alive
+
+
+def test_a_sequence_that_leaves_takes_its_state_along(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(COUNTS_VIEWS))
+    rows = [caller.attach(processor) for _ in range(3)]
+    assert caller.call(processor, *rows)[0] == [3, 3, 3]
+    rows[0].close()
+    rows[1].close()
+    assert caller.call(processor, rows[2])[0] == [1]
+
+
+def test_unload_ends_its_process(host: SandboxHost) -> None:
+    processor = host.load(source(ADDS))
+    process = sandbox_of(processor)._process
+    host.unload(processor)
+    host.unload(processor)
+    assert process.status.result(30) == 9
+
+
+def test_close_ends_all(template: TemplateProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    host = SandboxHost(template, SandboxLimits(), MAX_ROWS, VOCAB)
+    processes = [sandbox_of(host.load(source(body)))._process for body in (ADDS, COUNTS)]
+    monkeypatch.setattr(template, "close", lambda: None)
+    host.close()
+    host.close()
+    assert [process.status.result(30) for process in processes] == [9, 9]
+    assert "logitship-sandboxes" not in {thread.name for thread in set(threading.enumerate()) - before}
+
+
+def test_a_spare_sandbox_counts_when_it_is_used(
+    template: TemplateProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = SandboxHost(template, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
+    monkeypatch.setattr(template, "close", lambda: None)
+    caller = Caller(host, model)
+    assert (host.stats().alive, host.stats().started) == (0, 0)
+    for by in (1.0, 2.0):  # the second may find none
+        processor = host.load(source(f"{ADDS}  # {by}"))
+        assert caller.call(processor, caller.attach(processor, by=by))[0] == [by]
+    assert (host.stats().alive, host.stats().started) == (2, 2)
+    host.close()
+    assert (host.stats().alive, host.stats().started) == (0, 2)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+FAULT = st.tuples(
+    st.lists(st.integers(-1, 4) | st.booleans(), max_size=3),
+    st.sampled_from(["exception", "bad_result", "crash", "non_finite"]),
+    st.text(max_size=20) | st.integers().map(lambda number: "x" * (abs(number) % 20000)),
+    st.text(max_size=20) | st.none(),
+)
+
+
+@given(
+    st.binary(max_size=60)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.lists(FAULT, max_size=3).map(lambda value: json.dumps(value).encode())
+)
+def test_what_a_sandbox_says_of_its_faults_is_that_or_an_error(body: bytes) -> None:
+    place = SandboxedProcessor("sha256:0", "", b"")
+    try:
+        told = read_faults(body, place, 3)
+    except ValueError:
+        return
+    for row, fault in told.items():
+        assert type(row) is int
+        assert 0 <= row < 3
+        assert isinstance(fault, ProcessorFault)
+        assert fault.kind in ("exception", "bad_result")
+        assert fault.digest == "sha256:0"
+        assert len(fault.message) <= 8192
+        assert len(fault.traceback) <= 8192
+
+
+def test_deeply_nested_faults_are_an_error() -> None:
+    with pytest.raises(ValueError, match="depth limit"):
+        read_faults(b"[" * 60000, SandboxedProcessor("", "", b""), 3)
+
+
+# The same batch, once in this process and once in sandboxes.
+
+HISTORY = """
+req = custom_param_list[0]["__req__"]
+for row, params in enumerate(custom_param_list):
+    req = params["__req__"]
+    history = req.origin_input_ids + req.output_ids
+    seen = req.state.setdefault("seen", [])
+    assert seen == req.output_ids[: len(seen)]
+    seen += req.output_ids[len(seen):]
+    logits[row, history[-5:]] -= 3.5
+    logits[row, len(seen) % req.vocab_size] += 1
+return logits
+"""
+MUTATES = """
+result = logits.double() * 1.5
+for row, params in enumerate(custom_param_list):
+    params["nested"]["list"].append(len(params["__req__"].output_ids))
+    params["count"] = params.get("count", 0) + 1
+    result[row, : params["count"]] += sum(params["nested"]["list"])
+    params["__req__"].output_ids.append(7)
+    params["__req__"].origin_input_ids.clear()
+return result
+"""
+READS = """
+for row, params in enumerate(custom_param_list):
+    req = params["__req__"]
+    text = req.tokenizer.decode(req.output_ids)
+    sampling = {name: getattr(req.sampling_params, name) for name in SAMPLING_FIELDS}
+    told = (text, req.rid, sampling, sorted(req.eos_token_ids), params["text"], params["pair"])
+    logits[row, sum(map(ord, repr(told))) % req.vocab_size] = 100.0
+return logits
+"""
+READS = READS.replace(
+    "SAMPLING_FIELDS", repr(sorted({field.name for field in fields(SamplingParams)} - {"processors"}))
+)
+KEEPS = """
+self.calls = getattr(self, "calls", 0) + 1
+self.rows = getattr(self, "rows", 0) + len(logits)
+return torch.softmax(logits, -1) + self.calls - self.rows / 7
+"""
+BODIES = [HISTORY, MUTATES, READS, KEEPS]
+TENANTS = ["", "a", "b"]
+
+
+class Side:
+    """A batch whose processors one of the hosts runs."""
+
+    def __init__(self, host: ProcessorHost, model: ModelView, new_request: Callable[..., Any]) -> None:
+        self._loaded = {
+            (tenant, number): host.load(source(body), tenant)
+            for tenant in TENANTS
+            for number, body in enumerate(BODIES)
+        }
+        self._new_request = new_request
+        self._batch: PersistentBatch[Any] = PersistentBatch(MAX_ROWS)
+        self._shipped = ShippedProcessors(None, torch.device("cpu"), False, model=model)
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def add(self, name: str, tenant: str, numbers: Sequence[int], prompt: list[int], top_k: int) -> None:
+        params = {"nested": {"list": [1]}, "text": f"for {name}", "pair": (1, 2.5)}
+        uses = tuple(ProcessorUse(self._loaded[tenant, number], params, name) for number in numbers)
+        sampling = SamplingParams(
+            top_k=top_k, stop=["."], logit_bias={5: 1.5}, allowed_token_ids=None, custom_params=params
+        )
+        self._batch.add(self._new_request(name, replaced(sampling, uses), prompt))
+
+    def remove(self, place: int) -> None:
+        self._batch.remove(self._batch.members[place])
+
+    def swap(self, one: int, other: int) -> None:
+        self._batch.swap(one, other)
+
+    def step(self, logits: torch.Tensor, new_tokens: Sequence[int]) -> tuple[torch.Tensor, list[Any]]:
+        self._shipped.update_state(self._batch.commit())
+        result = self._shipped.apply(logits.clone())
+        faults = [(row, fault.kind, fault.message) for row, fault in self._shipped.take_faults()]
+        for member, token in zip(self._batch.members, new_tokens, strict=True):
+            member.output_token_ids.append(token)
+        return result, faults
+
+
+def replaced(sampling: SamplingParams, uses: tuple[ProcessorUse, ...]) -> SamplingParams:
+    values = {field.name: getattr(sampling, field.name) for field in fields(SamplingParams)}
+    return SamplingParams(**(values | {"processors": uses}))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sandbox_changes_no_bit(
+    template: TemplateProcess,
+    model: ModelView,
+    new_request: Callable[..., Any],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    host = SandboxHost(template, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
+    sides = [Side(InProcessHost({}), model, new_request), Side(host, model, new_request)]
+    applied = 0
+    for step in range(40):
+        for _ in range(chance.randrange(3)):
+            if len(sides[0]):
+                place = chance.randrange(len(sides[0]))
+                for side in sides:
+                    side.remove(place)
+                break
+        while len(sides[0]) < MAX_ROWS and chance.random() < 0.6:
+            numbers = [chance.randrange(len(BODIES)) for _ in range(chance.randrange(4))]
+            prompt = [chance.randrange(VOCAB) for _ in range(chance.randrange(1, 30))]
+            arguments = (f"r{step}", chance.choice(TENANTS), numbers, prompt, chance.randrange(5))
+            for side in sides:
+                side.add(*arguments)
+        if not len(sides[0]):
+            continue
+        logits = torch.randn(len(sides[0]), VOCAB)
+        new_tokens = [chance.randrange(VOCAB) for _ in range(len(sides[0]))]
+        (expected, no_faults), (result, told) = (side.step(logits, new_tokens) for side in sides)
+        assert torch.equal(result, expected)
+        assert no_faults == told == []
+        applied += not torch.equal(expected, logits)
+    assert applied > 20
+    monkeypatch.setattr(template, "close", lambda: None)
+    host.close()
+
+
+def test_a_group_is_named_when_it_is_another_one(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(ADDS))
+    one, other = caller.attach(processor, by=1), caller.attach(processor, by=2)
+    groups = [host.group(processor, rows) for rows in ([one], [other], [one, other], [other, one])]
+    for _ in range(2):
+        for group, expected in zip(groups, ([1], [2], [1, 2], [2, 1]), strict=True):
+            logits = torch.zeros(len(expected), VOCAB)
+            group.begin(logits).finish()
+            assert logits[:, 0].tolist() == expected
+
+
+COUNTS_ITS_CALLS = """
+import gc
+for row, params in zip(logits, custom_param_list):
+    state = params["__req__"].state
+    row[0] = state["calls"] = state.get("calls", 0) + 1
+    row[1] = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+return logits
+"""
+
+
+def test_a_fork_goes_on_from_the_state_in_the_sandbox(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(COUNTS_ITS_CALLS))
+    row = caller.attach(processor)
+    unborn = row.fork([])  # nobody was told of its source yet: it begins at the beginning
+    assert caller.call(processor, row)[0] == [1]
+    twin, dropped = row.fork([]), row.fork([])
+    assert caller.call(processor, row, twin, unborn)[0] == [2, 2, 1]
+    assert caller.call(processor, twin)[0] == [3]
+    dropped.close()
+    logits = torch.zeros(1, VOCAB)
+    host.group(processor, [row]).begin(logits).finish()
+    assert logits[0, :2].tolist() == [3, 3]
+
+
+def test_what_a_sandbox_cannot_copy_is_the_forks_fault(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source("custom_param_list[0]['__req__'].state['kept'] = (x for x in ())\nreturn logits + 1"))
+    row, other = caller.attach(processor), caller.attach(processor)
+    caller.call(processor, row)
+    logits, outcome = caller.call(processor, row.fork([]), other, row)
+    assert logits[1:] == [1, 1]
+    ((place, (kind, message)),) = faults(outcome).items()
+    assert (place, kind) == (0, "uncopyable")
+    assert "processor P keeps something of a sequence that cannot be copied" in message
+
+
+def test_a_fork_of_what_died_with_its_sandbox_has_died_too(host: SandboxHost, caller: Caller) -> None:
+    processor = host.load(source(COUNTS_ITS_CALLS))
+    row = caller.attach(processor)
+    caller.call(processor, row)
+    before = row.fork([])
+    sandbox_of(processor).kill("crash", "crashed")
+    for twin in (before, row.fork([]), row):
+        assert faults(caller.call(processor, twin)[1]) == {0: ("crash", "processor P crashed")}
+
+
+def test_a_copy_that_takes_too_long_ends_the_sandbox(host: SandboxHost, caller: Caller) -> None:
+    body = """
+class Slow:
+    def __deepcopy__(self, memo):
+        while True: pass
+custom_param_list[0]["__req__"].state["slow"] = Slow()
+return logits + 1
+"""
+    processor = host.load(source(body))
+    row = caller.attach(processor)
+    caller.call(processor, row)
+    row.fork([])
+    assert faults(caller.call(processor, row)[1]) == {0: ("deadline", f"processor P {NO_ANSWER}")}
+
+
+def test_what_was_started_and_how_it_ended_is_counted_once(host: SandboxHost, caller: Caller) -> None:
+    kept, unloaded, hanging = host.load(source(ADDS)), host.load(source(COUNTS)), host.load(source(LOOPS))
+    assert host.stats() == SandboxStats(alive=3, started=3, ended={})
+    host.unload(unloaded)
+    caller.call(hanging, caller.attach(hanging))
+    # Whoever looks first counts it: the thread that watches, or this.
+    host.ensure(hanging)
+    host.ensure(kept)
+    with pytest.raises(ProcessorLoadError):
+        host.load(SourceProcessor("raise ValueError", "P"))
+    host.unload(hanging)
+    host.unload(hanging)
+    assert host.stats() == SandboxStats(alive=1, started=5, ended={"unloaded": 3, "deadline": 1})
+
+
+def test_one_that_is_unloaded_is_not_reported_as_one_that_died(
+    host: SandboxHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    processor = host.load(source(ADDS))
+    sandbox = processor.instance.sandbox
+    close = sandbox.close
+
+    def close_while_somebody_looks() -> None:
+        close()
+        host._report(sandbox)  # as the thread that watches may at this moment
+
+    monkeypatch.setattr(sandbox, "close", close_while_somebody_looks)
+    host.unload(processor)
+    assert host.stats().ended == {"unloaded": 1}
+    assert not caplog.records

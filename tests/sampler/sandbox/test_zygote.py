@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.channel import Channel, Note
+from logitship.sampler.sandbox.zygote import Setup, Template
+
+
+def test_a_fork_that_fails_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' sandboxes live in this template: it must go on."""
+
+    def no_process() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", no_process)
+    server, own = (Channel(end) for end in socket.socketpair())
+    setup = Setup({}, ModelView(8, frozenset(), None), max_rows=2, memory_limit=1 << 20)
+    before = set(os.listdir("/proc/self/fd"))
+    Template(own, setup, ())._fork(5, os.dup(0), os.dup(0))
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert server.receive() == (Note.NOT_FORKED, (5, "[Errno 11] Resource temporarily unavailable"), [])
+    server.close()
+    own.close()

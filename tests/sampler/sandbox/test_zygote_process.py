@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox import zygote_process as template_process
+from logitship.sampler.sandbox.kernel.protections import Protections
+from logitship.sampler.sandbox.zygote_process import ForkedProcess, TemplateError, TemplateProcess
+
+NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
+MODEL = ModelView(8, frozenset({1}), None)
+REGION_SIZE = 2 * 8 * 4
+LONG = 30.0
+
+
+def make(names: str = NAMES) -> TemplateProcess:
+    template = TemplateProcess(names=names, max_rows=2, memory_limit=64 << 20)
+    template.start()
+    return template
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[TemplateProcess]:
+    template = make()
+    assert template.set_up(MODEL).sufficient
+    yield template
+    template.close()
+
+
+class Forked:
+    """A sandbox, and this process's end of its connection."""
+
+    def __init__(self, template: TemplateProcess) -> None:
+        self.connection, theirs = socket.socketpair()
+        region = os.memfd_create("region")
+        try:
+            os.ftruncate(region, REGION_SIZE)
+            self.process: ForkedProcess = template.fork(theirs.fileno(), region)
+        except TemplateError:
+            self.connection.close()
+            raise
+        finally:
+            os.close(region)
+            theirs.close()
+
+    def ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self.process.pidfd, select.POLLIN)
+        return bool(poll.poll(LONG * 1e3))
+
+    def close(self) -> None:
+        self.connection.close()
+        assert self.ended()
+        os.close(self.process.pidfd)
+
+
+def template_process_id(forked: Forked) -> int:
+    """The template is what the sandbox is a child of."""
+    fields = Path(f"/proc/self/fdinfo/{forked.process.pidfd}").read_text().split()
+    sandbox = fields[fields.index("Pid:") + 1]
+    return int(Path(f"/proc/{sandbox}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_sandbox_ends_with_its_connection(template: TemplateProcess) -> None:
+    forked = Forked(template)
+    forked.close()
+    assert forked.process.status.result(LONG) == 0
+
+
+def test_a_killed_sandbox(template: TemplateProcess) -> None:
+    forked = Forked(template)
+    forked.process.kill()
+    assert forked.process.status.result(LONG) == signal.SIGKILL
+    assert forked.ended()
+    forked.process.kill()  # harmless
+    forked.close()
+
+
+def test_a_template_that_ends_takes_its_sandboxes_along_and_is_replaced(template: TemplateProcess) -> None:
+    lost = [Forked(template), Forked(template)]
+    os.kill(template_process_id(lost[0]), signal.SIGKILL)
+    for forked in lost:
+        assert forked.process.status.result(LONG) is None
+        forked.close()
+    Forked(template).close()
+
+
+def test_several_threads_ask_at_once(template: TemplateProcess) -> None:
+    forked: list[Forked] = []
+    threads = [threading.Thread(target=lambda: forked.append(Forked(template))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pids = {Path(f"/proc/self/fdinfo/{each.process.pidfd}").read_text().split("Pid:")[1] for each in forked}
+    assert len(pids) == 8
+    for each in forked:
+        each.close()
+
+
+def test_a_template_that_is_stuck_is_replaced(template: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "FORK_TIMEOUT", 0.3)
+    monkeypatch.setattr(template_process, "END_TIMEOUT", 0.1)
+    before = Forked(template)
+    os.kill(template_process_id(before), signal.SIGSTOP)
+    after = Forked(template)
+    assert before.ended(), "the stopped one and its sandboxes are killed"
+    after.close()
+    before.close()
+
+
+def test_close_ends_everything_and_may_be_called_again() -> None:
+    template = make()
+    template.set_up(MODEL)
+    forked = Forked(template)
+    launcher_and_others = {thread.name for thread in threading.enumerate()}
+    assert "logitship-template" in launcher_and_others
+    template.close()
+    template.close()
+    assert forked.ended()
+    with pytest.raises(TemplateError, match="shutting down"):
+        Forked(template)
+    forked.close()
+
+
+def test_close_before_it_was_set_up() -> None:
+    make().close()
+    TemplateProcess(names=NAMES, max_rows=1, memory_limit=1).close()
+
+
+def test_close_does_not_wait_for_a_template_that_is_being_started() -> None:
+    template = make()
+    refused: list[str] = []
+
+    def set_up() -> None:
+        try:
+            template.set_up(MODEL)
+        except TemplateError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=set_up)
+    thread.start()
+    began = time.monotonic()
+    template.close()
+    thread.join(LONG)
+    assert time.monotonic() - began < LONG
+    assert refused in ([], ["the server is shutting down"])
+
+
+def test_a_tokenizer_that_cannot_travel() -> None:
+    template = make()
+    with pytest.raises(TemplateError, match="tokenizer cannot be given to sandboxes"):
+        template.set_up(ModelView(8, frozenset(), lambda text: text))
+    template.close()
+
+
+def test_a_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
+    template = make("logitship.no_such_module:NAMES")
+    with pytest.raises(TemplateError, match=r"does not start .* standard error output says why"):
+        template.set_up(MODEL)
+    template.close()
+    assert "No module named 'logitship.no_such_module'" in capfd.readouterr().err
+
+
+def test_a_kernel_that_protects_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_little = Protections(seccomp=False)
+    monkeypatch.setattr(Protections, "from_json", lambda text: too_little)
+    template = make()
+    with pytest.raises(TemplateError, match=r"cannot lock shipped code in: .* no seccomp filters"):
+        template.set_up(MODEL)
+    template.close()
+
+
+def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, template: TemplateProcess) -> None:
+    monkeypatch.setenv("LOGITSHIP_API_KEY", "a-secret-key")
+    other = make()
+    other.set_up(MODEL)  # before its program runs, its environment cannot be read
+    launcher: Any = other._launcher
+    environment = Path(f"/proc/{launcher.pid}/environ").read_bytes()
+    other.close()
+    assert b"OMP_NUM_THREADS=1" in environment
+    assert b"a-secret-key" not in environment
+
+
+def test_a_program_that_the_launcher_imports_starts_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = template_process._VARIABLES
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TemplateError, match="rename it"):
+        make()
+
+
+def test_its_descriptors_are_given_back() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    template = make()
+    template.set_up(MODEL)
+    forked = Forked(template)
+    os.kill(template_process_id(forked), signal.SIGKILL)
+    forked.close()
+    Forked(template).close()
+    template.close()
+    assert set(os.listdir("/proc/self/fd")) == before

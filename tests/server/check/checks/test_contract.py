@@ -1,0 +1,157 @@
+"""Answers that no token can be drawn from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from logitship import CheckReport, CustomLogitProcessor
+from logitship.client.check_report import Severity, Verdict
+from logitship.server.check.check_options import CHECKS
+
+Check = Callable[..., CheckReport]
+Rows = list[dict[str, Any]] | None
+
+
+class Raises(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        raise ZeroDivisionError("seven")
+
+
+class ReturnsNothing(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        logits[:, 0] = 0
+        return None  # type: ignore[return-value]
+
+
+class WrongShape(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return logits[0]
+
+
+class Integers(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return logits.nan_to_num().int()
+
+
+class Hangs(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        while True:
+            pass
+
+
+class Exits(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "seen", "kind"),
+    [
+        (Raises, "ZeroDivisionError: seven", "exception"),
+        (ReturnsNothing, "returned NoneType", "bad_result"),
+        (WrongShape, "returned shape [260], expected [1, 260]", "bad_result"),
+        (Integers, "dtype torch.int32", "bad_result"),
+        (Hangs, "gave no answer within 1 s", "deadline"),
+        (Exits, "ended its process with exit status 3", "crash"),
+    ],
+)
+def test_a_broken_contract(cls: type[CustomLogitProcessor], seen: str, kind: str, check: Check) -> None:
+    report = check(cls)
+    assert not report.ok
+    (finding,) = report.findings
+    assert finding.check == "contract"
+    assert seen in finding.seen
+    assert finding.details["fault"] == kind
+    assert finding.advice
+    later = [report[name].verdict for name in CHECKS[CHECKS.index("deterministic") :]]
+    assert set(later) == {Verdict.NOT_CHECKED}
+
+
+def test_the_traceback_is_shown(check: Check) -> None:
+    report = check(Raises)
+    (finding,) = report.findings
+    frame = 'File "test_contract.py", line '
+    assert frame in finding.traceback
+    assert frame in str(report)
+
+
+def test_missing_params_are_hinted_at(check: Check, good: type[CustomLogitProcessor]) -> None:
+    (finding,) = check(good).findings
+    assert "KeyError: 'token_ids'" in finding.seen
+    assert "--params" in finding.advice
+    (finding,) = check(good, {"token_id": [3]}).findings
+    assert "--params" not in finding.advice
+
+
+class Half(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return logits.half()
+
+
+class Double(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return logits.double()
+
+
+@pytest.mark.parametrize(("cls", "cost"), [(Half, "float16"), (Double, "float64")])
+def test_another_float_type_is_a_warning(cls: type[CustomLogitProcessor], cost: str, check: Check) -> None:
+    report = check(cls)
+    assert report.ok
+    assert report["contract"].verdict is Verdict.WARNED
+    assert [finding.details for finding in report["contract"].findings] == [{"dtype": cost}]
+
+
+class Centred(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return logits - logits.mean(dim=-1, keepdim=True)
+
+
+class PlusInfinity(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        logits[:, 5] = torch.inf
+        return logits
+
+
+class NothingLeft(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return torch.full_like(logits, -torch.inf)
+
+
+def test_forbidden_logits_that_become_nan(check: Check) -> None:
+    """Its mean is -inf only where a mask came before: nobody sees that without one."""
+    report = check(Centred)
+    (finding,) = [each for each in report.findings if each.severity is Severity.ERROR]
+    assert (finding.check, finding.details["fault"]) == ("finite", "non_finite")
+    assert "random logits, half of them -inf" in finding.seen
+    assert "NaN" in finding.seen
+    assert "0 * -inf" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("cls", "seen", "advice"),
+    [(PlusInfinity, "returned +inf", "forbid all others"), (NothingLeft, "left no token", "at least one token")],
+)
+def test_rows_without_a_token_to_draw(cls: type[CustomLogitProcessor], seen: str, advice: str, check: Check) -> None:
+    (finding,) = check(cls).findings
+    assert finding.check == "finite"
+    assert seen in finding.seen
+    assert advice in finding.advice
+
+
+class ForcesSeven(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        forced = logits[:, 7].clone()
+        logits[:] = -torch.inf
+        logits[:, 7] = forced
+        return logits
+
+
+def test_a_mask_that_leaves_none_of_its_tokens_is_no_fault(check: Check) -> None:
+    report = check(ForcesSeven)
+    assert report.ok, report
+    assert report["finite"].verdict is Verdict.PASSED

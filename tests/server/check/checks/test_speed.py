@@ -1,0 +1,90 @@
+"""What costs too much, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from logitship import CheckReport, CustomLogitProcessor
+from logitship.client.check_report import Severity, Verdict
+from logitship.server.check.checks import speed
+
+Check = Callable[..., CheckReport]
+Rows = list[dict[str, Any]] | None
+
+
+class Slow(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for row in range(len(custom_param_list or [])):
+            sum(range(100_000))
+            logits[row, 3] = -torch.inf
+        return logits
+
+
+class ReadsEverything(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for params in custom_param_list or []:
+            history = list(params["__req__"].output_ids)
+            sum(token * token for token in history)
+        return logits
+
+
+class NotForMany(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        if len(logits) == 8:
+            os._exit(1)
+        return logits
+
+
+class AllAtOnce(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        logits[:, 3] = -torch.inf
+        return logits
+
+
+def warnings_of(report: CheckReport) -> list[str]:
+    return [finding.seen for finding in report["speed"].findings if finding.severity is Severity.WARNING]
+
+
+def test_a_slow_class(check: Check) -> None:
+    report = check(Slow)
+    assert report.ok
+    assert report["speed"].verdict is Verdict.WARNED
+    # A busy machine may make it look slower with a longer output as well.
+    warnings = "\n".join(warnings_of(report))
+    assert "µs a row: with 8 rows, it adds " in warnings
+    assert "it loops over rows: test_speed.py:" in warnings
+    assert report.slow_lines[0].text == "sum(range(100_000))"
+    assert report.slow_lines[0].share > 0.5
+    assert all(timing.own is not None and timing.own > speed.SLOW_ROW for timing in report.timings)
+
+
+def test_a_step_that_takes_longer_the_longer_the_output_is(check: Check) -> None:
+    report = check(ReadsEverything)
+    assert any("a step takes longer, the longer the output is" in warning for warning in warnings_of(report))
+
+
+def test_a_batch_that_it_does_not_survive(check: Check) -> None:
+    report = check(NotForMany)
+    assert not report.ok
+    (finding,) = report["speed"].findings
+    assert finding.seen.startswith("a call with 8 rows fails: processor NotForMany ended its process")
+    assert [timing.rows for timing in report.timings] == [1]
+
+
+def test_a_fast_class_has_nothing_to_hear(check: Check) -> None:
+    report = check(AllAtOnce)
+    assert report["speed"].findings == ()
+    timing = report.timings[-1]
+    assert timing.rows == 8
+    assert timing.own is not None
+    assert 0 < timing.own < timing.total
+
+
+@pytest.mark.parametrize("sizes", [(3,), (4, 2, 2)])
+def test_batch_sizes(sizes: tuple[int, ...], check: Check) -> None:
+    assert [timing.rows for timing in check(AllAtOnce, batch_sizes=sizes).timings] == sorted(set(sizes))

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from logitship.server.model import step_layout
+
+COSTS = {
+    "one by one": (0, {"_CALL_COST": 0, "_TOKEN_COST": 10}),
+    "all at once": (1, {"_CALL_COST": 10**9}),
+    "drafts apart": (2, {"_GATHER_COST": -(10**9)}),
+}
+
+
+@pytest.fixture(params=COSTS)
+def num_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Has the sequences of a step attend in one of the ways there are: so many calls for all that decode."""
+    number, costs = COSTS[request.param]
+    for name, value in costs.items():
+        monkeypatch.setattr(step_layout, name, value)
+    return number

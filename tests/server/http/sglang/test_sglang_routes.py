@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from logitship.server.refusals import QueueFull, ServiceUnavailable
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info(path: str, client: Any) -> None:
+    info = client.http.get(path).json()
+    assert info["model_path"] == "/models/tiny"
+    assert info["tokenizer_path"] == "/models/tiny"
+    assert info["is_generation"] is True
+    assert info["weight_version"] == "default"
+    assert info["eos_token_ids"] == [0]
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info_keeps_the_key_to_itself(path: str, make_fake_engine: Any, speak: Any) -> None:
+    client = speak(
+        make_fake_engine(api_key="secret", shipping_api_key="secret too", enable_custom_logit_processor=True)
+    )
+    answer = client.http.get(path, headers={"Authorization": "Bearer secret"})
+    info = answer.json()
+    assert info["max_num_seqs"] == 32
+    assert info["internal_states"][0]["running"] == 1
+    assert info["version"]
+    assert "secret" not in answer.text
+
+
+def test_models(client: Any) -> None:
+    (model,) = client.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 64)
+    assert client.http.get("/v1/models/tiny").json() == model
+    missing = client.http.get("/v1/models/gpt-4")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_health(client: Any, engine: Any) -> None:
+    assert client.http.get("/health").status_code == 200
+    engine.accepting = False
+    assert client.http.get("/health").status_code == 503
+    engine.accepting, engine.alive = True, False
+    assert client.http.get("/health").status_code == 503
+
+
+def test_health_generate_really_generates(client: Any, engine: Any) -> None:
+    assert client.http.get("/health_generate").status_code == 200
+    (request,) = engine.requests
+    assert request.sampling_params.max_new_tokens == 1
+    assert engine.closed == [request.rid]
+
+
+def test_health_generate_without_a_token(client: Any, engine: Any, failing: Any) -> None:
+    engine.script = lambda request: failing(request)[1:]
+    assert client.http.get("/health_generate").status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("refused", "status"), [(QueueFull("full"), 200), (ServiceUnavailable("the server is shutting down"), 503)]
+)
+def test_health_generate_when_refused(refused: Exception, status: int, client: Any, engine: Any) -> None:
+    engine.refuse_all = refused
+    assert client.http.get("/health_generate").status_code == status
+
+
+def test_flush_cache(client: Any, engine: Any) -> None:
+    assert client.http.get("/flush_cache").status_code == 200
+    engine.idle = False
+    assert client.http.post("/flush_cache").status_code == 400
+
+
+def test_abort(client: Any, engine: Any) -> None:
+    assert client.post("/abort_request", {"rid": "r"}).status_code == 200
+    assert client.post("/abort_request", {"rid": "", "abort_all": True}).status_code == 200
+    assert engine.aborted == [("r", ""), (None, "")]
+    answer = client.post("/abort_request", {"rid": ""})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "rid"
+
+
+def test_unknown_route_and_method(client: Any) -> None:
+    missing = client.http.get("/nothing")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["message"] == "Not Found: GET /nothing"
+    wrong = client.http.get("/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("refused", [QueueFull("full"), ServiceUnavailable("closing")])
+def test_busy(refused: Any, client: Any, engine: Any) -> None:
+    engine.refuse_all = refused
+    for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+        answer = client.post(path, body)
+        assert answer.status_code == refused.status_code
+        assert answer.json()["error"]["message"] == refused.message
+        assert answer.headers["retry-after"] == "1"
+
+
+def test_openapi_document(client: Any) -> None:
+    document = client.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    body = document["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/GenerateRequest"}
+    described = schemas["ChatCompletionRequest"]["properties"]
+    assert "processor string" in described["custom_logit_processor"]["description"]
+    assert described["messages"]["items"] == {"$ref": "#/components/schemas/Message"}
+    assert "Message" in schemas

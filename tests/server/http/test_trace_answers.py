@@ -1,0 +1,131 @@
+"""`trace` on all three routes, with the tiny model behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+import pytest
+from starlette.testclient import TestClient
+
+from logitship.client.http.responses import parse_generate, parse_openai
+from logitship.client.http.sse import OpenAIDialect, SGLangDialect
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.app import create_app
+
+BAN = {"custom_logit_processor": {"name": "disallowed_tokens"}}
+TEXT = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True, "custom_params": {"token_ids": [3, 4]}}
+OPENAI = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "custom_params": {"token_ids": [3, 4]}, **BAN}
+GENERATE = {"text": "hello", "sampling_params": TEXT, **BAN}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/generate": GENERATE,
+    "/v1/completions": {"prompt": "hello", **OPENAI},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **OPENAI},
+}
+
+
+@pytest.fixture
+def http(make_engine: Callable[..., AsyncEngine]) -> Iterator[TestClient]:
+    engine = make_engine()
+    with TestClient(create_app(engine)) as client:
+        yield client
+    engine.stop()
+
+
+def traces_of(answer: dict[str, Any]) -> Any:
+    return answer["choices"][0].get("trace") if "choices" in answer else answer["meta_info"].get("trace")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_each_token_has_a_trace(route: str, http: TestClient) -> None:
+    answer = http.post(route, json={**ROUTES[route], "trace": {"top": 5}}).json()
+    traces = traces_of(answer)
+    assert len(traces) == 4
+    for trace in traces:
+        assert [stage["stage"] for stage in trace["stages"]] == ["model", "request", "processor", "sampling"]
+        model, _, processor, sampling = trace["stages"]
+        assert processor["name"] == "disallowed_tokens"
+        assert processor["digest"].startswith("sha256:")
+        assert processor["num_allowed"] == model["num_allowed"] - 2
+        assert sampling["num_allowed"] == 1
+        place = [candidate["token_id"] for candidate in trace["candidates"]].index(trace["token_id"])
+        assert sampling["logprobs"][place] == 0.0
+        assert trace["candidates"][place] == {"token_id": trace["token_id"], "text": trace["text"]}
+        assert all(len(stage["logprobs"]) == len(trace["candidates"]) for stage in trace["stages"])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_trace_unless_asked_for(route: str, http: TestClient) -> None:
+    assert traces_of(http.post(route, json=ROUTES[route]).json()) is None
+    assert traces_of(http.post(route, json={**ROUTES[route], "trace": None}).json()) is None
+
+
+def test_the_default_is_20(http: TestClient) -> None:
+    (trace, *_) = traces_of(http.post("/generate", json={**GENERATE, "trace": {}}).json())
+    assert len(trace["candidates"]) >= 20
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_brings_the_same(route: str, http: TestClient) -> None:
+    body = {**ROUTES[route], "trace": {"top": 3}}
+    whole = http.post(route, json=body).json()
+    parsed: Any = parse_generate(whole, many=False) if route == "/generate" else parse_openai(whole, many=False)
+    dialect = SGLangDialect() if route == "/generate" else OpenAIDialect()
+    with http.stream("POST", route, json={**body, "stream": True}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    chunks = [chunk for line in lines for chunk, _ in dialect.chunks(orjson.loads(line))]
+    assert parsed.trace is not None
+    assert len(parsed.trace) == 4
+    assert tuple(trace for chunk in chunks for trace in chunk.trace or ()) == parsed.trace
+
+
+def test_each_continuation_has_its_own(http: TestClient) -> None:
+    body = {
+        **GENERATE,
+        "sampling_params": {**TEXT, "n": 2, "temperature": 1.0, "sampling_seed": 5},
+        "trace": {"top": 2},
+    }
+    for continuation in http.post("/generate", json=body).json():
+        traced = [trace["token_id"] for trace in continuation["meta_info"]["trace"]]
+        assert traced == continuation["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ({"top": 0}, "trace.top: "),
+        ({"top": 101}, "trace.top: "),
+        ({"top": "3"}, "trace.top: "),
+        ({"top": 2.5}, "trace.top: "),
+        ({"tops": 3}, "trace.tops: unknown field, did you mean top?"),
+        (True, "trace: "),
+        (3, "trace: "),
+    ],
+)
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_cannot_be_meant_is_refused(route: str, trace: Any, message: str, http: TestClient) -> None:
+    answer = http.post(route, json={**ROUTES[route], "trace": trace})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_beam_search_has_none(route: str, http: TestClient) -> None:
+    body = dict(ROUTES[route])
+    if route == "/generate":
+        body["sampling_params"] = {**TEXT, "num_beams": 2}
+    else:
+        body["num_beams"] = 2
+    answer = http.post(route, json={**body, "trace": {"top": 3}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "trace"
+
+
+def test_many_processors_cannot_be_traced(http: TestClient) -> None:
+    several = [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [3]}}] * 17
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 1}, "logits_processors": several}
+    assert http.post("/generate", json=body).status_code == 200
+    answer = http.post("/generate", json={**body, "trace": {"top": 3}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "trace"

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from logitship.server.metrics import step_clock
+from logitship.server.metrics.step_clock import StepClock
+
+
+class Time:
+    """Stands for `time`: goes on when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(step_clock, "time", time)
+    return time
+
+
+def seconds(clock: StepClock) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in clock.phases if phase.seconds}
+
+
+def test_phases_one_after_the_other(time: Time) -> None:
+    clock = StepClock()
+    with clock.schedule:
+        time.now += 1
+    time.now += 5  # between two phases: of none
+    with clock.forward:
+        time.now += 2
+    assert seconds(clock) == {"schedule": 1, "forward": 2}
+
+
+def test_a_moment_counts_for_the_innermost_phase(time: Time) -> None:
+    clock = StepClock()
+    with clock.deliver:
+        time.now += 1
+        with clock.sample:
+            time.now += 2
+            with clock.processors:
+                time.now += 4
+            time.now += 8
+        time.now += 16
+    assert seconds(clock) == {"deliver": 17, "sample": 10, "processors": 4}
+
+
+def test_a_phase_may_come_several_times_in_a_step(time: Time) -> None:
+    clock = StepClock()
+    for _ in range(3):
+        with clock.sample:
+            time.now += 1
+    assert seconds(clock) == {"sample": 3}
+
+
+def test_an_exception_ends_the_phases_that_it_leaves(time: Time) -> None:
+    clock = StepClock()
+    with contextlib.suppress(ValueError), clock.deliver, clock.sample:
+        time.now += 1
+        raise ValueError
+    with clock.forward:
+        time.now += 2
+    assert seconds(clock) == {"sample": 1, "forward": 2}
+
+
+def test_reset(time: Time) -> None:
+    clock = StepClock()
+    clock.num_rows = 3
+    with clock.forward:
+        time.now += 1
+    clock.reset()
+    assert (seconds(clock), clock.num_rows) == ({}, 0)
+
+
+def test_every_phase_is_among_them() -> None:
+    clock = StepClock()
+    assert [getattr(clock, phase.name) for phase in clock.phases] == list(clock.phases)
+    assert len(clock.phases) == 6

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitship.server.config import ServerConfig
+from logitship.server.model import capacity
+from logitship.server.model.capacity import CacheTooLarge, max_model_len, prefix_cache_blocks
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.model.model_runner import cache_shape
+
+MODEL_LEN = 512
+
+
+@pytest.fixture
+def token_bytes(loaded_model: LoadedModel) -> int:
+    """Of one position of four sequences: 2 layers, keys and values, 2 heads of 8 float32 numbers."""
+    nbytes = cache_shape(loaded_model.model, 4, 1).nbytes(torch.float32)
+    assert nbytes == 4 * 2 * 2 * 2 * 8 * 4
+    return nbytes
+
+
+def length(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, free: int, **settings: float | None) -> int:
+    monkeypatch.setattr(capacity, "_free_bytes", lambda device: free)
+    config = ServerConfig(max_num_seqs=4, **{"prefix_cache_bytes": 0, **settings})  # type: ignore[arg-type]
+    return max_model_len(config, loaded.model, MODEL_LEN)
+
+
+def test_the_models_own_length_if_it_fits(
+    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+) -> None:
+    assert length(loaded_model, monkeypatch, 2 * MODEL_LEN * token_bytes) == MODEL_LEN
+    assert length(loaded_model, monkeypatch, 2 * MODEL_LEN * token_bytes, max_model_len=100) == 100
+
+
+def test_what_fits_if_it_does_not(
+    loaded_model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    token_bytes: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert length(loaded_model, monkeypatch, 200 * token_bytes) == 100
+    assert "serving sequences of up to 100 tokens, not the model's 512" in caplog.text
+    assert length(loaded_model, monkeypatch, 200 * token_bytes, mem_fraction_static=1.0) == 200
+
+
+def test_an_operators_length_that_does_not_fit_is_refused(
+    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+) -> None:
+    with pytest.raises(CacheTooLarge, match=r"--max-model-len \(at most 100\), --max-num-seqs"):
+        length(loaded_model, monkeypatch, 200 * token_bytes, max_model_len=101)
+
+
+def test_not_even_one_token_fits(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
+    with pytest.raises(CacheTooLarge, match="lower --max-num-seqs or --prefix-cache-bytes, or raise"):
+        length(loaded_model, monkeypatch, token_bytes)
+
+
+def test_the_prefix_cache_takes_its_part(
+    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+) -> None:
+    free = 200 * token_bytes
+    assert length(loaded_model, monkeypatch, free, prefix_cache_bytes=30 * token_bytes) == 70
+    assert length(loaded_model, monkeypatch, free, prefix_cache_bytes=None) == 90
+    with pytest.raises(CacheTooLarge, match="lower --max-num-seqs or --prefix-cache-bytes"):
+        length(loaded_model, monkeypatch, free, prefix_cache_bytes=100 * token_bytes)
+
+    def blocks(**settings: int) -> int:
+        return prefix_cache_blocks(ServerConfig(max_num_seqs=4, **settings), loaded_model.model, 64)  # type: ignore[arg-type]
+
+    # A block holds 16 tokens of one sequence; a position of the slots, one token of each of four.
+    assert blocks(prefix_cache_bytes=8 * token_bytes) == 2
+    assert blocks() == 10 * 4 // 16
+    assert blocks(prefix_cache_bytes=free) == 4 * 64 // 16
+
+
+def test_longer_than_the_model_is_refused(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CacheTooLarge, match="--max-model-len 513 is longer than the model's own length, 512"):
+        length(loaded_model, monkeypatch, 1 << 40, max_model_len=513)
+
+
+def test_a_cache_of_files_counts_as_free(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  700 kB\n")
+    assert capacity._available_memory(meminfo) == 700 * 1024
+    meminfo.write_text("MemTotal:  1000 kB\n")
+    assert capacity._available_memory(meminfo) > 0
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert capacity._room_in_cgroup(tmp_path) == float("inf")
+    (tmp_path / "memory.current").write_text("600\n")
+    (tmp_path / "memory.stat").write_text("anon 450\nfile 150\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity._room_in_cgroup(tmp_path) == float("inf")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert capacity._room_in_cgroup(tmp_path) == 550
+    (tmp_path / "memory.max").write_text("300\n")
+    assert capacity._room_in_cgroup(tmp_path) == 0
+
+
+def test_this_machine_has_memory() -> None:
+    assert capacity._free_bytes(torch.device("cpu")) > 0

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from logitship.server.model.fused_decoder import FusedDecoder, can_fuse
+from logitship.server.model.model_runner import Chunk, ModelRunner
+
+VOCAB, MAX_LEN = 64, 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "llama with biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "llama 3 positions": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SIZES,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        )
+    ),
+    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "qwen2, a sliding layer above a full one": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ),
+    "qwen3, norms of heads": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+}
+
+
+@pytest.fixture(params=[*MODELS])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make(request.param)
+
+
+def make(name: str) -> PreTrainedModel:
+    """With random norms and biases too, which a new model has all alike."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.3)
+    return model
+
+
+@pytest.mark.usefixtures("num_calls")
+def test_it_computes_what_the_models_own_code_does(model: PreTrainedModel) -> None:
+    runners = [ModelRunner(copy.deepcopy(model), 4, MAX_LEN, fused=fused) for fused in (True, False)]
+    assert [runner._fused is not None for runner in runners] == [True, False]
+    rng = random.Random(0)
+    token = lambda: rng.randrange(VOCAB)  # noqa: E731
+    prompts = [[token() for _ in range(length)] for length in (1, 7, 12)]
+    steps: list[tuple[list[Chunk], list[Chunk], list[int]]] = [
+        ([], [Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)], [0, 7, 19, 3]),
+        ([], [Chunk(3, 0, [token() for _ in range(5)])], []),
+    ]
+    for position in range(4):  # decoding, with a draft, beside a prompt in pieces
+        decode = [Chunk(slot, len(prompt) + position, [token()]) for slot, prompt in enumerate(prompts)]
+        decode[1] = Chunk(1, len(prompts[1]) + position, [token(), token()])
+        steps.append((decode, [Chunk(3, 5 + 3 * position, [token() for _ in range(3)])], [3, 0, 1, 2, 6]))
+    for step in steps:
+        found, expected = (runner.forward(*step) for runner in runners)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_stays_as_it_was(model: PreTrainedModel) -> None:
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    ModelRunner(model, 2, MAX_LEN)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_models_that_are_left_to_their_own_code() -> None:
+    assert not can_fuse(Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8)))
+    assert not can_fuse(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")))
+    assert not can_fuse(make("llama").to(torch.bfloat16))  # type: ignore[arg-type]
+
+    class Changed(LlamaForCausalLM):
+        """Of somebody else: its layers may be other ones."""
+
+    assert not can_fuse(Changed(LlamaConfig(**SIZES)))
+
+
+def test_layers_that_somebody_exchanged_or_listens_to_are_left_alone() -> None:
+    class Adapter(nn.Linear):
+        """A layer with something added, as adapters have."""
+
+    model = make("llama")
+    assert can_fuse(model)
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert not can_fuse(model)
+    handle.remove()
+    model.model.layers[1].mlp.up_proj = Adapter(32, 48, bias=False)
+    assert not can_fuse(model)
+
+
+def test_other_logits_than_the_models_own_are_not_accepted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make("llama")
+    expected = ModelRunner(copy.deepcopy(model), 2, MAX_LEN, fused=False)
+    true_forward = FusedDecoder.forward
+    monkeypatch.setattr(FusedDecoder, "forward", lambda *arguments: true_forward(*arguments).flip(-1))
+    with caplog.at_level(logging.WARNING):
+        runner = ModelRunner(model, 2, MAX_LEN)
+    assert "LlamaForCausalLM is run by transformers' own code" in caplog.text
+    step: tuple[list[Chunk], list[Chunk], list[int]] = ([], [Chunk(0, 0, [3, 4])], [1])
+    assert torch.equal(runner.forward(*step), expected.forward(*step))

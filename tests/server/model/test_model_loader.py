@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from logitship.server.config import ServerConfig
+from logitship.server.model.model_loader import LoadedModel, ModelLoadError, load_model
+
+PROMPT = [10, 20, 30, 40]
+
+
+def logits(loaded: LoadedModel) -> torch.Tensor:
+    loaded.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        result: torch.Tensor = loaded.model(torch.tensor([PROMPT])).logits
+    return result
+
+
+@pytest.fixture
+def folder(loaded_model: LoadedModel, tmp_path: Path) -> Path:
+    """The tiny model as a Hugging Face folder."""
+    loaded_model.model.save_pretrained(tmp_path / "tiny")
+    loaded_model.tokenizer.hf_tokenizer.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> npt.NDArray[np.float32]:
+    """A query or key projection in the order of GGUF files, where the two halves of a rotation are neighbours."""
+    rows, columns = weight.shape
+    halves = weight.view(heads, 2, rows // heads // 2, columns)
+    return halves.swapaxes(1, 2).reshape(rows, columns).contiguous().numpy()
+
+
+@pytest.fixture
+def gguf_file(loaded_model: LoadedModel, tmp_path: Path) -> Path:
+    """The tiny model as a GGUF file, as llama.cpp's converter would write it."""
+    config, weights = loaded_model.model.config, loaded_model.model.state_dict()
+    hf_tokenizer = loaded_model.tokenizer.hf_tokenizer
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    tokens = hf_tokenizer.convert_ids_to_tokens(range(config.vocab_size))
+    tokens[-1] = "qz"  # a tokenizer in a GGUF file has at least one merge
+    writer.add_token_merges(["q z"])
+    special = set(hf_tokenizer.all_special_ids)
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if number in special else gguf.TokenType.NORMAL for number in range(len(tokens))]
+    )
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(hf_tokenizer.chat_template)
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for layer in range(config.num_hidden_layers):
+        for theirs, name in names.items():
+            weight = weights[f"model.layers.{layer}.{theirs}.weight"]
+            data = interleaved(weight, heads[name]) if name in heads else weight.numpy()
+            writer.add_tensor(f"blk.{layer}.{name}.weight", data)
+    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", weights["model.norm.weight"].numpy())
+    writer.add_tensor("output.weight", weights["lm_head.weight"].numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tmp_path / "tiny.gguf"
+
+
+def test_a_hugging_face_folder(folder: Path, loaded_model: LoadedModel) -> None:
+    loaded = load_model(ServerConfig(model_path=str(folder)))
+    assert torch.equal(logits(loaded), logits(loaded_model))
+    assert (loaded.vocab_size, loaded.max_len, loaded.eos_token_ids) == (260, 512, {1})
+    assert loaded.tokenizer.encode("héé") == loaded_model.tokenizer.encode("héé")
+
+
+def test_a_gguf_file(gguf_file: Path, loaded_model: LoadedModel) -> None:
+    loaded = load_model(ServerConfig(model_path=str(gguf_file)))
+    torch.testing.assert_close(logits(loaded), logits(loaded_model), rtol=1e-5, atol=1e-5)
+    assert (loaded.vocab_size, loaded.max_len, loaded.eos_token_ids) == (260, 512, {1})
+    assert loaded.tokenizer.encode("héé") == loaded_model.tokenizer.encode("héé")
+    messages = [{"role": "user", "content": "hi"}]
+    assert loaded.tokenizer.apply_chat_template(messages) == loaded_model.tokenizer.apply_chat_template(messages)
+
+
+def test_end_tokens_are_the_generation_configs_too(folder: Path) -> None:
+    GenerationConfig(eos_token_id=[7, 9]).save_pretrained(folder)
+    assert load_model(ServerConfig(model_path=str(folder))).eos_token_ids == {1, 7, 9}
+
+
+def test_settings_are_followed(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}[{{ message['content'] }}]{% endfor %}")
+    config = ServerConfig(model_path=str(folder), dtype="bfloat16", chat_template=str(template), device="cpu")
+    loaded = load_model(config)
+    assert loaded.model.dtype is torch.bfloat16
+    assert loaded.tokenizer.decode(loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])) == "[hi]"
+
+
+def test_the_tokenizer_may_be_elsewhere(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "tokenizer"
+    moved.mkdir()
+    for file in folder.glob("tokenizer*"):
+        file.rename(moved / file.name)
+    loaded = load_model(ServerConfig(model_path=str(folder), tokenizer_path=str(moved)))
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("abc")) == "abc"
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "nowhere.gguf", "/nowhere/at/all"])
+def test_what_is_not_there_is_named(path: str) -> None:
+    with pytest.raises(ModelLoadError, match="there is no"):
+        load_model(ServerConfig(model_path=path))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="cannot load the model"):
+        load_model(ServerConfig(model_path=str(tmp_path)))
+
+
+def test_a_missing_chat_template_is_named(folder: Path) -> None:
+    config = ServerConfig(model_path=str(folder))
+    with pytest.raises(ModelLoadError, match=r"nowhere\.jinja"):
+        load_model(dataclasses.replace(config, chat_template="nowhere.jinja"))

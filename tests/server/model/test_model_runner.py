@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.model.model_runner import Chunk, ModelRunner
+from logitship.server.model.step_layout import Segment, StepLayout
+from logitship.server.refusals import UnsupportedModel
+
+VOCAB, MAX_LEN = 64, 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "qwen2, a sliding layer above a full one": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ),
+    "gemma3, its own scale": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=3)),
+    "gpt2, learned positions": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LEN, bos_token_id=0, eos_token_id=1
+        )
+    ),
+}
+
+
+@pytest.fixture(params=["llama", *MODELS])
+def model(request: pytest.FixtureRequest, loaded_model: LoadedModel) -> PreTrainedModel:
+    if request.param == "llama":
+        return copy.deepcopy(loaded_model.model)
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+@pytest.fixture
+def llama_runner(loaded_model: LoadedModel) -> ModelRunner:
+    return ModelRunner(copy.deepcopy(loaded_model.model), num_slots=4, max_len=MAX_LEN)
+
+
+class Plain:
+    """The model as transformers runs it: every sequence by itself and from the start."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = copy.deepcopy(model)
+        self._model.set_attn_implementation("eager")
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_steps_compute_what_the_plain_model_does(seed: int, num_calls: int, model: PreTrainedModel) -> None:
+    rng = random.Random(seed)
+    plain = Plain(model)
+    runner = ModelRunner(model, num_slots=5, max_len=MAX_LEN)
+    for layer in (*runner.cache.keys, *runner.cache.values):
+        layer.normal_()  # what earlier sequences left must not matter
+    sequences: dict[int, list[int]] = {}
+    computed: dict[int, int] = {}
+    calls: set[int] = set()
+    for _ in range(25):
+        for slot in range(5):
+            if slot in sequences and (computed[slot] == MAX_LEN or rng.random() < 0.1):
+                del sequences[slot], computed[slot]
+            elif slot not in sequences and rng.random() < 0.4:
+                sequences[slot] = [rng.randrange(VOCAB) for _ in range(MAX_LEN)]
+                computed[slot] = 0
+        # A sequence decodes (a token, and drafts behind it), goes on with its prompt (a chunk), or waits.
+        decoding = [slot for slot in sequences if computed[slot] > 0 and rng.random() < 0.6]
+        prompted = [slot for slot in sequences if slot not in decoding and rng.random() < 0.6]
+        rng.shuffle(decoding)
+        rng.shuffle(prompted)
+        lengths = {slot: rng.choice([1, 1, 2, 4]) for slot in decoding}
+        lengths |= {slot: rng.randint(1, 9) for slot in prompted}
+        chunks = {
+            slot: Chunk(slot, computed[slot], sequences[slot][computed[slot] : computed[slot] + lengths[slot]])
+            for slot in [*decoding, *prompted]
+        }
+        if not chunks:
+            continue
+        expected = torch.cat(
+            [plain.logits(sequences[slot][: chunk.start + len(chunk.token_ids)])[chunk.start :]
+             for slot, chunk in chunks.items()]
+        )  # fmt: skip
+        keep = rng.choices(range(len(expected)), k=rng.randint(0, 6))
+        if decoding:
+            segments = [Segment(slot, computed[slot], len(chunks[slot].token_ids)) for slot in decoding]
+            calls.add(len(StepLayout(segments, [], runner.cache, runner.dtype, runner.device).batches))
+        got = runner.forward([chunks[s] for s in decoding], [chunks[s] for s in prompted], keep)
+        assert got.shape == (len(keep), expected.shape[1])
+        torch.testing.assert_close(got, expected[keep], rtol=1e-4, atol=1e-4)
+        for slot, chunk in chunks.items():
+            computed[slot] += len(chunk.token_ids)
+    assert num_calls in calls
+
+
+def test_other_rows_change_nothing(llama_runner: ModelRunner) -> None:
+    """The same sequence, alone and beside another at work in a lower slot."""
+    prompt = [5, 9, 33, 7]
+    llama_runner.forward([], [Chunk(2, 0, prompt)], [])
+    alone = llama_runner.forward([Chunk(2, 4, [8])], [], [0])
+    together = llama_runner.forward([Chunk(2, 4, [8])], [Chunk(0, 0, [1, 2, 3])], [0])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_slot_that_broke_does_not_spread(llama_runner: ModelRunner) -> None:
+    llama_runner.forward([], [Chunk(0, 0, [5, 6, 7]), Chunk(1, 0, [8, 9])], [])
+    expected = llama_runner.forward([Chunk(1, 2, [4])], [], [0])
+    llama_runner.cache.keys[0][0, :, :3] = float("nan")
+    got = llama_runner.forward([Chunk(0, 3, [4]), Chunk(1, 2, [4])], [], [0, 1])
+    assert got[0].isnan().all()
+    torch.testing.assert_close(got[1:], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_float32_logits_come_from_any_type(loaded_model: LoadedModel) -> None:
+    runner = ModelRunner(copy.deepcopy(loaded_model.model).to(torch.bfloat16), num_slots=1, max_len=8)
+    assert runner.cache.keys[0].dtype == torch.bfloat16
+    assert runner.forward([], [Chunk(0, 0, [5, 6])], [1]).dtype == torch.float32
+
+
+def gemma2() -> PreTrainedModel:
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
+
+
+def mamba() -> PreTrainedModel:
+    return MambaForCausalLM(
+        MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, bos_token_id=0, eos_token_id=1)
+    )
+
+
+def falcon() -> PreTrainedModel:
+    return FalconForCausalLM(
+        FalconConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
+
+
+def gpt_oss() -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return GptOssForCausalLM(
+        GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope)
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (gemma2, "Gemma2ForCausalLM cannot be served: it has softcapped attention"),
+        (mamba, "MambaForCausalLM cannot be served: it has layers of type linear_attention"),
+        (falcon, "FalconForCausalLM cannot be served: it has no support for exchangeable attention functions"),
+        (gpt_oss, r"GptOssForCausalLM cannot be served: its first token failed: attention sinks \(s_aux\)"),
+    ],
+)
+def test_what_the_cache_cannot_serve_is_refused_by_name(build: Callable[[], PreTrainedModel], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"^{reason}$"):
+        ModelRunner(build().eval(), num_slots=1, max_len=8)
+
+
+def test_a_model_that_gives_all_logits_is_refused(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(loaded_model.model)
+    forward = model.forward
+
+    def deaf(*args: Any, logits_to_keep: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", deaf)
+    with pytest.raises(UnsupportedModel, match="logits for other tokens than those asked for"):
+        ModelRunner(model, num_slots=1, max_len=8)

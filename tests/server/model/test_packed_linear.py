@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from logitship.server.model.packed_linear import PackedLinear, can_pack
+
+ROWS = (1, 3, 8, 33)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+@torch.no_grad()
+def test_it_computes_what_the_layers_do(rows: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    layers = [nn.Linear(48, size, bias=bias) for size in (32, 16, 16)]
+    x, other = torch.randn(rows, 48), torch.randn(rows, 64)
+    expected = torch.cat([layer(x) for layer in layers], dim=-1)
+    packed = PackedLinear.of(*layers)
+    torch.testing.assert_close(packed(x), expected)
+    torch.testing.assert_close(packed.add(x, other), expected + other)
+    scale = torch.rand(48)
+    expected = torch.cat([layer(x * scale) for layer in layers], dim=-1)
+    torch.testing.assert_close(PackedLinear.of(*layers, scale=scale)(x), expected)
+
+
+@torch.no_grad()
+def test_it_leaves_its_arguments_alone() -> None:
+    packed = PackedLinear.of(nn.Linear(8, 8))
+    x, other = torch.randn(2, 8), torch.randn(2, 8)
+    before = x.clone(), other.clone()
+    packed.add(x, other)
+    assert torch.equal(x, before[0])
+    assert torch.equal(other, before[1])
+
+
+def test_what_gains_by_packing() -> None:
+    assert can_pack(torch.device("cpu"), torch.float32) == torch.backends.mkldnn.is_available()
+    assert not can_pack(torch.device("cpu"), torch.float16)
+    assert not can_pack(torch.device("meta"), torch.float32)

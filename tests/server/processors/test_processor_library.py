@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitship.builtin_processors.registry import Registry, installed_processors
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.processor_string import (
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    RegisteredProcessor,
+    SourceProcessor,
+    parse,
+)
+from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processors.request_view import ModelView
+from logitship.server.processors.callable_library import CallableLibrary
+from logitship.server.processors.named_processors import InvalidName, NotDeletable
+from logitship.server.processors.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
+
+NAME = "disallowed_tokens"
+NewLibrary = Callable[..., ProcessorLibrary]
+
+
+@pytest.fixture
+def new_library() -> NewLibrary:
+    def make(
+        registry: Registry | None = None, max_entries: int = 2, allowed_digests: frozenset[str] | None = None
+    ) -> ProcessorLibrary:
+        host = InProcessHost(SGLANG_NAMES)
+        cache = ProcessorCache(host, max_entries=max_entries, max_bytes=1 << 20)
+        registered = RegisteredProcessors(max_entries=4, max_bytes=1 << 20)
+        callables = CallableLibrary(None, None)
+        return ProcessorLibrary(
+            registry or installed_processors(),
+            cache,
+            host,
+            ModelView(100, frozenset(), None),
+            registered,
+            callables,
+            allowed_digests,
+        )
+
+    return make
+
+
+def shipped(name: str) -> SourceProcessor:
+    source = f"""
+from logitship import CustomLogitProcessor
+
+class {name}(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        return logits + 1
+"""
+    return SourceProcessor(source, name)
+
+
+def test_an_installed_processor_by_name(new_library: NewLibrary) -> None:
+    library = new_library()
+    processor = library.acquire(InstalledProcessor(NAME), "")
+    assert processor.name == NAME
+    assert type(processor.instance) is installed_processors().get(NAME)
+    assert library.acquire(InstalledProcessor(NAME), "") is processor
+    library.release(processor)
+    library.release(processor)
+    assert library.cache_stats().entries == 0
+
+
+def test_its_parameters_are_checked(new_library: NewLibrary) -> None:
+    library = new_library()
+    processor = library.acquire(InstalledProcessor(NAME), "")
+    assert library.prepare(processor, {"token_ids": [3]}).token_ids == [3]
+    with pytest.raises(InvalidParams, match="token id 100 is outside the vocabulary"):
+        library.prepare(processor, {"token_ids": [100]})
+    with pytest.raises(InvalidParams, match="token_ids: missing"):
+        library.prepare(processor, None)
+    assert library.prepare(library.acquire(shipped(NAME), ""), None) is None
+
+
+def test_parameters_of_its_own_are_all_known(new_library: NewLibrary) -> None:
+    library = new_library()
+    processor = library.acquire(InstalledProcessor(NAME), "")
+    library.prepare(processor, {"token_ids": [3], "other": 1})
+    with pytest.raises(InvalidParams, match=r"^token_id: .* no such parameter, did you mean token_ids\?$"):
+        library.prepare(processor, {"token_ids": [3], "token_id": 1}, own=True)
+    with pytest.raises(InvalidParams, match=r"^x: disallowed_tokens has no such parameter: it takes token_ids$"):
+        library.prepare(processor, {"x": 1}, own=True)
+
+
+def test_what_is_installed_is_listed_with_its_schema(new_library: NewLibrary) -> None:
+    listed = {each.name: each for each in new_library().names.of("")}
+    assert list(listed) == list(installed_processors())
+    assert listed[NAME].description.startswith("Sets the logits of `token_ids` to -inf")
+    assert listed[NAME].params_schema == installed_processors().get(NAME).params_schema
+
+
+def test_an_unknown_name_lists_the_known_ones(new_library: NewLibrary) -> None:
+    with pytest.raises(ProcessorLoadError, match=f"'nonsense'; installed are: .*{NAME}"):
+        new_library().acquire(InstalledProcessor("nonsense"), "")
+
+
+def test_an_unknown_digest(new_library: NewLibrary) -> None:
+    with pytest.raises(ProcessorLoadError, match="is registered"):
+        new_library().acquire(RegisteredProcessor(f"sha256:{'0' * 64}"), "")
+
+
+def test_sglangs_reference_to_its_own_ships_no_code(new_library: NewLibrary) -> None:
+    recorded = json.loads((Path(__file__).parents[2] / "data" / "sglang_strings.json").read_text())
+    library = new_library()
+    texts = [value for value in strings_in(recorded) if "callable" in value]
+    by_reference = [parse(text) for text in texts if not library.ships_code(parse(text), "")]
+    assert by_reference
+    assert len(by_reference) < len(texts)
+    processors = [library._load(string, "")[0] for string in by_reference]
+    assert {processor.name for processor in processors} <= set(installed_processors())
+    assert library.cache_stats().misses == 0
+
+
+def strings_in(value: Any) -> list[str]:
+    """Every string in a JSON document."""
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in strings_in(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in strings_in(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> None:
+    library = new_library(max_entries=1)
+    assert library.ships_code(shipped("A"), "")
+    processor = library.acquire(shipped("A"), "")
+    with pytest.raises(ProcessorCacheFull):
+        library.acquire(shipped("B"), "")
+    library.release(processor)
+    library.release(library.acquire(shipped("B"), ""))
+    assert library.cache_stats().evictions == 1
+    library.clear()
+    assert library.cache_stats().entries == 0
+
+
+def test_one_that_is_shipped_under_an_installed_name_is_another(new_library: NewLibrary) -> None:
+    library = new_library()
+    installed = library.acquire(InstalledProcessor(NAME), "")
+    impostor = library.acquire(shipped(NAME), "")
+    assert impostor.name == installed.name
+    assert impostor.digest != installed.digest
+    library.release(impostor)
+    library.clear()
+    assert library.cache_stats().entries == 0
+
+
+def test_threads_that_come_together_get_the_same_installed_one(new_library: NewLibrary) -> None:
+    together = threading.Barrier(2)
+    base = installed_processors().get(NAME)
+
+    class Slow(base):  # type: ignore[valid-type, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            together.wait(60)  # both threads have found that it is not there
+
+    library = new_library(Registry([Slow]))
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(library.acquire, InstalledProcessor(NAME), "") for _ in range(2)]
+        first, second = (future.result() for future in futures)
+    assert first is second
+    library.release(first)
+    library.release(second)
+
+
+def test_tenants_have_an_instance_each_of_a_shipped_class_and_share_installed_ones(new_library: NewLibrary) -> None:
+    library = new_library()
+    one, two = (library.acquire(shipped("A"), tenant) for tenant in ("one", "two"))
+    assert one.digest == two.digest
+    assert type(one.instance) is not type(two.instance)
+    assert library.acquire(shipped("A"), "one") is one
+    installed = [library.acquire(InstalledProcessor(NAME), tenant) for tenant in ("one", "two")]
+    assert installed[0] is installed[1]
+    for processor in (one, one, two, *installed):
+        library.release(processor)
+    library.clear()
+    assert library.cache_stats().entries == 0
+
+
+def test_a_registered_string_is_loaded_for_each_tenant_that_knows_its_digest(new_library: NewLibrary) -> None:
+    library = new_library()
+    library.register(shipped("A"), "one")
+    by_digest = RegisteredProcessor(shipped("A").digest)
+    one, two = (library.acquire(by_digest, tenant) for tenant in ("one", "two"))
+    assert one.digest == two.digest == by_digest.digest
+    assert (one.tenant, two.tenant) == ("one", "two")
+    assert library.acquire(InstalledProcessor("A"), "one") is one
+    with pytest.raises(NotRegistered, match="installed or registered as 'A'"):
+        library.acquire(InstalledProcessor("A"), "two")
+
+
+def test_a_name_stands_for_its_newest_version_and_keeps_what_it_stood_for(new_library: NewLibrary) -> None:
+    library = new_library()
+    first, second = shipped("A"), replace(shipped("A"), source=shipped("A").source + "# more")
+    assert library.register(first, "").id == "A@1"
+    resolved = library.names.resolve(InstalledProcessor("A"), "")
+    assert library.register(second, "").id == "A@2"
+    assert library.register(first, "").id == "A@1"
+    assert library.register(first, "", "Other").id == "Other@1"
+    assert resolved == library.names.resolve(InstalledProcessor("A@1"), "") == first
+    assert library.names.resolve(InstalledProcessor("A"), "") == second
+    assert library.names.resolve(first, "") is first
+    loaded = library.acquire(InstalledProcessor("A"), "")
+    assert loaded.digest == second.digest
+    assert library.names.delete("A", "") == ["A@1", "A@2"]
+    library.release(loaded)
+    for gone in (InstalledProcessor("A"), InstalledProcessor("A@2"), RegisteredProcessor(second.digest)):
+        with pytest.raises(NotRegistered, match="deleted, or dropped to make room"):
+            library.acquire(gone, "")
+        assert library.names.find(gone, "") is gone
+
+
+def test_what_stands_for_code_ships_code(new_library: NewLibrary) -> None:
+    library = new_library()
+    library.register(shipped("A"), "one")
+    library.register(InstalledProcessor(NAME), "one", "Alias")
+    for string in (InstalledProcessor("A"), InstalledProcessor("A@1"), RegisteredProcessor(shipped("A").digest)):
+        assert library.ships_code(string, "one")
+    for string in (InstalledProcessor("Alias"), InstalledProcessor(NAME), InstalledProcessor("nothing")):
+        assert not library.ships_code(string, "one")
+    assert not library.ships_code(InstalledProcessor("A"), "two")
+    assert library.acquire(InstalledProcessor("Alias"), "one") is library.acquire(InstalledProcessor(NAME), "two")
+
+
+@pytest.mark.parametrize(
+    ("string", "name", "says"),
+    [
+        (shipped("A"), "a b", "'a b' is not a name for a registered processor, which has a letter"),
+        (shipped("A"), "A@1", "'A@1' is not a name"),
+        (shipped("A"), "", "'' is not a name"),
+        (shipped("Größe"), None, "'Größe' is not a name"),
+        (shipped("A"), NAME, f"'{NAME}' is the name of an installed processor"),
+        (shipped(NAME), None, f"'{NAME}' is the name of an installed processor"),
+        (InstalledProcessor("grammar"), NAME, f"'{NAME}' is the name of an installed processor"),
+    ],
+)
+def test_a_name_that_no_request_could_mean(
+    string: ProcessorString, name: str | None, says: str, new_library: NewLibrary
+) -> None:
+    library = new_library()
+    with pytest.raises(InvalidName, match=says):
+        library.register(string, "", name)
+    assert [each.kind for each in library.names.of("")] == ["installed"] * len(installed_processors())
+    library.clear()
+    assert library.cache_stats().entries == 0  # nothing is in use
+
+
+def test_a_bad_name_is_refused_before_the_code_runs(new_library: NewLibrary) -> None:
+    library = new_library()
+    with pytest.raises(InvalidName):
+        library.register(shipped("A"), "", "a b")
+    assert library.cache_stats().misses == 0
+
+
+def test_an_installed_processor_keeps_its_name(new_library: NewLibrary) -> None:
+    library = new_library()
+    assert library.register(InstalledProcessor(NAME), "").id == f"{NAME}@1"
+    library.register(parse(installed_processors().get(NAME).to_str()), "")
+    assert [each.id for each in library.names.of("") if each.name == NAME] == [NAME, f"{NAME}@1"]
+    installed = library.acquire(InstalledProcessor(NAME), "")
+    assert library.acquire(InstalledProcessor(f"{NAME}@1"), "") is installed
+    assert library.names.delete(NAME, "") == [f"{NAME}@1"]
+    digest = library.names.details(NAME, "").digest
+    assert digest is not None
+    for reference in (NAME, digest):
+        assert library.names.details(reference, "").kind == "installed"
+        with pytest.raises(NotDeletable, match=f"{NAME} is installed"):
+            library.names.delete(reference, "")
+
+
+ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A"))
+
+
+@pytest.mark.parametrize("string", [shipped("A"), ANOTHER_PYTHON])
+def test_only_what_is_allowed_is_loaded(string: ProcessorString, new_library: NewLibrary) -> None:
+    library = new_library(allowed_digests=frozenset({shipped("A").digest}))
+    library.release(library.acquire(string, ""))
+    registered = library.register(string, "")
+    assert registered.digest == shipped("A").digest
+    for name in (RegisteredProcessor(registered.digest), InstalledProcessor("A"), InstalledProcessor("A@1")):
+        library.release(library.acquire(name, ""))
+    for use in (library.register, lambda string, tenant: library.acquire(string, tenant)):
+        with pytest.raises(ProcessorNotAllowed, match=rf"the processor {shipped('B').digest} .*--allow-processor"):
+            use(shipped("B"), "")
+    assert library.cache_stats().misses == 1
+
+
+def test_what_counts_is_what_runs(new_library: NewLibrary) -> None:
+    """The pickle is allowed, but the string has the server run its source."""
+    harmless = PickledProcessor(b"harmless", python="3.1", source=shipped("A"))
+    library = new_library(allowed_digests=frozenset({harmless.digest}))
+    for string in (harmless, replace(harmless, source=shipped("B"))):
+        with pytest.raises(ProcessorNotAllowed, match="sha256:"):
+            library.acquire(string, "")
+    assert library.cache_stats().misses == 0
+
+
+def test_installed_processors_need_no_permission(new_library: NewLibrary) -> None:
+    library = new_library(allowed_digests=frozenset())
+    installed = library.acquire(InstalledProcessor(NAME), "")
+    by_reference = library.acquire(parse(installed_processors().get(NAME).to_str()), "")
+    assert by_reference is installed
+    with pytest.raises(ProcessorNotAllowed):
+        library.acquire(shipped("A"), "")

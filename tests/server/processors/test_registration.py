@@ -1,0 +1,377 @@
+"""Processors that are registered with the engine and then named: by name, version or digest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitship import CustomLogitProcessor
+from logitship.builtin_processors import DisallowedTokensLogitsProcessor
+from logitship.client.records import Receipt
+from logitship.client.serialization.processor_string import (
+    PYTHON,
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    RegisteredProcessor,
+    SourceProcessor,
+    parse,
+)
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
+from logitship.server.requests.generation_stream import GenerationStream
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
+
+BuildEngine = Callable[..., AsyncEngine]
+
+FORCE = """
+from logitship import CustomLogitProcessor
+
+class Force(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            row[params["token_id"]] += 1000.0
+        return logits
+"""
+SOURCE = SourceProcessor(FORCE, "Force")
+
+
+class Ban(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        logits[:, 0] = -float("inf")
+        return logits
+
+
+PLAIN = parse(Ban.to_str())
+assert isinstance(PLAIN, PickledProcessor)
+
+
+def variant(number: int) -> SourceProcessor:
+    """The same processor under another digest."""
+    return SourceProcessor(f"{FORCE}\n# {number}", "Force")
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(120):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+async def generate(
+    engine: AsyncEngine, string: ProcessorString, params: dict[str, Any], rid: str = "r"
+) -> tuple[list[int], tuple[Receipt, ...]]:
+    """Three tokens under a processor, and its receipts."""
+    request = GenerationRequest(
+        rid=rid,
+        prompt_token_ids=[10, 11],
+        sampling_params=SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+        processors=(ProcessorRequest(string, params),),
+    )
+    chunks: list[GenerationChunk] = [chunk async for chunk in await engine.submit(request)]
+    return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].receipts
+
+
+async def register(engine: AsyncEngine, string: ProcessorString) -> str:
+    """Its digest."""
+    digest = (await engine.register(string)).digest
+    assert digest is not None
+    return digest
+
+
+def test_a_digest_runs_what_was_registered(make_engine: BuildEngine) -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        registered = await engine.register(SOURCE)
+        digest = SOURCE.digest
+        assert (registered.digest, registered.id) == (digest, "Force@1")
+        assert engine.processors.ships_code(RegisteredProcessor(digest), "")
+        tokens, (receipt,) = await generate(engine, RegisteredProcessor(digest), {"token_id": 42})
+        assert tokens == [42, 42, 42]
+        assert (receipt.digest, receipt.name, receipt.steps) == (digest, "Force", 3)
+
+    run(scenario())
+
+
+def test_registering_again_changes_nothing_and_loads_nothing(make_engine: BuildEngine) -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        answers = await asyncio.gather(*(engine.register(SOURCE) for _ in range(5)))
+        assert {(each.digest, each.id) for each in answers} == {(SOURCE.digest, "Force@1")}
+        assert engine.stats().processor_cache_misses == 1
+        await generate(engine, SOURCE, {"token_id": 1})
+        assert engine.stats().processor_cache_misses == 1
+
+    run(scenario())
+
+
+def test_a_registered_string_outlives_its_loaded_processor(make_engine: BuildEngine) -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.register(SOURCE)
+        assert await engine.flush_cache()
+        assert engine.stats().processor_cache_entries == 0
+        tokens, _ = await generate(engine, RegisteredProcessor(SOURCE.digest), {"token_id": 42})
+        assert tokens == [42, 42, 42]
+
+    run(scenario())
+
+
+def test_the_digest_is_that_of_what_runs(make_engine: BuildEngine) -> None:
+    """A pickle of another Python runs from its source, and that is what is registered."""
+    source = replace(SOURCE, python="3.1")
+    string = PickledProcessor(b"another Python's", python="3.1", source=source, name="Claimed")
+
+    async def scenario() -> None:
+        engine = make_engine()
+        registered = await engine.register(string)
+        assert (registered.digest, registered.name, registered.form) == (SOURCE.digest, "Force", "source")
+        with pytest.raises(BadRequest, match=f"no processor {string.digest} is registered"):
+            await generate(engine, RegisteredProcessor(string.digest), {})
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("limits", [{"processor_cache_entries": 2}, {"processor_cache_bytes": 2 * len(FORCE) + 20}])
+def test_what_was_dropped_is_refused_and_says_so(make_engine: BuildEngine, limits: dict[str, int]) -> None:
+    async def scenario() -> None:
+        engine = make_engine(**limits)
+        digests = [await register(engine, variant(number)) for number in range(2)]
+        await generate(engine, RegisteredProcessor(digests[0]), {"token_id": 4})
+        digests.append(await register(engine, variant(2)))
+        for digest in (digests[0], digests[2]):
+            assert (await generate(engine, RegisteredProcessor(digest), {"token_id": 42}))[0] == [42, 42, 42]
+        with pytest.raises(BadRequest, match=r"dropped to make room for others\. Register it again") as refused:
+            await generate(engine, RegisteredProcessor(digests[1]), {"token_id": 42})
+        assert refused.value.param == "processors[0]"
+        await engine.register(variant(1))
+        assert (await generate(engine, RegisteredProcessor(digests[1]), {"token_id": 42}))[0] == [42, 42, 42]
+
+    run(scenario())
+
+
+def test_what_does_not_load_is_not_registered(make_engine: BuildEngine) -> None:
+    broken = SourceProcessor("raise RuntimeError('no such luck')", "Force")
+
+    async def scenario() -> None:
+        engine = make_engine()
+        for string in (broken, PickledProcessor(b"no pickle"), InstalledProcessor("nothing")):
+            with pytest.raises(BadRequest) as refused:
+                await engine.register(string)
+            assert refused.value.param is None
+        with pytest.raises(BadRequest, match="is registered"):
+            await generate(engine, RegisteredProcessor(broken.digest), {})
+        with pytest.raises(BadRequest, match="installed or registered as 'Force'") as refused:
+            await generate(engine, InstalledProcessor("Force"), {})
+        assert refused.value.param == "processors[0]"
+        await engine.register(SOURCE)
+
+    run(scenario())
+
+
+def test_an_installed_processor_by_reference(make_engine: BuildEngine) -> None:
+    """Ships no code, so that its digest needs no flag either."""
+    string = parse(DisallowedTokensLogitsProcessor.to_str())
+
+    async def scenario() -> None:
+        engine = make_engine()
+        digest = await register(engine, string)
+        assert engine.processors.of("")[-1].id == "disallowed_tokens@1"
+        assert not engine.processors.ships_code(RegisteredProcessor(digest), "")
+        plain, _ = await generate(engine, RegisteredProcessor(digest), {"token_ids": []})
+        tokens, (receipt,) = await generate(engine, RegisteredProcessor(digest), {"token_ids": plain})
+        assert not set(tokens) & set(plain)
+        assert receipt.digest == digest
+        with pytest.raises(BadRequest) as refused:
+            await generate(engine, RegisteredProcessor(digest), {"token_ids": "all"})
+        assert refused.value.param == "processors[0].params"
+
+    run(scenario())
+
+
+def test_an_engine_that_ends_registers_nothing(make_engine: BuildEngine) -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.shutdown(1)
+        with pytest.raises(ServiceUnavailable, match="shutting down"):
+            await engine.register(SOURCE)
+
+    run(scenario())
+
+
+# --- versions ---
+
+
+def gated(token_id: int, gate: Path) -> SourceProcessor:
+    """Forces one token, the third time not before the gate is there."""
+    return SourceProcessor(
+        f"""
+import pathlib, time
+from logitship import CustomLogitProcessor
+
+class Gated(CustomLogitProcessor):
+    '''Forces a token.
+
+    More of this.'''
+    params_schema = {{"type": "object"}}
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            while len(params["__req__"].output_ids) >= 2 and not pathlib.Path({str(gate)!r}).exists():
+                time.sleep(0.002)
+            row[{token_id}] += 1000.0
+        return logits
+""",
+        "Gated",
+    )
+
+
+def test_running_requests_keep_the_version_that_they_were_admitted_with(
+    make_engine: BuildEngine, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first, second = gated(41, gate), gated(42, gate)
+
+    async def scenario() -> None:
+        engine = make_engine()
+        assert (await engine.register(first)).id == "Gated@1"
+        names = ("Gated", "Gated@1", first.digest)
+        streams = [await stream_of(engine, name, f"r{place}") for place, name in enumerate(names)]
+        running = [aiter(stream) for stream in streams]
+        begun = (await anext(running[0])).token_ids  # it runs, and cannot end; the others run or wait
+        assert engine.processors.delete("Gated", "") == ["Gated@1"]
+        assert (await engine.register(second)).id == "Gated@2"
+        newer = aiter(await stream_of(engine, "Gated", "newer"))
+        with pytest.raises(BadRequest, match=r"Gated@1 is not registered any more: .*Registered are: Gated@2"):
+            await stream_of(engine, "Gated@1", "refused")
+        gate.touch()
+        for place, chunks in enumerate(running):
+            tokens, receipt = await rest(chunks)
+            assert (tokens if place else begun + tokens) == [41] * 5
+            assert (receipt.digest, receipt.steps) == (first.digest, 5)
+        tokens, receipt = await rest(newer)
+        assert (tokens, receipt.digest) == ([42] * 5, second.digest)
+
+    run(scenario())
+
+
+async def stream_of(engine: AsyncEngine, name: str, rid: str) -> GenerationStream:
+    """Five tokens under a registered processor."""
+    string = RegisteredProcessor(name) if name.startswith("sha256:") else InstalledProcessor(name)
+    return await engine.submit(
+        GenerationRequest(
+            rid=rid,
+            prompt_token_ids=[10, 11],
+            sampling_params=SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+            processors=(ProcessorRequest(string),),
+        )
+    )
+
+
+async def rest(chunks: AsyncIterator[GenerationChunk]) -> tuple[list[int], Receipt]:
+    """What is left of a stream, and its receipt."""
+    left = [chunk async for chunk in chunks]
+    (receipt,) = left[-1].receipts
+    return [token for chunk in left for token in chunk.token_ids], receipt
+
+
+def test_a_batch_gets_one_version(make_engine: BuildEngine) -> None:
+    def batch(rid: str) -> GenerationRequest:
+        return GenerationRequest(
+            rid=rid,
+            prompt_token_ids=[10],
+            sampling_params=SamplingParams(),
+            processors=(ProcessorRequest(InstalledProcessor("Force")), ProcessorRequest(SOURCE)),
+        )
+
+    async def scenario() -> None:
+        engine = make_engine()
+        pins: dict[ProcessorString, ProcessorString] = {}
+        await engine.register(variant(1))
+        first = engine.processors.pin(batch("one"), pins)
+        await engine.register(variant(2))
+        assert engine.processors.pin(batch("two"), pins).processors == first.processors
+        assert first.processors == (ProcessorRequest(variant(1)), ProcessorRequest(SOURCE))
+        assert engine.processors.pin(batch("three"), {}).processors[0] == ProcessorRequest(variant(2))
+        engine.processors.delete("Force", "")
+        with pytest.raises(BadRequest, match="Force is not registered any more") as refused:
+            engine.processors.pin(batch("four"), {})
+        assert refused.value.param == "processors[0]"
+
+    run(scenario())
+
+
+def test_what_is_told_of_them(make_engine: BuildEngine, tmp_path: Path) -> None:
+    string = gated(41, tmp_path)
+
+    async def scenario() -> None:
+        engine = make_engine()
+        known = len(engine.processors.of(""))
+        info = await engine.register(string, "one", name="Short")
+        assert (info.id, info.kind, info.name, info.version, info.form) == (
+            "Short@1",
+            "registered",
+            "Short",
+            1,
+            "source",
+        )
+        assert (info.description, info.params_schema) == ("Forces a token.", {"type": "object"})
+        assert (info.size, info.is_mask, info.python) == (len(string.source) + len("Forces a token.") + 17, False, None)
+        assert engine.processors.of("one")[known:] == [info]
+        assert len(engine.processors.of("two")) == known
+        details = engine.processors.details("Short", "one")
+        assert (details.source, details.class_name, details.source_note) == (string.source, "Gated", None)
+        assert engine.processors.details(string.digest, "one") == engine.processors.details("Short@1", "one") == details
+        for reference in ("Short", "Short@1", string.digest):
+            for ask in (engine.processors.details, engine.processors.delete):
+                with pytest.raises(NotFound, match="installed or registered as") as missing:
+                    ask(reference, "two")
+                assert missing.value.param == "id"
+        with pytest.raises(Forbidden, match="only the server's operator"):
+            engine.processors.delete("disallowed_tokens", "one")
+        assert engine.processors.delete(string.digest, "one") == ["Short@1"]
+        with pytest.raises(NotFound, match="Short is not registered any more"):
+            engine.processors.details("Short", "one")
+
+        described = await engine.register(replace(PLAIN, name="Claimed"))
+        assert (described.id, described.form, described.python) == ("Ban@1", "pickled", PYTHON)
+        details = engine.processors.details("Ban", "")
+        assert "class Ban" in str(details.source)
+        assert details.source_note == "as the processor string says: what runs is the pickle beside it"
+        bare = await engine.register(PickledProcessor(PLAIN.payload), name="Bare")
+        details = engine.processors.details(bare.id, "")
+        assert (details.source, details.source_note) == (None, "the processor string holds a pickle and no source")
+        installed = await engine.register(parse(DisallowedTokensLogitsProcessor.to_str()), name="Alias")
+        details = engine.processors.details(installed.id, "")
+        assert (details.form, details.source) == ("installed", None)
+
+    run(scenario())
+
+
+def test_a_name_is_refused_as_the_field_that_it_is(make_engine: BuildEngine) -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        foreign = SourceProcessor(FORCE.replace("Force", "Größe"), "Größe")
+        for string, name in ((SOURCE, "a b"), (SOURCE, "disallowed_tokens"), (foreign, None)):
+            with pytest.raises(BadRequest, match=r"^name: ") as refused:
+                await engine.register(string, name=name)
+            assert refused.value.param == "name"
+
+    run(scenario())
+
+
+def test_a_full_registry_is_busy(make_engine: BuildEngine) -> None:
+    async def scenario() -> None:
+        engine = make_engine(processor_cache_entries=1)
+        await engine.register(SOURCE, "one")
+        with pytest.raises(ServiceUnavailable, match="taken by other API keys"):
+            await engine.register(SOURCE, "two")
+
+    run(scenario())

@@ -1,0 +1,74 @@
+"""Which values may go to processors that run in sandboxes. What else is checked at admission is tested from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.refusals import BadRequest
+from logitship.server.requests.messages import CallableRequest, CarriedProcessor, GenerationRequest, ProcessorRequest
+from logitship.server.requests.request_validation import check_sandboxed
+
+SHIPPED = SourceProcessor("class A: ...", "A")
+INSTALLED = InstalledProcessor("min_p")
+ODD = numpy.float64(1)
+
+
+def request(*processors: CarriedProcessor, **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        rid="r", prompt_token_ids=[5], sampling_params=SamplingParams(**params), processors=processors
+    )
+
+
+def ships_code(string: ProcessorString) -> bool:
+    return string is SHIPPED
+
+
+@pytest.mark.parametrize(
+    ("refused", "param"),
+    [
+        (request(ProcessorRequest(SHIPPED, {"a": [ODD]})), "processors[0].params"),
+        (request(ProcessorRequest(INSTALLED), ProcessorRequest(SHIPPED, {"a": Path()})), "processors[1].params"),
+        (request(ProcessorRequest(SHIPPED), custom_params={"a": {1: ODD}}), "custom_params"),
+        (request(ProcessorRequest(SHIPPED), extra_args={"a": object()}), "extra_args"),
+        (request(ProcessorRequest(SHIPPED), temperature=ODD), "temperature"),
+        (request(ProcessorRequest(SHIPPED), logit_bias={3: ODD}), "logit_bias"),
+    ],
+)
+def test_what_a_sandbox_does_not_take(refused: GenerationRequest, param: str) -> None:
+    with pytest.raises(BadRequest, match="a sandbox takes plain values only") as error:
+        check_sandboxed(refused, ships_code)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        request(ProcessorRequest(SHIPPED, {"a": [1, {"b": (None, {2})}]}), custom_params={"c": b"d"}),
+        request(ProcessorRequest(SHIPPED), stop=["x"], stop_token_ids={1}, allowed_token_ids=[3], logit_bias={4: 1}),
+        # These run in the server's process.
+        request(ProcessorRequest(INSTALLED, {"a": ODD}), custom_params={"a": ODD}, extra_args={"a": object()}),
+        request(CallableRequest(print, (ODD,)), extra_args={"a": object()}),
+        request(extra_args={"a": object()}),
+    ],
+)
+def test_what_runs(taken: GenerationRequest) -> None:
+    check_sandboxed(taken, ships_code)
+
+
+def test_the_engine_asks_only_if_there_are_sandboxes(make_engine: Callable[..., AsyncEngine]) -> None:
+    engine = make_engine()
+    odd = request(ProcessorRequest(SHIPPED, {"a": ODD}))
+    engine.check(odd)
+    engine.config = dataclasses.replace(engine.config, processor_isolation="sandbox")
+    with pytest.raises(BadRequest, match=r"holds a value of type numpy\.float64"):
+        asyncio.run(engine.submit(odd))

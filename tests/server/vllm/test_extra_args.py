@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from logitship.client.http.vllm_wire import QUESTION
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.server.vllm.extra_args import carries_processors, is_question, read_processors, sampling_params
+
+TREE = json.dumps({"name": "tree"})
+MakeParams = Callable[..., Any]
+
+
+def test_who_carries_processors(vllm_params: MakeParams) -> None:
+    assert not carries_processors(vllm_params())
+    assert not carries_processors(vllm_params({}))
+    assert not carries_processors(vllm_params({"custom_params": "{}", "somebody_elses": 1}))
+    assert not carries_processors(vllm_params({"custom_logit_processor": None}))
+    assert carries_processors(vllm_params({"custom_logit_processor": ""}))
+    assert carries_processors(vllm_params({"logits_processors": []}))
+
+
+def test_the_question(vllm_params: MakeParams) -> None:
+    assert is_question(vllm_params({**QUESTION}))
+    assert not is_question(vllm_params({"logitship": "other"}))
+    assert not is_question(vllm_params())
+
+
+def test_one_processor(processor_string: str) -> None:
+    extra_args = {"custom_logit_processor": processor_string, "custom_params": '{"first": 3}', "others": [1]}
+    (carried,) = read_processors(extra_args, 10_000)
+    assert isinstance(carried.string, SourceProcessor)
+    assert carried.params == {"first": 3}
+    assert not carried.own
+
+
+def test_several_as_text_or_as_they_are(processor_string: str) -> None:
+    several = [{"processor": processor_string, "params": {"first": 3}}, {"processor": TREE}]
+    for value in (json.dumps(several), several):
+        first, second = read_processors({"logits_processors": value, "custom_params": {"all": 1}}, 10_000)
+        assert (first.params, first.own) == ({"first": 3}, True)
+        assert (second.string, second.params, second.own) == (InstalledProcessor("tree"), {"all": 1}, False)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "expected"),
+    [
+        ({"custom_logit_processor": "{"}, "custom_logit_processor: the processor string is not JSON"),
+        ({"custom_logit_processor": 3}, "custom_logit_processor: must be a processor string"),
+        ({"custom_logit_processor": TREE, "custom_params": "{"}, "custom_params: is not JSON"),
+        ({"custom_logit_processor": TREE, "custom_params": "[]"}, "custom_params: must be an object"),
+        ({"custom_logit_processor": TREE, "custom_params": '{"__req__": 1}'}, "custom_params: the key '__req__'"),
+        ({"custom_logit_processor": TREE, "logits_processors": "[]"}, "logits_processors: give either"),
+        ({"logits_processors": "{}"}, "logits_processors: must be a list"),
+        ({"logits_processors": '[{"processor": 1}]'}, r"logits_processors\[0\]\.processor: must be"),
+        ({"logits_processors": '["module.function"]'}, "callables by name are not taken"),
+        ({"custom_logit_processor": json.dumps({"digest": f"sha256:{'a' * 64}"})}, "send the whole processor string"),
+        ({"custom_logit_processor": TREE + " " * 1000}, "takes at most 1000"),
+    ],
+)
+def test_what_is_malformed(extra_args: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        read_processors(extra_args, 1000)
+
+
+def test_what_processors_see(vllm_params: MakeParams) -> None:
+    params = vllm_params(
+        temperature=0.5, top_k=3, min_tokens=2, stop=["x"], stop_token_ids=[5], logit_bias={4: 1.0}, bad_words=["b"]
+    )
+    seen = sampling_params(params, (), frozenset({1}))
+    assert (seen.temperature, seen.top_k, seen.min_tokens, seen.max_tokens) == (0.5, 3, 2, 16)
+    assert (seen.stop, seen.all_stop_token_ids, seen.logit_bias) == (("x",), {1, 5}, {4: 1.0})
+
+
+def test_what_logitship_does_not_take(vllm_params: MakeParams) -> None:
+    with pytest.raises(ValueError, match="repetition_penalty: must be from"):
+        sampling_params(vllm_params(repetition_penalty=1000.0), (), frozenset())

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from logitship.client.http.vllm_wire import QUESTION, PluginInfo
+from logitship.server.vllm import params_validation as admission
+from logitship.server.vllm.params_validation import admit
+
+MakeParams = Callable[..., Any]
+FAULT_TOKEN = 63
+
+
+class InputProcessor:
+    """vLLM's, as far as it matters: what calls the plugin."""
+
+    def __init__(self) -> None:
+        config = SimpleNamespace(
+            skip_tokenizer_init=True, get_vocab_size=lambda: 64, try_get_generation_config=lambda: {"eos_token_id": 1}
+        )
+        self.vllm_config = SimpleNamespace(model_config=config)
+
+    def admit(self, params: Any) -> None:
+        admit(params)
+
+
+@pytest.fixture
+def front_end(monkeypatch: pytest.MonkeyPatch) -> InputProcessor:
+    monkeypatch.setenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR", "1")
+    monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
+    monkeypatch.setattr(admission, "_front_ends", {})
+    return InputProcessor()
+
+
+def test_requests_without_processors_are_left_alone(vllm_params: MakeParams) -> None:
+    params = vllm_params({"somebody_elses": 1}, stop_token_ids=[3])
+    admit(params)  # whoever calls
+    assert params.stop_token_ids == [3]
+
+
+def test_the_fault_token_becomes_a_stop_token_once(
+    front_end: InputProcessor, vllm_params: MakeParams, processor_string: str
+) -> None:
+    params = vllm_params({"custom_logit_processor": processor_string}, stop_token_ids=[3])
+    for _ in range(2):  # offline, the same object may go with several prompts
+        front_end.admit(params)
+        assert params.stop_token_ids == [3, FAULT_TOKEN]
+    without = vllm_params({"custom_logit_processor": processor_string}, stop_token_ids=None)
+    front_end.admit(without)
+    assert without.stop_token_ids == [FAULT_TOKEN]
+
+
+def test_the_question_is_answered(front_end: InputProcessor, vllm_params: MakeParams) -> None:
+    with pytest.raises(ValueError, match="logitship") as caught:
+        front_end.admit(vllm_params({**QUESTION}))
+    assert PluginInfo.from_message(f"vLLM says: {caught.value}") == PluginInfo(FAULT_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "expected"),
+    [
+        ({"custom_logit_processor": "{}"}, "none of the keys"),
+        ({"custom_logit_processor": json.dumps({"source": "x =", "class_name": "X"})}, "not valid Python"),
+        (
+            {"custom_logit_processor": json.dumps({"name": "nothing"})},
+            "no processor is installed or registered as 'nothing'",
+        ),
+        (
+            {"custom_logit_processor": json.dumps({"name": "grammar"})},
+            "no processor is installed or registered as 'grammar'",
+        ),
+        (
+            {"custom_logit_processor": json.dumps({"name": "disallowed_tokens"})},
+            "disallowed_tokens: token_ids: missing",
+        ),
+        (
+            {
+                "logits_processors": [
+                    {"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [3]}},
+                    {"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [3], "tokens": 1}},
+                ]
+            },
+            r"logits_processors\[1\]: .*tokens: disallowed_tokens has no such parameter",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    front_end: InputProcessor, vllm_params: MakeParams, extra_args: dict[str, Any], expected: str
+) -> None:
+    params = vllm_params(extra_args)
+    with pytest.raises(ValueError, match=expected):
+        front_end.admit(params)
+    assert params.stop_token_ids == []
+
+
+def test_shipping_is_off_by_default(
+    front_end: InputProcessor, vllm_params: MakeParams, processor_string: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR")
+    with pytest.raises(ValueError, match="LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR=1"):
+        front_end.admit(vllm_params({"custom_logit_processor": processor_string}))
+    installed = {"custom_logit_processor": '{"name": "disallowed_tokens"}', "custom_params": '{"token_ids": [3]}'}
+    front_end.admit(vllm_params(installed))
+
+
+def test_the_operators_list(
+    front_end: InputProcessor,
+    vllm_params: MakeParams,
+    processor_string: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    (tmp_path / "allowed").write_text("")
+    monkeypatch.setenv("LOGITSHIP_VLLM_ALLOW_PROCESSOR", str(tmp_path / "allowed"))
+    with pytest.raises(ValueError, match="lists them with LOGITSHIP_VLLM_ALLOW_PROCESSOR"):
+        front_end.admit(vllm_params({"custom_logit_processor": processor_string}))
+
+
+def test_trees_of_the_operators(
+    front_end: InputProcessor, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    tree = tmp_path / "tree.json"
+    tree.write_text(json.dumps({"prefix_dict": {"225": [3], "225_3": [4]}}))
+    monkeypatch.setenv("LOGITSHIP_VLLM_TREE", f"mine={tree}")
+    named = {"custom_logit_processor": '{"name": "tree"}', "custom_params": '{"tree": "mine"}'}
+    front_end.admit(vllm_params(named))
+    with pytest.raises(ValueError, match="the server loaded: mine"):
+        front_end.admit(vllm_params({**named, "custom_params": '{"tree": "other"}'}))
+
+
+def test_a_tree_that_is_not_there(
+    front_end: InputProcessor, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGITSHIP_VLLM_TREE", "mine=/does/not/exist")
+    with pytest.raises(ValueError, match="LOGITSHIP_VLLM_TREE: /does/not/exist cannot be read"):
+        front_end.admit(vllm_params({"custom_logit_processor": '{"name": "tree"}'}))
+
+
+def test_each_model_has_its_own(front_end: InputProcessor, vllm_params: MakeParams, processor_string: str) -> None:
+    other = InputProcessor()
+    other.vllm_config.model_config.get_vocab_size = lambda: 32
+    params = vllm_params({"custom_logit_processor": processor_string})
+    other.admit(params)
+    front_end.admit(params)
+    assert params.stop_token_ids == [31, FAULT_TOKEN]
+
+
+def test_an_unknown_caller(front_end: InputProcessor, vllm_params: MakeParams, processor_string: str) -> None:
+    with pytest.raises(ValueError, match="this version of vLLM"):
+        admit(vllm_params({"custom_logit_processor": processor_string}))
