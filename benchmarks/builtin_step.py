@@ -32,7 +32,7 @@ from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.batch_processors.logits_processors import take_faults
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ def stage_of(case: Case) -> tuple[LogitsProcessor, Callable[[int], SamplingParam
     model = ModelView(VOCAB_SIZE, frozenset({0}), TOKENIZER)
     instance = installed_processors().make(case.processor)
     assert isinstance(instance, BuiltinProcessor)
-    loaded = LoadedProcessor("sha256:0", case.processor, InProcessHost({}), instance, is_trusted=True)
+    loaded = LoadedProcessor("sha256:0", case.processor, InProcessExecutor({}), instance, is_trusted=True)
 
     def sampling_params(row: int) -> SamplingParams:
         params = case.params(row)

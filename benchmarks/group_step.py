@@ -46,7 +46,7 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch.row_order import adjacent_swaps, group_key
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
@@ -131,9 +131,9 @@ class Sides:
 
     def logitship(self) -> StepSide:
         """Batch, row order and processors as the engine and its sampler have them."""
-        host = InProcessHost({})
+        executor = InProcessExecutor({})
         loaded = [
-            LoadedProcessor(f"sha256:{n}", self._case.processor.__name__, host, each)
+            LoadedProcessor(f"sha256:{n}", self._case.processor.__name__, executor, each)
             for n, each in enumerate(self._instances)
         ]
         batch: PersistentBatch[Request] = PersistentBatch(self._case.rows)

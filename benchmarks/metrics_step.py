@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from logitship.sampler.processors.executor import LoadedProcessor, NoHost
+from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
@@ -29,7 +29,9 @@ def step(num_rows: int, num_processors: int) -> Callable[[], None]:
     meters = [RequestMeter(metrics.requests) for _ in range(num_rows)]
     chunk = GenerationChunk(index=0, text="a", token_ids=[1], prompt_tokens=1, completion_tokens=1)
     observers = [
-        metrics.observer_of_calls(LoadedProcessor(f"sha256:{number}", f"Processor{number}", NoHost("none"), None))
+        metrics.observer_of_calls(
+            LoadedProcessor(f"sha256:{number}", f"Processor{number}", DisabledExecutor("none"), None)
+        )
         for number in range(num_processors)
     ]
 

@@ -16,7 +16,7 @@ from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.protocol import Kind
 from logitship.sampler.sandbox.sandbox import Sandbox
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.sandbox_run import SandboxRun
 from logitship.sampler.sandbox.worker import Worker
 
@@ -47,7 +47,7 @@ _CLOCK = 1 << 44
 
 
 def time_parts(
-    body: str, host: SandboxHost, logits: torch.Tensor, model: Model, calls: int, history: int
+    body: str, executor: SandboxExecutor, logits: torch.Tensor, model: Model, calls: int, history: int
 ) -> dict[str, float]:
     """Microseconds of each part of a step, medians.
 
@@ -57,10 +57,10 @@ def time_parts(
     """
     string = SourceProcessor(SOURCE.format(body=BODIES[body].strip()), "Timed")
     with _Recorder() as recorder:
-        processor = host.load(string)
+        processor = executor.load(string)
         step = shipped_step(body, logits, [processor], history)
         steps = [_of_step(recorder, step, logits, model) for _ in range(calls)]
-        host.unload(processor)
+        executor.unload(processor)
     parse, answer = _of_worker(recorder.messages, logits, model)
     parts = {name: statistics.median(each[name] for each in steps) / 1000 for name in steps[0]}
     parts |= {"parse": parse, "answer": answer}

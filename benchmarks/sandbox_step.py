@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from comparison import machine
 from sandbox_parts import PARTS, time_parts
-from sandbox_workload import BODIES, Model, Step, copies_step, sandbox_host, shipped_step, source
+from sandbox_workload import BODIES, Model, Step, copies_step, sandbox_executor, shipped_step, source
 
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
-from logitship.sampler.processors.in_process_executor import InProcessHost
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 
 SHAPES = ("1x49152", "4x49152", "8x49152", "32x49152", "8x151936")
 
@@ -68,12 +68,12 @@ class Result:
     parts: dict[str, float]
 
 
-def measure(case: Case, sandboxes: SandboxHost, rounds: int, calls: int, history: int) -> Result:
+def measure(case: Case, sandboxes: SandboxExecutor, rounds: int, calls: int, history: int) -> Result:
     """Time a case, the sides in turns."""
     logits = torch.randn(case.rows, case.vocab_size)
     model = Model(logits, case.gap)
     strings = [source(case.body, number) for number in range(case.processors)]
-    in_process = InProcessHost(SGLANG_NAMES)
+    in_process = InProcessExecutor(SGLANG_NAMES)
     sandboxed = [sandboxes.load(string) for string in strings]
     steps = {
         "in_process": shipped_step(case.body, logits, [in_process.load(string) for string in strings], history),
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.inference_mode():
         for vocab_size, same_vocab in itertools.groupby(cases(options), key=lambda case: case.vocab_size):
             wanted = list(same_vocab)
-            with sandbox_host(max(case.rows for case in wanted), vocab_size) as sandboxes:
+            with sandbox_executor(max(case.rows for case in wanted), vocab_size) as sandboxes:
                 for case in wanted:
                     results.append(measure(case, sandboxes, options.rounds, options.calls, options.history))
                     print(table_line(results[-1]), flush=True)

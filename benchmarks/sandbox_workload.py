@@ -15,8 +15,8 @@ from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.zygote_process import TemplateProcess
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 
 NUM_BANNED = 100
 NUM_TRANSITIONS = 50
@@ -133,19 +133,19 @@ def copies_step(logits: torch.Tensor) -> Step:
 
 
 @contextmanager
-def sandbox_host(max_rows: int, vocab_size: int) -> Iterator[SandboxHost]:
+def sandbox_executor(max_rows: int, vocab_size: int) -> Iterator[SandboxExecutor]:
     """Start what sandboxes are forked from, and end it all."""
-    template = TemplateProcess(
+    template = ZygoteProcess(
         names="logitship.builtin_processors.sglang_names:SGLANG_NAMES", max_rows=max_rows, memory_limit=1 << 30
     )
     try:
         template.start()
         template.set_up(ModelView(vocab_size, frozenset({0}), None))
-        host = SandboxHost(template, SandboxLimits(step_timeout=10.0), max_rows, vocab_size)
+        executor = SandboxExecutor(template, SandboxLimits(step_timeout=10.0), max_rows, vocab_size)
     except BaseException:
         template.close()
         raise
     try:
-        yield host
+        yield executor
     finally:
-        host.close()
+        executor.close()

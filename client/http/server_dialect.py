@@ -14,7 +14,7 @@ import orjson
 from logitship.client.errors import APIStatusError, BadRequestError, LogitshipError, NotFoundError
 
 from .http_requests import HttpRequest, get
-from .vllm_requests import carries_processors, for_vllm
+from .vllm_requests import for_vllm, has_processors
 from .vllm_wire import QUESTION, PluginInfo
 
 ServerKind: TypeAlias = Literal["auto", "logitship", "sglang", "vllm"]
@@ -46,7 +46,7 @@ class ServerDialect:
 
         A request for OpenAI's routes that carries no processor is the same everywhere.
         """
-        carries = carries_processors(request)
+        carries = has_processors(request)
         traced = isinstance(request.json, Mapping) and "trace" in request.json  # vLLM would overlook it
         if self._kind == "auto" and (carries or traced or request.path == "/generate"):
             return _WHO
@@ -78,7 +78,7 @@ class ServerDialect:
         if self._kind != "vllm":
             return request
         translated = for_vllm(request)
-        if self._plugin is not None and carries_processors(request):
+        if self._plugin is not None and has_processors(request):
             return replace(translated, fault_token=self._plugin.fault_token)
         return translated
 

@@ -53,7 +53,7 @@ _UNKNOWN_TO_VLLM = {
 }
 
 
-def carries_processors(request: HttpRequest) -> bool:
+def has_processors(request: HttpRequest) -> bool:
     """Whether it has processors, or parameters for them."""
     if not isinstance(request.json, Mapping):
         return False

@@ -6,7 +6,7 @@ import torch
 
 
 class Scratch:
-    """Room for matrices of the size of the logits, kept from step to step.
+    """Buffers for matrices of the size of the logits, kept from step to step.
 
     Memory that is new to a process costs a page fault for every 4 KiB of it: for the log-probabilities of 32 rows of
     49,152 tokens, that takes twice as long as to compute them. On other devices PyTorch keeps freed memory by itself.
@@ -16,7 +16,7 @@ class Scratch:
         self._kept = torch.empty(0)
 
     def rows(self, start: int, count: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Room for some rows: float32 [count, columns], to be given as `out`. What stood there is overwritten.
+        """Return a buffer for some rows: float32 [count, columns], to pass as `out`. Its old contents are overwritten.
 
         Args:
             start: how many rows of the same step come before it, whose room stays theirs.

@@ -10,8 +10,8 @@ import torch
 
 from .author_code import edit
 from .callable_factory import duplicate_callable
-from .executor import HostedSequence, LoadedProcessor
-from .local_executor import LocalHost, LocalRow
+from .executor import ExecutorSequence, LoadedProcessor
+from .local_executor import LocalExecutor, LocalRow
 from .request_callable import BoundCallable, RequestLogitsProcessor, bind
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ _CALLABLE = "callable"
 """Where the view's `state` holds the sequence's callable, which itself never sees the view."""
 
 
-class CallableHost(LocalHost):
+class CallableExecutor(LocalExecutor):
     """Runs callables in this process: they are the operator's.
 
-    A `LoadedProcessor` of this host is one sequence's: `per_sequence` is True, and `instance` is a callable that
+    A `LoadedProcessor` of this executor is one sequence's: `per_sequence` is True, and `instance` is a callable that
     `CallableFactory` made for it. The other beams of a search have copies of it.
     """
 
@@ -34,8 +34,8 @@ class CallableHost(LocalHost):
         """Never called: callables come from a `CallableFactory`, and not in processor strings."""
         raise AssertionError("a request-level callable is not loaded from a processor string")
 
-    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> LocalRow:
-        """See `ProcessorHost.attach`."""
+    def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> LocalRow:
+        """See `ProcessorExecutor.attach`."""
         row = super().attach(processor, sequence)
         row.params["__req__"].state[_CALLABLE] = _SequenceCallable(processor.instance)
         return row
@@ -43,7 +43,7 @@ class CallableHost(LocalHost):
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """See `LocalHost.run`. There is one row, and its parameters hold nothing but `__req__`."""
+        """See `LocalExecutor.run`. There is one row, and its parameters hold nothing but `__req__`."""
         [params] = param_list
         view: RequestView = params["__req__"]
         own: _SequenceCallable = view.state[_CALLABLE]

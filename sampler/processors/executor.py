@@ -1,7 +1,7 @@
 """The narrow place where shipped code is loaded and called.
 
 Everything else in the package handles a `LoadedProcessor` as a name and a digest. Where the code really runs is the
-host's business: in this process (`LocalHost`), or in a process of its own (`SandboxHost`).
+executor's business: in this process (`LocalExecutor`), or in a process of its own (`SandboxExecutor`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PREPARED_KEY = "__prepared__"
 
 @dataclass(frozen=True, eq=False)
 class LoadedProcessor:
-    """A processor that its host is ready to run.
+    """A processor that its executor is ready to run.
 
     Attributes:
-        digest: its identity, `sha256:…` of what the host runs.
+        digest: its identity, `sha256:…` of what the executor runs.
         name: the class's name, for people.
-        host: who runs it.
-        instance: whatever the host needs for that. Nobody else touches it.
+        executor: who runs it.
+        instance: whatever the executor needs for that. Nobody else touches it.
         per_sequence: it was made for one sequence and runs on that one's row alone, whoever has the same digest.
         is_mask: it only ever sets logits to -inf, on the grounds of the history alone: it runs before a request's other
             processors, and once more after them.
@@ -48,7 +48,7 @@ class LoadedProcessor:
 
     digest: str
     name: str
-    host: ProcessorHost
+    executor: ProcessorExecutor
     instance: Any
     per_sequence: bool = False
     is_mask: bool = False
@@ -64,8 +64,8 @@ class LoadedProcessor:
 
 
 @dataclass(frozen=True)
-class HostedSequence:
-    """A sequence that carries a processor, as its host gets to know it.
+class ExecutorSequence:
+    """A sequence that carries a processor, as its executor gets to know it.
 
     Attributes:
         rid: the request id.
@@ -86,10 +86,10 @@ class HostedSequence:
     prepared: Any = None
 
 
-class HostedRow(Protocol):
-    """A sequence at its host, while it has a row of the batch."""
+class ExecutorRow(Protocol):
+    """A sequence at its executor, while it has a row of the batch."""
 
-    def fork(self, output_token_ids: list[int]) -> HostedRow:
+    def fork(self, output_token_ids: list[int]) -> ExecutorRow:
         """Take in another sequence, which goes on from the history that this one had in its last step.
 
         It has its own copy of what the processor keeps of the sequence: the parameters, and `__req__` with its `state`.
@@ -132,8 +132,8 @@ class Run(Protocol):
         ...
 
 
-class HostedGroup(Protocol):
-    """The rows of a processor at its host, until the batch changes."""
+class ExecutorGroup(Protocol):
+    """The rows of a processor at its executor, until the batch changes."""
 
     def begin(self, logits: torch.Tensor) -> Run:
         """Begin to call the processor. Calls for several groups may be begun before the first is finished.
@@ -147,7 +147,7 @@ class HostedGroup(Protocol):
         ...
 
 
-class ProcessorHost(Protocol):
+class ProcessorExecutor(Protocol):
     """Loads processors and runs them."""
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
@@ -170,11 +170,11 @@ class ProcessorHost(Protocol):
         """Let go of a processor that nobody uses any more."""
         ...
 
-    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> HostedRow:
+    def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> ExecutorRow:
         """Take in a sequence that got a row of the batch."""
         ...
 
-    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> HostedGroup:
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> ExecutorGroup:
         """Put together what a processor is called for, until the batch changes.
 
         Args:
@@ -183,8 +183,8 @@ class ProcessorHost(Protocol):
         ...
 
 
-class NoHost:
-    """Stands where a host would be if shipped code were allowed: nothing is loaded, so nothing can run.
+class DisabledExecutor:
+    """Stands where a executor would be if shipped code were allowed: nothing is loaded, so nothing can run.
 
     Args:
         reason: what clients are told.
@@ -202,17 +202,17 @@ class NoHost:
         raise ProcessorLoadError(self._reason)
 
     def ensure(self, processor: LoadedProcessor) -> NoReturn:
-        """Never called: there is no processor of this host."""
+        """Never called: there is no processor of this executor."""
         raise AssertionError("no processor was loaded")
 
     def unload(self, processor: LoadedProcessor) -> NoReturn:
         """Never called."""
         raise AssertionError("no processor was loaded")
 
-    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> NoReturn:
+    def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> NoReturn:
         """Never called."""
         raise AssertionError("no processor was loaded")
 
-    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> NoReturn:
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> NoReturn:
         """Never called."""
         raise AssertionError("no processor was loaded")

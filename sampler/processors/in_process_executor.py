@@ -15,10 +15,10 @@ from logitship.client.serialization.processor_string import PickledProcessor, Pr
 from .author_code import call, edit
 from .class_description import describe
 from .executor import LoadedProcessor
-from .local_executor import LocalHost
+from .local_executor import LocalExecutor
 
 
-class InProcessHost(LocalHost):
+class InProcessExecutor(LocalExecutor):
     """Loads and calls processors right here. Only for code that the operator would run anyway.
 
     Args:
@@ -29,7 +29,7 @@ class InProcessHost(LocalHost):
         self._names = names
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """See `ProcessorHost.load`."""
+        """See `ProcessorExecutor.load`."""
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
@@ -55,7 +55,7 @@ class InProcessHost(LocalHost):
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """See `LocalHost.run`."""
+        """See `LocalExecutor.run`."""
         instance = processor.instance
         edit(
             instance,

@@ -1,4 +1,4 @@
-"""What the hosts that run code in this process share."""
+"""What the executors that run code in this process share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 
 from .author_code import duplicate
-from .executor import PREPARED_KEY, HostedRow, HostedSequence, LoadedProcessor, RunOutcome
+from .executor import PREPARED_KEY, ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
 from .request_view import OutputFollower, RequestView
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ class LocalRow:
         output: keeps `__req__.output_ids` up to date.
     """
 
-    def __init__(self, processor: LoadedProcessor, sequence: HostedSequence, on_first_use: Callable[[], None]) -> None:
+    def __init__(
+        self, processor: LoadedProcessor, sequence: ExecutorSequence, on_first_use: Callable[[], None]
+    ) -> None:
         self._processor = processor
         self._sequence = sequence
         self._view = view = RequestView(
@@ -50,7 +52,7 @@ class LocalRow:
         self.output = OutputFollower(view, sequence.output_token_ids, on_first_use)
 
     def fork(self, output_token_ids: list[int]) -> LocalRow:
-        """See `HostedRow.fork`."""
+        """See `ExecutorRow.fork`."""
         sequence, processor = self._sequence, self._processor
         is_prepared = sequence.prepared is not None
         # Of what was prepared at admission, the parameters are shared by all sequences: nobody changes them.
@@ -66,18 +68,18 @@ class LocalRow:
         return twin
 
     def close(self) -> None:
-        """See `HostedRow.close`."""
+        """See `ExecutorRow.close`."""
 
 
-class LocalHost(ABC):
-    """A `ProcessorHost` that calls processors in this process: a subclass says how."""
+class LocalExecutor(ABC):
+    """A `ProcessorExecutor` that calls processors in this process: a subclass says how."""
 
     _num_first_uses = 0
     """Sequences whose processor has used their `output_ids`, since the start."""
 
     @abstractmethod
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """See `ProcessorHost.load`."""
+        """See `ProcessorExecutor.load`."""
 
     @abstractmethod
     def run(
@@ -97,17 +99,17 @@ class LocalHost(ABC):
         """
 
     def ensure(self, processor: LoadedProcessor) -> None:  # noqa: B027  # nothing to do, nor in a subclass
-        """See `ProcessorHost.ensure`: what runs here is always ready."""
+        """See `ProcessorExecutor.ensure`: what runs here is always ready."""
 
     def unload(self, processor: LoadedProcessor) -> None:  # noqa: B027
-        """See `ProcessorHost.unload`: it goes with its last reference."""
+        """See `ProcessorExecutor.unload`: it goes with its last reference."""
 
-    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> LocalRow:
-        """See `ProcessorHost.attach`."""
+    def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> LocalRow:
+        """See `ProcessorExecutor.attach`."""
         return LocalRow(processor, sequence, self._count_first_use)
 
-    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> LocalGroup:
-        """See `ProcessorHost.group`."""
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> LocalGroup:
+        """See `ProcessorExecutor.group`."""
         return LocalGroup(self, processor, [row for row in rows if isinstance(row, LocalRow)])
 
     def _count_first_use(self) -> None:
@@ -115,13 +117,13 @@ class LocalHost(ABC):
 
 
 class LocalGroup:
-    """A `HostedGroup` whose processor runs here. It is its own `Run`, since it has one call at a time.
+    """A `ExecutorGroup` whose processor runs here. It is its own `Run`, since it has one call at a time.
 
     A call is made when it is finished: until then, others may work elsewhere.
     """
 
-    def __init__(self, host: LocalHost, processor: LoadedProcessor, rows: Sequence[LocalRow]) -> None:
-        self._host = host
+    def __init__(self, executor: LocalExecutor, processor: LoadedProcessor, rows: Sequence[LocalRow]) -> None:
+        self._executor = executor
         self._processor = processor
         self._rows = rows
         self._params = [row.params for row in rows]
@@ -130,7 +132,7 @@ class LocalGroup:
         self._logits: torch.Tensor | None = None
 
     def begin(self, logits: torch.Tensor) -> LocalGroup:
-        """See `HostedGroup.begin`."""
+        """See `ExecutorGroup.begin`."""
         self._logits = logits
         return self
 
@@ -139,10 +141,10 @@ class LocalGroup:
         logits, self._logits = self._logits, None
         assert logits is not None
         began = time.perf_counter()
-        if self._used_outputs or self._num_first_uses != self._host._num_first_uses:
+        if self._used_outputs or self._num_first_uses != self._executor._num_first_uses:
             self._sync()
         try:
-            result = self._host.run(self._processor, logits, self._params)
+            result = self._executor.run(self._processor, logits, self._params)
         except ProcessorFault as fault:
             # The call is one for all rows, so that nobody can say which of them was the reason: all of them end.
             return RunOutcome(time.perf_counter() - began, dict.fromkeys(range(len(self._rows)), fault))
@@ -153,8 +155,8 @@ class LocalGroup:
     def _sync(self) -> None:
         """Bring the outputs up to date that the processor may have kept."""
         # Not a look at each row, which in every step would take longer than many a processor.
-        if self._num_first_uses != self._host._num_first_uses:
-            self._num_first_uses = self._host._num_first_uses
+        if self._num_first_uses != self._executor._num_first_uses:
+            self._num_first_uses = self._executor._num_first_uses
             self._used_outputs = [row.output for row in self._rows if row.output.is_used]
         for output in self._used_outputs:
             output.sync()

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 
-from .executor import LoadedProcessor, ProcessorHost
+from .executor import LoadedProcessor, ProcessorExecutor
 
 Key: TypeAlias = tuple[str, str]
 """Tenant and digest: two tenants never share a processor, because a class may keep things on itself."""
@@ -45,13 +45,13 @@ class _Entry:
 
 
 class ProcessorCache:
-    """Loads processors through a host and keeps them. Safe to use from several threads.
+    """Loads processors through a executor and keeps them. Safe to use from several threads.
 
     Guarantees:
-    * The host never holds more than `max_entries` processors, those that it is loading included: the place is taken
+    * The executor never holds more than `max_entries` processors, those that it is loading included: the place is taken
       before the load, and what makes way is unloaded before it. (What `clear` drops may overlap with what comes.)
     * A processor that was acquired stays loaded until it is released.
-    * The host is called outside the lock of the cache: a load that takes long holds up nobody who wants another
+    * The executor is called outside the lock of the cache: a load that takes long holds up nobody who wants another
       processor.
 
     Args:
@@ -59,8 +59,8 @@ class ProcessorCache:
         max_bytes: most bytes that they count for, all together.
     """
 
-    def __init__(self, host: ProcessorHost, *, max_entries: int, max_bytes: int) -> None:
-        self._host = host
+    def __init__(self, executor: ProcessorExecutor, *, max_entries: int, max_bytes: int) -> None:
+        self._executor = executor
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class ProcessorCache:
                 else:
                     with self._lock:
                         self._hits += 1
-                    self._host.ensure(entry.processor)
+                    self._executor.ensure(entry.processor)
                 return entry.processor
         except BaseException:
             with self._lock:
@@ -146,15 +146,15 @@ class ProcessorCache:
     def _load(self, key: Key, runnable: PickledProcessor | SourceProcessor) -> LoadedProcessor:
         with self._lock:
             self._misses += 1
-        processor = self._host.load(runnable, key[0])
+        processor = self._executor.load(runnable, key[0])
         if (processor.tenant, processor.digest) != key:
-            self._host.unload(processor)
-            raise ProcessorLoadError(f"the host loaded {processor.digest}, asked for {runnable.digest}")
+            self._executor.unload(processor)
+            raise ProcessorLoadError(f"the executor loaded {processor.digest}, asked for {runnable.digest}")
         return processor
 
     def _unload(self, processors: list[LoadedProcessor]) -> None:
         while processors:
-            self._host.unload(processors.pop())
+            self._executor.unload(processors.pop())
 
     def _idle(self) -> list[Key]:
         return [key for key, entry in self._entries.items() if entry.users == 0]

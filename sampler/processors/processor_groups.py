@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from .executor import HostedRow, LoadedProcessor, RunOutcome
+    from .executor import ExecutorRow, LoadedProcessor, RunOutcome
     from .shipped_processors import ProcessorUse
 
 ObserveCall: TypeAlias = Callable[[int, float], None]
@@ -37,7 +37,7 @@ class CallCount:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A use in its place, and the sequence at the processor's host.
+    """A use in its place, and the sequence at the processor's executor.
 
     Attributes:
         before: names of what may have forbidden tokens before it: fields of the request, and earlier processors.
@@ -45,7 +45,7 @@ class Member:
     """
 
     use: ProcessorUse
-    hosted: HostedRow
+    hosted: ExecutorRow
     before: tuple[str, ...]
     is_last: bool
 
@@ -75,7 +75,7 @@ class Group:
         self.is_adjacent = self.rows[-1] - self.rows[0] + 1 == len(self.rows)
         self._index = slice(self.rows[0], self.rows[-1] + 1) if self.is_adjacent else self.rows
         self.is_last = all(member.is_last for member in self.members)
-        self.hosted = processor.host.group(processor, [member.hosted for member in self.members])
+        self.hosted = processor.executor.group(processor, [member.hosted for member in self.members])
         self._count: CallCount | None = None
 
     def rows_of(self, logits: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
 from .author_code import non_finite_fault
-from .executor import HostedRow, HostedSequence, LoadedProcessor, RunOutcome
+from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
 from .processor_groups import CallCount, Group, Member, ObserveCall, Stage, grouped
 from .request_view import ModelView
 
@@ -37,7 +37,7 @@ class ProcessorUse:
         prepared: what an installed processor made of `params` at admission; None for all others.
         own_count: its calls so far, without those in `shared_counts`.
         shared_counts: those of the groups that it is or was in since the batch changed, which count for all members.
-        hosted: the sequence at the processor's host, from when it gets a row of the batch.
+        hosted: the sequence at the processor's executor, from when it gets a row of the batch.
         forked: the same before, of a sequence that goes on from another one's history.
     """
 
@@ -47,11 +47,11 @@ class ProcessorUse:
     prepared: Any = None
     own_count: CallCount = field(default_factory=CallCount)
     shared_counts: list[CallCount] = field(default_factory=list)
-    hosted: HostedRow | None = None
-    forked: HostedRow | None = None
+    hosted: ExecutorRow | None = None
+    forked: ExecutorRow | None = None
 
     def fork(self, output_token_ids: list[int]) -> ProcessorUse:
-        """The use by another sequence, which goes on from this one's history: see `HostedRow.fork`.
+        """The use by another sequence, which goes on from this one's history: see `ExecutorRow.fork`.
 
         This one has a row. The other one gets a row next, or is closed by `drop_fork`.
 
@@ -240,11 +240,11 @@ class ShippedProcessors(LogitsProcessor):
 
     def _hosted(
         self, use: ProcessorUse, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-    ) -> HostedRow:
-        """The sequence at the processor's host: as it was forked, or new."""
+    ) -> ExecutorRow:
+        """The sequence at the processor's executor: as it was forked, or new."""
         use.hosted, use.forked = use.forked, None
         if use.hosted is None:
-            sequence = HostedSequence(
+            sequence = ExecutorSequence(
                 rid=use.rid,
                 params=use.params,
                 prompt_token_ids=prompt_token_ids or [],
@@ -253,7 +253,7 @@ class ShippedProcessors(LogitsProcessor):
                 model=self._model,
                 prepared=use.prepared,
             )
-            use.hosted = use.processor.host.attach(use.processor, sequence)
+            use.hosted = use.processor.executor.attach(use.processor, sequence)
         return use.hosted
 
     def _finish(self, group: Group, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Kind, pack
-from .zygote_process import ForkedProcess, TemplateProcess
+from .zygote_process import ForkedProcess, ZygoteProcess
 
 _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended: it is on its way."""
@@ -70,11 +70,11 @@ class Sandbox:
         group: handles of the sequences that it was told the rows of a call belong to.
     """
 
-    def __init__(self, template: TemplateProcess, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, template: ZygoteProcess, max_rows: int, vocab_size: int) -> None:
         """Fork a sandbox.
 
         Raises:
-            TemplateError: there is no template to fork it from.
+            ZygoteError: there is no template to fork it from.
             OSError: this process has no room for it, or no descriptors left.
         """
         region = _sealed_memory(max_rows * vocab_size * FLOAT_BYTES)

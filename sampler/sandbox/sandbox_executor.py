@@ -18,14 +18,14 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.processors.class_description import ClassDescription, from_bytes
-from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor
+from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
 
 from .protocol import Answer, Kind
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import SandboxRow, SandboxRun
 from .sandboxed_processor import LONGEST_TEXT, SandboxedProcessor
 from .spare_sandboxes import SpareSandboxes
-from .zygote_process import TemplateError, TemplateProcess
+from .zygote_process import ZygoteError, ZygoteProcess
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class SandboxStats:
     ended: Mapping[str, int]
 
 
-class SandboxHost:
-    """A `ProcessorHost` whose processors run in sandboxes: nothing that came with a request runs in this process.
+class SandboxExecutor:
+    """A `ProcessorExecutor` whose processors run in sandboxes: nothing that came with a request runs in this process.
 
     Args:
         template: forks the sandboxes.
@@ -74,7 +74,7 @@ class SandboxHost:
     """
 
     def __init__(
-        self, template: TemplateProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
+        self, template: ZygoteProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
     ) -> None:
         self._template = template
         self._limits = limits
@@ -91,7 +91,7 @@ class SandboxHost:
         self._watcher.start()
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """See `ProcessorHost.load`."""
+        """See `ProcessorExecutor.load`."""
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
@@ -109,27 +109,27 @@ class SandboxHost:
         )
 
     def ensure(self, processor: LoadedProcessor) -> None:
-        """See `ProcessorHost.ensure`."""
+        """See `ProcessorExecutor.ensure`."""
         sandboxed: SandboxedProcessor = processor.instance
         self._start(sandboxed)
 
     def unload(self, processor: LoadedProcessor) -> None:
-        """See `ProcessorHost.unload`."""
+        """See `ProcessorExecutor.unload`."""
         sandboxed: SandboxedProcessor = processor.instance
         with sandboxed.lock:
             if sandboxed.sandbox is not None:
                 self._end(sandboxed.sandbox)
 
-    def attach(self, processor: LoadedProcessor, sequence: HostedSequence) -> SandboxRow:
-        """See `ProcessorHost.attach`."""
+    def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> SandboxRow:
+        """See `ProcessorExecutor.attach`."""
         return SandboxRow(sequence, self._handles)
 
-    def group(self, processor: LoadedProcessor, rows: Sequence[HostedRow]) -> SandboxGroup:
-        """See `ProcessorHost.group`."""
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> SandboxGroup:
+        """See `ProcessorExecutor.group`."""
         return SandboxGroup(self, processor.instance, [row for row in rows if isinstance(row, SandboxRow)])
 
     def begin(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, members: Sequence[SandboxRow]) -> SandboxRun:
-        """Begin a call, see `HostedGroup.begin`."""
+        """Begin a call, see `ExecutorGroup.begin`."""
         run = SandboxRun(sandboxed, logits, self._limits.step_timeout, self._under_way)
         sandbox: Sandbox | SandboxDied
         try:
@@ -168,7 +168,7 @@ class SandboxHost:
                 return
             try:
                 sandbox = self._spares.take()
-            except (OSError, TemplateError) as error:
+            except (OSError, ZygoteError) as error:
                 raise ProcessorLoadError(f"no sandbox can be started: {error}") from None
             self._sandboxes.add(sandbox)
             self._unreported[sandbox] = sandboxed
@@ -253,15 +253,15 @@ class SandboxHost:
 
 @dataclass(frozen=True)
 class SandboxGroup:
-    """A `HostedGroup` whose processor runs in a sandbox."""
+    """A `ExecutorGroup` whose processor runs in a sandbox."""
 
-    host: SandboxHost
+    executor: SandboxExecutor
     processor: SandboxedProcessor
     rows: Sequence[SandboxRow]
 
     def begin(self, logits: torch.Tensor) -> SandboxRun:
-        """See `HostedGroup.begin`."""
-        return self.host.begin(self.processor, logits, self.rows)
+        """See `ExecutorGroup.begin`."""
+        return self.executor.begin(self.processor, logits, self.rows)
 
 
 def _load_message(string: PickledProcessor | SourceProcessor) -> bytes:

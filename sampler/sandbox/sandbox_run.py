@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.processors.executor import HostedSequence, RunOutcome
+from logitship.sampler.processors.executor import ExecutorSequence, RunOutcome
 from logitship.sampler.sampling_params import SamplingParams
 
 from .protocol import Answer, Kind
@@ -32,7 +32,7 @@ class SandboxRow:
         num_known: how many of its output tokens that one knows.
     """
 
-    def __init__(self, sequence: HostedSequence, handles: Iterator[int]) -> None:
+    def __init__(self, sequence: ExecutorSequence, handles: Iterator[int]) -> None:
         self.sequence = sequence
         self._handles = handles
         self.handle = next(handles)
@@ -40,7 +40,7 @@ class SandboxRow:
         self.num_known = 0
 
     def fork(self, output_token_ids: list[int]) -> SandboxRow:
-        """See `HostedRow.fork`. Raises nothing: what cannot be copied is told with the other sequence's next call."""
+        """See `ExecutorRow.fork`. Raises nothing: what cannot be copied is told with the other sequence's next call."""
         twin = SandboxRow(replace(self.sequence, output_token_ids=output_token_ids), self._handles)
         twin.sandbox, twin.num_known = self.sandbox, self.num_known
         if self.sandbox is not None and self.sandbox.alive:
@@ -48,7 +48,7 @@ class SandboxRow:
         return twin
 
     def close(self) -> None:
-        """See `HostedRow.close`."""
+        """See `ExecutorRow.close`."""
         if self.sandbox is not None and self.sandbox.alive:
             self.sandbox.tell(Kind.DETACH, marshal.dumps(self.handle))
             self.sandbox.flush()  # there may be no other call: the sequence's state goes now

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from .sandbox import Sandbox
-from .zygote_process import TemplateError
+from .zygote_process import ZygoteError
 
 NUM_SPARES = 2
 """For a server: two requests with new processors may come at the same time."""
@@ -21,7 +21,7 @@ class SpareSandboxes:
     """Keeps some started. Safe to use from several threads.
 
     Args:
-        start: starts a sandbox, or raises `TemplateError` or `OSError`.
+        start: starts a sandbox, or raises `ZygoteError` or `OSError`.
         count: how many are kept; 0: none, and no thread is started.
     """
 
@@ -41,7 +41,7 @@ class SpareSandboxes:
         """A sandbox that lives: a spare one, or else one that is started now.
 
         Raises:
-            TemplateError, OSError: as `start`.
+            ZygoteError, OSError: as `start`.
         """
         while (spare := self._pop()) is not None:
             self._missing.set()
@@ -67,7 +67,7 @@ class SpareSandboxes:
         while self._missing.wait() and not self._closed.is_set():
             self._missing.clear()
             # What is in the way of a spare one is told to the first who needs a sandbox.
-            with contextlib.suppress(TemplateError, OSError):
+            with contextlib.suppress(ZygoteError, OSError):
                 while len(self._spares) < self._count and not self._closed.is_set():
                     self._spares.append(self._start())
             self._closed.wait(PAUSE)

@@ -53,7 +53,7 @@ _VARIABLES = {
 }
 
 
-class TemplateError(Exception):
+class ZygoteError(Exception):
     """No template can be started; the message is for the operator."""
 
 
@@ -93,7 +93,7 @@ class _Template:
     alive: bool = True
 
 
-class TemplateProcess:
+class ZygoteProcess:
     """Keeps a template running. Safe to use from several threads.
 
     `start` begins to import what sandboxes need, which takes seconds, and returns at once; `set_up` says the rest.
@@ -121,11 +121,11 @@ class TemplateProcess:
         """Start the launcher.
 
         Raises:
-            TemplateError: this process is one.
+            ZygoteError: this process is one.
         """
         if _MARK in os.environ:
             # It ran this program instead of a module that it imports. Each launcher would start the next one.
-            raise TemplateError(
+            raise ZygoteError(
                 "a file beside this program has the name of a module that Python or torch imports, and was imported "
                 "in its place: rename it"
             )
@@ -139,12 +139,12 @@ class TemplateProcess:
             What protects the sandboxes.
 
         Raises:
-            TemplateError: it does not start, or the kernel does not protect enough.
+            ZygoteError: it does not start, or the kernel does not protect enough.
         """
         try:
             tokenizer = pickle.dumps(model.tokenizer)
         except Exception as error:  # a tokenizer is anybody's class
-            raise TemplateError(f"the model's tokenizer cannot be given to sandboxes: {error}") from error
+            raise ZygoteError(f"the model's tokenizer cannot be given to sandboxes: {error}") from error
         eos_token_ids = tuple(sorted(model.eos_token_ids))
         with self._lock:
             self._setup = (self._names, tokenizer, eos_token_ids, model.vocab_size, self._max_rows, self._memory_limit)
@@ -161,7 +161,7 @@ class TemplateProcess:
             region: descriptor of its region.
 
         Raises:
-            TemplateError: there is no template, and none can be started.
+            ZygoteError: there is no template, and none can be started.
         """
         for _ in range(3):  # a template may end at any time: there will be another
             with self._lock:
@@ -180,7 +180,7 @@ class TemplateProcess:
                 if template.forks.pop(sandbox, None) is None:  # it was done at the last moment
                     return ForkedProcess(forked.result(), status)
                 self._give_up(template)
-        raise TemplateError("the process that sandboxes are forked from ends again and again")
+        raise ZygoteError("the process that sandboxes are forked from ends again and again")
 
     def close(self) -> None:
         """End the template, with it all sandboxes, and the launcher. Harmless a second time."""
@@ -213,7 +213,7 @@ class TemplateProcess:
     def _living_template(self) -> _Template:
         """The template; another one if it died. The lock is held."""
         if self._closed:
-            raise TemplateError("the server is shutting down")
+            raise ZygoteError("the server is shutting down")
         if self._template is None or not self._template.alive:
             try:
                 self._template = self._started()
@@ -224,12 +224,12 @@ class TemplateProcess:
     def _started_anew(self) -> _Template:
         self._end_launcher()
         if self._closed:
-            raise TemplateError("the server is shutting down")
+            raise ZygoteError("the server is shutting down")
         try:
             self._start_launcher()
             return self._started()
         except (ChannelClosed, OSError) as error:
-            raise TemplateError(
+            raise ZygoteError(
                 f"the process that sandboxes are forked from does not start ({error}); what it wrote to the standard "
                 "error output says why"
             ) from None
@@ -262,7 +262,7 @@ class TemplateProcess:
         if not protections.sufficient or failures:
             channel.close()
             os.close(pidfd)
-            raise TemplateError(_insufficient(protections, failures))
+            raise ZygoteError(_insufficient(protections, failures))
         ours.settimeout(None)
         template = _Template(channel, pidfd, protections)
         reader = threading.Thread(target=self._read, args=(template,), name="logitship-template", daemon=True)
@@ -291,7 +291,7 @@ class TemplateProcess:
                 elif note is Note.FORKED:
                     fork.set_result(descriptors[0])
                 else:
-                    fork.set_exception(TemplateError(f"the kernel gives no process: {values[0]}"))
+                    fork.set_exception(ZygoteError(f"the kernel gives no process: {values[0]}"))
         except ChannelClosed as closed:
             with self._lock:  # whoever asks for a fork sees either that it is dead, or this
                 template.alive = False

@@ -11,12 +11,12 @@ import torch
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor, ProcessorHost
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor, ProcessorExecutor
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.check.checks.params_check import Params
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
@@ -50,7 +50,7 @@ class Player:
         tokens: its output so far. Whoever appends to it tells the processor, as an engine does.
     """
 
-    row: HostedRow
+    row: ExecutorRow
     tokens: list[int]
 
     def fork(self) -> Player:
@@ -70,15 +70,15 @@ class Stage:
         model: what it may know of the model.
     """
 
-    def __init__(self, host: ProcessorHost, processor: LoadedProcessor, model: ModelView) -> None:
-        self._host = host
+    def __init__(self, executor: ProcessorExecutor, processor: LoadedProcessor, model: ModelView) -> None:
+        self._executor = executor
         self._processor = processor
         self._model = model
 
     def enter(self, rid: str, params: Params, prompt_token_ids: Sequence[int]) -> Player:
         """A sequence that begins."""
         tokens: list[int] = []
-        sequence = HostedSequence(
+        sequence = ExecutorSequence(
             rid=rid,
             params=params,
             prompt_token_ids=list(prompt_token_ids),
@@ -86,7 +86,7 @@ class Stage:
             sampling_params=SamplingParams(),
             model=self._model,
         )
-        return Player(self._host.attach(self._processor, sequence), tokens)
+        return Player(self._executor.attach(self._processor, sequence), tokens)
 
     def call(self, players: Sequence[Player], logits: torch.Tensor) -> Called:
         """Call the processor for some sequences.
@@ -95,7 +95,7 @@ class Stage:
             logits: float32 [players, vocab]; not changed.
         """
         edited = logits.clone()
-        outcome = self._host.group(self._processor, [player.row for player in players]).begin(edited).finish()
+        outcome = self._executor.group(self._processor, [player.row for player in players]).begin(edited).finish()
         return Called(edited, dict(outcome.faults), outcome.seconds, outcome.row_by_row)
 
 
@@ -114,16 +114,16 @@ class Bench:
         self.config = config
         self.loaded = loaded
         self.model = ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer)
-        self._host: InProcessHost | SandboxHost
+        self._executor: InProcessExecutor | SandboxExecutor
         if config.processor_isolation == "none":
-            self._host = InProcessHost(SGLANG_NAMES)
+            self._executor = InProcessExecutor(SGLANG_NAMES)
         else:
-            self._host = _sandbox_host(config, self.model, max_rows)
+            self._executor = _sandbox_executor(config, self.model, max_rows)
 
     def close(self) -> None:
         """End all sandboxes."""
-        if isinstance(self._host, SandboxHost):
-            self._host.close()
+        if isinstance(self._executor, SandboxExecutor):
+            self._executor.close()
 
     @contextmanager
     def stage(self, string: PickledProcessor | SourceProcessor) -> Iterator[Stage]:
@@ -132,19 +132,19 @@ class Bench:
         Raises:
             ProcessorLoadError: it cannot be loaded there.
         """
-        processor = self._host.load(string)
+        processor = self._executor.load(string)
         try:
-            yield Stage(self._host, processor, self.model)
+            yield Stage(self._executor, processor, self.model)
         finally:
-            self._host.unload(processor)
+            self._executor.unload(processor)
 
 
-def _sandbox_host(config: ServerConfig, model: ModelView, max_rows: int) -> SandboxHost:
-    template = TemplateProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=config.sandbox_memory)
+def _sandbox_executor(config: ServerConfig, model: ModelView, max_rows: int) -> SandboxExecutor:
+    template = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=config.sandbox_memory)
     template.start()
     try:
         template.set_up(model)
-    except TemplateError as error:
+    except ZygoteError as error:
         template.close()
         raise StartError(f"{error}\nTo check without sandboxes, in this process: --processor-isolation none") from error
     limits = SandboxLimits(
@@ -152,4 +152,4 @@ def _sandbox_host(config: ServerConfig, model: ModelView, max_rows: int) -> Sand
         step_timeout=config.sandbox_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
-    return SandboxHost(template, limits, max_rows=max_rows, vocab_size=model.vocab_size)
+    return SandboxExecutor(template, limits, max_rows=max_rows, vocab_size=model.vocab_size)

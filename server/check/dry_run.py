@@ -56,7 +56,7 @@ class Facts:
     unplain: bool = False
 
 
-class Rehearsal:
+class DryRun:
     """A processor in this process, and sequences to play with.
 
     Args:

@@ -23,7 +23,7 @@ from logitship.client.serialization.code_names import global_names
 from logitship.client.serialization.provenance import is_installed, top_level
 from logitship.client.serialization.serialize import own_packages
 
-from .dry_run import Rehearsal
+from .dry_run import DryRun
 from .own_time import SECONDS, WARM_UP, one_thread, own_seconds, take_tokens
 from .recording import Recording
 
@@ -91,7 +91,7 @@ class LineClock:
 
 
 def measure_lines(
-    cls: type, rehearsal: Rehearsal, recordings: Sequence[Recording], logits: torch.Tensor
+    cls: type, rehearsal: DryRun, recordings: Sequence[Recording], logits: torch.Tensor
 ) -> list[SlowLine]:
     """The slowest lines, the slowest first; none if a call fails.
 

@@ -17,7 +17,7 @@ import torch
 
 from logitship.sampler.sandbox.worker import Member
 
-from .dry_run import Rehearsal
+from .dry_run import DryRun
 from .recording import Recording
 
 SECONDS = 0.5
@@ -28,7 +28,7 @@ WARM_UP = 2
 
 
 def own_seconds(
-    rehearsal: Rehearsal, recordings: Sequence[Recording], logits: torch.Tensor, num_tokens: int = 0
+    rehearsal: DryRun, recordings: Sequence[Recording], logits: torch.Tensor, num_tokens: int = 0
 ) -> float | None:
     """Median of a call. Each sequence takes the most likely token after each.
 

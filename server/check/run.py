@@ -16,7 +16,7 @@ from logitship.server.check.checks.contract import check_contract, check_finite
 from logitship.server.check.checks.determinism import check_determinism
 from logitship.server.check.checks.params_check import Params, given_params, with_a_variant
 from logitship.server.check.checks.rows_check import check_rows
-from logitship.server.check.checks.serializability import DoesNotTravel, check_travel, shipped, try_to_load
+from logitship.server.check.checks.serializability import NotSerializable, check_serializability, shipped, try_to_load
 from logitship.server.check.checks.speed import check_speed
 from logitship.server.check.checks.state import check_state
 from logitship.server.config import ServerConfig
@@ -24,7 +24,7 @@ from logitship.server.model.model_loader import LoadedModel, load_model
 
 from .bench import Bench
 from .check_options import CHECKS, CheckOptions
-from .dry_run import Facts, Rehearsal
+from .dry_run import DryRun, Facts
 from .recording import Recording, record
 from .replay import replay, together
 from .result import not_checked, result
@@ -58,7 +58,7 @@ def run_check(
     check = _Check(cls, options, config, target)
     try:
         shipment = shipped(cls)  # before the model is loaded, which takes longer
-    except DoesNotTravel as error:
+    except NotSerializable as error:
         return check.ended(error)
     bench = Bench(config, loaded or load_model(config), max_rows_of(options))
     try:
@@ -72,7 +72,7 @@ def check_on(bench: Bench, cls: type[CustomLogitProcessor], options: CheckOption
     check = _Check(cls, options, bench.config, "")
     try:
         return check.on(bench, *shipped(cls))
-    except DoesNotTravel as error:
+    except NotSerializable as error:
         return check.ended(error)
 
 
@@ -110,11 +110,11 @@ class _Check:
         try:
             try_to_load(bench, string)
             self._run(bench, string, size)
-        except DoesNotTravel as error:
+        except NotSerializable as error:
             return self.ended(error)
         return self._report()
 
-    def ended(self, error: DoesNotTravel) -> CheckReport:
+    def ended(self, error: NotSerializable) -> CheckReport:
         """There is nothing that could run."""
         self._add(result("travels", "it does not reach a server", [error.finding]))
         return self._report()
@@ -130,10 +130,10 @@ class _Check:
         if self._failed("contract") or len(recordings) < _FEWEST_RECORDINGS:
             for name in CHECKS[CHECKS.index("finite") + 1 :]:
                 self._add(not_checked(name, "it fails before that could be seen"))
-            self._add(check_travel(bench, string, size, []))
+            self._add(check_serializability(bench, string, size, []))
             return
         self._compare(bench, string, recordings, facts)
-        self._add(check_travel(bench, string, size, [] if self._failed("deterministic") else recordings))
+        self._add(check_serializability(bench, string, size, [] if self._failed("deterministic") else recordings))
         self._add(check_argmax(rehearsal, recordings))
         if self._failed("rows"):  # rows that want the same may do
             recordings = [each for each in recordings if each.trial.params == recordings[0].trial.params]
@@ -204,7 +204,7 @@ def _is_killed(fault: ProcessorFault | None) -> bool:
 
 def _rehearsed(
     bench: Bench, string: PickledProcessor, recordings: list[Recording]
-) -> tuple[Rehearsal | None, Facts | None]:
+) -> tuple[DryRun | None, Facts | None]:
     """What can be seen in this process, unless it would hang here, or end it: alone, or all rows together."""
     playable = [recording for recording in recordings if recording.steps]
     if any(_is_killed(recording.fault) for recording in recordings):
@@ -214,7 +214,7 @@ def _rehearsed(
     if found is not None and _is_killed(found.fault):
         return None, None
     try:
-        rehearsal = Rehearsal(string, bench.model)
+        rehearsal = DryRun(string, bench.model)
     except Exception:  # noqa: BLE001  # it loads in the sandbox: only what this process could add is missing
         return None, None
     return rehearsal, rehearsal.facts(playable)

@@ -16,7 +16,7 @@ from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxStats
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
@@ -27,7 +27,7 @@ from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import (
-    CarriedProcessor,
+    AttachedProcessor,
     FinishReason,
     GenerationChunk,
     GenerationRequest,
@@ -79,20 +79,20 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         library: ProcessorLibrary,
         plugins: Iterable[Plugin] = (),
-        carried_by_all: Iterable[CarriedProcessor] = (),
+        attached_to_all: Iterable[AttachedProcessor] = (),
     ) -> None:
         """Make an engine that is not running yet.
 
         Args:
             plugins: the installed batch processors.
-            carried_by_all: what every request carries beside its own processors.
+            attached_to_all: what every request carries beside its own processors.
         """
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
         self._library = library
         self._plugins = tuple(plugins)
-        self._carried_by_all = tuple(carried_by_all)
+        self._carried_by_all = tuple(attached_to_all)
         self._limits = Limits(
             model.vocab_size,
             model.max_model_len,
@@ -116,7 +116,7 @@ class AsyncEngine:
         engine: Engine,
         thread: EngineThread,
         *,
-        sandboxes: SandboxHost | None = None,
+        sandboxes: SandboxExecutor | None = None,
     ) -> None:
         """Begin to run requests on `engine`.
 

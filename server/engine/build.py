@@ -17,14 +17,14 @@ from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.guarded_processor import GuardedProcessor
 from logitship.sampler.batch_processors.plugins import Plugin, PluginLoadError, load_plugins
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, VllmConfig, vllm_config
-from logitship.sampler.processors.executor import NoHost, ProcessorHost
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExecutor
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampler import Sampler
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
-from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
+from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.model.capacity import max_model_len, prefix_cache_blocks
@@ -37,7 +37,7 @@ from logitship.server.model.reasoning_markers import resolve_reasoning_config
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.registered_processors import RegisteredProcessors
-from logitship.server.processors.tree_files import carried_by_all, load_trees
+from logitship.server.processors.tree_files import attached_to_all, load_trees
 from logitship.server.refusals import SHIPPING_IS_OFF, StartError
 from logitship.server.speculation.speculation import NGramSpeculation
 from logitship.server.speculation.step_cost import measure_step_cost
@@ -71,8 +71,8 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     try:
         cores = thread.call(CoreBinding)  # before anything else: it finds its workers when they come into being
         model = loaded or thread.call(lambda: load_model(config))
-        shipped_host = _shipped_host(config, model, template)
-        return thread.call(lambda: _built(config, model, plugins, registry, shipped_host, thread, cores))
+        shipped_executor = _shipped_executor(config, model, template)
+        return thread.call(lambda: _built(config, model, plugins, registry, shipped_executor, thread, cores))
     except BaseException:
         thread.stop(timeout=0)
         if template is not None:
@@ -85,7 +85,7 @@ def _built(
     loaded: LoadedModel,
     plugins: list[Plugin],
     registry: Registry,
-    shipped_host: ProcessorHost,
+    shipped_executor: ProcessorExecutor,
     thread: EngineThread,
     cores: CoreBinding,
 ) -> AsyncEngine:
@@ -96,9 +96,9 @@ def _built(
         config,
         _model_info(config, loaded),
         loaded.tokenizer,
-        _library(config, loaded, registry, shipped_host),
+        _library(config, loaded, registry, shipped_executor),
         plugins,
-        carried_by_all(config),
+        attached_to_all(config),
     )
     max_len = async_engine.model.max_model_len
     runner = _model_runner(config, loaded, max_len, cores)
@@ -119,7 +119,7 @@ def _built(
             clock=async_engine.clock,
         ),
         thread,
-        sandboxes=shipped_host if isinstance(shipped_host, SandboxHost) else None,
+        sandboxes=shipped_executor if isinstance(shipped_executor, SandboxExecutor) else None,
     )
     return async_engine
 
@@ -167,12 +167,12 @@ def _registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Registry
 
 
 def _library(
-    config: ServerConfig, loaded: LoadedModel, registry: Registry, shipped_host: ProcessorHost
+    config: ServerConfig, loaded: LoadedModel, registry: Registry, shipped_executor: ProcessorExecutor
 ) -> ProcessorLibrary:
     return ProcessorLibrary(
         registry,
-        ProcessorCache(shipped_host, **_cache_bounds(config)),
-        InProcessHost(SGLANG_NAMES),
+        ProcessorCache(shipped_executor, **_cache_bounds(config)),
+        InProcessExecutor(SGLANG_NAMES),
         _model_view(loaded),
         RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
@@ -188,24 +188,24 @@ def _cache_bounds(config: ServerConfig) -> dict[str, int]:
     return {"max_entries": entries, "max_bytes": config.processor_cache_bytes}
 
 
-def _start_template(config: ServerConfig) -> TemplateProcess | None:
+def _start_template(config: ServerConfig) -> ZygoteProcess | None:
     if not config.enable_custom_logit_processor or config.processor_isolation == "none":
         return None
-    template = TemplateProcess(
+    template = ZygoteProcess(
         names=_NAMES_IN_SANDBOXES, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory
     )
     template.start()
     return template
 
 
-def _shipped_host(config: ServerConfig, loaded: LoadedModel, template: TemplateProcess | None) -> ProcessorHost:
+def _shipped_executor(config: ServerConfig, loaded: LoadedModel, template: ZygoteProcess | None) -> ProcessorExecutor:
     if not config.enable_custom_logit_processor:
-        return NoHost(SHIPPING_IS_OFF)
+        return DisabledExecutor(SHIPPING_IS_OFF)
     if template is None:
-        return InProcessHost(SGLANG_NAMES)
+        return InProcessExecutor(SGLANG_NAMES)
     try:
         protections = template.set_up(_model_view(loaded))
-    except TemplateError as error:
+    except ZygoteError as error:
         raise StartError(str(error)) from error
     logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
     limits = SandboxLimits(
@@ -213,7 +213,7 @@ def _shipped_host(config: ServerConfig, loaded: LoadedModel, template: TemplateP
         step_timeout=config.sandbox_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
-    return SandboxHost(template, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
+    return SandboxExecutor(template, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
 
 
 def _model_view(loaded: LoadedModel) -> ModelView:

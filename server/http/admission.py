@@ -14,7 +14,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.processor_entries import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
-from logitship.server.requests.messages import CarriedProcessor, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
 from logitship.server.requests.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
 from logitship.server.schemas.request_schema import SamplingFields
 from logitship.server.schemas.structured_outputs import Constraint
@@ -144,7 +144,7 @@ class Carried:
         names: where in the request body each of them, and its parameters, stand: for the engine's refusals.
     """
 
-    processors: tuple[CarriedProcessor, ...]
+    processors: tuple[AttachedProcessor, ...]
     names: Mapping[str, str]
 
 
@@ -229,7 +229,7 @@ def _one_list_a_prompt(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, list) for each in value)
 
 
-def check_may_run(engine: AsyncEngine, caller: Caller, processor: CarriedProcessor, at: str) -> None:
+def check_may_run(engine: AsyncEngine, caller: Caller, processor: AttachedProcessor, at: str) -> None:
     """Refuse code, and names of code, if the server does not take them, or not from this caller.
 
     Args:

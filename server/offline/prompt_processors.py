@@ -9,7 +9,7 @@ from typing import Any
 from logitship.client.http.processor_argument import ProcessorStrings
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
 from logitship.server.processors.processor_entries import read_entry, read_processor
-from logitship.server.requests.messages import CallableRequest, CarriedProcessor
+from logitship.server.requests.messages import AttachedProcessor, CallableRequest
 
 from .sampling_params import SamplingParams
 from .structured_outputs_params import StructuredOutputsParams
@@ -24,7 +24,7 @@ class Carried:
         names: the caller's names for the places that the engine's refusals name.
     """
 
-    processors: tuple[CarriedProcessor, ...]
+    processors: tuple[AttachedProcessor, ...]
     names: Mapping[str, str]
 
 
@@ -79,12 +79,12 @@ class _Reader:
         self._custom_params = custom_params
         self._max_processor_size = max_processor_size
 
-    def processor(self, given: Any, at: str) -> CarriedProcessor:
+    def processor(self, given: Any, at: str) -> AttachedProcessor:
         """A processor of contract 1, in any form."""
         string = self._to_string(given, at)
         return read_processor(string, self._custom_params, at, max_processor_size=self._max_processor_size)
 
-    def entry(self, entry: Any, at: str) -> CarriedProcessor:
+    def entry(self, entry: Any, at: str) -> AttachedProcessor:
         """One entry of `logits_processors`."""
         if isinstance(entry, Mapping):
             return self._mapping(entry, at)
@@ -99,7 +99,7 @@ class _Reader:
             f"qualified name, a CustomLogitProcessor class, or a callable, not {type(entry).__name__}"
         )
 
-    def _mapping(self, entry: Mapping[str, Any], at: str) -> CarriedProcessor:
+    def _mapping(self, entry: Mapping[str, Any], at: str) -> AttachedProcessor:
         entry = dict(entry)
         if entry.get("processor") is not None:
             entry["processor"] = self._to_string(entry["processor"], f"{at}.processor")
@@ -107,5 +107,5 @@ class _Reader:
             entry["args"] = list(entry["args"] or ())
         return self._read(entry, at)
 
-    def _read(self, entry: Any, at: str) -> CarriedProcessor:
+    def _read(self, entry: Any, at: str) -> AttachedProcessor:
         return read_entry(entry, at, max_processor_size=self._max_processor_size, params=self._custom_params)

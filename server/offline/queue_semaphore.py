@@ -15,7 +15,7 @@ class _Waiter:
     entered: asyncio.Future[None]
 
 
-class Room:
+class QueueSemaphore:
     """A semaphore that gives out several places at once, first come first served.
 
     Works across event loops, as `asyncio.Semaphore` does not: a program may call `asyncio.run` more than once on one

@@ -13,7 +13,7 @@ from logitship.server.requests.generation_stream import GenerationStream
 from .error_translation import error_of_failure
 from .output_builder import OutputBuilder
 from .outputs import RequestOutput
-from .queue_semaphore import Room
+from .queue_semaphore import QueueSemaphore
 from .request_builder import OfflineRequest, refusals_translated
 
 _RETRY_INTERVAL = 0.01
@@ -63,7 +63,7 @@ class Runner:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._room = Room(engine.config.max_num_seqs + engine.config.max_queued_requests)
+        self._room = QueueSemaphore(engine.config.max_num_seqs + engine.config.max_queued_requests)
 
     async def stream(self, request: OfflineRequest) -> AsyncGenerator[RequestOutput, None]:
         """The output of a request, each time that it has grown. Closing the generator cancels the request.

@@ -12,7 +12,7 @@ import orjson
 from logitship.client.errors import ProcessorLoadError
 from logitship.sampler.batch_processors.interface import LogitsProcessor
 from logitship.sampler.batch_processors.plugins import resolve
-from logitship.sampler.processors.callable_executor import CallableHost
+from logitship.sampler.processors.callable_executor import CallableExecutor
 from logitship.sampler.processors.callable_factory import CallableFactory
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.server.requests.messages import CallableRequest
@@ -31,7 +31,7 @@ class CallableLibrary:
     def __init__(self, pattern: str | None, tokenizer: Any) -> None:
         self._pattern = None if pattern is None else re.compile(pattern)
         self._tokenizer = tokenizer
-        self._host = CallableHost()
+        self._executor = CallableExecutor()
 
     def check_allowed(self, target: object) -> None:
         """Refuse a name that the operator did not allow. Objects come from the operator's own process.
@@ -69,7 +69,7 @@ class CallableLibrary:
             raise ProcessorLoadError(
                 f"Logits processor {name[:200]!r} could not be resolved: {type(error).__name__}: {error}"
             ) from error
-        return LoadedProcessor(_digest(wanted, name), name, self._host, made, per_sequence=True)
+        return LoadedProcessor(_digest(wanted, name), name, self._executor, made, per_sequence=True)
 
     def _find(self, name: str) -> Any:
         """The object of an allowed name.

@@ -20,7 +20,7 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.server.refusals import BadRequest, RequestTooLarge
-from logitship.server.requests.messages import CallableRequest, CarriedProcessor, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
 
 RESERVED_KEY = "__req__"
 """What a processor finds its request under, beside its parameters."""
@@ -28,7 +28,7 @@ RESERVED_KEY = "__req__"
 
 def read_entries(
     entries: Sequence[Any], at: str, *, max_processor_size: int, params: Mapping[str, Any] | None = None
-) -> tuple[CarriedProcessor, ...]:
+) -> tuple[AttachedProcessor, ...]:
     """The list `logits_processors`, in the order in which they run.
 
     Args:
@@ -48,7 +48,7 @@ def read_entries(
 
 def read_entry(
     entry: Any, at: str, *, max_processor_size: int, params: Mapping[str, Any] | None = None
-) -> CarriedProcessor:
+) -> AttachedProcessor:
     """One entry, see `read_entries`."""
     if isinstance(entry, str):
         return CallableRequest(_qualname(entry, at))

@@ -17,7 +17,7 @@ from logitship.client.serialization.processor_string import (
     ProcessorString,
     SourceProcessor,
 )
-from logitship.sampler.processors.executor import LoadedProcessor, ProcessorHost
+from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExecutor
 from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
 
@@ -42,7 +42,7 @@ class ProcessorLibrary:
     Args:
         registry: the installed processors.
         cache: loads and keeps shipped ones.
-        installed_host: runs the installed ones: they are the operator's own and need no isolation.
+        installed_executor: runs the installed ones: they are the operator's own and need no isolation.
         model: what installed processors check their parameters against.
         registered: keeps the strings of registered ones.
         callables: makes request-level ones by name.
@@ -56,7 +56,7 @@ class ProcessorLibrary:
         self,
         registry: Registry,
         cache: ProcessorCache,
-        installed_host: ProcessorHost,
+        installed_executor: ProcessorExecutor,
         model: ModelView,
         registered: RegisteredProcessors,
         callables: CallableLibrary,
@@ -64,7 +64,7 @@ class ProcessorLibrary:
     ) -> None:
         self._registry = registry
         self._cache = cache
-        self._installed_host = installed_host
+        self._installed_executor = installed_executor
         self._model = model
         self._registered = registered
         self._allowed_digests = allowed_digests
@@ -179,7 +179,7 @@ class ProcessorLibrary:
             made = LoadedProcessor(
                 installed_digest(name),
                 name,
-                self._installed_host,
+                self._installed_executor,
                 instance,
                 is_mask=builtin is not None and builtin.is_mask,
                 is_trusted=builtin is not None,

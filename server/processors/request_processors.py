@@ -17,7 +17,7 @@ from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
-from logitship.server.requests.messages import CallableRequest, CarriedProcessor, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
 from .named_processors import InvalidName, NotDeletable
 from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
@@ -141,7 +141,7 @@ class RequestProcessors:
         self,
         request: GenerationRequest,
         held: list[LoadedProcessor],
-        wanted: CarriedProcessor,
+        wanted: AttachedProcessor,
         prepared: dict[tuple[int, int], Any],
     ) -> list[ProcessorUse]:
         """A use for each sequence, of the same processor, or of a callable of its own.

@@ -34,7 +34,7 @@ def load_trees(config: ServerConfig) -> dict[str, TokenTree]:
     return trees
 
 
-def carried_by_all(config: ServerConfig) -> tuple[ProcessorRequest, ...]:
+def attached_to_all(config: ServerConfig) -> tuple[ProcessorRequest, ...]:
     """What every request carries beside its own processors: the tree that all requests follow."""
     if not config.tree_decode_config:
         return ()

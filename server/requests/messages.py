@@ -43,7 +43,7 @@ class CallableRequest:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-CarriedProcessor: TypeAlias = ProcessorRequest | CallableRequest
+AttachedProcessor: TypeAlias = ProcessorRequest | CallableRequest
 """One entry of the list of processors that a request carries."""
 
 
@@ -62,7 +62,7 @@ class GenerationRequest:
     """The id by which the client knows the batch of prompts that this request is a part of."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    processors: tuple[CarriedProcessor, ...] = ()
+    processors: tuple[AttachedProcessor, ...] = ()
     """In the order in which they run. The engine loads them at admission and fills `sampling_params.processors`."""
     n: int = 1
     """Number of continuations in the answer. They are independent: the seed of each is a `continuation_seed`."""

@@ -28,11 +28,11 @@ from logitship.sampler.processors.author_code import non_finite_fault
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 
-from .extra_args import carries_processors
+from .extra_args import has_processors
 from .log import logger
 from .processors import RequestProcessors
 from .runner_interface import Engine, Ranks
-from .tracked_request import INTERNAL_ERROR, CarryingRequest, carrying, failed
+from .tracked_request import INTERNAL_ERROR, TrackedRequest, carrying, failed
 
 
 class ShippedBatch:
@@ -59,14 +59,14 @@ class ShippedBatch:
         self._ranks = ranks
         self._kept: set[ProcessorUse] = set()
         self._shipped = ShippedProcessors(None, device, False, model=model, is_kept=self._kept.__contains__)
-        self._requests: dict[str, CarryingRequest] = {}
-        self._rows: BatchRows[CarryingRequest] = BatchRows(self._came)
-        self._running: dict[int, CarryingRequest] = {}
+        self._requests: dict[str, TrackedRequest] = {}
+        self._rows: BatchRows[TrackedRequest] = BatchRows(self._came)
+        self._running: dict[int, TrackedRequest] = {}
 
     def update_state(self, update: Any) -> None:
         """Follow the batch, with vLLM's `BatchUpdate`."""
         nobody_is_here = not self._rows and not self._requests
-        if nobody_is_here and not (update and any(carries_processors(params) for _, params, _, _ in update.added)):
+        if nobody_is_here and not (update and any(has_processors(params) for _, params, _, _ in update.added)):
             return
         try:
             if update is not None:
@@ -128,7 +128,7 @@ class ShippedBatch:
             logits[hard] = logits[hard].masked_fill(forbidden, -torch.inf)
         self._forbid_fault_token(logits, running, hard)
 
-    def _forbid_fault_token(self, logits: torch.Tensor, running: dict[int, CarryingRequest], hard: list[int]) -> None:
+    def _forbid_fault_token(self, logits: torch.Tensor, running: dict[int, TrackedRequest], hard: list[int]) -> None:
         """Take away what processors may not give, and find the rows that have nothing left then."""
         rows = [row for row in running if running[row].fault is None]
         given = logits[rows, self._fault_token].isneginf().logical_not().tolist()
@@ -149,7 +149,7 @@ class ShippedBatch:
                 logits[row, self._fault_token] = 0.0
                 self._report(request, request.fault)
 
-    def _report(self, request: CarryingRequest, fault: ProcessorFault) -> None:
+    def _report(self, request: TrackedRequest, fault: ProcessorFault) -> None:
         """Tell the operator, once: vLLM has no way to tell the client."""
         if request.reported:
             return
@@ -162,7 +162,7 @@ class ShippedBatch:
             f"\n{fault.traceback}" if fault.traceback else "",
         )
 
-    def _difference(self, running: dict[int, CarryingRequest], num_rows: int) -> BatchUpdate | None:
+    def _difference(self, running: dict[int, TrackedRequest], num_rows: int) -> BatchUpdate | None:
         """What changed since the last step in the rows whose processors run; a move is a leaving and a coming."""
         removed = [row for row in self._running if row not in running]
         came = [(row, request) for row, request in running.items() if self._running.get(row) is not request]
@@ -176,12 +176,12 @@ class ShippedBatch:
         ]
         return BatchUpdate(num_rows, removed, added, [])
 
-    def _came(self, params: Any, prompt_token_ids: list[int] | None, live: list[int]) -> CarryingRequest | None:
+    def _came(self, params: Any, prompt_token_ids: list[int] | None, live: list[int]) -> TrackedRequest | None:
         """The request that got a row; None if it carries nothing.
 
         Nothing is raised: the rows behind it would not be followed, and it would run without its processors.
         """
-        if not carries_processors(params):
+        if not has_processors(params):
             return None
         try:
             return self._entered(params, live)
@@ -189,7 +189,7 @@ class ShippedBatch:
             logger.exception("logitship cannot follow a request with processors: it ends")
             return failed(live)
 
-    def _entered(self, params: Any, live: list[int]) -> CarryingRequest:
+    def _entered(self, params: Any, live: list[int]) -> TrackedRequest:
         """A new request, or one that was put aside."""
         record = self._engine.request_of(live)
         known = self._requests.get(record.req_id)
@@ -203,7 +203,7 @@ class ShippedBatch:
             self._load(request, params, self._processors)
         return request
 
-    def _load(self, request: CarryingRequest, params: Any, processors: RequestProcessors) -> None:
+    def _load(self, request: TrackedRequest, params: Any, processors: RequestProcessors) -> None:
         record = request.record
         if record.prompt_token_ids is None or not all(record.prompt_is_token_ids or ()):
             request.fail("its prompt holds embeddings, so that processors cannot know it")
@@ -224,7 +224,7 @@ class ShippedBatch:
         if finished:
             self._forget(finished)
 
-    def _forget(self, requests: list[CarryingRequest]) -> None:
+    def _forget(self, requests: list[TrackedRequest]) -> None:
         """Let go of requests that are finished, and of their processors."""
         rows = [row for row, request in self._running.items() if request in requests]
         for row in rows:
@@ -239,7 +239,7 @@ class ShippedBatch:
             for each in params:
                 self._processors.release(each)
 
-    def _fail_all(self, requests: Iterable[CarryingRequest]) -> None:
+    def _fail_all(self, requests: Iterable[TrackedRequest]) -> None:
         for request in requests:
             request.fail(INTERNAL_ERROR)
 

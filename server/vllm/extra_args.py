@@ -18,14 +18,14 @@ from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.processors.processor_entries import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
-from logitship.server.requests.messages import CallableRequest, CarriedProcessor, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
 
 PROCESSOR = "custom_logit_processor"
 PARAMS = "custom_params"
 PROCESSORS = "logits_processors"
 
 
-def carries_processors(params: Any) -> bool:
+def has_processors(params: Any) -> bool:
     """True if a request carries processors, whatever else is to be said of them.
 
     Args:
@@ -54,7 +54,7 @@ def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> t
     if one is not None and several is not None:
         raise ValueError(f"{PROCESSORS}: give either this or {PROCESSOR}, not both")
     params = _read_params(extra_args.get(PARAMS))
-    carried: Sequence[CarriedProcessor]
+    carried: Sequence[AttachedProcessor]
     try:
         if several is not None:
             entries = _decoded(several, PROCESSORS)
@@ -88,7 +88,7 @@ def _decoded(value: Any, at: str) -> Any:
         raise ValueError(f"{at}: is not JSON: {error}") from None
 
 
-def _checked(carried: CarriedProcessor) -> ProcessorRequest:
+def _checked(carried: AttachedProcessor) -> ProcessorRequest:
     if isinstance(carried, CallableRequest):
         raise ValueError(f"{PROCESSORS}: callables by name are not taken inside vLLM; send a processor")
     if isinstance(carried.string, RegisteredProcessor):

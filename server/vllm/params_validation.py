@@ -9,7 +9,7 @@ from typing import Any
 from logitship.client.http.vllm_wire import PluginInfo
 
 from .callers import calling
-from .extra_args import carries_processors, is_question
+from .extra_args import has_processors, is_question
 from .model import fault_token, model_view
 from .processors import RequestProcessors, on_trial
 from .settings import PluginSettings
@@ -42,7 +42,7 @@ def admit(params: Any) -> None:
         ValueError: it carries something that cannot run, or asks what the plugin is; the message is for the client.
     """
     asked = is_question(params)
-    if not asked and not carries_processors(params):
+    if not asked and not has_processors(params):
         return
     front_end = _front_end()
     if asked:

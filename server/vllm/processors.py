@@ -1,4 +1,4 @@
-"""The processors of requests to vLLM, loaded: the same library and the same hosts as in logitship's own server.
+"""The processors of requests to vLLM, loaded: the same library and the same executors as in logitship's own server.
 
 Two processes load them. The front end does it on trial, to refuse a request before vLLM takes it. The engine core does
 it to run them.
@@ -17,21 +17,21 @@ from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
 from logitship.client.errors import ProcessorLoadError
-from logitship.sampler.processors.executor import NoHost, ProcessorHost
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExecutor
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
-from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
+from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
 from logitship.server.processors.registered_processors import RegisteredProcessors
 from logitship.server.requests.messages import ProcessorRequest
 
-from .dry_run_executor import TrialHost
+from .dry_run_executor import DryRunExecutor
 from .extra_args import PROCESSORS, read_processors, sampling_params
 from .log import logger
 from .settings import PREFIX, PluginSettings
@@ -52,7 +52,7 @@ class RequestProcessors:
     """Loads what requests carry, and gives it back.
 
     Args:
-        host: runs what was shipped.
+        executor: runs what was shipped.
         max_entries: most shipped processors that are kept.
 
     Attributes:
@@ -62,14 +62,16 @@ class RequestProcessors:
         ValueError: a tree of the operator's cannot be read.
     """
 
-    def __init__(self, settings: PluginSettings, model: ModelView, host: ProcessorHost, *, max_entries: int) -> None:
+    def __init__(
+        self, settings: PluginSettings, model: ModelView, executor: ProcessorExecutor, *, max_entries: int
+    ) -> None:
         self.in_use = 0
         self._max_size = settings.max_processor_size
         self._eos_token_ids = model.eos_token_ids
         self._library = ProcessorLibrary(
             _registry(settings),
-            ProcessorCache(host, max_entries=max_entries, max_bytes=_CACHE_BYTES),
-            InProcessHost(SGLANG_NAMES),
+            ProcessorCache(executor, max_entries=max_entries, max_bytes=_CACHE_BYTES),
+            InProcessExecutor(SGLANG_NAMES),
             model,
             RegisteredProcessors(max_entries=1, max_bytes=1),
             CallableLibrary(None, model.tokenizer),
@@ -130,8 +132,8 @@ class RequestProcessors:
 
 def on_trial(settings: PluginSettings, model: ModelView) -> RequestProcessors:
     """Loads a processor once, and remembers how that ended. Nothing is called."""
-    host = shipped_host(settings, model, max_rows=1)
-    return RequestProcessors(settings, model, TrialHost(host), max_entries=_TRIALS)
+    executor = shipped_executor(settings, model, max_rows=1)
+    return RequestProcessors(settings, model, DryRunExecutor(executor), max_entries=_TRIALS)
 
 
 def to_run(settings: PluginSettings, model: ModelView, max_rows: int) -> RequestProcessors:
@@ -140,26 +142,26 @@ def to_run(settings: PluginSettings, model: ModelView, max_rows: int) -> Request
     Args:
         max_rows: rows of the batch.
     """
-    host = shipped_host(settings, model, max_rows)
-    return RequestProcessors(settings, model, host, max_entries=settings.max_sandboxes)
+    executor = shipped_executor(settings, model, max_rows)
+    return RequestProcessors(settings, model, executor, max_entries=settings.max_sandboxes)
 
 
-def shipped_host(settings: PluginSettings, model: ModelView, max_rows: int) -> ProcessorHost:
+def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) -> ProcessorExecutor:
     """Who runs what was shipped. Starts the template of the sandboxes: seconds.
 
     Raises:
         ValueError: the kernel cannot lock shipped code in.
     """
     if not settings.enable_custom_logit_processor:
-        return NoHost(SHIPPING_IS_OFF)
+        return DisabledExecutor(SHIPPING_IS_OFF)
     if settings.processor_isolation == "none":
         logger.warning("%sPROCESSOR_ISOLATION=none: code that comes with requests runs in this process", PREFIX)
-        return InProcessHost(SGLANG_NAMES)
-    template = TemplateProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=settings.sandbox_memory)
+        return InProcessExecutor(SGLANG_NAMES)
+    template = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=settings.sandbox_memory)
     template.start()
     try:
         protections = template.set_up(model)
-    except TemplateError as error:
+    except ZygoteError as error:
         template.close()
         raise ValueError(f"processors that come with requests cannot be run in sandboxes: {error}") from error
     logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
@@ -168,7 +170,7 @@ def shipped_host(settings: PluginSettings, model: ModelView, max_rows: int) -> P
         step_timeout=settings.sandbox_step_timeout,
         load_timeout=settings.sandbox_load_timeout,
     )
-    return SandboxHost(template, limits, max_rows, model.vocab_size, NUM_SPARES)
+    return SandboxExecutor(template, limits, max_rows, model.vocab_size, NUM_SPARES)
 
 
 def _registry(settings: PluginSettings) -> Registry:

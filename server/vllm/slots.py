@@ -22,7 +22,7 @@ import torch
 
 from logitship.sampler.batch_processors.interface import BatchUpdate
 
-from .extra_args import carries_processors
+from .extra_args import has_processors
 from .log import logger
 from .slot_requests import SlotRequest, SlotRequests
 from .tracked_request import INTERNAL_ERROR
@@ -77,7 +77,7 @@ class SlotBatch:
             Whether it carries processors.
         """
         self._slots.pop(slot, None)
-        if not carries_processors(params):
+        if not has_processors(params):
             return False
         num_prompt_tokens = int(self._req_states.prompt_len.np[slot])
         prefill_len = int(self._req_states.prefill_len.np[slot])

@@ -15,7 +15,7 @@ INTERNAL_ERROR = "the server had an internal error; its log has the details"
 
 
 @dataclass(eq=False)
-class CarryingRequest:
+class TrackedRequest:
     """See the module's text.
 
     Attributes:
@@ -66,7 +66,7 @@ class CarryingRequest:
         self.fault = self.fault or ProcessorFault(reason, digest="", name="", kind="load")
 
 
-def carrying(record: Any, params: Any, live: list[int], eos_token_ids: frozenset[int]) -> CarryingRequest:
+def carrying(record: Any, params: Any, live: list[int], eos_token_ids: frozenset[int]) -> TrackedRequest:
     """A request that came.
 
     Args:
@@ -78,11 +78,11 @@ def carrying(record: Any, params: Any, live: list[int], eos_token_ids: frozenset
     ends_at = frozenset(stops if params.ignore_eos else stops | eos_token_ids)
     # vLLM's logits have these masks before any logits processor sees them, and not after.
     obeys = tuple(name for name in ("structured_outputs", "allowed_token_ids", "bad_words") if getattr(params, name))
-    return CarryingRequest(record, record.req_id, record.num_prompt_tokens, live, ends_at, obeys=obeys)
+    return TrackedRequest(record, record.req_id, record.num_prompt_tokens, live, ends_at, obeys=obeys)
 
 
-def failed(live: list[int]) -> CarryingRequest:
+def failed(live: list[int]) -> TrackedRequest:
     """What stands in the row of a request that could not be taken in, until it has ended."""
-    request = CarryingRequest(None, "(unknown)", 0, live, frozenset())
+    request = TrackedRequest(None, "(unknown)", 0, live, frozenset())
     request.fail(INTERNAL_ERROR)
     return request

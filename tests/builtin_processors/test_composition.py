@@ -20,7 +20,7 @@ from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 from logitship.sampler.processors.executor import PREPARED_KEY, LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampler import NoTokenLeftError, Sampler
@@ -150,9 +150,9 @@ class Request:
 
 
 def load() -> dict[str, LoadedProcessor]:
-    host = InProcessHost({})
+    executor = InProcessExecutor({})
     return {
-        name: LoadedProcessor(name, name, host, REGISTRY.make(name), is_mask=name in MASKS, is_trusted=True)
+        name: LoadedProcessor(name, name, executor, REGISTRY.make(name), is_mask=name in MASKS, is_trusted=True)
         for name in ALL
     }
 

@@ -26,8 +26,8 @@ from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudg
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig
-from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.tokenizer import Tokenizer
@@ -66,17 +66,17 @@ class Rows:
     """Sequences of one processor."""
 
     def __init__(self, processor: BuiltinProcessor, model: ModelView, params: dict[str, Any]) -> None:
-        self._loaded = LoadedProcessor("sha256:0", processor.name, InProcessHost({}), processor)
+        self._loaded = LoadedProcessor("sha256:0", processor.name, InProcessExecutor({}), processor)
         self._model = model
         self._params = params
         self._prepared = processor.prepare(params, model)
 
-    def attach(self, prompt: list[int], output: list[int]) -> HostedRow:
-        sequence = HostedSequence("r", self._params, prompt, output, SamplingParams(), self._model, self._prepared)
-        return self._loaded.host.attach(self._loaded, sequence)
+    def attach(self, prompt: list[int], output: list[int]) -> ExecutorRow:
+        sequence = ExecutorSequence("r", self._params, prompt, output, SamplingParams(), self._model, self._prepared)
+        return self._loaded.executor.attach(self._loaded, sequence)
 
-    def step(self, rows: list[HostedRow], logits: torch.Tensor) -> torch.Tensor:
-        outcome = self._loaded.host.group(self._loaded, rows).begin(logits := logits.clone()).finish()
+    def step(self, rows: list[ExecutorRow], logits: torch.Tensor) -> torch.Tensor:
+        outcome = self._loaded.executor.group(self._loaded, rows).begin(logits := logits.clone()).finish()
         assert not outcome.faults
         return logits
 

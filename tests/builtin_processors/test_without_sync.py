@@ -52,15 +52,15 @@ WAITING = (
     "repeat_interleave",
     "bincount",
 )
-"""The host must know a value or a shape that only the device knows."""
+"""The executor must know a value or a shape that only the device knows."""
 
 
 class WaitError(AssertionError):
-    """The host would wait for the device."""
+    """The executor would wait for the device."""
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations for which the host waits for a GPU."""
+    """Refuses operations for which the executor waits for a GPU."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -206,7 +206,7 @@ def test_draft_rows_are_copied_without_waiting(pin_memory: bool) -> None:
 
 
 class NoWaitingButCopies(NoWaiting):
-    """Lets copies to the device pass for which the host does not wait."""
+    """Lets copies to the device pass for which the executor does not wait."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -40,10 +40,10 @@ def new_request() -> Callable[..., Request]:
 @pytest.fixture
 def load() -> Callable[..., LoadedProcessor]:
     """A processor from a function, as if it had been loaded: `load(call, "Name")`."""
-    host = InProcessHost({})
+    executor = InProcessExecutor({})
 
     def loaded(call: Call, name: str) -> LoadedProcessor:
-        return LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, host, call)
+        return LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, executor, call)
 
     return loaded
 

@@ -15,7 +15,7 @@ from logitship.client.records import TraceStage
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampler import Sampler, SamplerOutput
@@ -123,7 +123,7 @@ def test_fewer_tokens_than_asked_for_are_allowed() -> None:
 
 
 def test_a_mask_is_shown_before_and_after(load: Load) -> None:
-    mask = LoadedProcessor("sha256:mask", "Mask", InProcessHost({}), ban_2, is_mask=True)
+    mask = LoadedProcessor("sha256:mask", "Mask", InProcessExecutor({}), ban_2, is_mask=True)
     (trace,) = sample(torch.arange(8.0)[None], [carrying(load(double, "Double"), mask)]).traces
     assert trace is not None
     shown = [(stage.name, stage.again) for stage in trace.stages if stage.stage == "processor"]

@@ -27,7 +27,7 @@ from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox import zygote_process as template_process
 from logitship.sampler.sandbox.sandbox import Sandbox
-from logitship.sampler.sandbox.zygote_process import TemplateProcess
+from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
@@ -165,7 +165,7 @@ class Trap:
             (Sandbox, "begin", "before a call is sent", "while a call is under way"),
             (Sandbox, "advance", "before an answer is read", "after an answer was read"),
             (Sandbox, "tell", "before a sequence comes or goes", "after a sequence came or went"),
-            (TemplateProcess, "fork", "before a fork", "after a fork"),
+            (ZygoteProcess, "fork", "before a fork", "after a fork"),
         ):
             patch.setattr(cls, method, self._watched(getattr(cls, method), before, after))
 
@@ -286,7 +286,7 @@ def descriptor_kinds() -> Iterator[str]:
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own
             kind = os.readlink(f"/proc/self/fd/{descriptor}").rsplit(":[", 1)[0].split(" ")[0]
-            if not re.fullmatch(r"/proc/\d+/stat", kind):  # of a sandbox, which the host may be looking at just now
+            if not re.fullmatch(r"/proc/\d+/stat", kind):  # of a sandbox, which the executor may be looking at just now
                 yield kind
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from logitship.client.check_report import CheckResult, Finding, Severity
-from logitship.server.check.dry_run import Rehearsal
+from logitship.server.check.dry_run import DryRun
 from logitship.server.check.recording import Recording
 from logitship.server.check.result import not_checked, result
 
@@ -16,7 +16,7 @@ _ADVICE = (
 )
 
 
-def check_argmax(rehearsal: Rehearsal | None, recordings: Sequence[Recording]) -> CheckResult:
+def check_argmax(rehearsal: DryRun | None, recordings: Sequence[Recording]) -> CheckResult:
     """Look for a step in which another token became the most likely one.
 
     Args:

@@ -20,7 +20,7 @@ CHECK = "travels"
 _MOST_NAMES = 8
 
 
-class DoesNotTravel(Exception):
+class NotSerializable(Exception):
     """There is nothing to run. `str()` of it says why, in words for the author."""
 
     def __init__(self, finding: Finding) -> None:
@@ -35,12 +35,12 @@ def shipped(cls: type[CustomLogitProcessor]) -> tuple[PickledProcessor, int]:
         It, and the bytes of the string.
 
     Raises:
-        DoesNotTravel: it cannot be serialized.
+        NotSerializable: it cannot be serialized.
     """
     try:
         text = cls.to_str()
     except ProcessorSerializationError as error:
-        raise DoesNotTravel(Finding(CHECK, Severity.ERROR, f"to_str() refuses it: {error}")) from error
+        raise NotSerializable(Finding(CHECK, Severity.ERROR, f"to_str() refuses it: {error}")) from error
     string = parse(text)
     assert isinstance(string, PickledProcessor)
     return string, len(text.encode())
@@ -50,7 +50,7 @@ def try_to_load(bench: Bench, string: PickledProcessor) -> None:
     """Load it in a sandbox.
 
     Raises:
-        DoesNotTravel: it does not load there.
+        NotSerializable: it does not load there.
     """
     try:
         with bench.stage(string):
@@ -58,10 +58,12 @@ def try_to_load(bench: Bench, string: PickledProcessor) -> None:
     except ProcessorLoadError as error:
         seen = f"a server could not load it: {error}"
         advice = "A sandbox has no files, no network and no threads of its own; what it imports must be installed."
-        raise DoesNotTravel(Finding(CHECK, Severity.ERROR, seen, advice)) from error
+        raise NotSerializable(Finding(CHECK, Severity.ERROR, seen, advice)) from error
 
 
-def check_travel(bench: Bench, string: PickledProcessor, size: int, recordings: Sequence[Recording]) -> CheckResult:
+def check_serializability(
+    bench: Bench, string: PickledProcessor, size: int, recordings: Sequence[Recording]
+) -> CheckResult:
     """What travelled, and whether its source does the same.
 
     Args:

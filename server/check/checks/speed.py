@@ -14,7 +14,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.server.check.bench import Bench, Stage
-from logitship.server.check.dry_run import Rehearsal
+from logitship.server.check.dry_run import DryRun
 from logitship.server.check.line_times import measure_lines
 from logitship.server.check.own_time import FEWEST_CALLS, MOST_CALLS, SECONDS, WARM_UP, own_seconds
 from logitship.server.check.recording import Recording
@@ -48,7 +48,7 @@ def check_speed(
     string: PickledProcessor,
     cls: type[CustomLogitProcessor],
     recordings: Sequence[Recording],
-    rehearsal: Rehearsal | None,
+    rehearsal: DryRun | None,
     batch_sizes: Sequence[int],
 ) -> Measured:
     """Time calls in the sandbox, and lines in this process."""
@@ -101,7 +101,7 @@ def _median_call(stage: Stage, recordings: Sequence[Recording], logits: torch.Te
     return statistics.median(seconds[WARM_UP:])
 
 
-def _history_findings(rehearsal: Rehearsal, recordings: Sequence[Recording], logits: torch.Tensor) -> list[Finding]:
+def _history_findings(rehearsal: DryRun, recordings: Sequence[Recording], logits: torch.Tensor) -> list[Finding]:
     """Does a step take longer, the longer the output is?"""
     few, many = _HISTORY_LENGTHS
     # Before and after: where something else keeps the machine busy for a while, one of the two is slow as well.

@@ -10,7 +10,7 @@ import pytest
 from logitship.client.http import http_requests as requests
 from logitship.client.http.http_requests import HttpRequest
 from logitship.client.http.request_options import ChatOptions, CompletionOptions, GenerateOptions
-from logitship.client.http.vllm_requests import carries_processors, for_vllm
+from logitship.client.http.vllm_requests import for_vllm, has_processors
 
 SHIPPED = '{"callable": "80"}'
 OTHER = '{"source": "x", "class_name": "X"}'
@@ -185,4 +185,4 @@ def test_a_request_without_processors_stays_as_it_is() -> None:
     ],
 )
 def test_who_carries_processors(request_: HttpRequest, carries: bool) -> None:
-    assert carries_processors(request_) is carries
+    assert has_processors(request_) is carries

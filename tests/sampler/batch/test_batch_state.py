@@ -26,7 +26,7 @@ from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, R
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.local_executor import LocalHost
+from logitship.sampler.processors.local_executor import LocalExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampler import Sampler
@@ -144,7 +144,7 @@ def alternate(row: torch.Tensor, value: int, prompt: Tokens, output: Tokens, ste
     return row + value if steps % 2 else -row
 
 
-class ToyHost(LocalHost):
+class ToyExecutor(LocalExecutor):
     """Runs a `RowFunction` on each row of a group."""
 
     def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
@@ -162,9 +162,9 @@ class ToyHost(LocalHost):
         return torch.stack(rows)
 
 
-HOST = ToyHost()
+EXECUTOR = ToyExecutor()
 SHIPPED = [
-    LoadedProcessor(f"sha256:{sha256(function.__name__.encode()).hexdigest()}", function.__name__, HOST, function)
+    LoadedProcessor(f"sha256:{sha256(function.__name__.encode()).hexdigest()}", function.__name__, EXECUTOR, function)
     for function in (roll, lower, alternate)
 ]
 

@@ -132,7 +132,7 @@ def test_a_long_list_of_processors_is_no_deep_recursion() -> None:
 def test_the_key_of_a_request(load: Callable[..., LoadedProcessor]) -> None:
     def own(name: str) -> LoadedProcessor:
         loaded = load(lambda logits, params: logits, name)
-        return LoadedProcessor(loaded.digest, name, loaded.host, loaded.instance, per_sequence=True)
+        return LoadedProcessor(loaded.digest, name, loaded.executor, loaded.instance, per_sequence=True)
 
     def key_of(*processors: LoadedProcessor) -> Any:
         return group_key(SamplingParams(processors=tuple(ProcessorUse(each, {}, "r") for each in processors)))

@@ -1,4 +1,4 @@
-"""What goes beyond `InProcessHost`, whose tests cover the rest: single rows, and functions without an identity."""
+"""What goes beyond `InProcessExecutor`, whose tests cover the rest: single rows, and functions without an identity."""
 
 from __future__ import annotations
 

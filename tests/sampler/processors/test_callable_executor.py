@@ -9,7 +9,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.batch.persistent_batch import PersistentBatch
-from logitship.sampler.processors.callable_executor import CallableHost
+from logitship.sampler.processors.callable_executor import CallableExecutor
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
@@ -21,13 +21,13 @@ MODEL = ModelView(4, frozenset({1}), None)
 
 
 @pytest.fixture
-def host() -> CallableHost:
-    return CallableHost()
+def executor() -> CallableExecutor:
+    return CallableExecutor()
 
 
-def loaded(host: CallableHost, function: Any, name: str = "callable") -> LoadedProcessor:
+def loaded(executor: CallableExecutor, function: Any, name: str = "callable") -> LoadedProcessor:
     """All of one digest, as the sequences of one request are."""
-    return LoadedProcessor(f"sha256:{name}", name, host, function, per_sequence=True)
+    return LoadedProcessor(f"sha256:{name}", name, executor, function, per_sequence=True)
 
 
 class Batch:
@@ -59,11 +59,11 @@ def recall_ids(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def test_each_sequence_has_its_own_callable_and_tokens(host: CallableHost, shipping: NewRequest) -> None:
+def test_each_sequence_has_its_own_callable_and_tokens(executor: CallableExecutor, shipping: NewRequest) -> None:
     """Three sequences whose processors have one digest: not a group, because each callable holds its own state."""
     functions = (count, recall, recall_ids)
     requests = [
-        shipping(str(number), (loaded(host, function), {}), prompt=[number + 5])
+        shipping(str(number), (loaded(executor, function), {}), prompt=[number + 5])
         for number, function in enumerate(functions)
     ]
     batch = Batch(*requests)
@@ -77,18 +77,22 @@ def test_each_sequence_has_its_own_callable_and_tokens(host: CallableHost, shipp
     assert requests[2].sampling_params.processors[0].count.steps == 3
 
 
-def test_they_run_in_order_with_other_processors(host: CallableHost, shipping: NewRequest, load: Load) -> None:
+def test_they_run_in_order_with_other_processors(executor: CallableExecutor, shipping: NewRequest, load: Load) -> None:
     def double(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         return logits * 2
 
     def add_three(past: list[int], row: torch.Tensor) -> torch.Tensor:
         return row + 3
 
-    uses = (loaded(host, add_three, "three"), {}), (load(double, "Double"), {}), (loaded(host, add_three, "again"), {})
+    uses = (
+        (loaded(executor, add_three, "three"), {}),
+        (load(double, "Double"), {}),
+        (loaded(executor, add_three, "again"), {}),
+    )
     assert Batch(shipping("a", *uses)).step()[0] == [[9.0] * 4]
 
 
-def test_the_convention_is_read_once(host: CallableHost, shipping: NewRequest) -> None:
+def test_the_convention_is_read_once(executor: CallableExecutor, shipping: NewRequest) -> None:
     class Asked:
         signatures = 0
 
@@ -99,7 +103,7 @@ def test_the_convention_is_read_once(host: CallableHost, shipping: NewRequest) -
         def __signature__(self) -> None:
             Asked.signatures += 1
 
-    batch = Batch(shipping("a", (loaded(host, Asked()), {})))
+    batch = Batch(shipping("a", (loaded(executor, Asked()), {})))
     batch.step()
     asked = Asked.signatures
     batch.step()
@@ -122,10 +126,10 @@ def raising(past: list[int], row: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_fault_is_its_sequences_alone(
-    function: Any, kind: str, message: str, host: CallableHost, shipping: NewRequest
+    function: Any, kind: str, message: str, executor: CallableExecutor, shipping: NewRequest
 ) -> None:
-    broken = loaded(host, function, "Broken")
-    healthy = [shipping(name, (loaded(host, lambda past, row: row + 1), {})) for name in "ac"]
+    broken = loaded(executor, function, "Broken")
+    healthy = [shipping(name, (loaded(executor, lambda past, row: row + 1), {})) for name in "ac"]
     logits, faults = Batch(healthy[0], shipping("b", (broken, {})), healthy[1]).step()
     assert logits == [[1.0] * 4, [0.0] * 4, [1.0] * 4]
     assert list(faults) == [1]
@@ -134,16 +138,16 @@ def test_a_fault_is_its_sequences_alone(
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("stop"), MemoryError("no more")])
-def test_whatever_is_raised_is_a_fault(error: BaseException, host: CallableHost, shipping: NewRequest) -> None:
+def test_whatever_is_raised_is_a_fault(error: BaseException, executor: CallableExecutor, shipping: NewRequest) -> None:
     def end(past: list[int], row: torch.Tensor) -> torch.Tensor:
         raise error
 
-    _, faults = Batch(shipping("a", (loaded(host, end, "End"), {}))).step()
+    _, faults = Batch(shipping("a", (loaded(executor, end, "End"), {}))).step()
     assert faults[0].message == f"processor End raised {type(error).__name__}: {error}"
     assert ", in end\n" in faults[0].traceback
-    assert "callable_host.py" not in faults[0].traceback.replace("test_callable_host.py", "")
+    assert "callable_executor.py" not in faults[0].traceback.replace("test_callable_executor.py", "")
 
 
-def test_nothing_is_loaded_from_a_string(host: CallableHost) -> None:
+def test_nothing_is_loaded_from_a_string(executor: CallableExecutor) -> None:
     with pytest.raises(AssertionError, match="not loaded from a processor string"):
-        host.load(InstalledProcessor("min_p"))
+        executor.load(InstalledProcessor("min_p"))

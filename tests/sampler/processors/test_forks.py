@@ -11,9 +11,9 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch_processors.interface import BatchUpdate
-from logitship.sampler.processors.callable_executor import CallableHost
+from logitship.sampler.processors.callable_executor import CallableExecutor
 from logitship.sampler.processors.callable_factory import CallableFactory
-from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor
+from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
@@ -23,14 +23,14 @@ TOKENIZER = object()
 MODEL = ModelView(VOCAB, frozenset({1}), TOKENIZER)
 
 
-def attach(processor: LoadedProcessor, output: list[int], prepared: Any = None, **params: Any) -> HostedRow:
-    sequence = HostedSequence("r", params, [1, 2], output, SamplingParams(), MODEL, prepared)
-    return processor.host.attach(processor, sequence)
+def attach(processor: LoadedProcessor, output: list[int], prepared: Any = None, **params: Any) -> ExecutorRow:
+    sequence = ExecutorSequence("r", params, [1, 2], output, SamplingParams(), MODEL, prepared)
+    return processor.executor.attach(processor, sequence)
 
 
-def call(processor: LoadedProcessor, *rows: HostedRow) -> list[list[float]]:
+def call(processor: LoadedProcessor, *rows: ExecutorRow) -> list[list[float]]:
     logits = torch.zeros(len(rows), VOCAB)
-    outcome = processor.host.group(processor, rows).begin(logits).finish()
+    outcome = processor.executor.group(processor, rows).begin(logits).finish()
     assert not outcome.faults
     return logits.tolist()
 
@@ -166,7 +166,7 @@ class Clones(Counts):
 
 @pytest.mark.parametrize("target", [Counts, Clones])
 def test_a_callable_goes_its_own_way(target: type[Counts]) -> None:
-    processor = LoadedProcessor("sha256:0", "Counts", CallableHost(), CallableFactory(target)(), per_sequence=True)
+    processor = LoadedProcessor("sha256:0", "Counts", CallableExecutor(), CallableFactory(target)(), per_sequence=True)
     ours = [4]
     row = attach(processor, ours)
     assert call(processor, row)[0][:2] == [1, 1]
@@ -184,7 +184,7 @@ def test_of_a_callable_of_hugging_face_the_fork_has_its_own_tokens() -> None:
         scores[0, 0], scores[0, 1] = input_ids[0, -1], input_ids.shape[1]
         return scores
 
-    processor = LoadedProcessor("sha256:0", "last", CallableHost(), last, per_sequence=True)
+    processor = LoadedProcessor("sha256:0", "last", CallableExecutor(), last, per_sequence=True)
     ours = [4]
     row = attach(processor, ours)
     assert call(processor, row)[0][:2] == [4, 3]

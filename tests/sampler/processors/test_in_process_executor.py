@@ -18,7 +18,7 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
 )
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 
 Load = Callable[..., LoadedProcessor]
 
@@ -31,8 +31,8 @@ def source(body: str) -> SourceProcessor:
 
 
 def run(body: str, rows: int = 2) -> torch.Tensor:
-    host = InProcessHost({})
-    return host.run(host.load(source(body)), torch.zeros(rows, 4), [{"by": float(row)} for row in range(rows)])
+    executor = InProcessExecutor({})
+    return executor.run(executor.load(source(body)), torch.zeros(rows, 4), [{"by": float(row)} for row in range(rows)])
 
 
 def fault_of(body: str) -> ProcessorFault:
@@ -52,25 +52,25 @@ def test_it_loads_and_runs() -> None:
 def test_a_processor_is_known_by_what_runs() -> None:
     string = SourceProcessor(source("return logits").source, "Shipped", captured=b"")
     other = PickledProcessor(b"of another Python", python="2.7", source=string)
-    host = InProcessHost({})
-    loaded = host.load(other)
+    executor = InProcessExecutor({})
+    loaded = executor.load(other)
     assert (loaded.digest, loaded.name) == (string.digest, "Shipped")
-    assert loaded.host is host
+    assert loaded.executor is executor
 
 
 def test_what_its_class_says_of_itself_is_known() -> None:
     string = source("return logits")
     says = "class Shipped(CustomLogitProcessor):\n    'Does it.'\n    params_schema = {'type': 'object'}\n\n"
     described = string.source.replace("class Shipped(CustomLogitProcessor):\n", says)
-    loaded = InProcessHost({}).load(replace(string, source=described))
+    loaded = InProcessExecutor({}).load(replace(string, source=described))
     assert (loaded.description, loaded.params_schema) == ("Does it.", {"type": "object"})
-    assert InProcessHost({}).load(string).description == ""
+    assert InProcessExecutor({}).load(string).description == ""
 
 
 @pytest.mark.parametrize("string", [InstalledProcessor("min_p"), RegisteredProcessor("sha256:" + "0" * 64)])
 def test_what_ships_no_code_is_not_loaded(string: InstalledProcessor | RegisteredProcessor) -> None:
     with pytest.raises(ProcessorLoadError, match="ships no code"):
-        InProcessHost({}).load(string)
+        InProcessExecutor({}).load(string)
 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt()", "SystemExit(3)", "GeneratorExit()", "ValueError('no')"])
@@ -79,13 +79,13 @@ def test_whatever_is_raised_while_it_loads_is_a_load_error(error: str, where: st
     text = f"from logitship import CustomLogitProcessor as Base\n{where.format(error)}\n"
     text += "    def __call__(self, logits, custom_param_list=None): return logits\n" if "class" in where else ""
     with pytest.raises(ProcessorLoadError, match=error.partition("(")[0]):
-        InProcessHost({}).load(SourceProcessor(text, "Shipped"))
+        InProcessExecutor({}).load(SourceProcessor(text, "Shipped"))
 
 
 def test_an_error_that_cannot_be_printed_is_a_load_error() -> None:
     text = "class Mute(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise Mute\n"
     with pytest.raises(ProcessorLoadError):
-        InProcessHost({}).load(SourceProcessor(text, "Shipped"))
+        InProcessExecutor({}).load(SourceProcessor(text, "Shipped"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_an_error_that_cannot_be_printed_is_a_load_error() -> None:
 )
 def test_what_a_load_error_says_can_be_sent(raises: str) -> None:
     with pytest.raises(ProcessorLoadError) as raised:
-        InProcessHost({}).load(SourceProcessor(raises, "Shipped"))
+        InProcessExecutor({}).load(SourceProcessor(raises, "Shipped"))
     assert len(orjson.dumps(str(raised.value))) < 4200
 
 
@@ -111,7 +111,7 @@ class Meta(type(CustomLogitProcessor)):
 class Shipped(CustomLogitProcessor, metaclass=Meta):
     def __call__(self, logits, custom_param_list=None): return logits
 """
-    assert InProcessHost({}).load(SourceProcessor(text, "Shipped")).name == "Shipped"
+    assert InProcessExecutor({}).load(SourceProcessor(text, "Shipped")).name == "Shipped"
 
 
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "StopIteration"])
@@ -120,7 +120,7 @@ def test_whatever_it_raises_is_a_fault(error: str) -> None:
     assert fault.kind == "exception"
     assert fault.message == f"processor Shipped raised {error}: because"
     assert f"raise {error}('because')" in fault.traceback
-    assert "in_process_host" not in fault.traceback
+    assert "in_process_executor" not in fault.traceback
 
 
 def test_a_bare_exception_has_no_empty_message() -> None:
@@ -194,7 +194,7 @@ def test_a_global_that_did_not_travel_is_explained(load: Load) -> None:
     exec("class Shipped:\n    def __call__(self, logits, params):\n        return helper(logits)", module)
     processor = load(module["Shipped"](), "Shipped")
     with pytest.raises(ProcessorFault, match="'helper' was a global of the author's module and did not travel"):
-        InProcessHost({}).run(processor, torch.zeros(1, 2), [{}])
+        InProcessExecutor({}).run(processor, torch.zeros(1, 2), [{}])
 
 
 def test_a_local_name_without_a_value_is_not() -> None:
@@ -248,9 +248,9 @@ def test_what_only_says_that_it_is_a_tensor_is_none() -> None:
 
 def test_an_async_call() -> None:
     text = source("return logits").source.replace("def __call__", "async def __call__")
-    host = InProcessHost({})
+    executor = InProcessExecutor({})
     with pytest.raises(ProcessorFault, match="returned a coroutine, not a tensor: __call__ must not be async"):
-        host.run(host.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
+        executor.run(executor.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
     gc.collect()  # a coroutine that nobody awaited would warn now
 
 
@@ -266,16 +266,16 @@ def test_the_callers_logits_stay_usable_whatever_becomes_of_the_processors(load:
         return result
 
     logits = torch.zeros(2, 4)
-    InProcessHost({}).run(load(spoil, "Spoil"), logits, [{}, {}])
+    InProcessExecutor({}).run(load(spoil, "Spoil"), logits, [{}, {}])
     assert logits.add_(1).tolist() == [[2.0] * 4] * 2
 
 
 def test_settings_of_torch_are_restored() -> None:
     setting = "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
     setting += "torch.set_default_device('meta')\n"
-    host = InProcessHost({})
+    executor = InProcessExecutor({})
     for text in (f"{setting}{source('return logits').source}", source(f"{setting}return logits").source):
-        host.run(host.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
+        executor.run(executor.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
         assert torch.is_grad_enabled()
         assert torch.zeros(1).dtype is torch.float32
         assert torch.zeros(1).device.type == "cpu"
@@ -290,7 +290,7 @@ def test_other_float_types_are_cast(dtype: str) -> None:
 
 def test_the_logits_themselves_come_back_as_they_are(load: Load) -> None:
     logits = torch.zeros(2, 4)
-    assert InProcessHost({}).run(load(lambda logits, params: logits, "Same"), logits, [{}, {}]) is logits
+    assert InProcessExecutor({}).run(load(lambda logits, params: logits, "Same"), logits, [{}, {}]) is logits
 
 
 @pytest.mark.parametrize(
@@ -305,21 +305,21 @@ def test_a_view_of_the_logits_is_taken_out_of_them(returned: str, expected: list
     """The caller copies the result into the logits: the two must not overlap."""
     logits = torch.arange(4.0).view(2, 2)
     processor = load(eval(f"lambda logits, params: {returned}"), "View")
-    result = InProcessHost({}).run(processor, logits, [{}, {}])
+    result = InProcessExecutor({}).run(processor, logits, [{}, {}])
     assert logits.copy_(result).tolist() == expected
 
 
 def test_gradients_stay_behind(load: Load) -> None:
     weight = torch.nn.Parameter(torch.ones(4))
-    host = InProcessHost({})
-    result = host.run(load(lambda logits, params: logits + weight, "New"), torch.zeros(2, 4), [{}, {}])
+    executor = InProcessExecutor({})
+    result = executor.run(load(lambda logits, params: logits + weight, "New"), torch.zeros(2, 4), [{}, {}])
     assert not result.requires_grad
     assert type(result) is torch.Tensor
 
     def in_place(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         return logits.copy_(weight.expand(2, 4))
 
-    result = host.run(load(in_place, "InPlace"), torch.zeros(2, 4), [{}, {}])
+    result = executor.run(load(in_place, "InPlace"), torch.zeros(2, 4), [{}, {}])
     assert not result.requires_grad
     assert result.tolist() == [[1.0] * 4] * 2
 
@@ -334,7 +334,7 @@ def test_a_fault_keeps_nothing_of_the_processor_alive(load: Load) -> None:
         raise ValueError(copy.shape)
 
     with pytest.raises(ProcessorFault) as raised:
-        InProcessHost({}).run(load(fail, "Fail"), torch.zeros(2, 4), [{}, {}])
+        InProcessExecutor({}).run(load(fail, "Fail"), torch.zeros(2, 4), [{}, {}])
     gc.collect()
     assert raised.value.kind == "exception"
     assert made[0]() is None

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from logitship.sampler.processors.executor import HostedSequence, LoadedProcessor
+from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -14,8 +14,8 @@ Load = Callable[..., LoadedProcessor]
 
 
 def attach(processor: LoadedProcessor, output: list[int]) -> Any:
-    sequence = HostedSequence("r", {}, [1], output, SamplingParams(), ModelView(4, frozenset(), None))
-    return processor.host.attach(processor, sequence)
+    sequence = ExecutorSequence("r", {}, [1], output, SamplingParams(), ModelView(4, frozenset(), None))
+    return processor.executor.attach(processor, sequence)
 
 
 def test_a_list_that_a_processor_keeps_stays_up_to_date(load: Load) -> None:
@@ -29,7 +29,7 @@ def test_a_list_that_a_processor_keeps_stays_up_to_date(load: Load) -> None:
 
     processor = load(keep, "Keep")
     outputs = [[5], [6]]
-    group = processor.host.group(processor, [attach(processor, output) for output in outputs])
+    group = processor.executor.group(processor, [attach(processor, output) for output in outputs])
     for token in range(3):
         group.begin(torch.zeros(2, 4)).finish()
         assert list(kept.values()) == outputs
@@ -48,9 +48,9 @@ def test_a_row_that_is_used_in_one_group_is_followed_in_the_next(load: Load) -> 
     processor = load(keep, "Keep")
     first, second = [5], [6]
     row, late = attach(processor, first), attach(processor, second)
-    processor.host.group(processor, [row, late]).begin(torch.zeros(2, 4)).finish()
+    processor.executor.group(processor, [row, late]).begin(torch.zeros(2, 4)).finish()
     second.append(7)
-    processor.host.group(processor, [late]).begin(torch.zeros(1, 4)).finish()
+    processor.executor.group(processor, [late]).begin(torch.zeros(1, 4)).finish()
     assert kept == [[6, 7]]
 
 
@@ -59,7 +59,7 @@ def test_a_fault_is_that_of_all_rows(load: Load) -> None:
         raise ValueError("no")
 
     processor = load(fail, "Fail")
-    group = processor.host.group(processor, [attach(processor, []), attach(processor, [])])
+    group = processor.executor.group(processor, [attach(processor, []), attach(processor, [])])
     outcome = group.begin(torch.zeros(2, 4)).finish()
     assert list(outcome.faults) == [0, 1]
     assert outcome.seconds > 0

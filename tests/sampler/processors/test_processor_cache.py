@@ -13,7 +13,7 @@ from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache, ProcessorCacheFull
 
 
-class CountingHost:
+class CountingExecutor:
     """Loads nothing: a processor's size is the length of its source."""
 
     def __init__(self) -> None:
@@ -76,18 +76,18 @@ def use_once(cache: ProcessorCache, name: str, size: int = 1) -> None:
 
 
 def test_a_processor_is_loaded_once() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     first = cache.acquire(string("A"))
     cache.release(first)
     assert cache.acquire(string("A")) is first
-    assert host.loads == ["A"]
+    assert executor.loads == ["A"]
     assert cache.stats() == CacheStats(hits=1, misses=1, evictions=0, entries=1, bytes=1)
 
 
 def test_what_is_pickled_for_another_python_is_kept_as_its_source() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     processor = cache.acquire(PickledProcessor(b"pickle", python="2.7", source=string("A")))
     assert processor is cache.acquire(string("A"))
     with pytest.raises(ProcessorLoadError, match=r"Python 2\.7"):
@@ -95,33 +95,33 @@ def test_what_is_pickled_for_another_python_is_kept_as_its_source() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     for name in "ABCA":
         use_once(cache, name)
     use_once(cache, "D")
     for name in "ACD":
         use_once(cache, name)
-    assert host.loads == ["A", "B", "C", "D"]
-    assert host.unloaded == ["B"]
+    assert executor.loads == ["A", "B", "C", "D"]
+    assert executor.unloaded == ["B"]
     assert cache.stats().evictions == 1
     use_once(cache, "B")
-    assert host.loads[-1] == "B"
+    assert executor.loads[-1] == "B"
 
 
 def test_a_processor_counts_as_used_until_it_is_given_back() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     long_used = cache.acquire(string("A"))
     use_once(cache, "B")
     cache.release(long_used)
     use_once(cache, "C")
     use_once(cache, "A")
-    assert host.loads == ["A", "B", "C"]
+    assert executor.loads == ["A", "B", "C"]
 
 
 def test_bytes_are_bounded_too() -> None:
-    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    cache = ProcessorCache(CountingExecutor(), max_entries=10, max_bytes=10)
     for name in "ABCDE":
         use_once(cache, name, 2)
     use_once(cache, "F", 5)
@@ -129,8 +129,8 @@ def test_bytes_are_bounded_too() -> None:
 
 
 def test_what_is_in_use_is_never_evicted() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     first, second = cache.acquire(string("A")), cache.acquire(string("B"))
     with pytest.raises(ProcessorCacheFull, match="try again later"):
         cache.acquire(string("C"))
@@ -145,7 +145,7 @@ def test_what_is_in_use_is_never_evicted() -> None:
 
 
 def test_nothing_is_evicted_for_one_that_finds_no_room_anyway() -> None:
-    cache = ProcessorCache(CountingHost(), max_entries=10, max_bytes=10)
+    cache = ProcessorCache(CountingExecutor(), max_entries=10, max_bytes=10)
     cache.acquire(string("A", 6))
     use_once(cache, "B", 2)
     with pytest.raises(ProcessorCacheFull):
@@ -155,48 +155,48 @@ def test_nothing_is_evicted_for_one_that_finds_no_room_anyway() -> None:
 
 
 def test_one_that_is_larger_than_the_cache_is_refused_for_good() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=10, max_bytes=10)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=10, max_bytes=10)
     use_once(cache, "A", 2)
     with pytest.raises(ProcessorLoadError, match="counts for 11 bytes, more than the 10"):
         cache.acquire(string("B", 11))
     assert cache.stats().entries == 1
-    assert host.loads == ["A"]
-    assert host.unloaded == []
+    assert executor.loads == ["A"]
+    assert executor.unloaded == []
 
 
 def test_a_failed_load_leaves_nothing_behind() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     for error in (ProcessorLoadError("broken"), KeyboardInterrupt()):
-        host.errors.append(error)
+        executor.errors.append(error)
         with pytest.raises(type(error)):
             cache.acquire(string("A"))
     assert cache.stats() == CacheStats(hits=0, misses=2, evictions=0, entries=0, bytes=0)
     cache.acquire(string("A"))
-    assert host.loads == ["A"] * 3
+    assert executor.loads == ["A"] * 3
 
 
 def test_a_host_that_loads_something_else_is_not_believed() -> None:
-    class Confused(CountingHost):
+    class Confused(CountingExecutor):
         def load(self, asked: ProcessorString, tenant: str = "") -> LoadedProcessor:
             return super().load(string("other"), tenant)
 
-    class Indiscreet(CountingHost):
+    class Indiscreet(CountingExecutor):
         def load(self, asked: ProcessorString, tenant: str = "") -> LoadedProcessor:
             return super().load(asked, "another")
 
-    for host in (Confused(), Indiscreet()):
-        cache = ProcessorCache(host, max_entries=1, max_bytes=100)
-        with pytest.raises(ProcessorLoadError, match="the host loaded"):
+    for executor in (Confused(), Indiscreet()):
+        cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
+        with pytest.raises(ProcessorLoadError, match="the executor loaded"):
             cache.acquire(string("A"))
-        assert host.unloaded == host.loads
+        assert executor.unloaded == executor.loads
         assert cache.stats().entries == 0
 
 
 def test_tenants_share_no_processor() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     processors = [cache.acquire(string("A"), tenant) for tenant in ("", "one", "two")]
     assert len(set(processors)) == 3
     assert [processor.tenant for processor in processors] == ["", "one", "two"]
@@ -209,33 +209,33 @@ def test_tenants_share_no_processor() -> None:
 
 
 def test_what_is_found_is_made_ready_again() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     processor = cache.acquire(string("A"))
-    assert host.ensured == []
+    assert executor.ensured == []
     assert cache.acquire(string("A")) is processor
-    assert host.ensured == [processor]
+    assert executor.ensured == [processor]
 
 
 def test_what_cannot_be_made_ready_again_stays_where_it_is() -> None:
     """The next who asks tries again, and those who hold it give it back as ever."""
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     processor = cache.acquire(string("A"))
-    host.errors.append(ProcessorLoadError("its sandbox does not start"))
+    executor.errors.append(ProcessorLoadError("its sandbox does not start"))
     with pytest.raises(ProcessorLoadError, match="does not start"):
         cache.acquire(string("A"))
     assert cache.acquire(string("A")) is processor
     cache.release(processor)
     cache.release(processor)
     use_once(cache, "B")  # its users were counted right: it makes way
-    assert host.unloaded == ["A"]
+    assert executor.unloaded == ["A"]
 
 
 def test_making_ready_holds_up_nobody_else() -> None:
     waiting, go_on = threading.Event(), threading.Event()
 
-    class Slow(CountingHost):
+    class Slow(CountingExecutor):
         def ensure(self, processor: LoadedProcessor) -> None:
             waiting.set()
             assert go_on.wait(60)
@@ -252,26 +252,26 @@ def test_making_ready_holds_up_nobody_else() -> None:
 
 
 def test_what_makes_way_is_unloaded_before_the_load() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     use_once(cache, "A")
-    host.may_load.clear()
+    executor.may_load.clear()
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(cache.acquire, string("B"))
         for _ in "AB":
-            assert host.loading.acquire(timeout=60)
-        assert host.unloaded == ["A"]
+            assert executor.loading.acquire(timeout=60)
+        assert executor.unloaded == ["A"]
         with pytest.raises(ProcessorCacheFull):  # the place is taken
             cache.acquire(string("C"))
-        host.may_load.set()
+        executor.may_load.set()
         loading.result()
-    assert host.loads == ["A", "B"]
+    assert executor.loads == ["A", "B"]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_threads_never_hold_more_than_may_be_held(seed: int) -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     together = threading.Barrier(8)
 
     def use(number: int) -> int:
@@ -290,19 +290,19 @@ def test_threads_never_hold_more_than_may_be_held(seed: int) -> None:
     with ThreadPoolExecutor(8) as pool:
         refused = sum(pool.map(use, range(8)))
     assert refused < 8 * 200
-    assert host.most <= 3
-    assert len(host.loads) == cache.stats().misses == len(host.unloaded) + cache.stats().entries
+    assert executor.most <= 3
+    assert len(executor.loads) == cache.stats().misses == len(executor.unloaded) + cache.stats().entries
     cache.clear()
-    assert len(host.loads) == len(host.unloaded)
+    assert len(executor.loads) == len(executor.unloaded)
 
 
 def test_clear_keeps_what_is_in_use() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=3, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     used = cache.acquire(string("A"))
     use_once(cache, "B")
     cache.clear()
-    assert host.unloaded == ["B"]
+    assert executor.unloaded == ["B"]
     assert cache.stats() == CacheStats(hits=0, misses=2, evictions=0, entries=1, bytes=1)
     cache.release(used)
     cache.clear()
@@ -310,9 +310,9 @@ def test_clear_keeps_what_is_in_use() -> None:
 
 
 def test_threads_that_come_together_load_once() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
-    host.may_load.clear()
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
+    executor.may_load.clear()
     together = threading.Barrier(8)
 
     def acquire() -> LoadedProcessor:
@@ -321,34 +321,34 @@ def test_threads_that_come_together_load_once() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(acquire) for _ in range(8)]
-        assert host.loading.acquire(timeout=60)
-        host.may_load.set()
+        assert executor.loading.acquire(timeout=60)
+        executor.may_load.set()
         processors = {future.result() for future in futures}
     assert len(processors) == 1
-    assert host.loads == ["A"]
+    assert executor.loads == ["A"]
     assert cache.stats() == CacheStats(hits=7, misses=1, evictions=0, entries=1, bytes=1)
 
 
 def test_a_load_does_not_hold_up_other_processors() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=2, max_bytes=100)
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     ready = cache.acquire(string("A"))
-    assert host.loading.acquire(timeout=60)
-    host.may_load.clear()
+    assert executor.loading.acquire(timeout=60)
+    executor.may_load.clear()
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(cache.acquire, string("B"))
-        assert host.loading.acquire(timeout=60)
+        assert executor.loading.acquire(timeout=60)
         assert cache.acquire(string("A")) is ready
         assert cache.stats().entries == 1
-        host.may_load.set()
+        executor.may_load.set()
         slow.result()
 
 
 def test_who_waits_for_a_load_that_fails_tries_for_itself() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
-    host.may_load.clear()
-    host.errors.append(ProcessorLoadError("broken"))
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
+    executor.may_load.clear()
+    executor.errors.append(ProcessorLoadError("broken"))
     together = threading.Barrier(2)
 
     def acquire() -> LoadedProcessor | None:
@@ -360,25 +360,25 @@ def test_who_waits_for_a_load_that_fails_tries_for_itself() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(acquire) for _ in range(2)]
-        assert host.loading.acquire(timeout=60)
-        host.may_load.set()
+        assert executor.loading.acquire(timeout=60)
+        executor.may_load.set()
         results = [future.result() for future in futures]
     assert sorted(result is None for result in results) == [False, True]
-    assert host.loads == ["A", "A"]
+    assert executor.loads == ["A", "A"]
     assert cache.stats().entries == 1
 
 
 def test_a_load_that_fails_gives_its_place_back() -> None:
-    host = CountingHost()
-    cache = ProcessorCache(host, max_entries=1, max_bytes=100)
-    host.may_load.clear()
-    host.errors.append(ProcessorLoadError("broken"))
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
+    executor.may_load.clear()
+    executor.errors.append(ProcessorLoadError("broken"))
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(cache.acquire, string("A"))
-        assert host.loading.acquire(timeout=60)
+        assert executor.loading.acquire(timeout=60)
         with pytest.raises(ProcessorCacheFull):
             cache.acquire(string("B"))
-        host.may_load.set()
+        executor.may_load.set()
         with pytest.raises(ProcessorLoadError, match="broken"):
             loading.result()
     cache.acquire(string("B"))
@@ -387,9 +387,9 @@ def test_a_load_that_fails_gives_its_place_back() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_use_against_a_plain_list(seed: int) -> None:
     rng = random.Random(seed)
-    host = CountingHost()
+    executor = CountingExecutor()
     max_entries, max_bytes = rng.randint(1, 4), rng.randint(4, 12)
-    cache = ProcessorCache(host, max_entries=max_entries, max_bytes=max_bytes)
+    cache = ProcessorCache(executor, max_entries=max_entries, max_bytes=max_bytes)
     sizes = {name: rng.randint(1, 4) for name in "ABCDEF"}
     kept: list[str] = []  # least recently used first
     users: dict[str, list[LoadedProcessor]] = {name: [] for name in sizes}
@@ -400,7 +400,7 @@ def test_random_use_against_a_plain_list(seed: int) -> None:
             kept.remove(name)
             kept.append(name)
             continue
-        loads_before = len(host.loads)
+        loads_before = len(executor.loads)
         try:
             users[name].append(cache.acquire(string(name, sizes[name])))
         except ProcessorCacheFull:
@@ -409,7 +409,7 @@ def test_random_use_against_a_plain_list(seed: int) -> None:
             too_many = len(in_use) + 1 > max_entries
             assert too_many or sum(sizes[other] for other in in_use) + sizes[name] > max_bytes
         else:
-            assert (len(host.loads) == loads_before) == (name in kept)
+            assert (len(executor.loads) == loads_before) == (name in kept)
             if name in kept:
                 kept.remove(name)
             idle = [other for other in kept if not users[other]]
@@ -418,5 +418,5 @@ def test_random_use_against_a_plain_list(seed: int) -> None:
             kept.append(name)
         stats = cache.stats()
         assert (stats.entries, stats.bytes) == (len(kept), sum(sizes[other] for other in kept))
-    assert cache.stats().misses == len(host.loads)
+    assert cache.stats().misses == len(executor.loads)
     assert cache.stats().evictions > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.processors.executor import HostedSequence, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.processor_groups import Group, Member, grouped
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse
@@ -19,8 +19,8 @@ Load = Callable[..., LoadedProcessor]
 
 def member(processor: LoadedProcessor, *, is_last: bool = True) -> Member:
     use = ProcessorUse(processor, {}, "r")
-    sequence = HostedSequence("r", {}, [], [], SamplingParams(), ModelView(4, frozenset(), None))
-    return Member(use, processor.host.attach(processor, sequence), (), is_last)
+    sequence = ExecutorSequence("r", {}, [], [], SamplingParams(), ModelView(4, frozenset(), None))
+    return Member(use, processor.executor.attach(processor, sequence), (), is_last)
 
 
 def ignore(processor: LoadedProcessor) -> Callable[[int, float], None]:

@@ -362,7 +362,7 @@ def test_receipts_count_the_steps_that_were_applied(new_shipped: NewShipped, shi
 
 
 def test_the_uses_may_stand_elsewhere(load: Load) -> None:
-    """A host engine whose sampling params have no field for them finds them its own way."""
+    """A executor engine whose sampling params have no field for them finds them its own way."""
     use = ProcessorUse(load(add_by, "Add"), {"by": 1.0}, "r")
     shipped = ShippedProcessors(
         None, torch.device("cpu"), False, model=ModelView(VOCAB, frozenset(), None), uses=lambda params: [use]

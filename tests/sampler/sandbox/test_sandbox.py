@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
-from logitship.sampler.sandbox.zygote_process import ForkedProcess, TemplateError
+from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError
 
 LONG = 60.0
 
@@ -348,7 +348,7 @@ def test_nothing_is_left_after_close() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("error", [TemplateError, OSError])
+@pytest.mark.parametrize("error", [ZygoteError, OSError])
 def test_nothing_is_left_where_there_is_no_process(error: type[Exception]) -> None:
     class Refusing:
         def fork(self, connection: int, region: int) -> ForkedProcess:

@@ -17,16 +17,22 @@ from hypothesis import strategies as st
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch.persistent_batch import PersistentBatch
-from logitship.sampler.processors.executor import HostedRow, HostedSequence, LoadedProcessor, ProcessorHost, RunOutcome
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.executor import (
+    ExecutorRow,
+    ExecutorSequence,
+    LoadedProcessor,
+    ProcessorExecutor,
+    RunOutcome,
+)
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox import sandbox_executor as sandbox_host
+from logitship.sampler.sandbox import sandbox_executor as sandbox_executor
 from logitship.sampler.sandbox.sandbox import Sandbox
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits, SandboxStats
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats
 from logitship.sampler.sandbox.sandboxed_processor import SandboxedProcessor, read_faults
-from logitship.sampler.sandbox.zygote_process import TemplateProcess
+from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 from logitship.server.tokenizer import Tokenizer
 
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
@@ -65,8 +71,8 @@ def model(tokenizer: Tokenizer) -> ModelView:
 
 
 @pytest.fixture(scope="module")
-def template(model: ModelView) -> Iterator[TemplateProcess]:
-    template = TemplateProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
+def template(model: ModelView) -> Iterator[ZygoteProcess]:
+    template = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
     template.start()
     template.set_up(model)
     yield template
@@ -74,38 +80,38 @@ def template(model: ModelView) -> Iterator[TemplateProcess]:
 
 
 @pytest.fixture
-def host(template: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxHost]:
-    """A host on the module's template, which outlives it."""
-    monkeypatch.setattr(sandbox_host, "WATCH_INTERVAL", 0.02)
+def executor(template: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
+    """A executor on the module's template, which outlives it."""
+    monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
     limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, load_timeout=20.0)
-    host = SandboxHost(template, limits, MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(template, limits, MAX_ROWS, VOCAB)
     with monkeypatch.context() as patch:
-        yield host
+        yield executor
         patch.setattr(template, "close", lambda: None)
-        host.close()
+        executor.close()
 
 
 class Caller:
     """Attaches sequences to a processor, and calls it."""
 
-    def __init__(self, host: ProcessorHost, model: ModelView) -> None:
-        self._host = host
+    def __init__(self, executor: ProcessorExecutor, model: ModelView) -> None:
+        self._executor = executor
         self._model = model
 
-    def attach(self, processor: LoadedProcessor, **params: Any) -> HostedRow:
-        sequence = HostedSequence("r", params, [1, 2], [], SamplingParams(), self._model)
-        return self._host.attach(processor, sequence)
+    def attach(self, processor: LoadedProcessor, **params: Any) -> ExecutorRow:
+        sequence = ExecutorSequence("r", params, [1, 2], [], SamplingParams(), self._model)
+        return self._executor.attach(processor, sequence)
 
-    def call(self, processor: LoadedProcessor, *rows: HostedRow) -> tuple[list[float], RunOutcome]:
+    def call(self, processor: LoadedProcessor, *rows: ExecutorRow) -> tuple[list[float], RunOutcome]:
         """The first logit of each row, of which all were 0, and the outcome."""
         logits = torch.zeros(len(rows), VOCAB)
-        outcome = self._host.group(processor, rows).begin(logits).finish()
+        outcome = self._executor.group(processor, rows).begin(logits).finish()
         return logits[:, 0].tolist(), outcome
 
 
 @pytest.fixture
-def caller(host: SandboxHost, model: ModelView) -> Caller:
-    return Caller(host, model)
+def caller(executor: SandboxExecutor, model: ModelView) -> Caller:
+    return Caller(executor, model)
 
 
 def sandbox_of(processor: LoadedProcessor) -> Sandbox:
@@ -117,50 +123,50 @@ def faults(outcome: RunOutcome) -> dict[int, tuple[str, str]]:
     return {row: (fault.kind, fault.message) for row, fault in outcome.faults.items()}
 
 
-def test_it_loads_and_runs(host: SandboxHost, caller: Caller) -> None:
+def test_it_loads_and_runs(executor: SandboxExecutor, caller: Caller) -> None:
     string = source(ADDS)
-    processor = host.load(string, "tenant")
+    processor = executor.load(string, "tenant")
     assert (processor.digest, processor.name, processor.tenant) == (string.digest, "P", "tenant")
     rows = [caller.attach(processor, by=by) for by in (1.0, 2.0, 3.0)]
     assert caller.call(processor, *rows)[0] == [1, 2, 3]
     assert caller.call(processor, rows[2], rows[0])[0] == [3, 1]
 
 
-def test_what_its_class_says_of_itself_is_known(host: SandboxHost) -> None:
+def test_what_its_class_says_of_itself_is_known(executor: SandboxExecutor) -> None:
     string = source(ADDS)
-    silent = host.load(string)
+    silent = executor.load(string)
     assert (silent.description, silent.params_schema) == ("", None)
     says = "class P(CustomLogitProcessor):\n    'Adds.'\n    params_schema = {'type': 'object'}\n\n"
     described = string.source.replace("class P(CustomLogitProcessor):\n", says)
-    loaded = host.load(replace(string, source=described))
+    loaded = executor.load(replace(string, source=described))
     assert (loaded.description, loaded.params_schema) == ("Adds.", {"type": "object"})
     for processor in (silent, loaded):
-        host.unload(processor)
+        executor.unload(processor)
 
 
-def test_what_ships_no_code_is_not_loaded(host: SandboxHost) -> None:
+def test_what_ships_no_code_is_not_loaded(executor: SandboxExecutor) -> None:
     with pytest.raises(ProcessorLoadError, match="ships no code"):
-        host.load(InstalledProcessor("min_p"))
+        executor.load(InstalledProcessor("min_p"))
 
 
-def test_two_tenants_share_nothing(host: SandboxHost, caller: Caller) -> None:
-    one, other = host.load(source(COUNTS), "one"), host.load(source(COUNTS), "other")
+def test_two_tenants_share_nothing(executor: SandboxExecutor, caller: Caller) -> None:
+    one, other = executor.load(source(COUNTS), "one"), executor.load(source(COUNTS), "other")
     row = caller.attach(one)
     assert [caller.call(one, row)[0] for _ in range(3)] == [[1], [2], [3]]
     assert caller.call(other, caller.attach(other))[0] == [1]
     assert sandbox_of(one) is not sandbox_of(other)
 
 
-def test_only_the_row_that_fails_has_a_fault(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(FAILS_WHERE_TOLD))
+def test_only_the_row_that_fails_has_a_fault(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(FAILS_WHERE_TOLD))
     rows = [caller.attach(processor, fails=place == 1) for place in range(3)]
     values, outcome = caller.call(processor, *rows)
     assert [values[0], values[2]] == [1, 1]
     assert faults(outcome) == {1: ("exception", "processor P raised AssertionError: as told")}
 
 
-def test_parameters_that_are_not_plain_are_their_rows_fault(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(ADDS))
+def test_parameters_that_are_not_plain_are_their_rows_fault(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(ADDS))
     rows = [caller.attach(processor, by=1.0), caller.attach(processor, by=object()), caller.attach(processor, by=3.0)]
     values, outcome = caller.call(processor, *rows)
     assert [values[0], values[2]] == [1, 3]
@@ -174,22 +180,22 @@ def test_parameters_that_are_not_plain_are_their_rows_fault(host: SandboxHost, c
     ids=["in one exchange", "in two exchanges", "in more than the kernel holds"],
 )
 def test_one_that_hangs_takes_no_time_from_the_others(
-    host: SandboxHost, caller: Caller, params: dict[str, Any], fails: bool
+    executor: SandboxExecutor, caller: Caller, params: dict[str, Any], fails: bool
 ) -> None:
     """Both were asked at the same time, and the one that hangs is waited for first."""
-    hanging, honest = host.load(source(LOOPS)), host.load(source(FAILS_WHERE_TOLD))
+    hanging, honest = executor.load(source(LOOPS)), executor.load(source(FAILS_WHERE_TOLD))
     logits = [torch.zeros(1, VOCAB), torch.zeros(2, VOCAB)]
     rows = [caller.attach(honest, fails=False, **params), caller.attach(honest, fails=fails)]
-    first = host.group(hanging, [caller.attach(hanging)]).begin(logits[0])
-    second = host.group(honest, rows).begin(logits[1])
+    first = executor.group(hanging, [caller.attach(hanging)]).begin(logits[0])
+    second = executor.group(honest, rows).begin(logits[1])
     assert faults(first.finish()) == {0: ("deadline", f"processor P {NO_ANSWER}")}
     assert set(second.finish().faults) == ({1} if fails else set())
     assert logits[1][0, 0] == 1
     assert sandbox_of(honest).alive
 
 
-def test_a_sandbox_that_died_is_replaced_for_new_sequences(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(COUNTS))
+def test_a_sandbox_that_died_is_replaced_for_new_sequences(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(COUNTS))
     old = caller.attach(processor)
     caller.call(processor, old)
     sandbox_of(processor).kill("deadline", "was slow")
@@ -200,30 +206,32 @@ def test_a_sandbox_that_died_is_replaced_for_new_sequences(host: SandboxHost, ca
 
 
 def test_one_that_ended_while_nobody_looked_is_replaced_before_a_request_runs(
-    host: SandboxHost, caller: Caller
+    executor: SandboxExecutor, caller: Caller
 ) -> None:
-    processor = host.load(source(COUNTS))
+    processor = executor.load(source(COUNTS))
     caller.call(processor, caller.attach(processor))
     sandbox_of(processor)._process.kill()
     sandbox_of(processor)._process.status.result(30)
-    host.ensure(processor)
-    host.ensure(processor)
+    executor.ensure(processor)
+    executor.ensure(processor)
     values, outcome = caller.call(processor, caller.attach(processor))
     assert values == [1]
     assert not outcome.faults
 
 
-def test_one_that_cannot_be_loaded_again(host: SandboxHost, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = host.load(source(ADDS))
+def test_one_that_cannot_be_loaded_again(
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = executor.load(source(ADDS))
     sandbox_of(processor).kill("crash", "crashed")
 
     def no_descriptor(*_: object) -> Sandbox:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox_host, "Sandbox", no_descriptor)
+        patch.setattr(sandbox_executor, "Sandbox", no_descriptor)
         with pytest.raises(ProcessorLoadError, match=r"no sandbox can be started: .* Too many open files"):
-            host.load(source(COUNTS))
+            executor.load(source(COUNTS))
         _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
         assert outcome.faults[0].kind == "load"
         assert "could not be loaded again, after its process ended: no sandbox can be" in outcome.faults[0].message
@@ -231,24 +239,24 @@ def test_one_that_cannot_be_loaded_again(host: SandboxHost, caller: Caller, monk
 
 
 def test_our_own_mistake_ends_no_other_row(
-    host: SandboxHost, caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    processor = host.load(source(ADDS))
+    processor = executor.load(source(ADDS))
     sandbox_of(processor).kill("crash", "crashed")
 
     def broken(*_: object) -> Sandbox:
         raise RuntimeError("the secret cause")
 
-    monkeypatch.setattr(sandbox_host, "Sandbox", broken)
+    monkeypatch.setattr(sandbox_executor, "Sandbox", broken)
     _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
     assert outcome.faults[0].message.endswith("no sandbox can be started now")
     assert "the secret cause" in caplog.text
 
 
 def test_a_step_waits_only_so_long_for_a_new_one(
-    host: SandboxHost, caller: Caller, monkeypatch: pytest.MonkeyPatch
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processor = host.load(source(ADDS))
+    processor = executor.load(source(ADDS))
     sandbox_of(processor).kill("crash", "crashed")
     go = threading.Event()
 
@@ -257,7 +265,7 @@ def test_a_step_waits_only_so_long_for_a_new_one(
         return Sandbox(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox_host, "Sandbox", slow)
+        patch.setattr(sandbox_executor, "Sandbox", slow)
         _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
     assert faults(outcome)[0][0] == "load"
     assert faults(outcome)[0][1].endswith("try again")
@@ -265,8 +273,8 @@ def test_a_step_waits_only_so_long_for_a_new_one(
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
 
 
-def test_one_that_computes_between_its_calls_is_killed(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(SPINS_AFTER_ITS_ANSWER))
+def test_one_that_computes_between_its_calls_is_killed(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(SPINS_AFTER_ITS_ANSWER))
     row = caller.attach(processor)
     assert not caller.call(processor, row)[1].faults
     assert sandbox_of(processor)._process.status.result(30) == 9
@@ -275,18 +283,18 @@ def test_one_that_computes_between_its_calls_is_killed(host: SandboxHost, caller
     }
 
 
-def test_a_call_that_nobody_finished_ends_its_sandbox_and_no_other(host: SandboxHost, caller: Caller) -> None:
-    given_up, other = host.load(source(ADDS)), host.load(source(COUNTS))
+def test_a_call_that_nobody_finished_ends_its_sandbox_and_no_other(executor: SandboxExecutor, caller: Caller) -> None:
+    given_up, other = executor.load(source(ADDS)), executor.load(source(COUNTS))
     row = caller.attach(given_up, by=1.0)
-    host.group(given_up, [row]).begin(torch.zeros(1, VOCAB))
+    executor.group(given_up, [row]).begin(torch.zeros(1, VOCAB))
     assert caller.call(other, caller.attach(other))[0] == [1]
     assert faults(caller.call(given_up, row)[1]) in ({0: ("crash", "processor P was left in the middle of a call")}, {})
     assert caller.call(given_up, caller.attach(given_up, by=2.0))[0] == [2]
     assert sandbox_of(other).alive
 
 
-def test_a_sequence_that_leaves_takes_its_state_along(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(COUNTS_VIEWS))
+def test_a_sequence_that_leaves_takes_its_state_along(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(COUNTS_VIEWS))
     rows = [caller.attach(processor) for _ in range(3)]
     assert caller.call(processor, *rows)[0] == [3, 3, 3]
     rows[0].close()
@@ -294,38 +302,38 @@ def test_a_sequence_that_leaves_takes_its_state_along(host: SandboxHost, caller:
     assert caller.call(processor, rows[2])[0] == [1]
 
 
-def test_unload_ends_its_process(host: SandboxHost) -> None:
-    processor = host.load(source(ADDS))
+def test_unload_ends_its_process(executor: SandboxExecutor) -> None:
+    processor = executor.load(source(ADDS))
     process = sandbox_of(processor)._process
-    host.unload(processor)
-    host.unload(processor)
+    executor.unload(processor)
+    executor.unload(processor)
     assert process.status.result(30) == 9
 
 
-def test_close_ends_all(template: TemplateProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_all(template: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    host = SandboxHost(template, SandboxLimits(), MAX_ROWS, VOCAB)
-    processes = [sandbox_of(host.load(source(body)))._process for body in (ADDS, COUNTS)]
+    executor = SandboxExecutor(template, SandboxLimits(), MAX_ROWS, VOCAB)
+    processes = [sandbox_of(executor.load(source(body)))._process for body in (ADDS, COUNTS)]
     monkeypatch.setattr(template, "close", lambda: None)
-    host.close()
-    host.close()
+    executor.close()
+    executor.close()
     assert [process.status.result(30) for process in processes] == [9, 9]
     assert "logitship-sandboxes" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_a_spare_sandbox_counts_when_it_is_used(
-    template: TemplateProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+    template: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = SandboxHost(template, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
+    executor = SandboxExecutor(template, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
     monkeypatch.setattr(template, "close", lambda: None)
-    caller = Caller(host, model)
-    assert (host.stats().alive, host.stats().started) == (0, 0)
+    caller = Caller(executor, model)
+    assert (executor.stats().alive, executor.stats().started) == (0, 0)
     for by in (1.0, 2.0):  # the second may find none
-        processor = host.load(source(f"{ADDS}  # {by}"))
+        processor = executor.load(source(f"{ADDS}  # {by}"))
         assert caller.call(processor, caller.attach(processor, by=by))[0] == [by]
-    assert (host.stats().alive, host.stats().started) == (2, 2)
-    host.close()
-    assert (host.stats().alive, host.stats().started) == (0, 2)
+    assert (executor.stats().alive, executor.stats().started) == (2, 2)
+    executor.close()
+    assert (executor.stats().alive, executor.stats().started) == (0, 2)
 
 
 JSON = st.recursive(
@@ -412,11 +420,11 @@ TENANTS = ["", "a", "b"]
 
 
 class Side:
-    """A batch whose processors one of the hosts runs."""
+    """A batch whose processors one of the executors runs."""
 
-    def __init__(self, host: ProcessorHost, model: ModelView, new_request: Callable[..., Any]) -> None:
+    def __init__(self, executor: ProcessorExecutor, model: ModelView, new_request: Callable[..., Any]) -> None:
         self._loaded = {
-            (tenant, number): host.load(source(body), tenant)
+            (tenant, number): executor.load(source(body), tenant)
             for tenant in TENANTS
             for number, body in enumerate(BODIES)
         }
@@ -457,7 +465,7 @@ def replaced(sampling: SamplingParams, uses: tuple[ProcessorUse, ...]) -> Sampli
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sandbox_changes_no_bit(
-    template: TemplateProcess,
+    template: ZygoteProcess,
     model: ModelView,
     new_request: Callable[..., Any],
     seed: int,
@@ -465,8 +473,8 @@ def test_a_sandbox_changes_no_bit(
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    host = SandboxHost(template, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
-    sides = [Side(InProcessHost({}), model, new_request), Side(host, model, new_request)]
+    executor = SandboxExecutor(template, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
+    sides = [Side(InProcessExecutor({}), model, new_request), Side(executor, model, new_request)]
     applied = 0
     for step in range(40):
         for _ in range(chance.randrange(3)):
@@ -491,13 +499,13 @@ def test_a_sandbox_changes_no_bit(
         applied += not torch.equal(expected, logits)
     assert applied > 20
     monkeypatch.setattr(template, "close", lambda: None)
-    host.close()
+    executor.close()
 
 
-def test_a_group_is_named_when_it_is_another_one(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(ADDS))
+def test_a_group_is_named_when_it_is_another_one(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(ADDS))
     one, other = caller.attach(processor, by=1), caller.attach(processor, by=2)
-    groups = [host.group(processor, rows) for rows in ([one], [other], [one, other], [other, one])]
+    groups = [executor.group(processor, rows) for rows in ([one], [other], [one, other], [other, one])]
     for _ in range(2):
         for group, expected in zip(groups, ([1], [2], [1, 2], [2, 1]), strict=True):
             logits = torch.zeros(len(expected), VOCAB)
@@ -515,8 +523,8 @@ return logits
 """
 
 
-def test_a_fork_goes_on_from_the_state_in_the_sandbox(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(COUNTS_ITS_CALLS))
+def test_a_fork_goes_on_from_the_state_in_the_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(COUNTS_ITS_CALLS))
     row = caller.attach(processor)
     unborn = row.fork([])  # nobody was told of its source yet: it begins at the beginning
     assert caller.call(processor, row)[0] == [1]
@@ -525,12 +533,14 @@ def test_a_fork_goes_on_from_the_state_in_the_sandbox(host: SandboxHost, caller:
     assert caller.call(processor, twin)[0] == [3]
     dropped.close()
     logits = torch.zeros(1, VOCAB)
-    host.group(processor, [row]).begin(logits).finish()
+    executor.group(processor, [row]).begin(logits).finish()
     assert logits[0, :2].tolist() == [3, 3]
 
 
-def test_what_a_sandbox_cannot_copy_is_the_forks_fault(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source("custom_param_list[0]['__req__'].state['kept'] = (x for x in ())\nreturn logits + 1"))
+def test_what_a_sandbox_cannot_copy_is_the_forks_fault(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(
+        source("custom_param_list[0]['__req__'].state['kept'] = (x for x in ())\nreturn logits + 1")
+    )
     row, other = caller.attach(processor), caller.attach(processor)
     caller.call(processor, row)
     logits, outcome = caller.call(processor, row.fork([]), other, row)
@@ -540,8 +550,8 @@ def test_what_a_sandbox_cannot_copy_is_the_forks_fault(host: SandboxHost, caller
     assert "processor P keeps something of a sequence that cannot be copied" in message
 
 
-def test_a_fork_of_what_died_with_its_sandbox_has_died_too(host: SandboxHost, caller: Caller) -> None:
-    processor = host.load(source(COUNTS_ITS_CALLS))
+def test_a_fork_of_what_died_with_its_sandbox_has_died_too(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(COUNTS_ITS_CALLS))
     row = caller.attach(processor)
     caller.call(processor, row)
     before = row.fork([])
@@ -550,7 +560,7 @@ def test_a_fork_of_what_died_with_its_sandbox_has_died_too(host: SandboxHost, ca
         assert faults(caller.call(processor, twin)[1]) == {0: ("crash", "processor P crashed")}
 
 
-def test_a_copy_that_takes_too_long_ends_the_sandbox(host: SandboxHost, caller: Caller) -> None:
+def test_a_copy_that_takes_too_long_ends_the_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
     body = """
 class Slow:
     def __deepcopy__(self, memo):
@@ -558,40 +568,40 @@ class Slow:
 custom_param_list[0]["__req__"].state["slow"] = Slow()
 return logits + 1
 """
-    processor = host.load(source(body))
+    processor = executor.load(source(body))
     row = caller.attach(processor)
     caller.call(processor, row)
     row.fork([])
     assert faults(caller.call(processor, row)[1]) == {0: ("deadline", f"processor P {NO_ANSWER}")}
 
 
-def test_what_was_started_and_how_it_ended_is_counted_once(host: SandboxHost, caller: Caller) -> None:
-    kept, unloaded, hanging = host.load(source(ADDS)), host.load(source(COUNTS)), host.load(source(LOOPS))
-    assert host.stats() == SandboxStats(alive=3, started=3, ended={})
-    host.unload(unloaded)
+def test_what_was_started_and_how_it_ended_is_counted_once(executor: SandboxExecutor, caller: Caller) -> None:
+    kept, unloaded, hanging = executor.load(source(ADDS)), executor.load(source(COUNTS)), executor.load(source(LOOPS))
+    assert executor.stats() == SandboxStats(alive=3, started=3, ended={})
+    executor.unload(unloaded)
     caller.call(hanging, caller.attach(hanging))
     # Whoever looks first counts it: the thread that watches, or this.
-    host.ensure(hanging)
-    host.ensure(kept)
+    executor.ensure(hanging)
+    executor.ensure(kept)
     with pytest.raises(ProcessorLoadError):
-        host.load(SourceProcessor("raise ValueError", "P"))
-    host.unload(hanging)
-    host.unload(hanging)
-    assert host.stats() == SandboxStats(alive=1, started=5, ended={"unloaded": 3, "deadline": 1})
+        executor.load(SourceProcessor("raise ValueError", "P"))
+    executor.unload(hanging)
+    executor.unload(hanging)
+    assert executor.stats() == SandboxStats(alive=1, started=5, ended={"unloaded": 3, "deadline": 1})
 
 
 def test_one_that_is_unloaded_is_not_reported_as_one_that_died(
-    host: SandboxHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    executor: SandboxExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    processor = host.load(source(ADDS))
+    processor = executor.load(source(ADDS))
     sandbox = processor.instance.sandbox
     close = sandbox.close
 
     def close_while_somebody_looks() -> None:
         close()
-        host._report(sandbox)  # as the thread that watches may at this moment
+        executor._report(sandbox)  # as the thread that watches may at this moment
 
     monkeypatch.setattr(sandbox, "close", close_while_somebody_looks)
-    host.unload(processor)
-    assert host.stats().ended == {"unloaded": 1}
+    executor.unload(processor)
+    assert executor.stats().ended == {"unloaded": 1}
     assert not caplog.records

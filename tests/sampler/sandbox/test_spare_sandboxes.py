@@ -8,7 +8,7 @@ import pytest
 
 from logitship.sampler.sandbox import spare_sandboxes
 from logitship.sampler.sandbox.spare_sandboxes import SpareSandboxes
-from logitship.sampler.sandbox.zygote_process import TemplateError
+from logitship.sampler.sandbox.zygote_process import ZygoteError
 
 LONG = 20.0
 
@@ -98,10 +98,10 @@ def test_without_a_spare_one_is_started_at_once() -> None:
 
 def test_what_is_in_the_way_is_told_to_who_needs_one() -> None:
     starts = Starts()
-    starts.errors = [TemplateError("no process"), OSError("no room")]  # the last is first
+    starts.errors = [ZygoteError("no process"), OSError("no room")]  # the last is first
     spares = SpareSandboxes(starts, 1)
     starts.wait_for(lambda: len(starts.errors) == 1)
-    with pytest.raises(TemplateError, match="no process"):
+    with pytest.raises(ZygoteError, match="no process"):
         spares.take()
     assert is_own(taken(spares))
     spares.close()

@@ -15,7 +15,7 @@ import pytest
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox import zygote_process as template_process
 from logitship.sampler.sandbox.kernel.protections import Protections
-from logitship.sampler.sandbox.zygote_process import ForkedProcess, TemplateError, TemplateProcess
+from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError, ZygoteProcess
 
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MODEL = ModelView(8, frozenset({1}), None)
@@ -23,14 +23,14 @@ REGION_SIZE = 2 * 8 * 4
 LONG = 30.0
 
 
-def make(names: str = NAMES) -> TemplateProcess:
-    template = TemplateProcess(names=names, max_rows=2, memory_limit=64 << 20)
+def make(names: str = NAMES) -> ZygoteProcess:
+    template = ZygoteProcess(names=names, max_rows=2, memory_limit=64 << 20)
     template.start()
     return template
 
 
 @pytest.fixture(scope="module")
-def template() -> Iterator[TemplateProcess]:
+def template() -> Iterator[ZygoteProcess]:
     template = make()
     assert template.set_up(MODEL).sufficient
     yield template
@@ -40,13 +40,13 @@ def template() -> Iterator[TemplateProcess]:
 class Forked:
     """A sandbox, and this process's end of its connection."""
 
-    def __init__(self, template: TemplateProcess) -> None:
+    def __init__(self, template: ZygoteProcess) -> None:
         self.connection, theirs = socket.socketpair()
         region = os.memfd_create("region")
         try:
             os.ftruncate(region, REGION_SIZE)
             self.process: ForkedProcess = template.fork(theirs.fileno(), region)
-        except TemplateError:
+        except ZygoteError:
             self.connection.close()
             raise
         finally:
@@ -71,13 +71,13 @@ def template_process_id(forked: Forked) -> int:
     return int(Path(f"/proc/{sandbox}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_sandbox_ends_with_its_connection(template: TemplateProcess) -> None:
+def test_a_sandbox_ends_with_its_connection(template: ZygoteProcess) -> None:
     forked = Forked(template)
     forked.close()
     assert forked.process.status.result(LONG) == 0
 
 
-def test_a_killed_sandbox(template: TemplateProcess) -> None:
+def test_a_killed_sandbox(template: ZygoteProcess) -> None:
     forked = Forked(template)
     forked.process.kill()
     assert forked.process.status.result(LONG) == signal.SIGKILL
@@ -86,7 +86,7 @@ def test_a_killed_sandbox(template: TemplateProcess) -> None:
     forked.close()
 
 
-def test_a_template_that_ends_takes_its_sandboxes_along_and_is_replaced(template: TemplateProcess) -> None:
+def test_a_template_that_ends_takes_its_sandboxes_along_and_is_replaced(template: ZygoteProcess) -> None:
     lost = [Forked(template), Forked(template)]
     os.kill(template_process_id(lost[0]), signal.SIGKILL)
     for forked in lost:
@@ -95,7 +95,7 @@ def test_a_template_that_ends_takes_its_sandboxes_along_and_is_replaced(template
     Forked(template).close()
 
 
-def test_several_threads_ask_at_once(template: TemplateProcess) -> None:
+def test_several_threads_ask_at_once(template: ZygoteProcess) -> None:
     forked: list[Forked] = []
     threads = [threading.Thread(target=lambda: forked.append(Forked(template))) for _ in range(8)]
     for thread in threads:
@@ -108,7 +108,7 @@ def test_several_threads_ask_at_once(template: TemplateProcess) -> None:
         each.close()
 
 
-def test_a_template_that_is_stuck_is_replaced(template: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_is_stuck_is_replaced(template: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "FORK_TIMEOUT", 0.3)
     monkeypatch.setattr(template_process, "END_TIMEOUT", 0.1)
     before = Forked(template)
@@ -128,14 +128,14 @@ def test_close_ends_everything_and_may_be_called_again() -> None:
     template.close()
     template.close()
     assert forked.ended()
-    with pytest.raises(TemplateError, match="shutting down"):
+    with pytest.raises(ZygoteError, match="shutting down"):
         Forked(template)
     forked.close()
 
 
 def test_close_before_it_was_set_up() -> None:
     make().close()
-    TemplateProcess(names=NAMES, max_rows=1, memory_limit=1).close()
+    ZygoteProcess(names=NAMES, max_rows=1, memory_limit=1).close()
 
 
 def test_close_does_not_wait_for_a_template_that_is_being_started() -> None:
@@ -145,7 +145,7 @@ def test_close_does_not_wait_for_a_template_that_is_being_started() -> None:
     def set_up() -> None:
         try:
             template.set_up(MODEL)
-        except TemplateError as error:
+        except ZygoteError as error:
             refused.append(str(error))
 
     thread = threading.Thread(target=set_up)
@@ -159,14 +159,14 @@ def test_close_does_not_wait_for_a_template_that_is_being_started() -> None:
 
 def test_a_tokenizer_that_cannot_travel() -> None:
     template = make()
-    with pytest.raises(TemplateError, match="tokenizer cannot be given to sandboxes"):
+    with pytest.raises(ZygoteError, match="tokenizer cannot be given to sandboxes"):
         template.set_up(ModelView(8, frozenset(), lambda text: text))
     template.close()
 
 
 def test_a_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
     template = make("logitship.no_such_module:NAMES")
-    with pytest.raises(TemplateError, match=r"does not start .* standard error output says why"):
+    with pytest.raises(ZygoteError, match=r"does not start .* standard error output says why"):
         template.set_up(MODEL)
     template.close()
     assert "No module named 'logitship.no_such_module'" in capfd.readouterr().err
@@ -176,12 +176,12 @@ def test_a_kernel_that_protects_too_little(monkeypatch: pytest.MonkeyPatch) -> N
     too_little = Protections(seccomp=False)
     monkeypatch.setattr(Protections, "from_json", lambda text: too_little)
     template = make()
-    with pytest.raises(TemplateError, match=r"cannot lock shipped code in: .* no seccomp filters"):
+    with pytest.raises(ZygoteError, match=r"cannot lock shipped code in: .* no seccomp filters"):
         template.set_up(MODEL)
     template.close()
 
 
-def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, template: TemplateProcess) -> None:
+def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, template: ZygoteProcess) -> None:
     monkeypatch.setenv("LOGITSHIP_API_KEY", "a-secret-key")
     other = make()
     other.set_up(MODEL)  # before its program runs, its environment cannot be read
@@ -196,7 +196,7 @@ def test_a_program_that_the_launcher_imports_starts_no_launcher(monkeypatch: pyt
     environment = template_process._VARIABLES
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TemplateError, match="rename it"):
+    with pytest.raises(ZygoteError, match="rename it"):
         make()
 
 

@@ -37,11 +37,11 @@ import torch
 
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.processors.executor import HostedSequence, LoadedProcessor
+from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.zygote_process import ForkedProcess, TemplateProcess
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteProcess
 
 HERE = Path(__file__).parent
 VOCAB = 8192
@@ -283,7 +283,7 @@ def pid_of(pidfd: int) -> int:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pid:"))
 
 
-class ObservedTemplate(TemplateProcess):
+class ObservedTemplate(ZygoteProcess):
     """Remembers the processes that it forked."""
 
     def __init__(self) -> None:
@@ -300,18 +300,18 @@ class ObservedTemplate(TemplateProcess):
 
 
 class Jail:
-    """The sandboxes of all tests: their template, and the host that a server has, with much time and with little."""
+    """The sandboxes of all tests: their zygote, and a server's executor, with generous and with tight deadlines."""
 
     def __init__(self) -> None:
         self.template = ObservedTemplate()
         self.template.start()
         self.protections = self.template.set_up(MODEL)
-        self.host = SandboxHost(self.template, PATIENT, MAX_ROWS, VOCAB)
-        self.hasty_host = SandboxHost(self.template, HASTY, MAX_ROWS, VOCAB)
-        first = self.host.load(source_of(nothing))
+        self.executor = SandboxExecutor(self.template, PATIENT, MAX_ROWS, VOCAB)
+        self.hasty_host = SandboxExecutor(self.template, HASTY, MAX_ROWS, VOCAB)
+        first = self.executor.load(source_of(nothing))
         self.template_pid = parent_of(pid_of(self.template.forked[-1].pidfd))
         self.template_pidfd = os.pidfd_open(self.template_pid)
-        self.host.unload(first)
+        self.executor.unload(first)
 
     def template_alive(self) -> bool:
         """Whether the template is still the one that it was."""
@@ -320,7 +320,7 @@ class Jail:
     def close(self) -> None:
         """End all: the template goes too, and with it whatever it could have left."""
         self.hasty_host.close()
-        self.host.close()
+        self.executor.close()
         assert select.select([self.template_pidfd], [], [], ENDS_IN)[0]
         os.close(self.template_pidfd)
 
@@ -363,9 +363,9 @@ class Sandboxed:
     model = MODEL
     secret = SECRET
 
-    def __init__(self, jail: Jail, host: SandboxHost, world: World) -> None:
+    def __init__(self, jail: Jail, executor: SandboxExecutor, world: World) -> None:
         self.jail = jail
-        self.host = host
+        self.executor = executor
         self._world = world
         self._loaded: list[LoadedProcessor] = []
 
@@ -405,16 +405,16 @@ class Sandboxed:
 
     def load(self, string: SourceProcessor | PickledProcessor, tenant: str = "") -> LoadedProcessor:
         """Load a processor; it is unloaded after the test."""
-        self._loaded.append(self.host.load(string, tenant))
+        self._loaded.append(self.executor.load(string, tenant))
         return self._loaded[-1]
 
     def attach(self, processor: LoadedProcessor, **params: Any) -> Any:
         """A sequence that carries the processor, with these parameters."""
-        return self.host.attach(processor, HostedSequence("rid", params, [5, 6], [], SamplingParams(), MODEL))
+        return self.executor.attach(processor, ExecutorSequence("rid", params, [5, 6], [], SamplingParams(), MODEL))
 
     def step(self, processor: LoadedProcessor, logits: torch.Tensor, rows: list[Any]) -> dict[int, ProcessorFault]:
         """A call: edits the logits, returns the faults."""
-        return dict(self.host.group(processor, rows).begin(logits).finish().faults)
+        return dict(self.executor.group(processor, rows).begin(logits).finish().faults)
 
     def pid_of(self, processor: LoadedProcessor) -> int:
         """The process that a processor runs in; -1 once it has ended."""
@@ -427,7 +427,7 @@ class Sandboxed:
     def clear(self) -> None:
         """Unload all, and see that nothing is left of it."""
         for each in self._loaded:
-            self.host.unload(each)
+            self.executor.unload(each)
         while self.jail.template.forked:
             self.jail.template.forked.pop().status.result(ENDS_IN)
         assert self._world.changes(Report()) == []
@@ -535,7 +535,7 @@ def world(worlds: list[World]) -> Iterator[World]:
 @pytest.fixture
 def sandboxed(jail: Jail, world: World) -> Iterator[Sandboxed]:
     """Runs hostile processors in sandboxes. Afterwards nothing is left of them, and the template lives."""
-    sandboxed = Sandboxed(jail, jail.host, world)
+    sandboxed = Sandboxed(jail, jail.executor, world)
     yield sandboxed
     sandboxed.clear()
 

@@ -19,8 +19,8 @@ SERVER = '''
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.sandbox_executor import SandboxHost, SandboxLimits
-from logitship.sampler.sandbox.zygote_process import TemplateProcess
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 
 SOURCE = """
 import os
@@ -38,12 +38,12 @@ raise ValueError(repr(found))
 """
 
 if __name__ == "__main__":
-    template = TemplateProcess(
+    template = ZygoteProcess(
         names="logitship.builtin_processors.sglang_names:SGLANG_NAMES", max_rows=1, memory_limit=1 << 28
     )
     template.start()
     template.set_up(ModelView(64, frozenset({1}), None))
-    host = SandboxHost(template, SandboxLimits(), 1, 64)
+    host = SandboxExecutor(template, SandboxLimits(), 1, 64)
     try:
         host.load(SourceProcessor(SOURCE, "P"))
     except ProcessorLoadError as error:

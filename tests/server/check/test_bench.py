@@ -10,7 +10,7 @@ import torch
 
 from logitship import CustomLogitProcessor, ProcessorLoadError
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.sandbox.zygote_process import TemplateError, TemplateProcess
+from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.check.bench import Bench
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
@@ -71,8 +71,8 @@ def test_what_does_not_load(bench: Bench) -> None:
 
 def test_a_machine_without_sandboxes(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, model: object) -> None:
-        raise TemplateError("this kernel cannot lock shipped code in: landlock")
+        raise ZygoteError("this kernel cannot lock shipped code in: landlock")
 
-    monkeypatch.setattr(TemplateProcess, "set_up", refuse)
+    monkeypatch.setattr(ZygoteProcess, "set_up", refuse)
     with pytest.raises(StartError, match=r"cannot lock shipped code in(.|\n)*--processor-isolation none"):
         Bench(ServerConfig(model_path="tiny"), loaded_model, 8)

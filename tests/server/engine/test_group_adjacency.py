@@ -15,7 +15,7 @@ from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.local_executor import LocalHost
+from logitship.sampler.processors.local_executor import LocalExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
 from logitship.sampler.sampler import Sampler, SamplerOutput
@@ -59,7 +59,7 @@ class Call:
     address: int
 
 
-class WatchedHost(LocalHost):
+class WatchedExecutor(LocalExecutor):
     """Runs the functions, and notes the calls of a step."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class WatchedSampler(Sampler):
 class WatchedEngine:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self.host = WatchedHost()
+        self.executor = WatchedExecutor()
         self.runner = WatchedRunner(loaded.model, MAX_NUM_SEQS, max_len=64)
         device = self.runner.device
         model = ModelView(loaded.vocab_size, loaded.eos_token_ids, None)
@@ -122,7 +122,7 @@ class WatchedEngine:
         rng = random.Random(rid)
         uses = []
         for stage, letter in enumerate(letters):
-            processor = LoadedProcessor(f"sha256:{letter}", letter, self.host, FUNCTIONS[letter])
+            processor = LoadedProcessor(f"sha256:{letter}", letter, self.executor, FUNCTIONS[letter])
             uses.append(ProcessorUse(processor, {"stage": stage}, rid))
         params = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.getrandbits(32), processors=tuple(uses))
         prompt = [rng.randrange(4, self._loaded.vocab_size) for _ in range(rng.randint(1, 20))]
@@ -136,11 +136,11 @@ class WatchedEngine:
 
     def step(self) -> list[Call]:
         """The calls of processors in one step."""
-        self.host.calls = []
+        self.executor.calls = []
         self.sampler.order = []
         assert self.engine.step()
         assert all(sequence.finish_reason is None for sequence in self.running)
-        return self.host.calls
+        return self.executor.calls
 
     def finish(self) -> None:
         while self.running:

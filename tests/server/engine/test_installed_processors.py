@@ -21,8 +21,8 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, ServiceUnavailable, StartError
 from logitship.server.requests.messages import (
+    AttachedProcessor,
     CallableRequest,
-    CarriedProcessor,
     GenerationChunk,
     GenerationRequest,
     ProcessorRequest,
@@ -77,7 +77,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-def request(rid: str, *processors: CarriedProcessor, n: int = 1, **params: Any) -> GenerationRequest:
+def request(rid: str, *processors: AttachedProcessor, n: int = 1, **params: Any) -> GenerationRequest:
     defaults = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}
     return GenerationRequest(
         rid=rid,

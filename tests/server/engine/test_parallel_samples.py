@@ -17,8 +17,8 @@ from logitship.server.engine.async_engine import AsyncEngine, continuation_seed
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.refusals import BadRequest, QueueFull
 from logitship.server.requests.messages import (
+    AttachedProcessor,
     CallableRequest,
-    CarriedProcessor,
     FinishReason,
     GenerationChunk,
     GenerationRequest,
@@ -78,7 +78,7 @@ class CountsCalls:
         return logits
 
 
-def carried(string: ProcessorString, **params: Any) -> tuple[CarriedProcessor, ...]:
+def carried(string: ProcessorString, **params: Any) -> tuple[AttachedProcessor, ...]:
     return (ProcessorRequest(string, params),)
 
 
@@ -88,7 +88,7 @@ def request(
     *,
     n: int = 1,
     best_of: int | None = None,
-    processors: tuple[CarriedProcessor, ...] = (),
+    processors: tuple[AttachedProcessor, ...] = (),
     **params: Any,
 ) -> GenerationRequest:
     sampling_params = SamplingParams(**({"max_tokens": 8, "ignore_eos": True} | params))
@@ -253,7 +253,7 @@ STATEFUL = [
 
 @pytest.mark.parametrize("processors", STATEFUL)
 def test_each_continuation_has_a_state_of_its_own(
-    make_engine: BuildEngine, processors: tuple[CarriedProcessor, ...]
+    make_engine: BuildEngine, processors: tuple[AttachedProcessor, ...]
 ) -> None:
     engine = make_engine(max_num_seqs=3, logits_processor_pattern=".*")
     wanted = request("r", n=5, seed=3, max_tokens=12, processors=processors)

@@ -19,7 +19,7 @@ from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProc
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import StartError
-from logitship.server.requests.messages import CarriedProcessor, FinishReason, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, FinishReason, GenerationRequest, ProcessorRequest
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.speculation import NGramSpeculation
 
@@ -89,11 +89,11 @@ class WithoutDrafts(EveryThird):
     apply_with_spec_decode = None  # type: ignore[assignment]
 
 
-def named(name: str, **params: Any) -> tuple[CarriedProcessor, ...]:
+def named(name: str, **params: Any) -> tuple[AttachedProcessor, ...]:
     return (ProcessorRequest(InstalledProcessor(name), params),)
 
 
-CASES: dict[str, tuple[dict[str, Any], tuple[CarriedProcessor, ...]]] = {
+CASES: dict[str, tuple[dict[str, Any], tuple[AttachedProcessor, ...]]] = {
     "greedy": ({}, ()),
     "random": ({"temperature": 1.0, "seed": 1}, ()),
     "filtered": ({"temperature": 0.8, "seed": 2, "top_p": 0.9, "top_k": 20}, ()),

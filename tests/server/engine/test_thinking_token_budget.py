@@ -13,7 +13,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import (
-    CarriedProcessor,
+    AttachedProcessor,
     FinishReason,
     GenerationRequest,
     ProcessorRequest,
@@ -40,7 +40,7 @@ class Overrule(CustomLogitProcessor):
 
 
 def request(
-    rid: str, budget: int | None, *processors: CarriedProcessor, prompt: list[int] | None = None, **params: Any
+    rid: str, budget: int | None, *processors: AttachedProcessor, prompt: list[int] | None = None, **params: Any
 ) -> GenerationRequest:
     defaults = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0, "thinking_token_budget": budget}
     return GenerationRequest(

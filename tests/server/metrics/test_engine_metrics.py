@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
-from logitship.sampler.processors.executor import LoadedProcessor, NoHost
+from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.step_clock import StepClock
@@ -31,7 +31,7 @@ def read(metrics: EngineMetrics) -> Read:
 
 
 def processor(digest: str, name: str) -> LoadedProcessor:
-    return LoadedProcessor(digest, name, NoHost("none"), None)
+    return LoadedProcessor(digest, name, DisabledExecutor("none"), None)
 
 
 def stepped(clock: StepClock, **seconds: float) -> StepClock:

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from logitship.server.offline.queue_semaphore import Room
+from logitship.server.offline.queue_semaphore import QueueSemaphore
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_never_more_inside_than_places_and_everybody_enters_in_order(seed: int) -> None:
     choice = random.Random(seed)
     sizes = [choice.randint(1, 5) for _ in range(60)]
-    room = Room(5)
+    room = QueueSemaphore(5)
     inside = 0
     entered: list[int] = []
 
@@ -39,7 +39,7 @@ def test_never_more_inside_than_places_and_everybody_enters_in_order(seed: int) 
 @pytest.mark.parametrize("seed", range(5))
 def test_who_gives_up_takes_no_places(seed: int) -> None:
     choice = random.Random(seed)
-    room = Room(4)
+    room = QueueSemaphore(4)
 
     async def visit(size: int) -> None:
         await room.enter(size)
@@ -62,7 +62,7 @@ def test_who_gives_up_takes_no_places(seed: int) -> None:
 
 def test_places_that_come_while_their_taker_is_cancelled_go_to_the_next() -> None:
     async def main() -> None:
-        room = Room(1)
+        room = QueueSemaphore(1)
         await room.enter(1)
         first, second = asyncio.create_task(room.enter(1)), asyncio.create_task(room.enter(1))
         await asyncio.sleep(0)
@@ -75,7 +75,7 @@ def test_places_that_come_while_their_taker_is_cancelled_go_to_the_next() -> Non
 
 
 def test_one_event_loop_makes_room_for_another() -> None:
-    room = Room(1)
+    room = QueueSemaphore(1)
     entered = threading.Event()
     waiting = threading.Event()
 

@@ -21,7 +21,7 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
     parse,
 )
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.processors.callable_library import CallableLibrary
@@ -38,14 +38,14 @@ def new_library() -> NewLibrary:
     def make(
         registry: Registry | None = None, max_entries: int = 2, allowed_digests: frozenset[str] | None = None
     ) -> ProcessorLibrary:
-        host = InProcessHost(SGLANG_NAMES)
-        cache = ProcessorCache(host, max_entries=max_entries, max_bytes=1 << 20)
+        executor = InProcessExecutor(SGLANG_NAMES)
+        cache = ProcessorCache(executor, max_entries=max_entries, max_bytes=1 << 20)
         registered = RegisteredProcessors(max_entries=4, max_bytes=1 << 20)
         callables = CallableLibrary(None, None)
         return ProcessorLibrary(
             registry or installed_processors(),
             cache,
-            host,
+            executor,
             ModelView(100, frozenset(), None),
             registered,
             callables,

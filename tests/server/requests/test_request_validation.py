@@ -15,7 +15,7 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
-from logitship.server.requests.messages import CallableRequest, CarriedProcessor, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 from logitship.server.requests.request_validation import check_sandboxed
 
 SHIPPED = SourceProcessor("class A: ...", "A")
@@ -23,7 +23,7 @@ INSTALLED = InstalledProcessor("min_p")
 ODD = numpy.float64(1)
 
 
-def request(*processors: CarriedProcessor, **params: Any) -> GenerationRequest:
+def request(*processors: AttachedProcessor, **params: Any) -> GenerationRequest:
     return GenerationRequest(
         rid="r", prompt_token_ids=[5], sampling_params=SamplingParams(**params), processors=processors
     )

@@ -7,12 +7,12 @@ import pytest
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import SourceProcessor
-from logitship.sampler.processors.executor import LoadedProcessor, ProcessorHost
+from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExecutor
 from logitship.server.vllm import dry_run_executor as trial_host
-from logitship.server.vllm.dry_run_executor import REMEMBERED, TrialHost
+from logitship.server.vllm.dry_run_executor import REMEMBERED, DryRunExecutor
 
 
-class Host:
+class FakeExecutor:
     """Loads nothing; takes as long as it is told, and fails if it is told a reason."""
 
     def __init__(self) -> None:
@@ -35,51 +35,51 @@ class Host:
 
 
 @pytest.fixture
-def host() -> Host:
-    return Host()
+def executor() -> FakeExecutor:
+    return FakeExecutor()
 
 
 @pytest.fixture
-def trials(host: Host) -> TrialHost:
-    return TrialHost(cast(ProcessorHost, host), lambda: host.now)
+def trials(executor: FakeExecutor) -> DryRunExecutor:
+    return DryRunExecutor(cast(ProcessorExecutor, executor), lambda: executor.now)
 
 
 def string(number: int = 0) -> SourceProcessor:
     return SourceProcessor(f"class X{number}: pass", f"X{number}")
 
 
-def test_a_class_that_held_everybody_up_does_it_once(host: Host, trials: TrialHost) -> None:
+def test_a_class_that_held_everybody_up_does_it_once(executor: FakeExecutor, trials: DryRunExecutor) -> None:
     with pytest.raises(ProcessorLoadError, match=r"^gave no answer within 2 s$"):
         trials.load(string())
-    host.now += REMEMBERED - 1
+    executor.now += REMEMBERED - 1
     with pytest.raises(ProcessorLoadError, match=r"gave no answer within 2 s \(as it was; it is tried again in 1 s\)"):
         trials.load(string())
-    assert host.loads == 1
+    assert executor.loads == 1
     with pytest.raises(ProcessorLoadError):
         trials.load(string(1))
-    assert host.loads == 2
+    assert executor.loads == 2
 
 
-def test_it_is_tried_again_later(host: Host, trials: TrialHost) -> None:
+def test_it_is_tried_again_later(executor: FakeExecutor, trials: DryRunExecutor) -> None:
     """The machine may have been busy."""
     with pytest.raises(ProcessorLoadError):
         trials.load(string())
-    host.now += REMEMBERED
-    host.reason = ""
+    executor.now += REMEMBERED
+    executor.reason = ""
     assert trials.load(string()).digest == string().digest
-    assert host.loaded == 0
+    assert executor.loaded == 0
 
 
-def test_what_fails_at_once_may_be_tried_at_once(host: Host, trials: TrialHost) -> None:
+def test_what_fails_at_once_may_be_tried_at_once(executor: FakeExecutor, trials: DryRunExecutor) -> None:
     """There may have been no room for another process."""
-    host.takes = trial_host.SLOW / 2
+    executor.takes = trial_host.SLOW / 2
     with pytest.raises(ProcessorLoadError):
         trials.load(string())
-    host.reason = ""
+    executor.reason = ""
     assert trials.load(string()).digest == string().digest
 
 
-def test_the_memory_is_bounded(host: Host, trials: TrialHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_bounded(executor: FakeExecutor, trials: DryRunExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_host, "_MOST_REMEMBERED", 2)
     for number in (0, 1, 2):
         with pytest.raises(ProcessorLoadError):
@@ -87,4 +87,4 @@ def test_the_memory_is_bounded(host: Host, trials: TrialHost, monkeypatch: pytes
     for number, loads in zip((2, 1, 0), itertools.chain((3, 3), (4,)), strict=True):
         with pytest.raises(ProcessorLoadError):
             trials.load(string(number))
-        assert host.loads == loads
+        assert executor.loads == loads

@@ -8,19 +8,19 @@ import pytest
 
 from logitship.client.http.vllm_wire import QUESTION
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
-from logitship.server.vllm.extra_args import carries_processors, is_question, read_processors, sampling_params
+from logitship.server.vllm.extra_args import has_processors, is_question, read_processors, sampling_params
 
 TREE = json.dumps({"name": "tree"})
 MakeParams = Callable[..., Any]
 
 
 def test_who_carries_processors(vllm_params: MakeParams) -> None:
-    assert not carries_processors(vllm_params())
-    assert not carries_processors(vllm_params({}))
-    assert not carries_processors(vllm_params({"custom_params": "{}", "somebody_elses": 1}))
-    assert not carries_processors(vllm_params({"custom_logit_processor": None}))
-    assert carries_processors(vllm_params({"custom_logit_processor": ""}))
-    assert carries_processors(vllm_params({"logits_processors": []}))
+    assert not has_processors(vllm_params())
+    assert not has_processors(vllm_params({}))
+    assert not has_processors(vllm_params({"custom_params": "{}", "somebody_elses": 1}))
+    assert not has_processors(vllm_params({"custom_logit_processor": None}))
+    assert has_processors(vllm_params({"custom_logit_processor": ""}))
+    assert has_processors(vllm_params({"logits_processors": []}))
 
 
 def test_the_question(vllm_params: MakeParams) -> None:

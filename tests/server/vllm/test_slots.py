@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessHost
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ class Processors:
     """Loads one processor for every request, and counts."""
 
     def __init__(self, call: Call) -> None:
-        self._host = InProcessHost({})
+        self._host = InProcessExecutor({})
         self._call = call
         self.in_use: list[str] = []
 

@@ -338,7 +338,7 @@ def environment(_: None) -> dict[str, Any]:
     """What a process can know of where it is."""
     return {
         "pid": os.getpid(),
-        "host": os.uname().nodename,
+        "executor": os.uname().nodename,
         "interfaces": [name for _, name in socket.if_nameindex()],
         "user": os.geteuid(),
         "namespaces": links_of_namespaces(),

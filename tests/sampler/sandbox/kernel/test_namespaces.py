@@ -23,7 +23,7 @@ def test_all_are_entered(run_plan: Run, nobody: bool) -> None:
     for name in outcome.entered:
         assert outcome.result["namespaces"][LINKS[name]] != own(name)
     assert outcome.result["pid"] == 1
-    assert outcome.result["host"] == "sandbox"
+    assert outcome.result["executor"] == "sandbox"
     assert outcome.result["interfaces"] == ["lo"]
 
 
@@ -38,7 +38,7 @@ def test_a_kernel_that_gives_none_is_no_error(run_plan: Run, nobody: bool, answe
     assert outcome.error == ""
     assert outcome.entered == []
     assert outcome.result["namespaces"]["user"] == own("user")
-    assert outcome.result["host"] == os.uname().nodename
+    assert outcome.result["executor"] == os.uname().nodename
 
 
 def test_a_kind_that_the_kernel_lacks_is_left_out(run_plan: Run, nobody: bool) -> None:

@@ -15,7 +15,7 @@ from logitship.client.check_report import Verdict
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.server.check.bench import Bench
 from logitship.server.check.check_options import CHECKS
-from logitship.server.check.checks.serializability import check_travel
+from logitship.server.check.checks.serializability import check_serializability
 from logitship.server.check.recording import Recording
 
 Check = Callable[..., CheckReport]
@@ -100,7 +100,7 @@ def test_a_source_that_is_another_class(
         f"class Ban(CustomLogitProcessor):\n  def __call__(self, logits, params=None):\n    {body}\n"
     )
     string = replace(string_of(good), source=SourceProcessor(source, "Ban"))
-    checked = check_travel(bench, string, 100, recorded(good, {"token_ids": [30]}))
+    checked = check_serializability(bench, string, 100, recorded(good, {"token_ids": [30]}))
     assert checked.verdict is Verdict.WARNED
     assert f"the source of the class, which other Python versions run, {seen}" in checked.findings[0].seen
 
@@ -108,5 +108,5 @@ def test_a_source_that_is_another_class(
 def test_a_string_that_servers_find_too_large(
     bench: Bench, good: type[CustomLogitProcessor], string_of: StringOf
 ) -> None:
-    checked = check_travel(bench, string_of(good), 2 << 20, [])
+    checked = check_serializability(bench, string_of(good), 2 << 20, [])
     assert [finding.details for finding in checked.findings] == [{"bytes": 2 << 20, "limit": 1 << 20}]
