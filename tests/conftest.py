@@ -68,28 +68,49 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def loaded_model(tokenizer: Tokenizer) -> LoadedModel:
-    """The tiny model: 260 tokens, of which 0 to 3 are special and 1 is the end token; 512 tokens long."""
-    return _tiny(tokenizer)
+    """The tiny model: 260 tokens, of which 0 to 3 are special and 1 is the end token; 512 tokens long.
+
+    In float64, so that rounding decides about no token. In float32, logits change in their last bits with the batch
+    that they are computed in and with the processor, and now and then another token is sampled.
+    """
+    return _tiny(tokenizer, torch.float64)
+
+
+@pytest.fixture(scope="session")
+def float32_model(tokenizer: Tokenizer) -> LoadedModel:
+    """The same in float32, the type that is served by default: fused layers compute it."""
+    return _tiny(tokenizer, torch.float32)
 
 
 @pytest.fixture(scope="session")
 def unserved_model(tokenizer: Tokenizer) -> LoadedModel:
     """The same for those who run it without an engine: one gives the model that it serves an attention of its own."""
-    return _tiny(tokenizer)
+    return _tiny(tokenizer, torch.float64)
 
 
-def _tiny(tokenizer: Tokenizer) -> LoadedModel:
-    return LoadedModel(
-        model=tiny_model(), tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=512
-    )
+@pytest.fixture(scope="session")
+def deterministic_model(tokenizer: Tokenizer) -> LoadedModel:
+    """The float32 one for engines with `enable_deterministic_inference`, which replace its layers for good."""
+    return _tiny(tokenizer, torch.float32)
+
+
+def _tiny(tokenizer: Tokenizer, dtype: torch.dtype) -> LoadedModel:
+    model: LlamaForCausalLM = tiny_model().to(dtype)  # type: ignore[arg-type]
+    return LoadedModel(model=model, tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=512)
 
 
 @pytest.fixture
-def make_engine(loaded_model: LoadedModel) -> Iterator[BuildEngine]:
-    """Builds engines, and stops them after the test."""
+def make_engine(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> Iterator[BuildEngine]:
+    """Builds engines, and stops them after the test.
+
+    The tokens of two runs are equal without more ado: the model computes in float64. A test that compares
+    log-probabilities to the last bit asks for `enable_deterministic_inference`.
+    """
     engines: list[AsyncEngine] = []
 
-    def build(loaded: LoadedModel = loaded_model, **settings: object) -> AsyncEngine:
+    def build(loaded: LoadedModel | None = None, **settings: object) -> AsyncEngine:
+        if loaded is None:
+            loaded = deterministic_model if settings.get("enable_deterministic_inference") else loaded_model
         defaults: dict[str, object] = {"model_path": "tiny", "max_num_seqs": 4, "random_seed": 0}
         defaults["enable_custom_logit_processor"] = True
         defaults["processor_isolation"] = "none"  # sandboxes take seconds to start: tests of theirs ask for them

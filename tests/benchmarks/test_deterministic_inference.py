@@ -12,10 +12,10 @@ from logitship.server.model.model_loader import LoadedModel
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "deterministic_inference.py"
 
 
-def test_it_measures_every_case_and_writes_the_figures(tmp_path: Path, loaded_model: LoadedModel) -> None:
+def test_it_measures_every_case_and_writes_the_figures(tmp_path: Path, float32_model: LoadedModel) -> None:
     model, figures = tmp_path / "model", tmp_path / "figures.json"
-    loaded_model.model.save_pretrained(model)
-    loaded_model.tokenizer.hf_tokenizer.save_pretrained(model)
+    float32_model.model.save_pretrained(model)
+    float32_model.tokenizer.hf_tokenizer.save_pretrained(model)
     sizes = ("--rows", "1", "3", "--history", "4", "--prompts", "20", "--rounds", "2", "--threads", "1")
     finished = subprocess.run(
         [sys.executable, str(SCRIPT), "--model", str(model), *sizes, "--json", str(figures)],

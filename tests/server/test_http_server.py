@@ -88,11 +88,11 @@ class Serving:
 
 
 @pytest.fixture(scope="session")
-def model_folder(loaded_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(float32_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("tiny")
-    loaded_model.model.save_pretrained(folder)
-    loaded_model.tokenizer.hf_tokenizer.save_pretrained(folder)
+    float32_model.model.save_pretrained(folder)
+    float32_model.tokenizer.hf_tokenizer.save_pretrained(folder)
     return folder
 
 

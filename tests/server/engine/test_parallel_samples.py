@@ -280,7 +280,7 @@ def test_each_continuation_has_a_state_of_its_own_in_a_sandbox(make_engine: Buil
 
 
 def test_prompt_logprobs_are_the_same_for_all(make_engine: BuildEngine) -> None:
-    engine = make_engine(max_num_seqs=4, chunked_prefill_size=16)
+    engine = make_engine(max_num_seqs=4, chunked_prefill_size=16, enable_deterministic_inference=True)
     for max_tokens in (0, 3):
         for start in (0, 1, 30, 59):
             params = {"prompt_logprobs": 2, "prompt_logprobs_start": start, "max_tokens": max_tokens}
@@ -296,7 +296,7 @@ def test_prompt_logprobs_are_the_same_for_all(make_engine: BuildEngine) -> None:
 def test_one_that_gets_its_slot_late_copies_from_one_that_runs(
     make_engine: BuildEngine, prompt_tokens: PromptTokens
 ) -> None:
-    engine = make_engine(max_num_seqs=2, chunked_prefill_size=16)
+    engine = make_engine(max_num_seqs=2, chunked_prefill_size=16, enable_deterministic_inference=True)
     prompt_tokens.take()
     begun = prompt_tokens.passes
 
@@ -340,7 +340,7 @@ def test_a_fault_of_one_leaves_the_others_their_prompt(make_engine: BuildEngine,
 
 
 def test_best_of_makes_more_and_knows_their_logprobs(make_engine: BuildEngine) -> None:
-    engine = make_engine()
+    engine = make_engine(enable_deterministic_inference=True)
 
     async def three() -> tuple[list[Result], list[Result], list[Result]]:
         return (

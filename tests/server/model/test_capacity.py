@@ -16,9 +16,9 @@ MODEL_LEN = 512
 
 
 @pytest.fixture
-def token_bytes(loaded_model: LoadedModel) -> int:
+def token_bytes(float32_model: LoadedModel) -> int:
     """Of one position of four sequences: 2 layers, keys and values, 2 heads of 8 float32 numbers."""
-    nbytes = cache_shape(loaded_model.model, 4, 1).nbytes(torch.float32)
+    nbytes = cache_shape(float32_model.model, 4, 1).nbytes(torch.float32)
     assert nbytes == 4 * 2 * 2 * 2 * 8 * 4
     return nbytes
 
@@ -30,47 +30,47 @@ def length(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, free: int, **se
 
 
 def test_the_models_own_length_if_it_fits(
-    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+    float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
 ) -> None:
-    assert length(loaded_model, monkeypatch, 2 * MODEL_LEN * token_bytes) == MODEL_LEN
-    assert length(loaded_model, monkeypatch, 2 * MODEL_LEN * token_bytes, max_model_len=100) == 100
+    assert length(float32_model, monkeypatch, 2 * MODEL_LEN * token_bytes) == MODEL_LEN
+    assert length(float32_model, monkeypatch, 2 * MODEL_LEN * token_bytes, max_model_len=100) == 100
 
 
 def test_what_fits_if_it_does_not(
-    loaded_model: LoadedModel,
+    float32_model: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
     token_bytes: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert length(loaded_model, monkeypatch, 200 * token_bytes) == 100
+        assert length(float32_model, monkeypatch, 200 * token_bytes) == 100
     assert "serving sequences of up to 100 tokens, not the model's 512" in caplog.text
-    assert length(loaded_model, monkeypatch, 200 * token_bytes, mem_fraction_static=1.0) == 200
+    assert length(float32_model, monkeypatch, 200 * token_bytes, mem_fraction_static=1.0) == 200
 
 
 def test_an_operators_length_that_does_not_fit_is_refused(
-    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+    float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
 ) -> None:
     with pytest.raises(CacheTooLarge, match=r"--max-model-len \(at most 100\), --max-num-seqs"):
-        length(loaded_model, monkeypatch, 200 * token_bytes, max_model_len=101)
+        length(float32_model, monkeypatch, 200 * token_bytes, max_model_len=101)
 
 
-def test_not_even_one_token_fits(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
+def test_not_even_one_token_fits(float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
     with pytest.raises(CacheTooLarge, match="lower --max-num-seqs or --prefix-cache-bytes, or raise"):
-        length(loaded_model, monkeypatch, token_bytes)
+        length(float32_model, monkeypatch, token_bytes)
 
 
 def test_the_prefix_cache_takes_its_part(
-    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
+    float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
 ) -> None:
     free = 200 * token_bytes
-    assert length(loaded_model, monkeypatch, free, prefix_cache_bytes=30 * token_bytes) == 70
-    assert length(loaded_model, monkeypatch, free, prefix_cache_bytes=None) == 90
+    assert length(float32_model, monkeypatch, free, prefix_cache_bytes=30 * token_bytes) == 70
+    assert length(float32_model, monkeypatch, free, prefix_cache_bytes=None) == 90
     with pytest.raises(CacheTooLarge, match="lower --max-num-seqs or --prefix-cache-bytes"):
-        length(loaded_model, monkeypatch, free, prefix_cache_bytes=100 * token_bytes)
+        length(float32_model, monkeypatch, free, prefix_cache_bytes=100 * token_bytes)
 
     def blocks(**settings: int) -> int:
-        return prefix_cache_blocks(ServerConfig(max_num_seqs=4, **settings), loaded_model.model, 64)  # type: ignore[arg-type]
+        return prefix_cache_blocks(ServerConfig(max_num_seqs=4, **settings), float32_model.model, 64)  # type: ignore[arg-type]
 
     # A block holds 16 tokens of one sequence; a position of the slots, one token of each of four.
     assert blocks(prefix_cache_bytes=8 * token_bytes) == 2
@@ -78,9 +78,9 @@ def test_the_prefix_cache_takes_its_part(
     assert blocks(prefix_cache_bytes=free) == 4 * 64 // 16
 
 
-def test_longer_than_the_model_is_refused(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_than_the_model_is_refused(float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CacheTooLarge, match="--max-model-len 513 is longer than the model's own length, 512"):
-        length(loaded_model, monkeypatch, 1 << 40, max_model_len=513)
+        length(float32_model, monkeypatch, 1 << 40, max_model_len=513)
 
 
 def test_a_cache_of_files_counts_as_free(tmp_path: Path) -> None:

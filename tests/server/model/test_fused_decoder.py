@@ -139,4 +139,4 @@ def test_other_logits_than_the_models_own_are_not_accepted(
         runner = ModelRunner(model, 2, MAX_LEN)
     assert "LlamaForCausalLM is run by transformers' own code" in caplog.text
     step: tuple[list[Chunk], list[Chunk], list[int]] = ([], [Chunk(0, 0, [3, 4])], [1])
-    assert torch.equal(runner.forward(*step), expected.forward(*step))
+    torch.testing.assert_close(runner.forward(*step), expected.forward(*step), rtol=1e-4, atol=1e-4)

@@ -24,10 +24,10 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
 
 
 @pytest.fixture
-def folder(loaded_model: LoadedModel, tmp_path: Path) -> Path:
+def folder(float32_model: LoadedModel, tmp_path: Path) -> Path:
     """The tiny model as a Hugging Face folder."""
-    loaded_model.model.save_pretrained(tmp_path / "tiny")
-    loaded_model.tokenizer.hf_tokenizer.save_pretrained(tmp_path / "tiny")
+    float32_model.model.save_pretrained(tmp_path / "tiny")
+    float32_model.tokenizer.hf_tokenizer.save_pretrained(tmp_path / "tiny")
     return tmp_path / "tiny"
 
 
@@ -39,10 +39,10 @@ def interleaved(weight: torch.Tensor, heads: int) -> npt.NDArray[np.float32]:
 
 
 @pytest.fixture
-def gguf_file(loaded_model: LoadedModel, tmp_path: Path) -> Path:
+def gguf_file(float32_model: LoadedModel, tmp_path: Path) -> Path:
     """The tiny model as a GGUF file, as llama.cpp's converter would write it."""
-    config, weights = loaded_model.model.config, loaded_model.model.state_dict()
-    hf_tokenizer = loaded_model.tokenizer.hf_tokenizer
+    config, weights = float32_model.model.config, float32_model.model.state_dict()
+    hf_tokenizer = float32_model.tokenizer.hf_tokenizer
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
@@ -93,20 +93,20 @@ def gguf_file(loaded_model: LoadedModel, tmp_path: Path) -> Path:
     return tmp_path / "tiny.gguf"
 
 
-def test_a_hugging_face_folder(folder: Path, loaded_model: LoadedModel) -> None:
+def test_a_hugging_face_folder(folder: Path, float32_model: LoadedModel) -> None:
     loaded = load_model(ServerConfig(model_path=str(folder)))
-    assert torch.equal(logits(loaded), logits(loaded_model))
+    torch.testing.assert_close(logits(loaded), logits(float32_model), rtol=1e-4, atol=1e-4)
     assert (loaded.vocab_size, loaded.max_len, loaded.eos_token_ids) == (260, 512, {1})
-    assert loaded.tokenizer.encode("héé") == loaded_model.tokenizer.encode("héé")
+    assert loaded.tokenizer.encode("héé") == float32_model.tokenizer.encode("héé")
 
 
-def test_a_gguf_file(gguf_file: Path, loaded_model: LoadedModel) -> None:
+def test_a_gguf_file(gguf_file: Path, float32_model: LoadedModel) -> None:
     loaded = load_model(ServerConfig(model_path=str(gguf_file)))
-    torch.testing.assert_close(logits(loaded), logits(loaded_model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(loaded), logits(float32_model), rtol=1e-4, atol=1e-4)
     assert (loaded.vocab_size, loaded.max_len, loaded.eos_token_ids) == (260, 512, {1})
-    assert loaded.tokenizer.encode("héé") == loaded_model.tokenizer.encode("héé")
+    assert loaded.tokenizer.encode("héé") == float32_model.tokenizer.encode("héé")
     messages = [{"role": "user", "content": "hi"}]
-    assert loaded.tokenizer.apply_chat_template(messages) == loaded_model.tokenizer.apply_chat_template(messages)
+    assert loaded.tokenizer.apply_chat_template(messages) == float32_model.tokenizer.apply_chat_template(messages)
 
 
 def test_end_tokens_are_the_generation_configs_too(folder: Path) -> None:

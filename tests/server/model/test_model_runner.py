@@ -32,6 +32,8 @@ from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.model.step_layout import Segment, StepLayout
 from logitship.server.refusals import UnsupportedModel
 
+# Where logits are compared: their magnitude is about 10, of which float32 rounds off 1e-6, and two layers' sums a few
+# times that. 1e-4 leaves room for any order of additions. A token that sees a wrong one is off by 0.1 and more.
 VOCAB, MAX_LEN = 64, 48
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -61,16 +63,16 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.fixture(params=["llama", *MODELS])
-def model(request: pytest.FixtureRequest, loaded_model: LoadedModel) -> PreTrainedModel:
+def model(request: pytest.FixtureRequest, float32_model: LoadedModel) -> PreTrainedModel:
     if request.param == "llama":
-        return copy.deepcopy(loaded_model.model)
+        return copy.deepcopy(float32_model.model)
     torch.manual_seed(0)
     return MODELS[request.param]().eval()
 
 
 @pytest.fixture
-def llama_runner(loaded_model: LoadedModel) -> ModelRunner:
-    return ModelRunner(copy.deepcopy(loaded_model.model), num_slots=4, max_len=MAX_LEN)
+def llama_runner(float32_model: LoadedModel) -> ModelRunner:
+    return ModelRunner(copy.deepcopy(float32_model.model), num_slots=4, max_len=MAX_LEN)
 
 
 class Plain:
@@ -138,7 +140,7 @@ def test_other_rows_change_nothing(llama_runner: ModelRunner) -> None:
     llama_runner.forward([], [Chunk(2, 0, prompt)], [])
     alone = llama_runner.forward([Chunk(2, 4, [8])], [], [0])
     together = llama_runner.forward([Chunk(2, 4, [8])], [Chunk(0, 0, [1, 2, 3])], [0])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_a_slot_that_broke_does_not_spread(llama_runner: ModelRunner) -> None:
@@ -147,11 +149,11 @@ def test_a_slot_that_broke_does_not_spread(llama_runner: ModelRunner) -> None:
     llama_runner.cache.keys[0][0, :, :3] = float("nan")
     got = llama_runner.forward([Chunk(0, 3, [4]), Chunk(1, 2, [4])], [], [0, 1])
     assert got[0].isnan().all()
-    torch.testing.assert_close(got[1:], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1:], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_float32_logits_come_from_any_type(loaded_model: LoadedModel) -> None:
-    runner = ModelRunner(copy.deepcopy(loaded_model.model).to(torch.bfloat16), num_slots=1, max_len=8)
+def test_float32_logits_come_from_any_type(float32_model: LoadedModel) -> None:
+    runner = ModelRunner(copy.deepcopy(float32_model.model).to(torch.bfloat16), num_slots=1, max_len=8)
     assert runner.cache.keys[0].dtype == torch.bfloat16
     assert runner.forward([], [Chunk(0, 0, [5, 6])], [1]).dtype == torch.float32
 
@@ -200,8 +202,8 @@ def test_what_the_cache_cannot_serve_is_refused_by_name(build: Callable[[], PreT
         ModelRunner(build().eval(), num_slots=1, max_len=8)
 
 
-def test_a_model_that_gives_all_logits_is_refused(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(loaded_model.model)
+def test_a_model_that_gives_all_logits_is_refused(float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(float32_model.model)
     forward = model.forward
 
     def deaf(*args: Any, logits_to_keep: Any, **kwargs: Any) -> Any:
