@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -97,6 +98,31 @@ def deterministic_model(tokenizer: Tokenizer) -> LoadedModel:
 def _tiny(tokenizer: Tokenizer, dtype: torch.dtype) -> LoadedModel:
     model: LlamaForCausalLM = tiny_model().to(dtype)  # type: ignore[arg-type]
     return LoadedModel(model=model, tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=512)
+
+
+PERCENTAGE = re.compile(r"(\d+\.\d+)%")
+
+
+@pytest.fixture(scope="session")
+def is_shown() -> Callable[[str, str], bool]:
+    """Tells whether a page shows an output: (text in the page, output).
+
+    Text may be wrapped in the page, and `…` stands for what differs from time to time. Percentages may differ by one in
+    their last digit: processors and batches round the default model's logits differently by up to some 1e-4, which
+    moves a probability by less than 0.01 %, and so may change how it is rounded.
+    """
+
+    def shown(page: str, output: str) -> bool:
+        parts = PERCENTAGE.split(" ".join(page.split()))
+        texts, percentages = parts[::2], parts[1::2]
+        pattern = PERCENTAGE.pattern.join(".*".join(map(re.escape, text.split("…"))) for text in texts)
+        found = re.fullmatch(pattern, " ".join(output.split()))
+        return found is not None and all(
+            abs(float(one) - float(other)) < 1.5 * 10.0 ** -len(one.partition(".")[2])
+            for one, other in zip(percentages, found.groups(), strict=True)
+        )
+
+    return shown
 
 
 @pytest.fixture
