@@ -158,6 +158,9 @@ class Counted(NGramSpeculation):
             self._lengths[sequence] = length
         return super().drafts(decoding)
 
+    def observe(self, num_rows: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        super().observe(num_rows, num_drafts, num_accepted, 1.0)  # a busy machine must not end the drafts
+
 
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
 def test_drafts_change_no_token(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
