@@ -40,7 +40,11 @@ PROMPT = "The quick brown fox"
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 12
 """More tokens than are computed in one step."""
 LONG_IDS = [*range(500, 650)]
-"""More than one of the blocks of 128 tokens that vLLM keeps in its cache on a CPU."""
+"""More than one of the blocks of 128 tokens that vLLM keeps in its cache on a CPU.
+
+In the greedy answers that are compared here, the two most likely tokens are 0.01 apart and more (log-probabilities).
+Rounding moves them by some 1e-4, so that other requests in the batch decide about none.
+"""
 TOKENS = 12
 FIRST = 1000
 
@@ -308,7 +312,9 @@ def test_faults_end_their_own_requests(client: Client) -> None:
 
 
 def test_two_processors_in_a_batch(client: Client) -> None:
-    """Each begins before the other ends."""
+    """Each begins before the other ends. Both are loaded by then, which may take longer than an answer."""
+    generate(client, tokens=1, processor=STRINGS["ForceToken"], params={"token_id": 5})
+    generate(client, tokens=1, processor=COUNTS_CALLS, params={"first": FIRST})
 
     def streamed(processor: str, **params: int) -> tuple[list[int], float, float]:
         chunks = client.generate_stream(
