@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 """Seconds that processes get to end."""
 
 

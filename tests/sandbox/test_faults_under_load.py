@@ -39,10 +39,11 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
 
-STEP_TIMEOUT = 1.0
-LOAD_TIMEOUT = 3.0
+STEP_TIMEOUT = 2.0
+LOAD_TIMEOUT = 6.0
+"""Seconds: as few as may be, since tests wait for them, and enough for who does no harm on a busy machine."""
 NUMBERS = itertools.count()
-GRACE = 10.0
+GRACE = 30.0
 """Seconds beyond its deadline after which an offender's request must have ended: the machine may be busy. Without a
 deadline, an offender takes a minute or more."""
 LENGTH = 120
@@ -259,7 +260,7 @@ def loaded(loaded_model: LoadedModel, sandbox_processes: Any) -> Iterator[Loaded
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -297,7 +298,7 @@ def ending(name: str, body: str, fault: str, says: str) -> Kind:
     return Kind(name, body, fault, f"processor Offender {says}", ends_sandbox=True)
 
 
-NO_ANSWER = r"gave no answer within 1 s: its process was killed"
+NO_ANSWER = rf"gave no answer within {STEP_TIMEOUT:g} s: its process was killed"
 NO_WORKER = "answered what no worker answers: its process was killed"
 WRITE_FRAME = (
     "connection, number = answer_frame()\nos.write(connection, struct.pack('<IIQ', {kind}, number, {size}){more})"
@@ -447,7 +448,7 @@ async def offend(engine: AsyncEngine, request: GenerationRequest) -> Ended:
 
 
 async def post(app: FastAPI, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=120) as client:
         return await client.post("/generate", json=body)
 
 
@@ -546,8 +547,12 @@ time.sleep(60)
 """
 KILLED = r"was killed \(while it was loaded\)"
 LOAD_KINDS = [
-    LoadKind("loops", load_source("while True: pass"), rf"gave no answer within 3 s: its process {KILLED}"),
-    LoadKind("sleeps", load_source("time.sleep(60)"), rf"gave no answer within 3 s: its process {KILLED}"),
+    LoadKind(
+        "loops", load_source("while True: pass"), rf"gave no answer within {LOAD_TIMEOUT:g} s: its process {KILLED}"
+    ),
+    LoadKind(
+        "sleeps", load_source("time.sleep(60)"), rf"gave no answer within {LOAD_TIMEOUT:g} s: its process {KILLED}"
+    ),
     LoadKind("exits", load_source("os._exit(0)"), "ended its process with exit status 0"),
     LoadKind("crashes", load_source("ctypes.string_at(0)"), "ended its process: SIGSEGV"),
     LoadKind("raises", load_source("1 / 0"), "ZeroDivisionError"),

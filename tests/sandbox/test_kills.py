@@ -38,8 +38,8 @@ from logitship.server.requests.messages import FinishReason, GenerationRequest, 
 
 KILLS = 200
 LENGTH = 12
-PATIENCE = 30.0
-"""Seconds after which a request counts as hanging. It takes a fraction of one."""
+PATIENCE = 60.0
+"""Seconds after which a request counts as hanging. It takes a fraction of one, if the machine is not busy."""
 WEIGHTS = {"sandbox": 150, "template": 36, "between": 8, "launcher": 6}
 """How often each is killed. A launcher takes the longest to come back: it imports torch."""
 NUMBERS = itertools.count()
@@ -149,6 +149,9 @@ def config(**settings: Any) -> ServerConfig:
         "processor_isolation": "sandbox",
         "sandbox_memory": 64 << 20,
         "max_sandboxes": 12,
+        # On a busy machine, a processor that nobody kills may get no core for a second, which is the default.
+        "sandbox_step_timeout": PATIENCE / 2,
+        "sandbox_load_timeout": PATIENCE / 2,
     }
     return ServerConfig(**(defaults | settings))
 

@@ -10,7 +10,7 @@ from logitship.sampler.sandbox import spare_sandboxes
 from logitship.sampler.sandbox.spare_sandboxes import SpareSandboxes
 from logitship.sampler.sandbox.zygote_process import ZygoteError
 
-LONG = 20.0
+LONG = 60.0
 
 
 class FakeSandbox:

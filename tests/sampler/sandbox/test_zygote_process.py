@@ -20,7 +20,7 @@ from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError,
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MODEL = ModelView(8, frozenset({1}), None)
 REGION_SIZE = 2 * 8 * 4
-LONG = 30.0
+LONG = 60.0
 
 
 def make(names: str = NAMES) -> ZygoteProcess:

@@ -50,7 +50,7 @@ MEMORY_LIMIT = 256 << 20
 PATIENT = SandboxLimits(cpu_time=20.0, step_timeout=20.0, load_timeout=20.0)
 HASTY = SandboxLimits(cpu_time=0.3, step_timeout=1.0, load_timeout=3.0)
 MODEL = ModelView(VOCAB, frozenset({1}), None)
-ENDS_IN = 10.0
+ENDS_IN = 60.0
 """Seconds, for what takes milliseconds."""
 
 SECRET = f"SECRET-{secrets.token_hex(16)}"

@@ -36,4 +36,5 @@ def test_a_descriptor_too_many_is_found(run_plan: Run) -> None:
 def test_under_the_lock_nothing_succeeds_and_it_takes_no_time(run_plan: Run, nobody: bool) -> None:
     result = run_plan("forbidden_things", nobody=nobody).result
     assert result["succeeded"] == []
-    assert result["seconds"] < 0.5
+    # Milliseconds. On a busy machine it may be a second; a connection that it waited for would take minutes.
+    assert result["seconds"] < 30

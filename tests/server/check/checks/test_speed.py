@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]] | None
 class Slow(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
         for row in range(len(custom_param_list or [])):
-            sum(range(100_000))
+            sum(range(300_000))
             logits[row, 3] = -torch.inf
         return logits
 
@@ -28,7 +28,8 @@ class Slow(CustomLogitProcessor):
 class ReadsEverything(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
         for params in custom_param_list or []:
-            history = list(params["__req__"].output_ids)
+            # Ten times, so that it is slow on the fastest processor too.
+            history = list(params["__req__"].output_ids) * 10
             sum(token * token for token in history)
         return logits
 
@@ -58,7 +59,7 @@ def test_a_slow_class(check: Check) -> None:
     warnings = "\n".join(warnings_of(report))
     assert "µs a row: with 8 rows, it adds " in warnings
     assert "it loops over rows: test_speed.py:" in warnings
-    assert report.slow_lines[0].text == "sum(range(100_000))"
+    assert report.slow_lines[0].text == "sum(range(300_000))"
     assert report.slow_lines[0].share > 0.5
     assert all(timing.own is not None and timing.own > speed.SLOW_ROW for timing in report.timings)
 
