@@ -11,6 +11,8 @@ from logits_processor_zoo import vllm as zoo_vllm
 
 from logitship import LLM, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.timeout(900)  # the deterministic mode, on a machine that may be busy
+
 VARIANTS = {"transformers": zoo_transformers, "vllm": zoo_vllm}
 
 CAPITAL = "What is the capital of France?"

@@ -9,6 +9,8 @@ import pytest
 
 from logitship import LLM, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.timeout(900)  # the deterministic mode, on a machine that may be busy
+
 CAPITAL = "What is the capital of France?"
 COLORS = "List three colors."
 FRUIT = "Which one is a fruit?\n1. Chair\n2. Car\n3. Apple\n4. Stone\nAnswer with the number."

@@ -134,7 +134,7 @@ async def run_through(engine: AsyncEngine, request: GenerationRequest) -> tuple[
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(280):
+        async with asyncio.timeout(800):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -320,6 +320,7 @@ def trap() -> Iterator[Trap]:
         yield Trap(patch)
 
 
+@pytest.mark.timeout(900)
 def test_two_hundred_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, trap: Trap) -> None:
     chance = random.Random(4)
     killed: Counter[str] = Counter()
