@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,48 @@ def tiny_model(vocab_size: int = 260, max_len: int = 512, seed: int = 0) -> Llam
         eos_token_id=1,
     )
     return LlamaForCausalLM(config).eval()
+
+
+HERE = Path(__file__).parent
+SLOW = (
+    "benchmarks",
+    "end_to_end",
+    "sampler/sandbox",
+    "sandbox",
+    "server/check",
+    "server/playground",
+    "server/test_http_server.py",
+    "test_cookbook.py",
+    "test_documentation.py",
+    "test_site.py",
+    "test_wheel.py",
+)
+"""Left out by `--fast`: what needs a real model, a browser, a peer, sandboxes, or builds the package or the site."""
+SLOW_FIXTURES = frozenset({"sglang"})
+"""Fixtures that start a peer."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast", action="store_true", help="leave out tests that need a real model, a browser, a peer or sandboxes"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption("--fast") and collection_path in [HERE / path for path in SLOW] else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--fast"):
+        return
+    slow = [item for item in items if _is_slow(item)]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not _is_slow(item)]
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", ())
+    return item.get_closest_marker("slow") is not None or not SLOW_FIXTURES.isdisjoint(fixtures)
 
 
 @pytest.fixture(scope="session")
