@@ -7,8 +7,7 @@ import json
 import pytest
 
 from logitship import CheckReport
-from logitship.client.check_page import WIDTH, page
-from logitship.client.check_report import BatchTiming, CheckResult, Finding, Severity, SlowLine, Verdict
+from logitship.client.check_report import WIDTH, BatchTiming, CheckResult, Finding, Severity, SlowLine, Verdict, page
 
 LONG = "a row depends on its company and this sentence goes on for rather longer than a line of the page is wide, so"
 
