@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from logitship.client.serialization.processor_base import ProcessorBase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from .check_report import CheckReport
 
 
-class CustomLogitProcessor(ABC):
+class CustomLogitProcessor(ProcessorBase, ABC):
     """Edits the logits of the requests that brought it.
 
     Subclass it, write `__call__`, and send `to_str()` with a request:
@@ -83,7 +85,7 @@ class CustomLogitProcessor(ABC):
             from .errors import ProcessorLoadError
 
             raise ProcessorLoadError("the string only names a processor of a server; it holds no code to load here")
-        return instantiate(load_class(string, names_in_use()))
+        return cast(CustomLogitProcessor, instantiate(load_class(string, names_in_use())))
 
     @classmethod
     def check(

@@ -15,17 +15,19 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from logitship.client.author_errors import author_traceback, class_name, error_message, error_text
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor import CustomLogitProcessor
 from logitship.client.scrub import scrub
 
 from .class_names import missing_globals
+from .processor_base import processor_class
 from .processor_string import PYTHON, PickledProcessor, SourceProcessor
 from .shipped_names import ShippedNames
 from .syntax import signature_of
+
+T = TypeVar("T")
 
 _LONGEST_NAME = 200
 _NOT_INSTALLED = (
@@ -38,7 +40,7 @@ _NO_NAMES: Mapping[tuple[str, str], Any] = {}
 
 def load_class(
     string: PickledProcessor | SourceProcessor, names: Mapping[tuple[str, str], Any] = _NO_NAMES
-) -> type[CustomLogitProcessor]:
+) -> type[Any]:
     """Rebuild the class in a processor string. Runs the code in it.
 
     Args:
@@ -58,7 +60,7 @@ def load_class(
     return _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
 
 
-def instantiate(cls: type[CustomLogitProcessor]) -> CustomLogitProcessor:
+def instantiate(cls: type[T]) -> T:
     """The one instance of a loaded class.
 
     Raises:
@@ -99,7 +101,7 @@ def run_source(string: SourceProcessor) -> dict[str, Any]:
 def names_in_use() -> dict[tuple[str, str], Any]:
     """The names of our processors that have been imported in this process and carry SGLang's names."""
     found: dict[tuple[str, str], Any] = {}
-    waiting: list[type] = [CustomLogitProcessor]
+    waiting: list[type] = [processor_class()]
     while waiting:
         cls = waiting.pop()
         waiting.extend(cls.__subclasses__())
@@ -193,10 +195,10 @@ def _captured(string: SourceProcessor, names: ShippedNames) -> dict[str, Any]:
     return captured
 
 
-def _check_class(cls: Any) -> type[CustomLogitProcessor]:
+def _check_class(cls: Any) -> type[Any]:
     if not isinstance(cls, type):
         raise ProcessorLoadError(f"the processor is not a class but {class_name(type(cls))}")
-    if not issubclass(cls, CustomLogitProcessor):
+    if not issubclass(cls, processor_class()):
         raise ProcessorLoadError(f"class {class_name(cls)} is not a subclass of CustomLogitProcessor")
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     if abstract:

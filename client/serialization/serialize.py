@@ -8,8 +8,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
-from logitship.client.processor import CustomLogitProcessor
 
+from .processor_base import ProcessorBase, processor_class
 from .processor_string import PYTHON, PickledProcessor
 from .provenance import SERVER_PACKAGES, top_level
 from .syntax import signature_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def serialize(cls: type[CustomLogitProcessor]) -> PickledProcessor:
+def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
     """A processor class by value, with its source where there is one.
 
     Raises:
@@ -64,13 +64,12 @@ def dump_class(cls: type) -> bytes:
 
 def own_packages(cls: type) -> frozenset[str]:
     """Packages whose code travels even if they are installed: a server need not have your processors' package."""
-    bases = [
-        base for base in cls.__mro__ if issubclass(base, CustomLogitProcessor) and base is not CustomLogitProcessor
-    ]
+    processor = processor_class()
+    bases = [base for base in cls.__mro__ if issubclass(base, processor) and base is not processor]
     return frozenset(top_level(base.__module__) for base in bases) - SERVER_PACKAGES - sys.stdlib_module_names
 
 
-def _check_processor(cls: type[CustomLogitProcessor]) -> None:
+def _check_processor(cls: type[ProcessorBase]) -> None:
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     if abstract:
         raise ProcessorSerializationError(f"class {cls.__qualname__} is abstract: it lacks {', '.join(abstract)}")
@@ -83,7 +82,7 @@ def _check_processor(cls: type[CustomLogitProcessor]) -> None:
         ) from None
 
 
-def _params_schema(cls: type[CustomLogitProcessor]) -> dict[str, Any] | None:
+def _params_schema(cls: type[Any]) -> dict[str, Any] | None:
     schema: Mapping[str, Any] | None = cls.params_schema
     if schema is not None and not isinstance(schema, dict):
         raise ProcessorSerializationError(f"{cls.__qualname__}.params_schema is not a dict but {type(schema).__name__}")

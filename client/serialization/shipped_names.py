@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from logitship.client.processor import CustomLogitProcessor
+from .processor_base import processor_class
 
 SGLANG_MODULE = "sglang.srt.sampling.custom_logit_processor"
 _OUR_MODULES = ("logitship", "logitship.client", "logitship.client.processor")
@@ -27,7 +27,7 @@ class ShippedNames:
     """
 
     def __init__(self, names: Mapping[tuple[str, str], Any]) -> None:
-        base = {(module, "CustomLogitProcessor"): CustomLogitProcessor for module in (SGLANG_MODULE, *_OUR_MODULES)}
+        base = {(module, "CustomLogitProcessor"): processor_class() for module in (SGLANG_MODULE, *_OUR_MODULES)}
         self._names = base | dict(names)
         self._modules = {module for module, _ in self._names}
         self.builtins = {**vars(builtins), "__import__": self._import}
