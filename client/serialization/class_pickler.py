@@ -20,8 +20,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import dill._dill
@@ -30,11 +29,9 @@ from logitship.client.errors import ProcessorSerializationError
 
 from .pickled_classes import save_class
 from .pickled_functions import save_cell, save_code, save_function
-from .pickled_modules import CarriedModules, GlobalsProxy, Namespace, save_globals_proxy, save_module, save_namespace
-from .provenance import is_installed, is_own_extension, top_level
+from .pickled_modules import GlobalsProxy, ModulePickler, Namespace, save_globals_proxy, save_module, save_namespace
+from .provenance import is_own_extension
 from .reductions import ordered, reduce_type_variable, reduce_value, sentinel_name, untravellable
-
-PROTOCOL = 4
 
 
 class _Root:
@@ -55,11 +52,8 @@ class _Dispatch(dict[type, Any]):
         return dill._dill.Pickler.dispatch.get(key, default)
 
 
-class ClassPickler(dill._dill.Pickler):  # type: ignore[misc]
+class ClassPickler(ModulePickler):
     """Writes one class, and all that it uses, to a file.
-
-    Attributes:
-        modules: the author's modules in this pickle.
 
     Raises:
         ProcessorSerializationError: from `dump_class` and `dump_data`; names the object that cannot travel and where
@@ -69,13 +63,8 @@ class ClassPickler(dill._dill.Pickler):  # type: ignore[misc]
     dispatch: ClassVar[_Dispatch] = _Dispatch()
 
     def __init__(self, file: io.BytesIO, own_packages: Iterable[str] = ()) -> None:
-        super().__init__(file, protocol=PROTOCOL)
-        self.modules = CarriedModules(self)
-        self._own_packages = frozenset(own_packages)
+        super().__init__(file, own_packages)
         self._canonical: dict[Any, Any] = {}
-        self._path: list[tuple[str, Any]] = []
-        self._last_calls: list[tuple[Any, ...]] = []
-        self._data_only = False
 
     def dump_class(self, cls: type) -> None:
         """Pickle `cls` by value."""
@@ -97,73 +86,6 @@ class ClassPickler(dill._dill.Pickler):  # type: ignore[misc]
             raise ProcessorSerializationError(
                 f"{self.here()} cannot travel: {type(error).__name__}: {error}"
             ) from error
-
-    # --- where we are, for messages ---
-
-    @contextmanager
-    def at(self, label: str, value: Any) -> Iterator[None]:
-        """Name what is written inside of the `with`: "global 'x' used by f", and the value itself."""
-        self._path.append((label, value))
-        yield
-        self._path.pop()  # not on an error: _dump still needs it
-
-    def here(self) -> str:
-        """The innermost name."""
-        return self._path[-1][0] if self._path else "the class"
-
-    def refuse(self, value: Any, what: str, mend: str = "") -> ProcessorSerializationError:
-        """The error to raise for a value that cannot travel."""
-        verb = "is" if self._path and self._path[-1][1] is value else "holds"
-        message = f"{self.here()} {verb} {what}, which cannot travel"
-        return ProcessorSerializationError(f"{message}: {mend}" if mend else message)
-
-    # --- by value or by name ---
-
-    def is_own(self, module_name: str | None) -> bool:
-        """True if what is in the module travels by value."""
-        return not is_installed(module_name) or top_level(module_name or "") in self._own_packages
-
-    def is_by_name(self, obj: Any) -> bool:
-        """True if an installed library has this very object under the object's own name."""
-        module = getattr(obj, "__module__", None)
-        if self.is_own(module):
-            return False
-        found: Any = sys.modules.get(str(module))
-        for part in getattr(obj, "__qualname__", obj.__name__).split("."):
-            found = getattr(found, part, None)
-        return found is obj
-
-    def is_root(self, cls: type) -> bool:
-        """True for the class that is being pickled, which always travels by value."""
-        return bool(self._path) and self._path[0][1] is cls
-
-    def check_code_allowed(self, obj: Any) -> None:
-        """Refuse a function or class of the author's inside of `dump_data`."""
-        if self._data_only:
-            raise self.refuse(obj, "code")
-
-    # --- writing ---
-
-    def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Write a call for its effect."""
-        self.save_reduce(function, args)
-        self.write(pickle.POP)
-
-    def call_last(self, function: Callable[..., Any], *args: Any) -> None:
-        """Write a call for its effect, when all else is written."""
-        self._last_calls.append((function, *args))
-
-    def build(self, attributes: dict[str, Any]) -> None:
-        """Write the setting of attributes of the object that was written last."""
-        self.save((None, attributes))
-        self.write(pickle.BUILD)
-
-    def save_name(self, obj: Any, module: str, qualname: str) -> None:
-        """Write an object as a name that need not exist here."""
-        self.save(module)
-        self.save(qualname)
-        self.write(pickle.STACK_GLOBAL)
-        self.memoize(obj)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         """Write any object."""

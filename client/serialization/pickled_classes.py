@@ -11,15 +11,13 @@ import abc
 import enum
 import functools
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dill._dill
 
+from .base_pickler import BasePickler
 from .provenance import is_own_extension, top_level
 from .reductions import annotations_as_text, is_written_in_enum, slot_names
-
-if TYPE_CHECKING:
-    from .class_pickler import ClassPickler
 
 # Attributes that creating the class makes anew, or that only describe where it was written.
 _NOT_CARRIED = frozenset(
@@ -43,7 +41,7 @@ _NOT_CARRIED = frozenset(
 )
 
 
-def save_class(pickler: ClassPickler, cls: type) -> None:
+def save_class(pickler: BasePickler, cls: type) -> None:
     """Write a class: by name if it is installed, else by value."""
     if "_pickles_as" in cls.__dict__ and top_level(cls.__module__) == "logitship":
         module, qualname = cls.__dict__["_pickles_as"]
@@ -68,7 +66,7 @@ def carried_attributes(cls: type) -> dict[str, Any]:
     return {name: value for name, value in cls.__dict__.items() if name not in made_anew}
 
 
-def _save_plain_class(pickler: ClassPickler, cls: type) -> None:
+def _save_plain_class(pickler: BasePickler, cls: type) -> None:
     meta = type(cls)
     bare = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
     bare["__module__"] = cls.__module__
@@ -83,7 +81,7 @@ def _save_plain_class(pickler: ClassPickler, cls: type) -> None:
         _restore_abc(pickler, cls)
 
 
-def _set_attributes(pickler: ClassPickler, cls: type, attributes: dict[str, Any]) -> None:
+def _set_attributes(pickler: BasePickler, cls: type, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         is_method = isinstance(getattr(value, "__func__", value), types.FunctionType)
         label = f"{cls.__qualname__}.{name}" if is_method else f"attribute {name!r} of class {cls.__qualname__}"
@@ -98,14 +96,14 @@ def _set_attributes(pickler: ClassPickler, cls: type, attributes: dict[str, Any]
         pickler.call(type.__setattr__, cls, "__annotations__", annotations)
 
 
-def _restore_abc(pickler: ClassPickler, cls: abc.ABCMeta) -> None:
+def _restore_abc(pickler: BasePickler, cls: abc.ABCMeta) -> None:
     pickler.call(setattr, cls, "__abstractmethods__", cls.__abstractmethods__)
     registered = [ref() for ref in dill._dill.abc._get_dump(cls)[0]]
     for other in sorted(filter(None, registered), key=lambda other: (other.__module__, other.__qualname__)):
         pickler.call(abc.ABCMeta.register, cls, other)
 
 
-def _save_enum(pickler: ClassPickler, cls: enum.EnumMeta) -> None:
+def _save_enum(pickler: BasePickler, cls: enum.EnumMeta) -> None:
     """Have `enum` build the class anew from its members' values, then add the methods."""
     new = getattr(cls.__dict__.get("__new_member__"), "__func__", cls.__dict__.get("__new_member__"))
     if isinstance(new, types.FunctionType) and new.__module__ != "enum":

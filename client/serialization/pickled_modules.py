@@ -7,20 +7,19 @@ are handlers of `class_pickler.ClassPickler`.
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import types
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dill._dill
 
 from logitship.client.errors import ProcessorSerializationError
 
+from .base_pickler import BasePickler
 from .code_names import attribute_chains, global_names, imported_modules
 from .provenance import is_own_extension, top_level
-
-if TYPE_CHECKING:
-    from .class_pickler import ClassPickler
 
 
 class Namespace:
@@ -49,18 +48,18 @@ class GlobalsProxy:
         self.namespace = namespace
 
 
-def save_namespace(pickler: ClassPickler, namespace: Namespace) -> None:
+def save_namespace(pickler: BasePickler, namespace: Namespace) -> None:
     """Write the creation of the author's module, or the import of an installed one."""
     create = types.ModuleType if namespace.carried else importlib.import_module
     pickler.save_reduce(create, (namespace.name,), obj=namespace)
 
 
-def save_globals_proxy(pickler: ClassPickler, proxy: GlobalsProxy) -> None:
+def save_globals_proxy(pickler: BasePickler, proxy: GlobalsProxy) -> None:
     """Write the look-up of a module's globals."""
     pickler.save_reduce(getattr, (proxy.namespace, "__dict__"), obj=proxy)
 
 
-def save_module(pickler: ClassPickler, module: types.ModuleType) -> None:
+def save_module(pickler: BasePickler, module: types.ModuleType) -> None:
     """Write an installed module by name."""
     name = module.__name__
     if is_own_extension(name):
@@ -74,7 +73,7 @@ def save_module(pickler: ClassPickler, module: types.ModuleType) -> None:
 class CarriedModules:
     """The namespaces of one pickle, and the imports that it makes for their sake."""
 
-    def __init__(self, pickler: ClassPickler) -> None:
+    def __init__(self, pickler: BasePickler) -> None:
         self._pickler = pickler
         self._namespaces: dict[int, Namespace] = {}
         self._imported: set[str] = set()
@@ -146,3 +145,15 @@ class CarriedModules:
                     f"{function.__qualname__} imports your module {name} when it runs, and the server does not have "
                     "it: import it at the top of the file, so that what is used of it can travel"
                 )
+
+
+class ModulePickler(BasePickler):
+    """Pickler that also writes the author's modules.
+
+    Attributes:
+        modules: the author's modules in this pickle.
+    """
+
+    def __init__(self, file: io.BytesIO, own_packages: Iterable[str] = ()) -> None:
+        super().__init__(file, own_packages)
+        self.modules = CarriedModules(self)
