@@ -21,7 +21,7 @@ from logitship.client.author_errors import author_traceback, class_name, error_m
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import scrub
 
-from .class_names import missing_globals
+from .code_names import missing_globals
 from .processor_base import processor_class
 from .processor_string import PYTHON, PickledProcessor, SourceProcessor
 from .shipped_names import ShippedNames

@@ -22,13 +22,20 @@ from typing import Any
 
 from logitship.client.errors import ProcessorSerializationError
 
-from .class_names import functions_of
-from .code_names import attribute_chains, code_names, eager_names
+from .code_names import attribute_chains, code_names, eager_names, functions_of
 from .processor_string import PYTHON, SourceProcessor
 from .provenance import is_installed, top_level
 from .source_layout import HEADER, NoSource, Part, compile_source, module_text
-from .source_scope import Scope, scope_of
-from .source_text import Definition, SourceFile, files_of_module, find_class, find_function, source_file
+from .source_text import (
+    Definition,
+    Scope,
+    SourceFile,
+    files_of_module,
+    find_class,
+    find_function,
+    scope_of,
+    source_file,
+)
 
 
 def capture_source(cls: type, own_packages: frozenset[str] = frozenset()) -> SourceProcessor | None:

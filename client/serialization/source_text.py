@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
+import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import CodeType
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
-from .class_names import functions_in, functions_of
+from .code_names import captured_values, functions_in, functions_of
+from .source_layout import NoSource
 from .syntax import parse
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -87,6 +90,40 @@ def find_class(file: SourceFile, cls: type) -> ast.ClassDef | None:
     around = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
     nodes = around or nodes
     return nodes[-1] if nodes else None
+
+
+@dataclass
+class Scope:
+    """Where the names in a piece of text are looked up.
+
+    Attributes:
+        variables: the module's globals.
+        local: names of an enclosing function that the text uses.
+    """
+
+    variables: dict[str, Any]
+    local: dict[str, Any] = field(default_factory=dict)
+
+
+def scope_of(value: Any, node: Definition, filename: str) -> Scope:
+    """Where the names in the text of a function or class are looked up."""
+    if not isinstance(value, type):
+        function: Any = inspect.unwrap(value)
+        return Scope(
+            getattr(function, "__globals__", {}),
+            captured_values(function) if isinstance(function, FunctionType) else {},
+        )
+    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    functions = [inspect.unwrap(function) for function in functions_of(value)]
+    written = [f for f in functions if f.__code__.co_filename == filename and f.__code__.co_firstlineno in lines]
+    local = {base.__name__: base for base in value.__bases__}
+    for function in written:
+        for name, captured in captured_values(function).items():
+            if local.setdefault(name, captured) is not captured:
+                raise NoSource
+    local.pop("__class__", None)
+    variables = written[0].__globals__ if written else vars(sys.modules.get(value.__module__, ModuleType("")))
+    return Scope(variables, {name: v for name, v in local.items() if variables.get(name) is not v})
 
 
 def _first_line(node: ast.stmt) -> int:

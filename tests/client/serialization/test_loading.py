@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from logitship import CustomLogitProcessor, ProcessorLoadError
-from logitship.client.serialization.class_names import missing_globals
+from logitship.client.serialization.code_names import missing_globals
 from logitship.client.serialization.loading import explain_name_error, instantiate, load_class
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor, parse
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
