@@ -14,8 +14,8 @@ import orjson
 from logitship.client.errors import APIStatusError, BadRequestError, LogitshipError, NotFoundError
 
 from .http_requests import HttpRequest, get
+from .vllm_handshake import QUESTION, PluginInfo
 from .vllm_requests import for_vllm, has_processors
-from .vllm_wire import QUESTION, PluginInfo
 
 ServerKind: TypeAlias = Literal["auto", "logitship", "sglang", "vllm"]
 

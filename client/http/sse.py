@@ -14,11 +14,11 @@ import orjson
 from logitship.client.errors import GenerationError, TransportError
 from logitship.client.records import GenerationChunk
 
-from .error_bodies import Problem, problem_in
-from .logprobs_parsing import openai_logprobs, sglang_logprobs
+from .error_responses import Problem, problem_in
 from .responses import (
     malformed_as_transport_error,
     matched_stop,
+    openai_logprobs,
     openai_receipts,
     openai_usage,
     parse_finish_reason,
@@ -26,6 +26,7 @@ from .responses import (
     parse_trace,
     problem_of_choice,
     problem_of_finish,
+    sglang_logprobs,
     sglang_usage,
 )
 

@@ -125,7 +125,7 @@ def explain_name_error(error: NameError, cls: type) -> str | None:
 
 def _unpickle(payload: bytes, names: ShippedNames) -> Any:
     _check_pickle(payload)
-    from .class_unpickler import ClassUnpickler
+    from logitship.client.serialization.pickling.class_unpickler import ClassUnpickler
 
     with _explained("the processor raised while it was loaded"):
         return ClassUnpickler(payload, names).load()

@@ -25,7 +25,7 @@ def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
         ProcessorSerializationError: the class is not a processor, or something that it uses cannot travel.
     """
     _check_processor(cls)
-    from .source import capture_source
+    from logitship.client.serialization.source.source_capture import capture_source
 
     return PickledProcessor(
         payload=dump_class(cls),
@@ -46,7 +46,8 @@ def dump_class(cls: type) -> bytes:
     Raises:
         ProcessorSerializationError: something cannot travel; the message names it and says where it is used.
     """
-    from .class_pickler import ClassPickler
+    from logitship.client.serialization.pickling.class_pickler import ClassPickler
+
     from .loading import check_payload
 
     file = io.BytesIO()

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from logitship.client.http.vllm_wire import QUESTION
+from logitship.client.http.vllm_handshake import QUESTION
 from logitship.client.serialization.processor_string import RegisteredProcessor
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams

@@ -22,7 +22,7 @@ from logitship.client.errors import (
     ServerBusyError,
 )
 from logitship.client.http.server_dialect import ServerKind
-from logitship.client.http.vllm_wire import PluginInfo
+from logitship.client.http.vllm_handshake import PluginInfo
 
 FAULT = 63
 OTHER_END_TOKEN = 62

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitship.client.http.vllm_wire import QUESTION
+from logitship.client.http.vllm_handshake import QUESTION
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.server.vllm.extra_args import has_processors, is_question, read_processors, sampling_params
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from logitship.client.http.vllm_wire import QUESTION, PluginInfo
+from logitship.client.http.vllm_handshake import QUESTION, PluginInfo
 from logitship.server.vllm import params_validation as admission
 from logitship.server.vllm.params_validation import admit
 

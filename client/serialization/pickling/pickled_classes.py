@@ -2,7 +2,7 @@
 
 So a class may refer to itself anywhere. What `__init_subclass__`, `__set_name__` or a metaclass of the author's did to
 it is already in its attributes, and none of them runs again. `save_class` is a handler of
-`class_pickler.ClassPickler`.
+`ClassPickler`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import dill._dill
 
+from logitship.client.serialization.provenance import is_own_extension, top_level
+
 from .base_pickler import BasePickler
-from .provenance import is_own_extension, top_level
 from .reductions import annotations_as_text, is_written_in_enum, slot_names
 
 # Attributes that creating the class makes anew, or that only describe where it was written.

@@ -21,10 +21,10 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from logitship.client.errors import ProcessorSerializationError
+from logitship.client.serialization.code_names import attribute_chains, code_names, eager_names, functions_of
+from logitship.client.serialization.processor_string import PYTHON, SourceProcessor
+from logitship.client.serialization.provenance import is_installed, top_level
 
-from .code_names import attribute_chains, code_names, eager_names, functions_of
-from .processor_string import PYTHON, SourceProcessor
-from .provenance import is_installed, top_level
 from .source_layout import HEADER, NoSource, Part, compile_source, module_text
 from .source_text import (
     Definition,
@@ -271,7 +271,7 @@ class _ModuleBuilder:
         return True
 
     def _pickle_data(self, values: dict[str, Any]) -> bytes:
-        from .class_pickler import ClassPickler
+        from logitship.client.serialization.pickling.class_pickler import ClassPickler
 
         file = io.BytesIO()
         ClassPickler(file, self._own_packages).dump_data(values)

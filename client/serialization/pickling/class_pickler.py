@@ -26,11 +26,11 @@ from typing import Any, ClassVar, TypeVar
 import dill._dill
 
 from logitship.client.errors import ProcessorSerializationError
+from logitship.client.serialization.provenance import is_own_extension
 
 from .pickled_classes import save_class
 from .pickled_functions import save_cell, save_code, save_function
 from .pickled_modules import GlobalsProxy, ModulePickler, Namespace, save_globals_proxy, save_module, save_namespace
-from .provenance import is_own_extension
 from .reductions import ordered, reduce_type_variable, reduce_value, sentinel_name, untravellable
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from logitship.client.http.vllm_wire import PluginInfo
+from logitship.client.http.vllm_handshake import PluginInfo
 
 
 def test_there_and_back() -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
-from .code_names import captured_values, functions_in, functions_of
+from logitship.client.serialization.code_names import captured_values, functions_in, functions_of
+from logitship.client.serialization.syntax import parse
+
 from .source_layout import NoSource
-from .syntax import parse
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

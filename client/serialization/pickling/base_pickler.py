@@ -16,8 +16,7 @@ from typing import Any
 import dill._dill
 
 from logitship.client.errors import ProcessorSerializationError
-
-from .provenance import is_installed, top_level
+from logitship.client.serialization.provenance import is_installed, top_level
 
 PROTOCOL = 4
 

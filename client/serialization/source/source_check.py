@@ -17,11 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
-
-from .class_pickler import ClassPickler
-from .loading import run_source
-from .pickled_classes import carried_attributes
-from .processor_string import SourceProcessor
+from logitship.client.serialization.loading import run_source
+from logitship.client.serialization.pickling.class_pickler import ClassPickler
+from logitship.client.serialization.pickling.pickled_classes import carried_attributes
+from logitship.client.serialization.processor_string import SourceProcessor
 
 # These say in their own way what the annotations say, which are text in the source.
 _FROM_ANNOTATIONS = frozenset({"__doc__", "__dataclass_fields__"})

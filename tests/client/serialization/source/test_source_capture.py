@@ -11,7 +11,7 @@ import torch
 from logitship import CustomLogitProcessor
 from logitship.client.serialization.loading import instantiate, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, parse
-from logitship.client.serialization.source import capture_source
+from logitship.client.serialization.source.source_capture import capture_source
 
 WITHOUT = {"ModuleAttributes", "NoSource", "SetLater", "Trained"}
 """A module used as an object has no flat form; code that was only exec'd has no text; what changed after it was made is

@@ -1,7 +1,7 @@
 """How the author's modules travel: as empty modules that hold only the names which the class uses.
 
 Functions of one module still share one globals dict, so `global` statements keep their meaning. The `save_` functions
-are handlers of `class_pickler.ClassPickler`.
+are handlers of `ClassPickler`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import dill._dill
 
 from logitship.client.errors import ProcessorSerializationError
+from logitship.client.serialization.code_names import attribute_chains, global_names, imported_modules
+from logitship.client.serialization.provenance import is_own_extension, top_level
 
 from .base_pickler import BasePickler
-from .code_names import attribute_chains, global_names, imported_modules
-from .provenance import is_own_extension, top_level
 
 
 class Namespace:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from logitship import ProcessorLoadError
-from logitship.client.serialization.bytecode import check_code
 from logitship.client.serialization.code_names import walk
+from logitship.client.serialization.pickling.bytecode import check_code
 
 FIELDS = """
 argcount posonlyargcount kwonlyargcount nlocals stacksize flags code consts names varnames filename name qualname

@@ -1,6 +1,6 @@
 """How the author's functions travel: created bare, then filled, so that they may refer to themselves anywhere.
 
-These are handlers of `class_pickler.ClassPickler`.
+These are handlers of `ClassPickler`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from logitship.client.errors import ProcessorLoadError
-
-from .processor_string import PYTHON
+from logitship.client.serialization.processor_string import PYTHON
 
 ARGUMENTS = 18
 """Number of a code object's fields in a pickle, from Python 3.11 on."""

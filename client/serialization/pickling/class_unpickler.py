@@ -13,9 +13,9 @@ from typing import Any
 import dill._dill
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.shipped_names import ShippedNames
 
 from .bytecode import check_code
-from .shipped_names import ShippedNames
 
 _DILL_MODULES = frozenset({"dill._dill", "dill.dill"})
 
