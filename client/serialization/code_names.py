@@ -20,7 +20,7 @@ _MODULE_OWN = frozenset({"__name__", "__builtins__", "__annotations__", "__condi
 
 
 def walk(code: CodeType) -> Iterator[CodeType]:
-    """The code object and all that are nested in it: inner functions, lambdas, comprehensions, class bodies."""
+    """Yield the code object and those nested in it: inner functions, lambdas, comprehensions, class bodies."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -28,15 +28,15 @@ def walk(code: CodeType) -> Iterator[CodeType]:
 
 
 def global_names(code: CodeType) -> set[str]:
-    """Names that are looked up in the module's globals. Names of a nested class body may be among them."""
+    """Return the names looked up in the module's globals; may include names of a nested class body."""
     names = {str(op.argval) for inner in walk(code) for op in _operations(inner) if op.opname in _GLOBAL_OPS}
     return names - _MODULE_OWN
 
 
 def eager_names(code: CodeType) -> set[str]:
-    """Names that a module's code looks up while it is executed, without those that it has bound itself.
+    """Return the names that a module's code looks up while it is executed, without those it binds itself.
 
-    Class bodies run at once, and so do comprehensions and lambdas at that level; functions do not.
+    Class bodies run immediately, and so do comprehensions and lambdas at that level; functions do not.
     """
     names = _own_names(code)
     for constant in code.co_consts:
@@ -47,7 +47,7 @@ def eager_names(code: CodeType) -> set[str]:
 
 
 def code_names(code: CodeType) -> set[str]:
-    """All names that a module's code looks up, at once or later, without those that it has bound itself."""
+    """Return all names that a module's code looks up, immediately or later, without those it binds itself."""
     names = _own_names(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -62,7 +62,7 @@ def _own_names(code: CodeType) -> set[str]:
 
 
 def attribute_chains(code: CodeType, name: str) -> set[tuple[str, ...]]:
-    """How a global is used: `{("nn", "Linear"), ("inf",)}` for `torch.nn.Linear` and `torch.inf`.
+    """Return the attributes used of a global: `{("nn", "Linear"), ("inf",)}` for `torch.nn.Linear` and `torch.inf`.
 
     A use without an attribute gives the empty tuple.
     """
@@ -82,18 +82,20 @@ def attribute_chains(code: CodeType, name: str) -> set[tuple[str, ...]]:
 
 
 def imported_modules(code: CodeType, package: str | None) -> set[str]:
-    """Modules that the code imports when it runs, by absolute name.
+    """Return the absolute names of the modules that the code imports when it runs.
 
     Args:
         code: the code object of a function.
-        package: package of the function's module, against which relative imports are resolved.
+        package: package of the function's module, to resolve relative imports.
     """
     modules = set()
     for inner in walk(code):
         operations = list(_operations(inner))
         for index, op in enumerate(operations):
             if op.opname == "IMPORT_NAME":
-                level = operations[index - 2].argval  # before it stand the level and the names after `import`
+                level = operations[
+                    index - 2
+                ].argval  # the two instructions before load the level and the imported names
                 name = "." * level + op.argval
                 modules.add(resolve_name(name, package) if level and package else op.argval)
     return modules
@@ -104,15 +106,15 @@ def _operations(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def functions_of(cls: type) -> Iterator[FunctionType]:
-    """The functions in a class's own body: methods, and those inside of properties and other wrappers."""
+    """Yield the functions in a class's own body: methods, and those inside properties and other wrappers."""
     for value in list(cls.__dict__.values()):
         yield from functions_in(value)
 
 
 def missing_globals(cls: type) -> list[str]:
-    """Global names that the class's code, and the helpers it reaches, use but that exist nowhere; sorted.
+    """Return the undefined global names used by the class's code and the helpers it reaches; sorted.
 
-    One that stands in a branch that never runs does no harm, so this is no reason to refuse a class.
+    A name in a branch that never runs does no harm, so this is no reason to refuse a class.
     """
     missing: set[str] = set()
     seen: set[int] = set()
@@ -133,7 +135,7 @@ def missing_globals(cls: type) -> list[str]:
 
 
 def captured_values(function: FunctionType) -> dict[str, Any]:
-    """What a closure holds, by variable name; variables that are not assigned yet are left out."""
+    """Return the values of a closure by variable name, without variables that are not assigned yet."""
     values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -148,7 +150,7 @@ def _own(functions: Iterator[FunctionType]) -> Iterator[FunctionType]:
 
 
 def functions_in(value: Any) -> Iterator[FunctionType]:
-    """The function that a method descriptor or another wrapper holds, or that the value is."""
+    """Yield the value if it is a function, or the functions inside a method descriptor or another wrapper."""
     match value:
         case FunctionType():
             yield value

@@ -1,4 +1,4 @@
-"""From a class to a processor string."""
+"""Serialization of a class to a processor string."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
-    """A processor class by value, with its source where there is one.
+    """Serialize a processor class by value, with its source if it can be captured.
 
     Raises:
-        ProcessorSerializationError: the class is not a processor, or something that it uses cannot travel.
+        ProcessorSerializationError: the class is not a processor, or uses something that cannot be serialized.
     """
     _check_processor(cls)
     from logitship.client.serialization.source.source_capture import capture_source
@@ -40,11 +40,11 @@ def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
 def dump_class(cls: type) -> bytes:
     """Pickle a class by value, wherever it was defined, with all of the author's code that it uses.
 
-    `dill.loads` (0.4 or newer) reads it in a process that has neither the author's modules nor logitship. A class that
-    carries SGLang's name (`CustomLogitProcessor`, SGLang's built-ins) is pickled as that name.
+    `dill.loads` (0.4 or newer) reads it in a process that has neither the author's modules nor logitship. A class
+    with a counterpart in SGLang (`CustomLogitProcessor`, SGLang's built-ins) is pickled as the name of that one.
 
     Raises:
-        ProcessorSerializationError: something cannot travel; the message names it and says where it is used.
+        ProcessorSerializationError: something cannot be serialized; the message names it and says where it is used.
     """
     from logitship.client.serialization.pickling.class_pickler import ClassPickler
 
@@ -54,17 +54,17 @@ def dump_class(cls: type) -> bytes:
     ClassPickler(file, own_packages(cls)).dump_class(cls)
     payload = file.getvalue()
     try:
-        # Some objects pickle well and only fail when they are loaded: say so here, not on the server.
+        # Some objects pickle and then fail to load: report that here, not on the server.
         check_payload(payload)
     except ProcessorLoadError as error:
         raise ProcessorSerializationError(
-            f"class {cls.__qualname__} does not load once it is serialized: {error}"
+            f"class {cls.__qualname__} does not load after it is serialized: {error}"
         ) from error
     return payload
 
 
 def own_packages(cls: type) -> frozenset[str]:
-    """Packages whose code travels even if they are installed: a server need not have your processors' package."""
+    """Return the packages pickled by value even if installed: the server need not have the class's own package."""
     processor = processor_class()
     bases = [base for base in cls.__mro__ if issubclass(base, processor) and base is not processor]
     return frozenset(top_level(base.__module__) for base in bases) - SERVER_PACKAGES - sys.stdlib_module_names
@@ -78,8 +78,8 @@ def _check_processor(cls: type[ProcessorBase]) -> None:
         signature_of(cls).bind()
     except TypeError as error:
         raise ProcessorSerializationError(
-            f"class {cls.__qualname__} cannot be made without arguments ({error}): the server makes the instance. Take "
-            "the values from custom_params, or give the arguments of __init__ defaults"
+            f"class {cls.__qualname__} cannot be created without arguments ({error}): the server creates the instance. "
+            "Take the values from custom_params, or give the arguments of __init__ defaults"
         ) from None
 
 

@@ -4,10 +4,10 @@
 `__main__` of the process that loads them. This pickler writes with dill's constructors, so that dill alone reads it,
 but decides differently:
 
-- What the author wrote travels by value; what is installed travels by name (`provenance.py`).
-- The modules of the author become empty modules that hold only the names which the class uses (`pickled_modules.py`).
+- The author's own code is pickled by value, installed code by name (`provenance.py`).
+- The author's modules become empty modules that hold only the names that the class uses (`pickled_modules.py`).
 - Functions and classes are created bare, then filled (`pickled_functions.py`, `pickled_classes.py`).
-- Annotations travel as text: nothing runs them.
+- Annotations are pickled as text: nothing runs them.
 - The same class gives the same bytes in every process: sets are sorted, equal strings are one object, and file names
   lose their folders.
 
@@ -31,18 +31,18 @@ from logitship.client.serialization.provenance import is_own_extension
 from .pickled_classes import save_class
 from .pickled_functions import save_cell, save_code, save_function
 from .pickled_modules import GlobalsProxy, ModulePickler, Namespace, save_globals_proxy, save_module, save_namespace
-from .reductions import ordered, reduce_type_variable, reduce_value, sentinel_name, untravellable
+from .reductions import ordered, reduce_type_variable, reduce_value, sentinel_name, unserializable_kind
 
 
 class _Root:
-    """The class to pickle. Saving it saves the class, then finishes what must come last."""
+    """The class to pickle. Saving it saves the class, then the calls that must come last."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
 
 
 class _Dispatch(dict[type, Any]):
-    """Our handlers, then dill's. Every class whose type is a metaclass is saved as a class."""
+    """Our handlers, then dill's. A class with any metaclass is saved as a class."""
 
     def get(self, key: type, default: Any = None) -> Any:
         if key in self:
@@ -53,11 +53,11 @@ class _Dispatch(dict[type, Any]):
 
 
 class ClassPickler(ModulePickler):
-    """Writes one class, and all that it uses, to a file.
+    """Pickler that writes one class, and everything it uses, to a file.
 
     Raises:
-        ProcessorSerializationError: from `dump_class` and `dump_data`; names the object that cannot travel and where
-            it is used.
+        ProcessorSerializationError: from `dump_class` and `dump_data`; names the object that cannot be
+            serialized and where it is used.
     """
 
     dispatch: ClassVar[_Dispatch] = _Dispatch()
@@ -71,7 +71,7 @@ class ClassPickler(ModulePickler):
         self._dump(_Root(cls))
 
     def dump_data(self, values: dict[str, Any]) -> None:
-        """Pickle values that hold no code of the author's: no bytecode, so any Python version reads them."""
+        """Pickle values without any code of the author: no bytecode, so every Python version can read them."""
         self._data_only = True
         self._dump(values)
 
@@ -81,10 +81,10 @@ class ClassPickler(ModulePickler):
         except ProcessorSerializationError:
             raise
         except RecursionError as error:
-            raise ProcessorSerializationError(f"{self.here()} is nested too deeply to travel") from error
+            raise ProcessorSerializationError(f"{self.here()} is nested too deeply to be serialized") from error
         except Exception as error:  # __reduce__ and __getstate__ are the author's code
             raise ProcessorSerializationError(
-                f"{self.here()} cannot travel: {type(error).__name__}: {error}"
+                f"{self.here()} cannot be serialized: {type(error).__name__}: {error}"
             ) from error
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
@@ -98,8 +98,8 @@ class ClassPickler(ModulePickler):
         super().save(obj, save_persistent_id)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Objects that pickle and dill would write in a way that does not mean the same elsewhere."""
-        if what := untravellable(obj):
+        """Reduce objects that pickle and dill would write in a form that means something else in another process."""
+        if what := unserializable_kind(obj):
             raise self.refuse(obj, what)
         if name := sentinel_name(obj):
             return name
@@ -108,7 +108,7 @@ class ClassPickler(ModulePickler):
         return reduce_value(obj)
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        """Write an object by name, which must be an installed library's."""
+        """Write an object of an installed library by name."""
         module = getattr(obj, "__module__", None)
         if module is None:
             module = pickle.whichmodule(obj, name or obj.__name__)  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ class ClassPickler(ModulePickler):
         module = sys.modules.get(items["__name__"]) if isinstance(items.get("__name__"), str) else None
         if module is not None and module.__dict__ is items:
             raise self.refuse(items, f"the globals() of module {module.__name__}")
-        # pickle's own: dill's compares each dict with that of __main__, and comparing tensors is an error.
+        # Not dill's method: it compares each dict with that of __main__, and comparing tensors is an error.
         pickle._Pickler.save_dict(self, items)  # type: ignore[attr-defined]
 
 

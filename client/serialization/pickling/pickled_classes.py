@@ -1,8 +1,7 @@
-"""How the author's classes travel: created bare, then their attributes are set.
+"""Pickling of the author's classes: created bare, then their attributes are set.
 
-So a class may refer to itself anywhere. What `__init_subclass__`, `__set_name__` or a metaclass of the author's did to
-it is already in its attributes, and none of them runs again. `save_class` is a handler of
-`ClassPickler`.
+So a class may refer to itself anywhere. The effects of `__init_subclass__`, `__set_name__` and the author's metaclasses
+are already in its attributes, and none of them runs again. `save_class` is a handler of `ClassPickler`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from logitship.client.serialization.provenance import is_own_extension, top_leve
 from .base_pickler import BasePickler
 from .reductions import annotations_as_text, is_written_in_enum, slot_names
 
-# Attributes that creating the class makes anew, or that only describe where it was written.
-_NOT_CARRIED = frozenset(
+# Attributes that creating the class makes again, or that only describe where it was written.
+_NOT_PICKLED = frozenset(
     {
         "__dict__",
         "__weakref__",
@@ -61,10 +60,10 @@ def save_class(pickler: BasePickler, cls: type) -> None:
             _save_plain_class(pickler, cls)
 
 
-def carried_attributes(cls: type) -> dict[str, Any]:
-    """What stands in a class beyond what creating it makes."""
-    made_anew = _NOT_CARRIED | slot_names(cls)
-    return {name: value for name, value in cls.__dict__.items() if name not in made_anew}
+def pickled_attributes(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class that creating it does not make."""
+    recreated = _NOT_PICKLED | slot_names(cls)
+    return {name: value for name, value in cls.__dict__.items() if name not in recreated}
 
 
 def _save_plain_class(pickler: BasePickler, cls: type) -> None:
@@ -77,7 +76,7 @@ def _save_plain_class(pickler: BasePickler, cls: type) -> None:
     else:
         installed = next(base for base in type.mro(meta) if pickler.is_by_name(base))
         pickler.save_reduce(installed.__new__, (meta, cls.__name__, cls.__bases__, bare), obj=cls)
-    _set_attributes(pickler, cls, carried_attributes(cls))
+    _set_attributes(pickler, cls, pickled_attributes(cls))
     if isinstance(cls, abc.ABCMeta):
         _restore_abc(pickler, cls)
 
@@ -88,7 +87,7 @@ def _set_attributes(pickler: BasePickler, cls: type, attributes: dict[str, Any])
         label = f"{cls.__qualname__}.{name}" if is_method else f"attribute {name!r} of class {cls.__qualname__}"
         with pickler.at(label, value):
             if name == "__init_subclass__":
-                # Its subclasses are still to be created, and must not run it.
+                # Its subclasses are created later and must not run it.
                 pickler.call_last(type.__setattr__, cls, name, value)
             else:
                 pickler.call(type.__setattr__, cls, name, value)
@@ -105,7 +104,7 @@ def _restore_abc(pickler: BasePickler, cls: abc.ABCMeta) -> None:
 
 
 def _save_enum(pickler: BasePickler, cls: enum.EnumMeta) -> None:
-    """Have `enum` build the class anew from its members' values, then add the methods."""
+    """Let `enum` rebuild the class from the values of its members, then add the methods."""
     new = getattr(cls.__dict__.get("__new_member__"), "__func__", cls.__dict__.get("__new_member__"))
     if isinstance(new, types.FunctionType) and new.__module__ != "enum":
         raise pickler.refuse(cls, f"enum {cls.__qualname__} with a __new__ of its own", "give it plain values")

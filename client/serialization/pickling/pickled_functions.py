@@ -1,4 +1,4 @@
-"""How the author's functions travel: created bare, then filled, so that they may refer to themselves anywhere.
+"""Pickling of the author's functions: created bare, then filled, so that they may refer to themselves anywhere.
 
 These are handlers of `ClassPickler`.
 """
@@ -28,17 +28,17 @@ def save_function(pickler: ModulePickler, function: types.FunctionType) -> None:
     pickler.save_reduce(dill._dill._create_function, bare, obj=function)
     for name, cell in new_cells:
         _fill_cell(pickler, function, name, cell)
-    pickler.modules.carry_globals(function)
+    pickler.modules.add_globals(function)
     _set_attributes(pickler, function)
 
 
 def save_cell(pickler: ModulePickler, cell: types.CellType) -> None:
-    """Write an empty cell: `_fill_cell` fills it when its function exists, which may be what it holds."""
+    """Write an empty cell: `_fill_cell` fills it once its function exists, which may be its value."""
     pickler.save_reduce(types.CellType, (), obj=cell)
 
 
 def save_code(pickler: ModulePickler, code: types.CodeType) -> None:
-    """Write a code object without the folder of its file."""
+    """Write a code object, with its file name but not the folder."""
     args = (
         code.co_argcount,
         code.co_posonlyargcount,
