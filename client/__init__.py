@@ -1,4 +1,4 @@
-"""What the author of a processor imports. Importing it loads neither torch nor dill."""
+"""API for authors of processors and users of a server. Importing it loads neither torch nor dill."""
 
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
 

@@ -27,11 +27,11 @@ from logitship.client.http.responses import (
     parse_models,
     parse_openai,
     parse_registered,
-    read_answer,
+    read_response,
 )
 from logitship.client.http.retries import RetryPolicy
 from logitship.client.http.server_dialect import ServerDialect, ServerKind
-from logitship.client.http.sse import OpenAIDialect, SGLangDialect, StreamReader
+from logitship.client.http.sse import OpenAIStream, SGLangStream, StreamReader
 from logitship.client.http.transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
@@ -51,10 +51,10 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`Client`, for asyncio: the same arguments, methods, records and errors.
+    """Asyncio version of `Client`, with the same arguments, methods, records and errors.
 
-    Streams are async generators: leave one early through `contextlib.aclosing`, or its request runs on until the
-    garbage collector finds it.
+    Streams are async generators. To stop one early, use `contextlib.aclosing`: otherwise its request runs until the
+    generator is garbage-collected.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class AsyncClient:
         await self._send(requests.flush_cache())
 
     async def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
-        return read_answer((await self._send(request)).content, parse)
+        return read_response((await self._send(request)).content, parse)
 
     async def _generation(self, request: HttpRequest, *, many: bool) -> Generation | list[Generation]:
         request = await self._in_dialect(request)
@@ -211,7 +211,7 @@ class AsyncClient:
     async def _stream(self, request: HttpRequest) -> AsyncGenerator[GenerationChunk]:
         request = await self._in_dialect(request)
         sglang = request.path == "/generate"
-        reader = StreamReader(SGLangDialect() if sglang else OpenAIDialect(request.fault_token))
+        reader = StreamReader(SGLangStream() if sglang else OpenAIStream(request.fault_token))
         response = await self._send(request)
         try:
             with transport_errors(self._http):
@@ -223,12 +223,12 @@ class AsyncClient:
         reader.finish()
 
     async def _in_dialect(self, request: HttpRequest) -> HttpRequest:
-        while (question := self._dialect.question_before(request)) is not None:
+        while (probe := self._dialect.probe_before(request)) is not None:
             try:
-                answer: bytes | APIStatusError = (await self._send(question)).content
+                result: bytes | APIStatusError = (await self._send(probe)).content
             except APIStatusError as error:
-                answer = error
-            self._dialect.learn(question, answer)
+                result = error
+            self._dialect.handle_probe(probe, result)
         return self._dialect.translate(request)
 
     async def _send(self, request: HttpRequest) -> httpx.Response:

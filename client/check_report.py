@@ -1,18 +1,24 @@
-"""What `logitship check` found out about a processor, as records. The page for people: `check_page.py`."""
+"""The report of `logitship check`: records, and the same as a page of text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+WIDTH = 100
+_LONGEST_PARAMS = 72
+_INDENT = 4
+
 
 class Severity(Enum):
-    """How bad a finding is.
+    """Severity of a finding.
 
-    An ERROR is a broken promise: requests would fail, or get other tokens than they should. A WARNING costs time or
-    portability. A NOTE is good to know.
+    An ERROR breaks the contract: requests would fail or get wrong tokens. A WARNING costs time or portability. A NOTE
+    is good to know.
     """
 
     ERROR = "error"
@@ -21,7 +27,7 @@ class Severity(Enum):
 
 
 class Verdict(Enum):
-    """Of a check. NOT_CHECKED: something that was found before leaves nothing to find out, or there is no claim."""
+    """Result of a check. NOT_CHECKED: an earlier finding makes it pointless, or the class makes no claim to check."""
 
     PASSED = "passed"
     WARNED = "warned"
@@ -31,14 +37,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend, or to know.
+    """A problem to fix, or something to know.
 
     Attributes:
         check: name of the check that found it.
-        seen: what was seen: the smallest example of it.
-        advice: how to mend it; "" where there is nothing to say.
-        details: the same for programs: row, token, expected, got, and the like.
-        traceback: of the author's code, or "".
+        seen: observation: the smallest example of the problem.
+        advice: how to fix it, or "".
+        details: the observation for programs: row, token, expected, got, and the like.
+        traceback: traceback of the author's code, or "".
     """
 
     check: str
@@ -51,10 +57,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check came to.
+    """Result of one check.
 
     Attributes:
-        summary: a line: what was looked at, or why nothing was.
+        summary: one line: what was checked, or why it was not checked.
     """
 
     name: str
@@ -65,11 +71,11 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class BatchTiming:
-    """What a call costs with so many rows. Medians, in microseconds a row.
+    """Time of a call with this number of rows. Medians, in microseconds per row.
 
     Attributes:
-        total: of the call as the server makes it, with the way into the sandbox and back.
-        own: of the author's code alone, measured in the author's process; None if it cannot run there.
+        total: time of the server's call, including the round trip to the sandbox.
+        own: time of the author's code alone, measured in the author's process; None if it cannot run there.
     """
 
     rows: int
@@ -82,9 +88,9 @@ class SlowLine:
     """A line of the author's code that takes a large part of the time.
 
     Attributes:
-        file: as the code names it.
-        share: of the time spent in the author's code, 0 to 1.
-        microseconds: a row.
+        file: file name in the code object.
+        share: share of the time spent in the author's code, 0 to 1.
+        microseconds: microseconds per row.
     """
 
     file: str
@@ -96,21 +102,21 @@ class SlowLine:
 
 @dataclass(frozen=True, repr=False)
 class CheckReport:
-    """All that was found out. `str()` and `repr()` of it are a page of text.
+    """Report of `logitship check`. `str()` and `repr()` of it are a page of text.
 
     Attributes:
-        target: what was checked, as it was named.
-        name: of the class.
-        digest: its identity, `sha256:…`; "" if it does not travel.
-        model: on which it was checked.
+        target: the checked class, as given on the command line.
+        name: name of the class.
+        digest: its identity, `sha256:…`; "" if it cannot be serialized.
+        model: the model that it was checked on.
         vocab_size: columns of its logits; 0 if nothing ran.
         isolation: where it ran: `sandbox`, or `none` for this process.
-        versions: of logitship, Python and torch.
-        params: the parameters that the rows had, in turn.
-        num_given_params: how many of them the author gave. The others were made of these.
-        checks: in the order in which they were made.
-        timings: by batch size; empty where it was not measured.
-        slow_lines: the slowest first, at most two.
+        versions: versions of logitship, Python and torch.
+        params: the parameters that the rows cycled through.
+        num_given_params: how many of them the author gave. The others were derived from these.
+        checks: the checks in the order in which they ran.
+        timings: timings by batch size; empty if not measured.
+        slow_lines: the slowest lines, slowest first, at most two.
         ignored: names of the checks whose findings do not count.
     """
 
@@ -130,20 +136,20 @@ class CheckReport:
 
     @property
     def findings(self) -> list[Finding]:
-        """Of all checks that are not ignored."""
+        """Findings of all checks that are not ignored."""
         return [finding for check in self.checks if check.name not in self.ignored for finding in check.findings]
 
     @property
     def ok(self) -> bool:
-        """True if there is no error among the findings. Warnings and notes are none."""
+        """True if the findings contain no error; they may contain warnings and notes."""
         return not self.count(Severity.ERROR)
 
     def count(self, severity: Severity) -> int:
-        """How many findings are of a severity."""
+        """Return the number of findings of a severity."""
         return sum(finding.severity is severity for finding in self.findings)
 
     def __getitem__(self, name: str) -> CheckResult:
-        """The check of a name.
+        """Return the check with this name.
 
         Raises:
             KeyError: there is none.
@@ -154,14 +160,12 @@ class CheckReport:
         raise KeyError(f"no check is named {name!r}; there are: {', '.join(check.name for check in self.checks)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole report in values that JSON has."""
+        """Convert the report to values that JSON has."""
         counts = {severity.value: self.count(severity) for severity in Severity}
         report: dict[str, Any] = _plain(asdict(self))
         return {"ok": self.ok, "counts": counts, **report}
 
     def __str__(self) -> str:
-        from .check_page import page
-
         return page(self)
 
     __repr__ = __str__
@@ -180,3 +184,107 @@ def _plain(value: Any) -> Any:
         case float() if not -float("inf") < value < float("inf"):
             return str(value)
     return value
+
+
+_SIGNS = {Verdict.PASSED: "✓", Verdict.WARNED: "!", Verdict.FAILED: "✗", Verdict.NOT_CHECKED: "-"}
+_ASCII = str.maketrans({"✓": "+", "✗": "x", "…": "...", "µ": "u", "←": "<-"})
+
+
+def page(report: CheckReport, *, ascii_only: bool = False) -> str:
+    """Return the report as text, without a final newline.
+
+    Args:
+        report: the report.
+        ascii_only: whether to use ASCII only, for terminals without Unicode.
+    """
+    lines = [*_head(report), ""]
+    names = max(len(check.name) for check in report.checks)
+    for check in report.checks:
+        lines.append(_line(check, names, ignored=check.name in report.ignored))
+        if check.name == "speed" and report.timings:
+            lines += _speed(report)
+        for finding in check.findings:
+            lines += _finding(finding)
+    lines += ["", _verdict(report)]
+    text = "\n".join(lines)
+    return text.translate(_ASCII).encode("ascii", "backslashreplace").decode() if ascii_only else text
+
+
+def _head(report: CheckReport) -> Iterator[str]:
+    yield f"{report.name}  {report.digest[:26]}{'…' if report.digest else '(cannot be serialized)'}"
+    if report.vocab_size:
+        where = "in a sandbox" if report.isolation == "sandbox" else "in this process, without a sandbox"
+        yield f"on {report.model}, {report.vocab_size:,} tokens, {where}"
+    for number, params in enumerate(report.params):
+        derived = ", derived from it to tell rows apart" if number >= report.num_given_params else ""
+        yield f"{'params' if number == 0 else '   and'} {shown_params(params)}{derived}"
+
+
+def _line(check: CheckResult, width: int, *, ignored: bool) -> str:
+    return f"{_SIGNS[check.verdict]} {check.name:<{width}}  {check.summary}{' (ignored)' if ignored else ''}"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    label = f"{finding.severity.value}: "
+    yield from _wrapped(label + finding.seen)
+    if finding.traceback:
+        yield from (_cut(" " * (_INDENT + 2) + line, WIDTH) for line in finding.traceback.rstrip().splitlines())
+    if finding.advice:
+        yield from _wrapped(("hint: " if finding.severity is Severity.NOTE else "fix: ") + finding.advice)
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    """Wrap paragraphs with a hanging indent. Indented lines are code and are not wrapped."""
+    for number, line in enumerate(text.splitlines()):
+        indent = " " * (_INDENT + (2 if number else 0))
+        if line.startswith(" "):
+            yield indent + line
+        else:
+            yield from textwrap.wrap(
+                line, WIDTH, initial_indent=indent, subsequent_indent=" " * (_INDENT + 2), break_long_words=False
+            )
+
+
+def _speed(report: CheckReport) -> Iterator[str]:
+    margin = " " * _INDENT
+    yield f"{margin}{'rows':>6}{'µs/row':>12}{'your code':>14}{'ms/step':>12}"
+    for timing in report.timings:
+        yield margin + _timing(timing)
+    if report.slow_lines:
+        yield f"{margin}slowest lines:"
+        locations = [f"{_short(line.file)}:{line.line}" for line in report.slow_lines]
+        widest = max(map(len, locations))
+        for location, line in zip(locations, report.slow_lines, strict=True):
+            yield f"{margin}  {_slow_line(location.ljust(widest), line)}"
+
+
+def _timing(timing: BatchTiming) -> str:
+    own = "-" if timing.own is None else f"{timing.own:,.1f}"
+    return f"{timing.rows:>6}{timing.total:>12,.1f}{own:>14}{timing.total * timing.rows / 1e3:>12.2f}"
+
+
+def _slow_line(location: str, line: SlowLine) -> str:
+    width = WIDTH - _INDENT - len(location) - 20
+    return f"{location} {line.share:>4.0%} {line.microseconds:>8.1f} µs  {_cut(line.text, width)}"
+
+
+def _verdict(report: CheckReport) -> str:
+    parts = [
+        f"{count} {severity.value}{'s' * (count != 1)}"
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if (count := report.count(severity))
+    ]
+    return ", ".join(parts) or "No errors, no warnings."
+
+
+def _short(file: str) -> str:
+    return file.rpartition("/")[2]
+
+
+def shown_params(params: Mapping[str, Any] | Sequence[Any]) -> str:
+    """Return the parameters as JSON, truncated if they are long."""
+    return _cut(json.dumps(params, ensure_ascii=False, default=repr), _LONGEST_PARAMS)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"

@@ -27,11 +27,11 @@ from logitship.client.http.responses import (
     parse_models,
     parse_openai,
     parse_registered,
-    read_answer,
+    read_response,
 )
 from logitship.client.http.retries import RetryPolicy
 from logitship.client.http.server_dialect import ServerDialect, ServerKind
-from logitship.client.http.sse import OpenAIDialect, SGLangDialect, StreamReader
+from logitship.client.http.sse import OpenAIStream, SGLangStream, StreamReader
 from logitship.client.http.transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
@@ -51,23 +51,23 @@ T = TypeVar("T")
 
 
 class Client:
-    """Talks to a logitship server, to stock SGLang, or to vLLM with logitship's plugin.
+    """Client for logitship servers, stock SGLang, and vLLM with logitship's plugin.
 
-    Safe to share between threads. Every method may raise `TransportError` (no answer) and `APIStatusError` (an answer
-    with an error status); those that generate also `GenerationError` (accepted, then ended by an error). An argument
-    that cannot be meant raises `TypeError` or `ValueError` before anything is sent.
+    Safe to share between threads. Every method may raise `TransportError` (no response) and `APIStatusError` (a
+    response with an error status); those that generate also `GenerationError` (accepted, then ended by an error). An
+    invalid argument raises `TypeError` or `ValueError` before anything is sent.
 
     Args:
-        base_url: the server's address, without `/v1`.
-        dialect: which of them it is: "logitship", "sglang" or "vllm". "auto": asks it, once, when that first matters:
-            before `generate`, and before what carries a processor.
-        api_key: sent as a bearer token.
-        timeout: seconds without a byte from the server; or httpx's `Timeout`; None: for ever.
-        max_retries: how often to try again where that is safe: connection refused, server busy, and requests that
-            change nothing. A generation whose connection broke is never sent again: it might run twice.
-        headers: sent with every request.
-        transport: an httpx transport, for proxies, certificates and tests.
-        sleep: waits between attempts.
+        base_url: address of the server, without `/v1`.
+        dialect: the kind of server: "logitship", "sglang" or "vllm". "auto": detect it once, when it is first needed:
+            before `generate`, and before a request with a processor.
+        api_key: API key, sent as a bearer token.
+        timeout: seconds without a byte from the server, or an `httpx.Timeout`; None: no timeout.
+        max_retries: maximum number of retries where a retry is safe: connection refused, server busy, and requests
+            that change nothing. A generation whose connection broke is never sent again: it might run twice.
+        headers: additional headers of every request.
+        transport: httpx transport, for proxies, certificates and tests.
+        sleep: function that waits between attempts, in seconds.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class Client:
     def generate(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation | list[Generation]:
-        """Continue a prompt, on SGLang's `/generate`; on vLLM, which has none, on `/v1/completions`.
+        """Continue a prompt, with SGLang's `/generate`; on vLLM, which lacks it, with `/v1/completions`.
 
         Args:
             prompt: text, token ids, or a list of one of them.
             n: number of continuations of each prompt.
-            options: `processor`, `params`, the sampling parameters, and the rest of `GenerateOptions`.
+            options: `processor`, `params`, the sampling parameters, and the others of `GenerateOptions`.
 
         Returns:
-            One `Generation`; a list of them where `prompt` is a list of prompts or `n` is given, prompt by prompt.
+            One `Generation`; a list of them, prompt by prompt, if `prompt` is a list of prompts or `n` is given.
         """
         request = requests.generate(prompt, n, options, stream=False)
         return self._generation(request, many=requests.is_many(prompt, n))
@@ -131,7 +131,7 @@ class Client:
     def generate_stream(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[GenerationChunk]:
-        """`generate`, chunk by chunk. Closing the iterator early cancels the request on the server."""
+        """Stream `generate` in chunks. Closing the iterator early cancels the request on the server."""
         return self._stream(requests.generate(prompt, n, options, stream=True))
 
     @overload
@@ -145,14 +145,14 @@ class Client:
     def completions(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
     ) -> Generation | list[Generation]:
-        """Continue a prompt, on OpenAI's `/v1/completions`. Arguments and result as in `generate`."""
+        """Continue a prompt, with OpenAI's `/v1/completions`. Arguments and result as in `generate`."""
         request = requests.completions(prompt, n, options, stream=False)
         return self._generation(request, many=requests.is_many(prompt, n))
 
     def completions_stream(
         self, prompt: Prompt | Batch, *, n: int | None = None, **options: Unpack[CompletionOptions]
     ) -> Generator[GenerationChunk]:
-        """`completions`, chunk by chunk. Closing the iterator early cancels the request on the server."""
+        """Stream `completions` in chunks. Closing the iterator early cancels the request on the server."""
         return self._stream(requests.completions(prompt, n, options, stream=True))
 
     @overload
@@ -162,90 +162,91 @@ class Client:
     def chat(
         self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
     ) -> Generation | list[Generation]:
-        """Answer a conversation, on OpenAI's `/v1/chat/completions`. A list of answers where `n` is given."""
+        """Answer a conversation, with OpenAI's `/v1/chat/completions`. Returns a list if `n` is given."""
         request = requests.chat(messages, n, options, stream=False)
         return self._generation(request, many=n is not None)
 
     def chat_stream(
         self, messages: list[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
     ) -> Generator[GenerationChunk]:
-        """`chat`, chunk by chunk. Closing the iterator early cancels the request on the server."""
+        """Stream `chat` in chunks. Closing the iterator early cancels the request on the server."""
         return self._stream(requests.chat(messages, n, options, stream=True))
 
     def register(self, processor: ProcessorLike, name: str | None = None) -> RegisteredProcessor:
-        """Upload a processor once; pass what this returns as `processor=` from then on: it sends only the digest.
+        """Upload a processor once; pass the result as `processor=` afterwards, which only sends its digest.
 
-        Another class under the same name becomes its next version; the same class again stays what it is.
+        Another class with the same name becomes the next version; registering the same class again changes nothing.
 
         Args:
-            name: what it goes by: pass `"<name>"` as `processor=` for its newest version, `"<name>@2"` for the second.
+            processor: see `ProcessorLike`.
+            name: name to register it by: `processor="<name>"` is its newest version, `"<name>@2"` its second.
                 None: the class's name.
         """
         return self._call(requests.register(processor, name), parse_registered)
 
     def processors(self) -> list[ProcessorInfo]:
-        """The processors that the server has: installed ones, and those registered with this client's API key."""
+        """List the server's processors: the installed ones, and those registered with this client's API key."""
         return self._call(requests.get("/v1/processors"), parse_processors)
 
     def processor(self, id: str | RegisteredProcessor) -> ProcessorDetails:
-        """One of them with its source.
+        """Return one of the server's processors with its source.
 
         Args:
-            id: name (the newest version), name and version, digest, or what `register` returned.
+            id: name (the newest version), name and version, digest, or the result of `register`.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: the server does not have it.
         """
         return self._call(requests.processor(id), parse_processor)
 
     def delete_processor(self, id: str | RegisteredProcessor) -> list[str]:
-        """Delete what was registered. Requests that run keep it.
+        """Delete registered processors. Running requests keep using them.
 
         Args:
-            id: name and version, name (all its versions), digest, or what `register` returned.
+            id: name and version, name (all its versions), digest, or the result of `register`.
 
         Returns:
-            The ids of what was deleted.
+            The ids of the deleted processors.
 
         Raises:
-            NotFoundError: there is none.
-            PermissionDeniedError: it is installed.
+            NotFoundError: the server does not have it.
+            PermissionDeniedError: it is installed, not registered.
         """
         return self._call(requests.delete_processor(id), parse_deleted)
 
     def models(self) -> list[Model]:
-        """The models that the server serves."""
+        """List the models that the server serves."""
         return self._call(requests.get("/v1/models"), parse_models)
 
     def model_info(self) -> dict[str, Any]:
-        """What the server says of its model (`/get_model_info`)."""
+        """Return information about the server's model (`/get_model_info`)."""
         return self._call(requests.get("/get_model_info"), dict[str, Any])
 
     def server_info(self) -> dict[str, Any]:
-        """What the server says of itself (`/server_info`)."""
+        """Return information about the server (`/server_info`)."""
         return self._call(requests.get("/server_info"), dict[str, Any])
 
     def health(self) -> bool:
-        """Whether the server answers and is well. Tries once and raises nothing: made for waiting on a server."""
+        """Return whether the server is healthy. Tries once and raises nothing, for polling while a server starts."""
         try:
             return self._attempt(requests.get("/health")).is_success
         except TransportError:
             return False
 
     def abort(self, rid: str) -> None:
-        """Cancel the request of this id. SGLang cancels every request whose id begins with it."""
+        """Cancel the request with this id. SGLang cancels every request whose id starts with it."""
         self._send(requests.abort(rid))
 
     def abort_all(self) -> None:
-        """Cancel every request on the server, other clients' too."""
+        """Cancel every request on the server, including those of other clients."""
         self._send(requests.abort(None))
 
     def flush_cache(self) -> None:
-        """Drop what the server caches between requests. It refuses while requests run."""
+        """Clear the server's prefix cache. The server refuses while requests are running."""
         self._send(requests.flush_cache())
 
     def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
-        return read_answer(self._send(request).content, parse)
+        return read_response(self._send(request).content, parse)
 
     def _generation(self, request: HttpRequest, *, many: bool) -> Generation | list[Generation]:
         request = self._in_dialect(request)
@@ -256,7 +257,7 @@ class Client:
     def _stream(self, request: HttpRequest) -> Generator[GenerationChunk]:
         request = self._in_dialect(request)
         sglang = request.path == "/generate"
-        reader = StreamReader(SGLangDialect() if sglang else OpenAIDialect(request.fault_token))
+        reader = StreamReader(SGLangStream() if sglang else OpenAIStream(request.fault_token))
         response = self._send(request)
         try:
             with transport_errors(self._http):
@@ -267,17 +268,17 @@ class Client:
         reader.finish()
 
     def _in_dialect(self, request: HttpRequest) -> HttpRequest:
-        """The request in the server's words, which is asked first where that matters."""
-        while (question := self._dialect.question_before(request)) is not None:
+        """Translate the request into the server's dialect, after detecting it if needed."""
+        while (probe := self._dialect.probe_before(request)) is not None:
             try:
-                answer: bytes | APIStatusError = self._send(question).content
+                result: bytes | APIStatusError = self._send(probe).content
             except APIStatusError as error:
-                answer = error
-            self._dialect.learn(question, answer)
+                result = error
+            self._dialect.handle_probe(probe, result)
         return self._dialect.translate(request)
 
     def _send(self, request: HttpRequest) -> httpx.Response:
-        """An answer with a success status, unread if the request streams."""
+        """Send with retries; return a response with a success status, unread if the request streams."""
         attempt = 0
         while True:
             try:

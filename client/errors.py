@@ -1,13 +1,13 @@
-"""Every error that logitship raises to its users.
+"""Errors that logitship raises to its users.
 
 ```
 LogitshipError
 ├── ProcessorError                    a processor string, or the class behind it
-│   ├── ProcessorSerializationError   to_str(): something in the class cannot travel
+│   ├── ProcessorSerializationError   to_str(): something in the class cannot be serialized
 │   ├── ProcessorLoadError            the string is malformed, or its class cannot be rebuilt here
-│   └── ProcessorFault                the processor ran, and broke its contract
-├── TransportError                    no answer came: connection refused, cut, timed out
-├── APIStatusError                    the server answered with an error status
+│   └── ProcessorFault                the processor ran and broke its contract
+├── TransportError                    no response: connection refused, broken, timed out
+├── APIStatusError                    response with an error status
 │   ├── BadRequestError               400, 422
 │   ├── AuthenticationError           401
 │   ├── PermissionDeniedError         403
@@ -25,15 +25,15 @@ from typing import Any
 
 
 class LogitshipError(Exception):
-    """Base class of every error raised by logitship."""
+    """Base class of all errors raised by logitship."""
 
 
 class ProcessorError(LogitshipError):
-    """Something is wrong with a processor string or with the class behind it."""
+    """A processor string, or the class in it, is invalid."""
 
 
 class ProcessorSerializationError(ProcessorError):
-    """`to_str()` refused: the class uses an object that cannot travel. The message names it."""
+    """The class uses an object that cannot be serialized. The message names it."""
 
 
 class ProcessorLoadError(ProcessorError):
@@ -46,13 +46,13 @@ class ProcessorFault(ProcessorError):
     Attributes:
         digest: identity of the processor, `sha256:…`.
         name: the processor's class name.
-        kind: what it did. Wherever it runs: `exception` (it raised), `bad_result` (it returned something else than a
-            float tensor of the right shape), `non_finite` (it left NaN, +inf, or a row of -inf alone), `uncopyable`
-            (what it keeps of a sequence cannot be copied, as beam search needs it). In a sandbox also: `deadline` (no
-            answer in time), `crash` (its process died: a signal, an exit, the memory limit), `cpu_time` (it used the
-            processor outside its calls), `protocol` (it answered what no honest sandbox answers), each of which ends
-            the sandbox; and `load` (it could not be loaded again afterwards).
-        traceback: traceback of the processor's own code, or `""` where there is none.
+        kind: the kind of fault. With or without a sandbox: `exception` (it raised), `bad_result` (it did not return a
+            float tensor of the right shape), `non_finite` (its result has NaN, +inf, or a row that is all -inf),
+            `uncopyable` (its state of a sequence cannot be copied, as beam search requires). In a sandbox also:
+            `deadline` (no response in time), `crash` (its process died: a signal, an exit, the memory limit),
+            `cpu_time` (it used the CPU outside its calls), `protocol` (it violated the sandbox protocol), each of
+            which ends the sandbox; and `load` (it could not be loaded again afterwards).
+        traceback: traceback of the processor's own code, or `""` if there is none.
     """
 
     def __init__(self, message: str, *, digest: str, name: str, kind: str, traceback: str = "") -> None:
@@ -65,18 +65,18 @@ class ProcessorFault(ProcessorError):
 
 
 class TransportError(LogitshipError):
-    """No answer came from the server: refused, cut or timed out."""
+    """The server did not respond: connection refused, broken, or timed out."""
 
 
 class APIStatusError(LogitshipError):
-    """The server answered with an error status.
+    """The server responded with an error status.
 
     Attributes:
         status_code: the HTTP status.
-        message: the server's own sentence.
-        param: name of the offending field, where the server gave one.
+        message: the server's error message.
+        param: name of the offending field, if the server gives one.
         type: the server's error type, such as `invalid_request_error`.
-        body: the decoded answer, or its text where it was not JSON.
+        body: the decoded body, or its text if it is not JSON.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class InternalServerError(APIStatusError):
 
 
 class GenerationError(LogitshipError):
-    """The request was accepted and then ended by an error; what was generated so far is in `partial`.
+    """The request was accepted and then ended by an error; `partial` has the output so far.
 
     Attributes:
-        message: what happened.
-        type: `ProcessorFault`, `AbortError` or the server's own word.
-        traceback: traceback of the processor's own code, where the server sent one.
+        message: the server's error message.
+        type: `ProcessorFault`, `AbortError`, or the server's own error type.
+        traceback: traceback of the processor's own code, if the server sends one.
         partial: the response up to the error, or None.
     """
 
@@ -149,6 +149,6 @@ _STATUS_ERRORS: dict[int, type[APIStatusError]] = {
 
 
 def error_for_status(status_code: int) -> type[APIStatusError]:
-    """The class that stands for an HTTP error status."""
+    """Return the exception class for an HTTP error status."""
     fallback = InternalServerError if status_code >= 500 else APIStatusError
     return _STATUS_ERRORS.get(status_code, fallback)

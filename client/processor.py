@@ -1,9 +1,11 @@
-"""Contract 2: a processor."""
+"""Base class of processors that are sent with requests."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from logitship.client.serialization.processor_base import ProcessorBase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,10 +15,10 @@ if TYPE_CHECKING:
     from .check_report import CheckReport
 
 
-class CustomLogitProcessor(ABC):
-    """Edits the logits of the requests that brought it.
+class CustomLogitProcessor(ProcessorBase, ABC):
+    """Processor that edits the logits of the requests it is attached to.
 
-    Subclass it, write `__call__`, and send `to_str()` with a request:
+    Subclass it, implement `__call__`, and send `to_str()` with a request:
 
     ```python
     class Ban(CustomLogitProcessor):
@@ -26,17 +28,17 @@ class CustomLogitProcessor(ABC):
             return logits
     ```
 
-    One instance, made without arguments, serves all requests that carry the same string. What it keeps on `self` is
-    shared by them and may vanish at any time; what belongs to one sequence goes to
+    One instance, created without arguments, serves all requests with the same string. Attributes of `self` are shared
+    by these requests and may be lost at any time; keep the state of one sequence in
     `custom_param_list[i]["__req__"].state`.
 
     Attributes:
-        params_schema: optional JSON schema of the request's `custom_params`; travels with the class.
+        params_schema: optional JSON schema of the request's `custom_params`; sent with the class.
     """
 
     params_schema: ClassVar[dict[str, Any] | None] = None
 
-    # The global that stands for this class in a pickle. Having SGLang's name, a string made here loads there.
+    # Module and name of this class in a pickle. They are SGLang's, so that SGLang can load the string.
     _pickles_as: ClassVar[tuple[str, str]] = ("sglang.srt.sampling.custom_logit_processor", "CustomLogitProcessor")
 
     @abstractmethod
@@ -44,8 +46,8 @@ class CustomLogitProcessor(ABC):
         """Edit the logits of this step, in place or not.
 
         Args:
-            logits: float32 [rows, vocab]: one row for each request (or draft position) that carries this processor.
-            custom_param_list: one dict a row: the request's `custom_params`, and `"__req__"`, its history and state.
+            logits: float32 [rows, vocab]: one row per request (or draft position) with this processor.
+            custom_param_list: one dict per row: the request's `custom_params`, and `"__req__"`, its history and state.
 
         Returns:
             The logits, [rows, vocab], on the same device.
@@ -54,12 +56,12 @@ class CustomLogitProcessor(ABC):
 
     @classmethod
     def to_str(cls) -> str:
-        """This class as a processor string, for the field `custom_logit_processor` of a request.
+        """Serialize this class to a processor string, for the field `custom_logit_processor` of a request.
 
-        The class travels by value with everything that it uses of your own code; installed libraries travel by name.
+        The class and everything it uses of your own code is serialized by value; installed libraries by name.
 
         Raises:
-            ProcessorSerializationError: something that it uses cannot travel; the message names it.
+            ProcessorSerializationError: it uses something that cannot be serialized; the message names it.
         """
         from logitship.client.serialization.processor_string import to_text
         from logitship.client.serialization.serialize import serialize
@@ -68,9 +70,9 @@ class CustomLogitProcessor(ABC):
 
     @classmethod
     def from_str(cls, text: str) -> CustomLogitProcessor:
-        """An instance of the class in a processor string, loaded into THIS process.
+        """Load a processor string into THIS process and return an instance of its class.
 
-        Loading runs the code in the string, with all rights of this process. Only do it with strings you trust.
+        Loading runs the code in the string, with all rights of this process. Only load strings that you trust.
 
         Raises:
             ProcessorLoadError: the string is malformed or its class cannot be rebuilt here.
@@ -82,8 +84,8 @@ class CustomLogitProcessor(ABC):
         if not isinstance(string, PickledProcessor | SourceProcessor):
             from .errors import ProcessorLoadError
 
-            raise ProcessorLoadError("the string only names a processor of a server; it holds no code to load here")
-        return instantiate(load_class(string, names_in_use()))
+            raise ProcessorLoadError("the string only names a processor on a server; it contains no code to load")
+        return cast(CustomLogitProcessor, instantiate(load_class(string, names_in_use())))
 
     @classmethod
     def check(
@@ -96,28 +98,26 @@ class CustomLogitProcessor(ABC):
         ignore: Sequence[str] = (),
         **settings: Any,
     ) -> CheckReport:
-        """Try this class as a server would run it: does it travel, is a row what it is alone, how fast is it, …
+        """Check this class as a server would run it: serialization, batch invariance, speed, and more.
 
-        Needs the server's libraries. Takes some ten seconds. In a notebook, the value of the
-        call shows as the report's page.
+        Needs the server's libraries. Takes about ten seconds. A notebook shows the returned report as a page.
 
         Args:
             params: `custom_params` for the rows; several find more. None: the examples in `params_schema`.
-            prompt: one or several, for real logits.
-            max_tokens: tokens of a sequence.
-            batch_sizes: rows of the calls that are timed.
+            prompt: one or several prompts, for real logits.
+            max_tokens: tokens per sequence.
+            batch_sizes: numbers of rows of the timed calls.
             ignore: names of checks that do not count, see `CheckReport.checks`.
-            settings: as flags of `logitship check`: `model_path`, `tokenizer_path`, `processor_isolation`,
+            settings: the flags of `logitship check`: `model_path`, `tokenizer_path`, `processor_isolation`,
                 `sandbox_step_timeout`, ….
 
         Raises:
             ImportError: the server is not installed.
-            ValueError: what was asked for cannot be checked; the message says why.
+            ValueError: an argument is invalid; the message says why.
         """
         from importlib import import_module
 
-        # By its name, because the client imports nothing of the server, which most of its users do not have. This one
-        # method is a door for those who have it: an author has the class in hand, and nothing else to call.
+        # By name, because the client must not import the server, which most of its users do not install.
         try:
             notebook = import_module("logitship.server.check.notebook")
         except ModuleNotFoundError as error:

@@ -1,10 +1,16 @@
-"""What the client hands back: frozen records, the same ones whichever route was called."""
+"""Results of the client's methods: frozen records, the same for all routes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+_MAX_ROWS = 12
+_NAME_WIDTH = 12
+_FORBIDDEN = "-"
+_ALLOWED = "allowed"
 
 
 @dataclass(frozen=True)
@@ -15,7 +21,7 @@ class Receipt:
         digest: the processor's identity, `sha256:…`.
         name: its class name.
         steps: number of decoding steps to which it was applied.
-        milliseconds: its share of the time spent in the processor: a call's time divided by the rows of the call.
+        milliseconds: its share of the time spent in the processor: the time of each call divided by its rows.
     """
 
     digest: str
@@ -26,11 +32,11 @@ class Receipt:
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a continuation ended.
+    """Reason for the end of a continuation.
 
     Attributes:
-        kind: `stop` (end token, stop token or stop string), `length`, `abort`, or the server's own word.
-        matched: for `stop`: the token id or the string that ended it, where the server says.
+        kind: `stop` (end token, stop token or stop string), `length`, `abort`, or another value of the server.
+        matched: for `stop`: the token id or string that ended it, if the server says.
     """
 
     kind: str
@@ -41,13 +47,13 @@ class FinishReason:
 class Usage:
     """Tokens counted by the server.
 
-    On `/generate` they count one continuation; on the OpenAI routes, the whole response.
+    On `/generate` for one continuation; on the OpenAI routes for the whole response.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that came out of the server's prefix cache."""
+    """Prompt tokens found in the server's prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,9 @@ class TokenLogprob:
 
     Attributes:
         logprob: natural logarithm; None for the first token of a prompt.
-        token_id: None on the OpenAI routes, which give texts.
-        token: its text; None where the server sent none.
-        top: the most likely tokens of this position, most likely first; their own `top` is empty.
+        token_id: token id; None on the OpenAI routes, which only return texts.
+        token: its text; None if the server does not send it.
+        top: the most likely tokens at this position, most likely first; their `top` is empty.
     """
 
     logprob: float | None
@@ -69,18 +75,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class TraceStage:
-    """What a step had made of the candidates for one token, at one point.
+    """Log-probabilities of the candidates for one token, at one stage of a step.
 
     Attributes:
-        stage: `model`: what the model computed. `request`: after the request's own parameters (biases, penalties,
-            masks, a thinking budget) and the server's batch processors, before the request's processors. `processor`:
-            after the one that is named. `sampling`: what the token was drawn from, after temperature, min-p, top-k and
-            top-p; with temperature 0, the token alone.
-        name: of the processor.
-        digest: of the processor.
-        again: it is a mask, which runs once more after the other processors.
-        logprobs: one a candidate, natural logarithm; None for a token that is forbidden there.
-        num_allowed: how many tokens of the vocabulary are not forbidden there; 1: the token is forced.
+        stage: `model`: output of the model. `request`: after the request's own parameters (biases, penalties, masks, a
+            thinking budget) and the server's batch processors, before the request's processors. `processor`: after
+            the named processor. `sampling`: the distribution that the token was sampled from, after temperature,
+            min-p, top-k and top-p; with temperature 0, the token alone.
+        name: name of the processor.
+        digest: digest of the processor.
+        again: whether this is the second run of a mask, after the other processors.
+        logprobs: one per candidate, natural logarithm; None for a token that is forbidden at this stage.
+        num_allowed: number of tokens in the vocabulary that are not forbidden at this stage; 1: the token is forced.
     """
 
     stage: str
@@ -93,10 +99,10 @@ class TraceStage:
 
 @dataclass(frozen=True)
 class TraceCandidate:
-    """A token that was, or might have been, drawn.
+    """A candidate for a token of the output.
 
     Attributes:
-        text: the token by itself; bytes that are no UTF-8 alone become U+FFFD.
+        text: the token by itself; bytes that are not valid UTF-8 become U+FFFD.
     """
 
     token_id: int
@@ -105,13 +111,12 @@ class TraceCandidate:
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """How one token of an output came about. `print` shows it as a table.
+    """Trace of the sampling of one output token. `print` shows it as a table.
 
     Attributes:
-        token: what was drawn.
-        candidates: the most likely tokens of each stage, and the one that was drawn; the most likely of the model
-            first.
-        stages: in the order in which they ran.
+        token: the sampled token.
+        candidates: the most likely tokens of each stage, and the sampled one; the model's most likely first.
+        stages: the stages in the order in which they ran.
     """
 
     token: TraceCandidate
@@ -119,9 +124,7 @@ class TokenTrace:
     stages: tuple[TraceStage, ...]
 
     def __str__(self) -> str:
-        from .trace_table import trace_table
-
-        return trace_table(self)
+        return _trace_table(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +133,18 @@ class Generation:
 
     Attributes:
         text: the whole text.
-        index: its place in the server's answer: for a batch of prompts with `n` continuations each, continuation `j` of
-            prompt `i` has index `i * n + j`.
-        output_ids: its token ids; empty where the server sends none (the OpenAI routes).
+        index: position in the response: for a batch of prompts with `n` continuations each, continuation `j` of prompt
+            `i` has index `i * n + j`.
+        output_ids: its token ids; empty if the server does not send them (the OpenAI routes).
         finish_reason: why it ended.
         usage: token counts.
-        logprobs: one an output token, if asked for.
-        prompt_logprobs: one a prompt token, if asked for.
-        receipts: one a processor that the request carried, in the order in which they ran. Empty: the server issues
-            none (stock SGLang and vLLM do not).
-        trace: one an output token, if asked for. None: it was not, or the server makes none (stock SGLang does not).
-        rid: the request's id.
-        raw: the part of the server's answer that this was read from.
+        logprobs: one per output token, if requested.
+        prompt_logprobs: one per prompt token, if requested.
+        receipts: one per processor of the request, in the order in which they ran. Empty if the server does not issue
+            them (stock SGLang and vLLM do not).
+        trace: one per output token, if requested and supported (stock SGLang does not).
+        rid: id of the request.
+        raw: the part of the response that this was parsed from.
     """
 
     text: str
@@ -159,21 +162,21 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationChunk:
-    """What one continuation gained since its previous chunk.
+    """New part of one continuation since its previous chunk.
 
     Attributes:
         text: the new text.
         cumulative_text: all text of this continuation so far, `text` included.
         index: which continuation, as in `Generation`.
-        output_ids: the new token ids; empty where the server sends none.
+        output_ids: the new token ids; empty if the server does not send them.
         finish_reason: set on the continuation's last chunk with text.
-        usage: token counts so far, where the server sends them. The OpenAI routes send them once, in a chunk without
+        usage: token counts so far, if the server sends them. The OpenAI routes send them once, in a chunk without
             text at the end of the stream.
-        logprobs: one a new token, if asked for.
-        receipts: one a processor, at the end of the continuation.
-        trace: one a new token, if asked for.
-        rid: the request's id.
-        raw: the event that this was read from.
+        logprobs: one per new token, if requested.
+        receipts: one per processor, at the end of the continuation.
+        trace: one per new token, if requested.
+        rid: id of the request.
+        raw: the event that this was parsed from.
     """
 
     text: str
@@ -194,11 +197,39 @@ class Model:
     """A model that the server serves.
 
     Attributes:
-        id: the name to ask for it by.
-        max_model_len: longest prompt and output together, in tokens, where the server says.
-        raw: the server's entry.
+        id: name of the model in requests.
+        max_model_len: maximum length of prompt and output together, in tokens, if the server says.
+        raw: the entry in the response.
     """
 
     id: str
     max_model_len: int | None
     raw: Mapping[str, Any] = field(repr=False)
+
+
+def _trace_table(trace: TokenTrace) -> str:
+    """Return one line per candidate with its probability at each stage, in percent.
+
+    A star marks the sampled token, `-` a forbidden one.
+    """
+    indices = range(len(trace.candidates))
+    sampled = next(i for i in indices if trace.candidates[i].token_id == trace.token.token_id)
+    shown = sorted({*indices[:_MAX_ROWS], sampled})
+    texts = [repr(trace.candidates[i].text) for i in shown]
+    width = max(len(_ALLOWED), *map(len, texts))
+    lines = ["  ".join([" " * (width + 2), *(_title(stage) for stage in trace.stages)])]
+    for i, text in zip(shown, texts, strict=True):
+        numbers = [f"{_percent(stage.logprobs[i]):>{_NAME_WIDTH}}" for stage in trace.stages]
+        lines.append("  ".join([f"{'*' if i == sampled else ' '} {text:<{width}}", *numbers]))
+    allowed = [f"{stage.num_allowed:>{_NAME_WIDTH},}" for stage in trace.stages]
+    lines.append("  ".join([f"  {_ALLOWED:<{width}}", *allowed]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _title(stage: TraceStage) -> str:
+    title = stage.name or stage.stage
+    return f"{title if len(title) <= _NAME_WIDTH else title[: _NAME_WIDTH - 1] + '…':>{_NAME_WIDTH}}"
+
+
+def _percent(logprob: float | None) -> str:
+    return _FORBIDDEN if logprob is None else f"{math.exp(logprob):.2%}"

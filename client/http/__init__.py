@@ -1,1 +1,1 @@
-"""Build a request, send it, parse the response."""
+"""HTTP requests and responses: build, send, parse."""

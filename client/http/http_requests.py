@@ -1,4 +1,4 @@
-"""Build: from a method's arguments to the HTTP request that carries them. Pure functions; nothing is sent here."""
+"""Building of HTTP requests from the arguments of the client's methods. Pure functions; nothing is sent here."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from logitship.client.serialization.processor_string import RegisteredProcessor
 from .processor_argument import ProcessorStrings
 from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SamplingOptions
 
-_HOLD_PROCESSORS = ("processor", "logits_processors")
-"""These may hold classes, which get their JSON form when the body is finished."""
+_PROCESSOR_FIELDS = ("processor", "logits_processors")
+"""May contain classes, which are converted to JSON when the body is finished."""
 
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """An HTTP request, not sent yet.
+    """An HTTP request that has not been sent.
 
     Attributes:
         method: `GET`, `POST` or `DELETE`.
         path: path on the server, with its leading slash.
         json: the body, or None.
-        stream: the answer is read while it arrives.
-        idempotent: sending it twice does no harm, so a broken connection may be tried again.
-        fault_token: the `stop_reason` of an answer that a failed processor ended, where that is how the server says it.
+        stream: whether the response is streamed.
+        idempotent: whether sending it twice does no harm, so that it is retried after a broken connection.
+        fault_token: the `stop_reason` that reports a failed processor (vLLM with logitship's plugin), or None.
     """
 
     method: str
@@ -45,22 +45,22 @@ class HttpRequest:
         """The encoded body.
 
         Raises:
-            TypeError: the body holds an object that has no JSON form.
+            TypeError: the body contains an object that has no JSON form.
         """
         return None if self.json is None else orjson.dumps(self.json)
 
 
 def get(path: str) -> HttpRequest:
-    """A `GET` of `path`."""
+    """Build a `GET` request."""
     return HttpRequest("GET", path, idempotent=True)
 
 
 def generate(prompt: Any, n: int | None, options: GenerateOptions, *, stream: bool) -> HttpRequest:
-    """SGLang's `/generate`.
+    """Build a request for SGLang's `/generate`.
 
     Raises:
-        TypeError: an argument has the wrong type, or is not known.
-        ValueError: an argument cannot be meant: an empty prompt, lists of different lengths, NaN.
+        TypeError: an argument has the wrong type, or is unknown.
+        ValueError: an argument has an invalid value: an empty prompt, lists of different lengths, NaN.
     """
     batch_size = check_prompt(prompt)
     fields = _checked(options, GenerateOptions.__optional_keys__)
@@ -72,17 +72,17 @@ def generate(prompt: Any, n: int | None, options: GenerateOptions, *, stream: bo
     params = fields.pop("params", None)
     body: dict[str, Any] = {"text" if _is_text(prompt) else "input_ids": prompt, "stream": stream}
     if isinstance(params, list | tuple):
-        per_prompt = _one_a_prompt("params", params, batch_size)
+        per_prompt = _one_per_prompt("params", params, batch_size)
         body["sampling_params"] = [_with_params(sampling, one, f"params[{i}]") for i, one in enumerate(per_prompt)]
     else:
         body["sampling_params"] = _with_params(sampling, params, "params")
     if isinstance(fields.get("rid"), list | tuple):
-        _one_a_prompt("rid", fields["rid"], batch_size)
+        _one_per_prompt("rid", fields["rid"], batch_size)
     return HttpRequest("POST", "/generate", _finish(body, fields, batch_size), stream)
 
 
 def completions(prompt: Any, n: int | None, options: CompletionOptions, *, stream: bool) -> HttpRequest:
-    """OpenAI's `/v1/completions`.
+    """Build a request for OpenAI's `/v1/completions`.
 
     Raises:
         TypeError: as `generate`.
@@ -94,7 +94,7 @@ def completions(prompt: Any, n: int | None, options: CompletionOptions, *, strea
 
 
 def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) -> HttpRequest:
-    """OpenAI's `/v1/chat/completions`.
+    """Build a request for OpenAI's `/v1/chat/completions`.
 
     Raises:
         TypeError: as `generate`.
@@ -112,10 +112,11 @@ def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) ->
 
 
 def register(processor: Any, name: str | None = None) -> HttpRequest:
-    """Upload a processor once, to name it afterwards.
+    """Build a request that uploads a processor.
 
     Args:
-        name: what it goes by; None: its class's name.
+        processor: see `ProcessorLike`.
+        name: name to register it by; None: its class's name.
     """
     if name is not None and (not isinstance(name, str) or not name):
         raise ValueError("name: expected a text such as 'Lipogram'")
@@ -125,17 +126,17 @@ def register(processor: Any, name: str | None = None) -> HttpRequest:
 
 
 def processor(id: str | RegisteredProcessor) -> HttpRequest:
-    """What the server has under a name, a name and version, or a digest."""
+    """Build a request for the details of a processor, by name, name and version, or digest."""
     return get(_processor_path(id))
 
 
 def delete_processor(id: str | RegisteredProcessor) -> HttpRequest:
-    """Delete a version, or all versions of a name or of a digest."""
+    """Build a request that deletes a version, or all versions of a name or a digest."""
     return HttpRequest("DELETE", _processor_path(id))
 
 
 def abort(rid: str | None) -> HttpRequest:
-    """Cancel one request, or all of them (None)."""
+    """Build a request that cancels one request, or all of them (None)."""
     if rid is not None and (not isinstance(rid, str) or not rid):
         # SGLang cancels every request whose id *begins* with `rid`: an empty one would cancel them all.
         raise ValueError("rid: expected the id of a request")
@@ -143,7 +144,7 @@ def abort(rid: str | None) -> HttpRequest:
 
 
 def flush_cache() -> HttpRequest:
-    """Drop what the server caches between requests."""
+    """Build a request that clears the server's prefix cache."""
     return HttpRequest("POST", "/flush_cache", idempotent=True)
 
 
@@ -155,16 +156,16 @@ def _processor_path(id: str | RegisteredProcessor) -> str:
 
 
 def is_many(prompt: Any, n: int | None) -> bool:
-    """Whether the answer is a list of continuations: for a list of prompts, and wherever `n` is given."""
+    """Return whether the client's method returns a list: for a list of prompts, and whenever `n` is given."""
     return n is not None or not (isinstance(prompt, str) or _is_token_id(prompt[0]))
 
 
 def check_prompt(prompt: Any) -> int | None:
-    """The number of prompts, or None for a single one.
+    """Check the prompt; return the number of prompts, or None for a single one.
 
     Raises:
-        TypeError: neither text, token ids, nor a list of one of them.
-        ValueError: empty.
+        TypeError: it is neither text, token ids, nor a list of one of them.
+        ValueError: it is empty.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -188,7 +189,7 @@ def check_prompt(prompt: Any) -> int | None:
 
 
 def check_n(n: Any) -> int:
-    """`n`, if it is a number of continuations."""
+    """Check and return `n`, a number of continuations."""
     if not isinstance(n, int) or isinstance(n, bool):
         raise TypeError(f"n: expected an integer, not {type(n).__name__}")
     if n < 1:
@@ -209,21 +210,21 @@ def _check_token_ids(name: str, token_ids: Sequence[Any]) -> None:
         if not _is_token_id(token_id):
             raise TypeError(f"{name}[{i}]: expected a token id, not {type(token_id).__name__}")
         if token_id < 0:
-            raise ValueError(f"{name}[{i}]: a token id is not negative: {token_id}")
+            raise ValueError(f"{name}[{i}]: a token id cannot be negative: {token_id}")
 
 
 def _checked(options: Any, known: Collection[str]) -> dict[str, Any]:
-    """A copy of `options` without those that are None, all of them known and with a JSON form."""
+    """Return `options` without those that are None; check that all are known and have a JSON form."""
     fields = {}
     for name, value in options.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "send what the client does not know in extra_body={…}"
+            hint = f"did you mean {close[0]!r}?" if close else "send fields unknown to the client in extra_body={…}"
             raise TypeError(f"unknown argument {name!r}: {hint}")
         if value is None:
             continue
         fields[name] = _string_keys(name, value) if name == "logit_bias" else value
-        if name not in _HOLD_PROCESSORS:
+        if name not in _PROCESSOR_FIELDS:
             _check_json(name, fields[name])
     return fields
 
@@ -235,7 +236,7 @@ def _string_keys(name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_json(path: str, value: Any) -> None:
-    """Refuse what JSON would change without a word (infinity becomes null, a key 5 becomes "5") or does not know."""
+    """Refuse values that JSON lacks or would silently change (infinity becomes null, a key 5 becomes "5")."""
     if value is None or isinstance(value, str | int):
         return
     if isinstance(value, float):
@@ -253,9 +254,9 @@ def _check_json(path: str, value: Any) -> None:
         raise TypeError(f"{path}: {type(value).__name__} has no JSON form; send numbers, texts, lists and dicts")
 
 
-def _one_a_prompt(name: str, values: Sequence[Any], batch_size: int | None) -> Sequence[Any]:
+def _one_per_prompt(name: str, values: Sequence[Any], batch_size: int | None) -> Sequence[Any]:
     if batch_size is None:
-        raise ValueError(f"{name}: a list goes with a list of prompts, one entry a prompt")
+        raise ValueError(f"{name}: a list needs a list of prompts, with one entry per prompt")
     if len(values) != batch_size:
         raise ValueError(f"{name}: {len(values)} entries for {batch_size} prompts")
     return values
@@ -271,7 +272,7 @@ def _check_params(name: str, params: Any) -> dict[str, Any]:
     if not isinstance(params, Mapping):
         raise TypeError(f"{name}: expected a dict, not {type(params).__name__}")
     if "__req__" in params:
-        raise ValueError(f"{name}: the key '__req__' is the server's own")
+        raise ValueError(f"{name}: the key '__req__' is reserved for the server")
     return dict(params)
 
 
@@ -285,7 +286,7 @@ def _openai(
         body["n"] = check_n(n)
     params = fields.pop("params", None)
     if isinstance(params, list | tuple):
-        raise TypeError("params: this route takes one dict for all prompts; `generate` takes one a prompt")
+        raise TypeError("params: this route takes one dict for all prompts; `generate` takes one per prompt")
     if params is not None:
         body["custom_params"] = _check_params("params", params)
     return HttpRequest("POST", path, _finish(body, fields, batch_size), stream)
@@ -306,30 +307,30 @@ def _finish(body: dict[str, Any], fields: dict[str, Any], batch_size: int | None
 
 
 def _processor_field(processor: Any, batch_size: int | None) -> Any:
-    """What `custom_logit_processor` says: a processor string, or lists of them shaped like `processor`."""
+    """Return the value of `custom_logit_processor`: a processor string, or lists of them shaped like `processor`."""
     to_string = ProcessorStrings()
 
-    def of_one_prompt(given: Any, name: str) -> Any:
+    def for_one_prompt(given: Any, name: str) -> Any:
         if isinstance(given, list | tuple):
             return [to_string(each, f"{name}[{i}]") for i, each in enumerate(given)]
         return to_string(given, name)
 
     if batch_size is None or not isinstance(processor, list | tuple):
-        return of_one_prompt(processor, "processor")
+        return for_one_prompt(processor, "processor")
     return [
-        given if given is None else of_one_prompt(given, f"processor[{i}]")
-        for i, given in enumerate(_one_a_prompt("processor", processor, batch_size))
+        given if given is None else for_one_prompt(given, f"processor[{i}]")
+        for i, given in enumerate(_one_per_prompt("processor", processor, batch_size))
     ]
 
 
 def _processor_list(entries: Any, batch_size: int | None) -> list[Any]:
-    """What `logits_processors` says: its entries with processor strings, or one such list a prompt."""
+    """Return the value of `logits_processors`: its entries with processor strings, or one such list per prompt."""
     name = "logits_processors"
     if not isinstance(entries, list | tuple):
         raise TypeError(f"{name}: expected a list, not {type(entries).__name__}")
     to_string = ProcessorStrings()
     if batch_size is not None and entries and all(isinstance(each, list | tuple) for each in entries):
-        per_prompt = enumerate(_one_a_prompt(name, entries, batch_size))
+        per_prompt = enumerate(_one_per_prompt(name, entries, batch_size))
         return [[_entry(each, f"{name}[{i}][{j}]", to_string) for j, each in enumerate(own)] for i, own in per_prompt]
     return [_entry(each, f"{name}[{i}]", to_string) for i, each in enumerate(entries)]
 

@@ -1,4 +1,4 @@
-"""From the many things that may be given as `processor=` to the processor string on the wire."""
+"""Conversion of the argument `processor=`, in all its forms, to a processor string."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 
 
 class ProcessorStrings:
-    """Turns processors into processor strings, each class once for the life of this object: one request.
+    """Converter of processors to processor strings, for one request; serializes each class once.
 
-    Not longer: the string carries the helpers and constants that the class uses, and in a notebook those change while
-    the class stays the same object.
+    Strings are not kept for later requests: they contain the helpers and constants that the class uses, and in a
+    notebook those change while the class stays the same object.
     """
 
     def __init__(self) -> None:
         self._of_class: dict[type, str] = {}
 
     def __call__(self, processor: Any, argument: str) -> str:
-        """The processor string of `processor`.
+        """Return the processor string of `processor`.
 
         Args:
             processor: see `ProcessorLike`.
-            argument: its name in error messages.
+            argument: name of the argument, for error messages.
 
         Raises:
-            TypeError: it is none of the things that a processor can be given as.
-            ValueError: it is a dict that is not one of the forms of a processor string.
-            ProcessorSerializationError: the class uses an object that cannot travel.
+            TypeError: a processor cannot be given in this form.
+            ValueError: it is a dict, but not a form of a processor string.
+            ProcessorSerializationError: the class uses an object that cannot be serialized.
         """
         if isinstance(processor, str):
             return _from_text(processor, argument)
@@ -47,8 +47,9 @@ class ProcessorStrings:
             )
         if cls is not processor and getattr(processor, "__dict__", None):
             raise TypeError(
-                f"{argument}: expected the class {cls.__name__}, not an instance that holds {sorted(vars(processor))}: "
-                "the server makes its own instance and would not see these; put a request's values in params"
+                f"{argument}: expected the class {cls.__name__}, not an instance with the attributes "
+                f"{sorted(vars(processor))}: the server creates its own instance without them; put a request's "
+                "values in params"
             )
         if cls not in self._of_class:
             self._of_class[cls] = cls.to_str()  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""The keyword arguments of the client's generating methods, written once for the sync and the async client.
+"""Keyword arguments of the client's generating methods, shared by the sync and the async client.
 
-Every key is optional, and what is left out is not sent: the server's default holds.
+Every key is optional. Omitted keys are not sent, so that the server's defaults apply.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ Message: TypeAlias = Mapping[str, Any]
 Params: TypeAlias = Mapping[str, Any]
 
 ProcessorLike: TypeAlias = type | str | Mapping[str, Any] | RegisteredProcessor | InstalledProcessor
-"""A processor class; a processor string; one of its forms as a dict; a digest; the name of an installed or a registered
-processor; what `register` returned."""
+"""A processor class; a processor string; one of its forms as a dict; a digest; the name of an installed or registered
+processor; the result of `register`."""
 
 
 class ProcessorOptions(TypedDict, total=False):
-    """What every generating method takes."""
+    """Options of every generating method."""
 
     processor: ProcessorLike | Sequence[ProcessorLike | Sequence[ProcessorLike] | None] | None
-    """The processor that the request carries, or a list of several that run in this order (not on SGLang servers).
-    For a batch of prompts, a list has one entry a prompt, each as for a single prompt; None for one without."""
+    """The request's processor, or a list of several that run in this order (not on SGLang servers).
+    For a batch of prompts, a list has one entry per prompt, each as for a single prompt; None for no processor."""
     params: Params | Sequence[Params | None] | None
-    """The processor's parameters, `custom_params` on the wire. For a batch also a list, one a prompt."""
+    """The processor's parameters, `custom_params` on the wire. For a batch also a list, one per prompt."""
     logits_processors: Sequence[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str]]
-    """Several processors, each with parameters of its own, run in this order (not on SGLang servers): dicts with
+    """Several processors, each with its own parameters, run in this order (not on SGLang servers): dicts with
     `processor`, given as above, and `params`. Also the server's own callables, by `qualname`, `args` and `kwargs`, if
-    its operator allows their names. For a batch also a list of such lists, one a prompt."""
+    its operator allows their names. For a batch also a list of such lists, one per prompt."""
     vllm_xargs: Mapping[str, Any]
     """Parameters of batch processors that are installed on the server."""
     trace: Mapping[str, int]
-    """`{"top": 20}`: show for each token what became of the most likely ones, see `TokenTrace` (only on logitship
-    servers)."""
+    """`{"top": 20}`: trace the most likely candidates for each token, see `TokenTrace` (only on logitship servers)."""
     extra_body: Mapping[str, Any]
-    """Further fields of the request body, for what a server understands and this client does not know."""
+    """Additional fields of the request body, for options that this client does not know."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -67,7 +66,7 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: list[int]
     bad_words: list[str]
     thinking_token_budget: int
-    """Most tokens that the model may think before its end of the thinking is forced."""
+    """Maximum number of thinking tokens before the end of the thinking is forced."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     """Log-probabilities before any edit of the logits, or after all of them."""
     json_schema: str
@@ -81,19 +80,19 @@ class GenerateOptions(ProcessorOptions, SamplingOptions, total=False):
     """Options of `generate` and `generate_stream`."""
 
     rid: str | list[str]
-    """Request id of your choice, for `abort`. For a batch a list, or one that `_0`, `_1`, … are appended to."""
+    """Request id of your choice, for `abort`. For a batch a list, or one id to which `_0`, `_1`, … are appended."""
     max_thinking_tokens: int
-    """SGLang's name of `thinking_token_budget`."""
+    """SGLang's name for `thinking_token_budget`."""
     return_logprob: bool
     logprob_start_len: int
-    """First prompt token whose log-probability is returned; -1: none of the prompt's."""
+    """First prompt token whose log-probability is returned; -1: none of the prompt."""
     top_logprobs_num: int
     return_text_in_logprobs: bool
 
 
 class _OpenAIOptions(ProcessorOptions, total=False):
     model: str
-    """Left out: the server's only or first model."""
+    """Default: the server's only or first model."""
     max_tokens: int
     min_tokens: int
     temperature: float

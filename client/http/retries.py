@@ -1,4 +1,4 @@
-"""When to send a request again: only where it cannot run twice."""
+"""Retry policy: a request is only sent again if it cannot run twice."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from email.utils import parsedate_to_datetime
 from .http_requests import HttpRequest
 
 _REFUSED = frozenset({429, 503})
-"""The server turned the request away: nothing ran."""
+"""The server rejected the request: nothing ran."""
 _GATEWAY = frozenset({502, 504})
-"""Something between us and the server failed: it may have run."""
+"""A gateway in front of the server failed: the request may have run."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class RetryPolicy:
     """Exponential backoff with jitter (half of each wait is random), at most `max_retries` times.
 
     Attributes:
-        max_retries: how often a request is sent again; 0: never.
-        initial_delay: longest wait before the first retry, in seconds; it doubles with each.
-        max_delay: longest wait of our own choice, in seconds.
-        max_retry_after: longest wait that the server may ask for, in seconds; if it asks for more, the error is raised
-            at once.
-        random: a number from 0 to 1, drawn anew at each call.
+        max_retries: maximum number of retries; 0: none.
+        initial_delay: longest wait before the first retry, in seconds; doubles with each retry.
+        max_delay: longest wait without a `Retry-After` header, in seconds.
+        max_retry_after: longest accepted `Retry-After`, in seconds; if the server asks for more, the error is raised
+            immediately.
+        random: returns a random number from 0 to 1.
     """
 
     max_retries: int = 2
@@ -36,12 +36,12 @@ class RetryPolicy:
     random: Callable[[], float] = random.random
 
     def delay_after_failure(self, request: HttpRequest, attempt: int, *, sent: bool) -> float | None:
-        """Seconds to wait before the next attempt, after one without an answer; None: give up.
+        """Return the seconds to wait after an attempt without a response; None: do not retry.
 
         Args:
-            request: what was tried.
-            attempt: how many attempts there were before this one.
-            sent: whether any of it may have reached the server.
+            request: the request.
+            attempt: number of attempts before this one.
+            sent: whether part of it may have reached the server.
         """
         if attempt >= self.max_retries or (sent and not request.idempotent):
             return None
@@ -50,14 +50,14 @@ class RetryPolicy:
     def delay_after_status(
         self, request: HttpRequest, attempt: int, status_code: int, headers: Mapping[str, str]
     ) -> float | None:
-        """The same after an answer with an error status."""
-        again = status_code in _REFUSED or (status_code in _GATEWAY and request.idempotent)
-        if attempt >= self.max_retries or not again:
+        """Return the seconds to wait after a response with an error status; None: do not retry."""
+        may_retry = status_code in _REFUSED or (status_code in _GATEWAY and request.idempotent)
+        if attempt >= self.max_retries or not may_retry:
             return None
-        asked = _retry_after(headers.get("retry-after"))
-        if asked is None:
+        requested = _retry_after(headers.get("retry-after"))
+        if requested is None:
             return self._backoff(attempt)
-        return asked if asked <= self.max_retry_after else None
+        return requested if requested <= self.max_retry_after else None
 
     def _backoff(self, attempt: int) -> float:
         longest = min(self.max_delay, self.initial_delay * 2.0**attempt)
@@ -65,7 +65,7 @@ class RetryPolicy:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds that a `Retry-After` header asks for: a number, or a date (RFC 9110, section 10.2.3)."""
+    """Parse a `Retry-After` header to seconds: a number, or a date (RFC 9110, section 10.2.3)."""
     if value is None:
         return None
     if value.strip().isdecimal():

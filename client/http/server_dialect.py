@@ -1,6 +1,7 @@
-"""Which server is at the other end: asked once, when it first matters, and each request then goes out in its words.
+"""Detection of the server, and translation of requests into its dialect.
 
-`question_before` and `learn` say what to ask and take the answer; the sync and the async client only send.
+`ServerDialect` does no I/O: `probe_before` returns the request to send and `handle_probe` takes the response, so
+that the sync and the async client share it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import orjson
 from logitship.client.errors import APIStatusError, BadRequestError, LogitshipError, NotFoundError
 
 from .http_requests import HttpRequest, get
-from .vllm_requests import for_vllm, has_processors
-from .vllm_wire import QUESTION, PluginInfo
+from .vllm_handshake import PROBE, PluginInfo
+from .vllm_requests import has_processors, translate_for_vllm
 
 ServerKind: TypeAlias = Literal["auto", "logitship", "sglang", "vllm"]
 
-_WHO = get("/v1/models")
-"""Every server has this route, in the form of OpenAI's, where `owned_by` names who made the server."""
+_MODELS_PROBE = get("/v1/models")
+"""Every server has OpenAI's route, where `owned_by` names the server software."""
 
 
 class ServerDialect:
-    """What is known of the server.
+    """Dialect of one server, detected when it is first needed.
 
-    Threads may share it. Two that ask at the same moment both get the same answer.
+    Safe to share between threads: two that probe at the same time get the same result.
 
     Args:
-        kind: which server it is; `auto`: ask it. `logitship` and `sglang` take the same requests.
+        kind: the server; `auto`: detect it. `logitship` and `sglang` accept the same requests.
 
     Raises:
-        ValueError: another word.
+        ValueError: `kind` is unknown.
     """
 
     def __init__(self, kind: ServerKind) -> None:
@@ -41,62 +42,63 @@ class ServerDialect:
         self._kind = kind
         self._plugin: PluginInfo | None = None
 
-    def question_before(self, request: HttpRequest) -> HttpRequest | None:
-        """What is to be asked before `request` can be translated; None: nothing.
+    def probe_before(self, request: HttpRequest) -> HttpRequest | None:
+        """Return the request to send before `request` can be translated; None: it can be translated now.
 
-        A request for OpenAI's routes that carries no processor is the same everywhere.
+        A request without processors for OpenAI's routes is the same on all servers.
         """
-        carries = has_processors(request)
-        traced = isinstance(request.json, Mapping) and "trace" in request.json  # vLLM would overlook it
-        if self._kind == "auto" and (carries or traced or request.path == "/generate"):
-            return _WHO
-        if self._kind == "vllm" and carries and self._plugin is None:
-            return _plugin_question(request)
+        uses_processors = has_processors(request)
+        traced = isinstance(request.json, Mapping) and "trace" in request.json  # vLLM would ignore it
+        if self._kind == "auto" and (uses_processors or traced or request.path == "/generate"):
+            return _MODELS_PROBE
+        if self._kind == "vllm" and uses_processors and self._plugin is None:
+            return _plugin_probe(request)
         return None
 
-    def learn(self, question: HttpRequest, answer: bytes | APIStatusError) -> None:
-        """Take the answer to a question.
+    def handle_probe(self, probe: HttpRequest, response: bytes | APIStatusError) -> None:
+        """Store the result of a probe.
 
         Args:
-            answer: the body, or the error that stands for an answer with an error status.
+            probe: the request from `probe_before`.
+            response: the body, or the error for a response with an error status.
 
         Raises:
-            APIStatusError: the server refused to answer.
-            LogitshipError: it is a vLLM without logitship's plugin.
+            APIStatusError: the server did not answer the probe.
+            LogitshipError: the server is vLLM without logitship's plugin.
         """
-        if question is _WHO:
-            self._kind = _read_who(answer)
+        if probe is _MODELS_PROBE:
+            self._kind = _parse_kind(response)
         else:
-            self._plugin = _read_plugin(answer)
+            self._plugin = _parse_plugin(response)
 
     def translate(self, request: HttpRequest) -> HttpRequest:
-        """`request` in the server's words, once there is no more question before it.
+        """Translate `request` into the server's dialect, after all probes.
 
         Raises:
-            ValueError: the server has no words for it; names the argument.
+            ValueError: the server does not support it; names the argument.
         """
         if self._kind != "vllm":
             return request
-        translated = for_vllm(request)
+        translated = translate_for_vllm(request)
         if self._plugin is not None and has_processors(request):
             return replace(translated, fault_token=self._plugin.fault_token)
         return translated
 
 
-def _plugin_question(request: HttpRequest) -> HttpRequest:
-    body = {"prompt": "?", "max_tokens": 1, "vllm_xargs": QUESTION}
+def _plugin_probe(request: HttpRequest) -> HttpRequest:
+    body = {"prompt": "?", "max_tokens": 1, "vllm_xargs": PROBE}
     if "model" in request.json:
         body["model"] = request.json["model"]
     return HttpRequest("POST", "/v1/completions", body, idempotent=True)
 
 
-def _read_who(answer: bytes | APIStatusError) -> ServerKind:
-    """Who made the server. One that does not say is taken for one that speaks SGLang's words, as logitship does."""
-    if isinstance(answer, APIStatusError):
-        if isinstance(answer, NotFoundError):
+def _parse_kind(response: bytes | APIStatusError) -> ServerKind:
+    """Return the kind of the server. An unknown server is assumed to accept SGLang's requests, as logitship does."""
+    if isinstance(response, APIStatusError):
+        if isinstance(response, NotFoundError):
             return "logitship"
-        raise answer
-    return "vllm" if _owner(answer) == "vllm" else "logitship"
+        raise response
+    return "vllm" if _owner(response) == "vllm" else "logitship"
 
 
 def _owner(models: bytes) -> Any:
@@ -106,13 +108,13 @@ def _owner(models: bytes) -> Any:
         return None
 
 
-def _read_plugin(answer: bytes | APIStatusError) -> PluginInfo:
-    if isinstance(answer, BadRequestError):
-        plugin = PluginInfo.from_message(answer.message)
+def _parse_plugin(response: bytes | APIStatusError) -> PluginInfo:
+    if isinstance(response, BadRequestError):
+        plugin = PluginInfo.from_message(response.message)
         if plugin is not None:
             return plugin
-    if isinstance(answer, APIStatusError):
-        raise answer
+    if isinstance(response, APIStatusError):
+        raise response
     raise LogitshipError(
         "this vLLM runs without logitship's plugin and would ignore the processor: start it with "
         "--logits-processors logitship.server.vllm:LogitshipLogitsProcessor"

@@ -1,7 +1,7 @@
-"""Server-sent events, and the two dialects that the servers speak over them.
+"""Parsing of server-sent events, in the formats of SGLang and OpenAI.
 
-`StreamReader.feed` takes the bytes as they arrive and gives the chunks that they complete: it never waits and never
-reads, so the sync and the async client share it.
+`StreamReader.feed` takes the bytes as they arrive and yields the chunks that they complete. It does no I/O, so the sync
+and the async client share it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import orjson
 from logitship.client.errors import GenerationError, TransportError
 from logitship.client.records import GenerationChunk
 
-from .error_bodies import Problem, problem_in
-from .logprobs_parsing import openai_logprobs, sglang_logprobs
+from .error_responses import ReportedError, parse_error_body
 from .responses import (
+    choice_error,
+    finish_error,
     malformed_as_transport_error,
     matched_stop,
+    openai_logprobs,
     openai_receipts,
     openai_usage,
     parse_finish_reason,
     parse_receipts,
     parse_trace,
-    problem_of_choice,
-    problem_of_finish,
+    sglang_logprobs,
     sglang_usage,
 )
 
@@ -33,11 +34,11 @@ _DONE = "[DONE]"
 
 
 class SSEDecoder:
-    """Bytes of a `text/event-stream` to the `data` of its events, as the WHATWG HTML standard says (section 9.2.6).
+    """Decoder of a `text/event-stream` to the `data` of its events (WHATWG HTML standard, section 9.2.6).
 
-    Lines end with CR LF, LF or CR and with nothing else: `str.splitlines` (and with it httpx's `iter_lines`) would also
-    break at U+2028, which JSON may hold. Lines are cut as bytes and then decoded, so that a character which arrives in
-    two pieces stays whole.
+    Lines only end with CR LF, LF or CR: `str.splitlines` (and httpx's `iter_lines`) would also break at U+2028, which
+    JSON may contain. Lines are split as bytes and then decoded, so that a character that arrives in two pieces stays
+    whole.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class SSEDecoder:
         self._after_cr = False
 
     def feed(self, piece: bytes) -> Iterator[str]:
-        """The `data` of every event that `piece` completes."""
+        """Yield the `data` of every event that `piece` completes."""
         if self._after_cr and piece.startswith(b"\n"):
             piece = piece[1:]
             self._after_cr = False
@@ -70,27 +71,27 @@ class SSEDecoder:
             self._data.append(value.removeprefix(" "))
 
 
-class Dialect(Protocol):
-    """How a route's events become chunks."""
+class StreamFormat(Protocol):
+    """Conversion of the events of a route to chunks."""
 
-    def chunks(self, event: dict[str, Any]) -> Iterator[tuple[GenerationChunk, Problem | None]]:
-        """The chunks of one event, each with what ended its continuation, where that is an error."""
+    def chunks(self, event: dict[str, Any]) -> Iterator[tuple[GenerationChunk, ReportedError | None]]:
+        """Yield the chunks of one event, each with the error that ended its continuation, or None."""
         ...
 
 
 class StreamReader:
-    """Reads one stream: feed it bytes, then `finish`."""
+    """Reader of one stream: call `feed` with the bytes, then `finish`."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect = dialect
+    def __init__(self, stream_format: StreamFormat) -> None:
+        self._format = stream_format
         self._decoder = SSEDecoder()
         self._last: GenerationChunk | None = None
         self._failed: GenerationError | None = None
         self.done = False
-        """The stream said that it is complete."""
+        """Whether the stream sent `[DONE]`."""
 
     def feed(self, piece: bytes) -> Iterator[GenerationChunk]:
-        """The chunks that `piece` completes.
+        """Yield the chunks that `piece` completes.
 
         Raises:
             GenerationError: the server reports an error of the whole stream.
@@ -104,10 +105,11 @@ class StreamReader:
             yield from self._read(data)
 
     def finish(self) -> None:
-        """To be called when no more bytes come.
+        """Check the stream after its last byte.
 
         Raises:
-            GenerationError: a continuation was ended by an error; only now, because the others of its batch go on.
+            GenerationError: a continuation was ended by an error. Raised only now, because the others of its batch
+                continue.
             TransportError: the stream ended before it was complete.
         """
         if self._failed is not None:
@@ -120,10 +122,10 @@ class StreamReader:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:
             raise TransportError(f"an event of the stream is not JSON: {data[:200]!r}") from None
-        if problem := problem_in(event):
-            raise problem.as_generation_error(self._last)
+        if error := parse_error_body(event):
+            raise error.as_generation_error(self._last)
         with malformed_as_transport_error(data[:200]):
-            chunks = list(self._dialect.chunks(event))
+            chunks = list(self._format.chunks(event))
         for chunk, failure in chunks:
             self._last = chunk
             if failure is not None and self._failed is None:
@@ -132,7 +134,7 @@ class StreamReader:
 
 
 class _Progress:
-    """What one continuation has sent so far."""
+    """Part of one continuation received so far."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -141,20 +143,20 @@ class _Progress:
         self.traced = 0
 
 
-class SGLangDialect:
-    """`/generate`: each event holds the continuation's whole text so far, and its whole lists."""
+class SGLangStream:
+    """Events of `/generate`: each contains the whole text and the whole lists of a continuation so far."""
 
     def __init__(self) -> None:
         self._progress: dict[int, _Progress] = {}
 
-    def chunks(self, event: dict[str, Any]) -> Iterator[tuple[GenerationChunk, Problem | None]]:
-        """One event is one chunk."""
+    def chunks(self, event: dict[str, Any]) -> Iterator[tuple[GenerationChunk, ReportedError | None]]:
+        """Yield one chunk per event."""
         meta = event["meta_info"]
         index = event.get("index", 0)
         so_far = self._progress.setdefault(index, _Progress())
         text, output_ids = event.get("text") or "", event.get("output_ids") or []
         logprobs = sglang_logprobs(meta, "output")
-        # Only logitship makes traces, whose lists always hold everything so far.
+        # Only logitship sends traces, and their lists are always cumulative.
         entries = meta.get("trace")
         trace = parse_trace(entries and entries[so_far.traced :])
         so_far.traced += len(trace or ())
@@ -179,19 +181,21 @@ class SGLangDialect:
                 rid=meta.get("id"),
                 raw=event,
             ),
-            problem_of_finish(meta),
+            finish_error(meta),
         )
 
     def _is_increment(self, so_far: _Progress, output_ids: list[int], meta: dict[str, Any]) -> bool:
-        """An SGLang started with `--incremental-streaming-output` sends only what is new. Its events do not say so, but
-        then the ids of all events together are as many as the tokens that it counts."""
+        """Return whether the event is incremental: SGLang was started with `--incremental-streaming-output`.
+
+        Its events do not say so, but then the token ids of all events add up to the number of tokens it reports.
+        """
         if not so_far.output_ids or not output_ids:
             return False
         return len(so_far.output_ids) + len(output_ids) == meta.get("completion_tokens")
 
 
-class OpenAIDialect:
-    """`/v1/completions` and `/v1/chat/completions`: each event holds what is new in some choices.
+class OpenAIStream:
+    """Events of `/v1/completions` and `/v1/chat/completions`: each contains the new part of some choices.
 
     Args:
         fault_token: see `HttpRequest`.
@@ -201,8 +205,8 @@ class OpenAIDialect:
         self._text: dict[int, str] = {}
         self._fault_token = fault_token
 
-    def chunks(self, event: dict[str, Any]) -> Iterator[tuple[GenerationChunk, Problem | None]]:
-        """One chunk a choice; one without text for an event that only counts tokens."""
+    def chunks(self, event: dict[str, Any]) -> Iterator[tuple[GenerationChunk, ReportedError | None]]:
+        """Yield one chunk per choice; one without text for an event that only has token counts."""
         usage = openai_usage(event.get("usage"))
         for choice in event["choices"]:
             index = choice.get("index", 0)
@@ -222,7 +226,7 @@ class OpenAIDialect:
                     rid=event.get("id"),
                     raw=event,
                 ),
-                problem_of_choice(choice, self._fault_token),
+                choice_error(choice, self._fault_token),
             )
         if not event["choices"]:
             yield (

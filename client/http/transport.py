@@ -1,4 +1,4 @@
-"""What the sync and the async client share of HTTP: where to, as whom, and httpx's errors in our words."""
+"""HTTP helpers of the sync and the async client: base URL, headers, and translation of httpx's errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .http_requests import HttpRequest
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-"""A long generation that is not streamed sends nothing for minutes."""
+"""A long generation without streaming sends nothing for minutes."""
 
-_NOTHING_WAS_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 def check_base_url(base_url: str) -> str:
-    """`base_url`, if it is one.
+    """Check and return `base_url`.
 
     Raises:
-        ValueError: it is no http or https address.
+        ValueError: it is not an http or https address.
     """
     try:
         url = httpx.URL(base_url)
@@ -34,13 +34,13 @@ def check_base_url(base_url: str) -> str:
 
 
 def client_headers(api_key: str | None, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """The headers of every request."""
+    """Return the headers of every request."""
     authorization = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     return {**authorization, **(headers or {})}
 
 
 def http_request(http: httpx.Client | httpx.AsyncClient, request: HttpRequest) -> httpx.Request:
-    """`request` in httpx's form."""
+    """Convert `request` to an httpx request."""
     headers = {"accept": "text/event-stream" if request.stream else "application/json"}
     if request.json is not None:
         headers["content-type"] = "application/json"
@@ -49,10 +49,10 @@ def http_request(http: httpx.Client | httpx.AsyncClient, request: HttpRequest) -
 
 @contextmanager
 def transport_errors(http: httpx.Client | httpx.AsyncClient) -> Iterator[None]:
-    """Translate httpx's errors, here and nowhere else.
+    """Translate httpx's errors; the only place that does.
 
     Raises:
-        TransportError: in place of any `httpx.HTTPError`, which stays its cause.
+        TransportError: for every `httpx.HTTPError`, which is its cause.
     """
     try:
         yield
@@ -65,5 +65,5 @@ def transport_errors(http: httpx.Client | httpx.AsyncClient) -> Iterator[None]:
 
 
 def was_sent(error: TransportError) -> bool:
-    """Whether the server may have received anything of the request that failed with `error`."""
-    return not isinstance(error.__cause__, _NOTHING_WAS_SENT)
+    """Return whether the server may have received part of the request that failed with `error`."""
+    return not isinstance(error.__cause__, _NOT_SENT)

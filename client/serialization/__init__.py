@@ -1,1 +1,1 @@
-"""From a class to a processor string, and back."""
+"""Serialization of processor classes to processor strings, and loading them."""

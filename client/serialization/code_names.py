@@ -1,12 +1,17 @@
-"""Which names a code object uses, read off its bytecode."""
+"""Names that code objects use, read from their bytecode, and the functions of a class."""
 
 from __future__ import annotations
 
+import builtins
 import dis
+import functools
 import inspect
 from collections.abc import Iterator
 from importlib.util import resolve_name
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from .provenance import is_installed
 
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _ATTRIBUTE_OPS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
@@ -15,7 +20,7 @@ _MODULE_OWN = frozenset({"__name__", "__builtins__", "__annotations__", "__condi
 
 
 def walk(code: CodeType) -> Iterator[CodeType]:
-    """The code object and all that are nested in it: inner functions, lambdas, comprehensions, class bodies."""
+    """Yield the code object and those nested in it: inner functions, lambdas, comprehensions, class bodies."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -23,15 +28,15 @@ def walk(code: CodeType) -> Iterator[CodeType]:
 
 
 def global_names(code: CodeType) -> set[str]:
-    """Names that are looked up in the module's globals. Names of a nested class body may be among them."""
+    """Return the names looked up in the module's globals; may include names of a nested class body."""
     names = {str(op.argval) for inner in walk(code) for op in _operations(inner) if op.opname in _GLOBAL_OPS}
     return names - _MODULE_OWN
 
 
 def eager_names(code: CodeType) -> set[str]:
-    """Names that a module's code looks up while it is executed, without those that it has bound itself.
+    """Return the names that a module's code looks up while it is executed, without those it binds itself.
 
-    Class bodies run at once, and so do comprehensions and lambdas at that level; functions do not.
+    Class bodies run immediately, and so do comprehensions and lambdas at that level; functions do not.
     """
     names = _own_names(code)
     for constant in code.co_consts:
@@ -42,7 +47,7 @@ def eager_names(code: CodeType) -> set[str]:
 
 
 def code_names(code: CodeType) -> set[str]:
-    """All names that a module's code looks up, at once or later, without those that it has bound itself."""
+    """Return all names that a module's code looks up, immediately or later, without those it binds itself."""
     names = _own_names(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -57,7 +62,7 @@ def _own_names(code: CodeType) -> set[str]:
 
 
 def attribute_chains(code: CodeType, name: str) -> set[tuple[str, ...]]:
-    """How a global is used: `{("nn", "Linear"), ("inf",)}` for `torch.nn.Linear` and `torch.inf`.
+    """Return the attributes used of a global: `{("nn", "Linear"), ("inf",)}` for `torch.nn.Linear` and `torch.inf`.
 
     A use without an attribute gives the empty tuple.
     """
@@ -77,18 +82,20 @@ def attribute_chains(code: CodeType, name: str) -> set[tuple[str, ...]]:
 
 
 def imported_modules(code: CodeType, package: str | None) -> set[str]:
-    """Modules that the code imports when it runs, by absolute name.
+    """Return the absolute names of the modules that the code imports when it runs.
 
     Args:
         code: the code object of a function.
-        package: package of the function's module, against which relative imports are resolved.
+        package: package of the function's module, to resolve relative imports.
     """
     modules = set()
     for inner in walk(code):
         operations = list(_operations(inner))
         for index, op in enumerate(operations):
             if op.opname == "IMPORT_NAME":
-                level = operations[index - 2].argval  # before it stand the level and the names after `import`
+                level = operations[
+                    index - 2
+                ].argval  # the two instructions before load the level and the imported names
                 name = "." * level + op.argval
                 modules.add(resolve_name(name, package) if level and package else op.argval)
     return modules
@@ -96,3 +103,63 @@ def imported_modules(code: CodeType, package: str | None) -> set[str]:
 
 def _operations(code: CodeType) -> Iterator[dis.Instruction]:
     return (op for op in dis.get_instructions(code) if op.opname != "EXTENDED_ARG")
+
+
+def functions_of(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions in a class's own body: methods, and those inside properties and other wrappers."""
+    for value in list(cls.__dict__.values()):
+        yield from functions_in(value)
+
+
+def missing_globals(cls: type) -> list[str]:
+    """Return the undefined global names used by the class's code and the helpers it reaches; sorted.
+
+    A name in a branch that never runs does no harm, so this is no reason to refuse a class.
+    """
+    missing: set[str] = set()
+    seen: set[int] = set()
+    waiting = [function for base in cls.__mro__ if not is_installed(base.__module__) for function in functions_of(base)]
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        for name in global_names(function.__code__):
+            if name in function.__globals__:
+                waiting.extend(_own(functions_in(function.__globals__[name])))
+            elif not hasattr(builtins, name):
+                missing.add(name)
+        for value in captured_values(function).values():
+            waiting.extend(_own(functions_in(value)))
+    return sorted(missing)
+
+
+def captured_values(function: FunctionType) -> dict[str, Any]:
+    """Return the values of a closure by variable name, without variables that are not assigned yet."""
+    values = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:
+            continue
+    return values
+
+
+def _own(functions: Iterator[FunctionType]) -> Iterator[FunctionType]:
+    return (function for function in functions if not is_installed(function.__globals__.get("__name__")))
+
+
+def functions_in(value: Any) -> Iterator[FunctionType]:
+    """Yield the value if it is a function, or the functions inside a method descriptor or another wrapper."""
+    match value:
+        case FunctionType():
+            yield value
+        case staticmethod() | classmethod() | MethodType():
+            yield from functions_in(value.__func__)
+        case property():
+            for part in (value.fget, value.fset, value.fdel):
+                yield from functions_in(part)
+        case functools.cached_property() | functools.partial() | functools.partialmethod():
+            yield from functions_in(value.func)
+        case functools._lru_cache_wrapper():
+            yield from functions_in(value.__wrapped__)

@@ -1,7 +1,7 @@
-"""From a processor string to a class, in this process. The one place that unpickles processors.
+"""Loading of a processor string into this process. The one place that unpickles processors.
 
-Loading runs the code in the string. The server process must not call this for a client's string unless the operator
-told it to trust its clients.
+Loading runs the code in the string. The server process must not do this with a client's string unless the operator
+trusts the clients.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from logitship.client.author_errors import author_traceback, class_name, error_message, error_text
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor import CustomLogitProcessor
 from logitship.client.scrub import scrub
 
-from .class_names import missing_globals
+from .code_names import missing_globals
+from .processor_base import processor_class
 from .processor_string import PYTHON, PickledProcessor, SourceProcessor
 from .shipped_names import ShippedNames
 from .syntax import signature_of
 
+T = TypeVar("T")
+
 _LONGEST_NAME = 200
 _NOT_INSTALLED = (
     "the processor needs the module {}, which is not installed here. If it is your own, serialize the class with "
-    "logitship's to_str(), which carries it"
+    "logitship's to_str(), which includes it"
 )
 _counter = itertools.count()
 _NO_NAMES: Mapping[tuple[str, str], Any] = {}
@@ -38,18 +40,18 @@ _NO_NAMES: Mapping[tuple[str, str], Any] = {}
 
 def load_class(
     string: PickledProcessor | SourceProcessor, names: Mapping[tuple[str, str], Any] = _NO_NAMES
-) -> type[CustomLogitProcessor]:
+) -> type[Any]:
     """Rebuild the class in a processor string. Runs the code in it.
 
     Args:
-        string: a pickle of this Python version, or source; of a pickle of another version, its source is taken.
-        names: what stands for (module, name) when the code asks for it: SGLang's built-in processors, vLLM's batch
-            processor interface. SGLang's and our `CustomLogitProcessor` are always there. The table is used even where
-            the real package is installed: what a processor does must not depend on it.
+        string: a pickle of this Python version, or source. For a pickle of another version, its source is used.
+        names: (module, name) → the object that shipped code gets: SGLang's built-in processors, vLLM's batch processor
+            interface. SGLang's and our `CustomLogitProcessor` are always included. The table is used even if the real
+            package is installed: the behavior of a processor must not depend on that.
 
     Raises:
-        ProcessorLoadError: it cannot be rebuilt here; the message says why, and holds the traceback of the author's
-            code where that raised.
+        ProcessorLoadError: it cannot be rebuilt here; the message says why, with the traceback if the author's code
+            raised.
     """
     runnable = string.runnable if isinstance(string, PickledProcessor) else string
     table = ShippedNames(names)
@@ -58,26 +60,26 @@ def load_class(
     return _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
 
 
-def instantiate(cls: type[CustomLogitProcessor]) -> CustomLogitProcessor:
-    """The one instance of a loaded class.
+def instantiate(cls: type[T]) -> T:
+    """Create the one instance of a loaded class.
 
     Raises:
         ProcessorLoadError: `__init__` needs arguments or raises.
     """
     name = class_name(cls)
-    with _explained(f"{name} raised when it was made"):
+    with _explained(f"{name} raised when it was created"):
         try:
             signature_of(cls).bind()
         except TypeError as error:
             raise ProcessorLoadError(
-                f"{name} cannot be made without arguments: {error_message(error)}. Take the values from custom_params, "
-                "or give the arguments of __init__ defaults"
+                f"{name} cannot be created without arguments: {error_message(error)}. Take the values from "
+                "custom_params, or give the arguments of __init__ defaults"
             ) from None
         return cls()
 
 
 def check_payload(payload: bytes) -> None:
-    """Load a class that was just pickled here, to see that it loads.
+    """Check that a class that was just pickled in this process loads.
 
     Raises:
         ProcessorLoadError: it does not.
@@ -86,7 +88,7 @@ def check_payload(payload: bytes) -> None:
 
 
 def run_source(string: SourceProcessor) -> dict[str, Any]:
-    """Run the source of a class that was just captured here, to see what it defines.
+    """Run source that was just captured in this process, and return its globals.
 
     Raises:
         ProcessorLoadError: it raises, or does not define the class.
@@ -97,9 +99,9 @@ def run_source(string: SourceProcessor) -> dict[str, Any]:
 
 
 def names_in_use() -> dict[tuple[str, str], Any]:
-    """The names of our processors that have been imported in this process and carry SGLang's names."""
+    """Return the processors imported in this process that have a counterpart in SGLang, by its module and name."""
     found: dict[tuple[str, str], Any] = {}
-    waiting: list[type] = [CustomLogitProcessor]
+    waiting: list[type] = [processor_class()]
     while waiting:
         cls = waiting.pop()
         waiting.extend(cls.__subclasses__())
@@ -110,27 +112,27 @@ def names_in_use() -> dict[tuple[str, str], Any]:
 
 
 def explain_name_error(error: NameError, cls: type) -> str | None:
-    """What to tell the author of a class whose method raised NameError, or None if there is nothing to add."""
+    """Return a hint for the author of a class whose method raised NameError, or None if there is nothing to add."""
     name = getattr(error, "name", None)
     if isinstance(error, UnboundLocalError) or name not in missing_globals(cls):
         return None
     return (
-        f"{name!r} was a global of the author's module and did not travel: SGLang's to_str() leaves module globals "
-        "behind. Import or define it inside the method, or serialize the class with logitship's to_str(), which "
-        "carries what the class uses"
+        f"{name!r} was a global of the author's module and was not serialized: SGLang's to_str() omits module globals. "
+        "Import or define it inside the method, or serialize the class with logitship's to_str(), which includes "
+        "the globals that the class uses"
     )
 
 
 def _unpickle(payload: bytes, names: ShippedNames) -> Any:
     _check_pickle(payload)
-    from .class_unpickler import ClassUnpickler
+    from logitship.client.serialization.pickling.class_unpickler import ClassUnpickler
 
     with _explained("the processor raised while it was loaded"):
         return ClassUnpickler(payload, names).load()
 
 
 def _check_pickle(payload: bytes) -> None:
-    """Tell damaged data from code that fails."""
+    """Refuse damaged data, to tell it from code that fails."""
     try:
         for _ in pickletools.genops(payload):
             pass
@@ -145,10 +147,10 @@ def _run_source(string: SourceProcessor, names: ShippedNames) -> ModuleType:
     vars(module).update(_captured(string, names), __builtins__=names.builtins)
     filename = f"<{module.__name__}>"
     code = _compile(string.source, filename)
-    # linecache lets tracebacks quote the source. It must not keep it longer than the class.
+    # linecache lets tracebacks quote the source. The entry must not outlive the class.
     linecache.cache[filename] = (len(string.source), None, string.source.splitlines(keepends=True), filename)
-    forget = weakref.finalize(module, linecache.cache.pop, filename, None)
-    # dataclasses and typing look a class's module up in sys.modules while the class is made.
+    evict = weakref.finalize(module, linecache.cache.pop, filename, None)
+    # dataclasses and typing look up a class's module in sys.modules while the class is created.
     sys.modules[module.__name__] = module
     try:
         with _explained("the source raised while it was loaded"):
@@ -157,7 +159,7 @@ def _run_source(string: SourceProcessor, names: ShippedNames) -> ModuleType:
         sys.modules.pop(module.__name__, None)
     cls = vars(module).get(string.class_name)
     if isinstance(cls, type):
-        forget.detach()
+        evict.detach()
         weakref.finalize(cls, linecache.cache.pop, filename, None)
     return module
 
@@ -173,14 +175,14 @@ def _compile(source: str, filename: str) -> CodeType:
 
 def _pick_class(module: ModuleType, name: str) -> Any:
     if name not in vars(module):
-        classes = sorted(n for n, value in vars(module).items() if _is_made_in(value, module))
+        classes = sorted(n for n, value in vars(module).items() if _is_defined_in(value, module))
         raise ProcessorLoadError(
             f"the source does not define {name!r}; its classes are: {', '.join(classes) or 'none'}"
         )
     return vars(module)[name]
 
 
-def _is_made_in(value: Any, module: ModuleType) -> bool:
+def _is_defined_in(value: Any, module: ModuleType) -> bool:
     return isinstance(value, type) and value.__module__ == module.__name__
 
 
@@ -193,10 +195,10 @@ def _captured(string: SourceProcessor, names: ShippedNames) -> dict[str, Any]:
     return captured
 
 
-def _check_class(cls: Any) -> type[CustomLogitProcessor]:
+def _check_class(cls: Any) -> type[Any]:
     if not isinstance(cls, type):
         raise ProcessorLoadError(f"the processor is not a class but {class_name(type(cls))}")
-    if not issubclass(cls, CustomLogitProcessor):
+    if not issubclass(cls, processor_class()):
         raise ProcessorLoadError(f"class {class_name(cls)} is not a subclass of CustomLogitProcessor")
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     if abstract:
@@ -206,7 +208,7 @@ def _check_class(cls: Any) -> type[CustomLogitProcessor]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn whatever the author's code raises into a ProcessorLoadError."""
+    """Turn any exception of the author's code into a ProcessorLoadError."""
     try:
         yield
     except ProcessorLoadError:
@@ -218,8 +220,8 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _missing_module(error: BaseException) -> str | None:
-    """The module that was looked for, if that is what the error says."""
-    # The attributes of a subclass may be the author's code, and so may the name.
+    """Return the name of the missing module, or None if the error is another one."""
+    # The attributes of a subclass may run the author's code, and so may the name.
     if type(error) is not ModuleNotFoundError or type(error.name) is not str:
         return None
     return repr(scrub(error.name[:_LONGEST_NAME]))

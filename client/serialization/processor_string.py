@@ -1,12 +1,12 @@
-"""Contract 1: the processor string, read and written without running anything.
+"""The processor string: parsed and written without running anything.
 
 A processor string is JSON text in one of four forms:
 
 ```
 {"callable": "<hex>", "logitship": {…}}          pickled: SGLang's form, ours adds the second key
 {"source": "<python>", "class_name": "Name"}     source: no pickle at all
-{"digest": "sha256:…"}                           registered: uploaded before
-{"name": "disallowed_tokens"}                    installed: put there by the operator; ships no code.
+{"digest": "sha256:…"}                           registered: uploaded earlier
+{"name": "disallowed_tokens"}                    installed by the operator; ships no code.
                                                  Also the name of a registered one: "Lipogram", "Lipogram@2"
 ```
 """
@@ -26,7 +26,7 @@ from logitship.client.errors import ProcessorLoadError
 
 FORMAT_VERSION = 1
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-"""The bytecode of a pickled class only runs on the Python minor version that made it."""
+"""Bytecode of a pickled class only runs on the Python minor version that made it."""
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -44,10 +44,10 @@ class SourceProcessor:
     """A class as source text.
 
     Attributes:
-        source: a Python module's text that defines the class with everything it uses.
-        class_name: which class of it is the processor.
+        source: text of a Python module that defines the class and everything it uses.
+        class_name: name of the processor class in it.
         captured: dill pickle of a dict of the module's values that have no literal form, or b"".
-        python: minor version that `captured` comes from, such as "3.11"; None if unknown.
+        python: minor version that made `captured`, such as "3.11"; None if unknown.
     """
 
     source: str
@@ -57,7 +57,7 @@ class SourceProcessor:
 
     @cached_property
     def digest(self) -> str:
-        """`sha256:` of everything that decides what runs."""
+        """`sha256:` of everything that determines the code."""
         return _digest(b"source", self.source.encode(), self.class_name.encode(), self.captured)
 
 
@@ -66,10 +66,10 @@ class PickledProcessor:
     """A class as a dill pickle.
 
     Attributes:
-        payload: what `dill.dumps(cls)` gave.
-        python: minor version that made it, such as "3.11"; None where the string does not say (SGLang's do not).
+        payload: output of `dill.dumps(cls)`.
+        python: minor version that made it, such as "3.11"; None if the string does not say (SGLang's do not).
         dill: version of dill that made it, or None.
-        source: the same class as source, for a Python that cannot run the pickle; None where there is none.
+        source: the same class as source, for a Python that cannot run the pickle; None if there is none.
         params_schema: JSON schema of its parameters, or None.
         name: the class's name as the string claims it, or None.
     """
@@ -88,10 +88,10 @@ class PickledProcessor:
 
     @property
     def runnable(self) -> PickledProcessor | SourceProcessor:
-        """What runs under this Python: the pickle, or the source where the pickle is another minor version's.
+        """The form that runs on this Python: the pickle, or the source if another minor version made the pickle.
 
-        Its digest is the identity of the processor. The two have different digests, because a string may claim one
-        thing in its pickle and another in its source.
+        Its digest is the identity of the processor. The two have different digests, because the pickle and the source
+        of a string need not agree.
 
         Raises:
             ProcessorLoadError: the pickle is another version's and there is no source.
@@ -102,17 +102,17 @@ class PickledProcessor:
             return self.source
         raise ProcessorLoadError(
             f"the processor was serialized by Python {self.python}, this server runs Python {PYTHON}, and the string "
-            "holds no source to rebuild it from: serialize it with the server's Python version, or send the class in "
-            "source form"
+            "contains no source to rebuild it from: serialize it with the server's Python version, or send the class "
+            "in source form"
         )
 
 
 @dataclass(frozen=True)
 class RegisteredProcessor:
-    """A processor that was uploaded before, by its digest.
+    """A processor that was uploaded earlier, by its digest.
 
     Attributes:
-        id: its name and version, such as `Lipogram@2`, where it comes from an answer of the server.
+        id: its name and version, such as `Lipogram@2`, if it comes from a response of the server.
     """
 
     digest: str
@@ -130,7 +130,7 @@ ProcessorString: TypeAlias = SourceProcessor | PickledProcessor | RegisteredProc
 
 
 def parse(text: str | bytes) -> ProcessorString:
-    """Read a processor string. Runs nothing, unpickles nothing.
+    """Parse a processor string. Runs nothing, unpickles nothing.
 
     Raises:
         ProcessorLoadError: not one of the four forms; the message says what is wrong.
@@ -143,7 +143,7 @@ def parse(text: str | bytes) -> ProcessorString:
 
 
 def from_json(data: Any) -> ProcessorString:
-    """`parse` for JSON that is decoded already."""
+    """Parse a processor string that is already decoded from JSON."""
     if not isinstance(data, dict):
         raise ProcessorLoadError("the processor string is not a JSON object")
     if "callable" in data:
@@ -192,7 +192,7 @@ def _pickled(data: dict[str, Any]) -> PickledProcessor:
 def _only(data: dict[str, Any], *known: str) -> None:
     unknown = sorted(set(data) - set(known))
     if unknown:
-        raise ProcessorLoadError(f"the processor string has unknown keys beside {known[0]!r}: {unknown}")
+        raise ProcessorLoadError(f"the processor string has unknown keys next to {known[0]!r}: {unknown}")
 
 
 def _text(data: dict[str, Any], key: str) -> str:
@@ -214,19 +214,19 @@ def to_text(string: ProcessorString) -> str:
     """Write a processor string: `parse(to_text(string)) == string`.
 
     Raises:
-        ValueError: a source form with captured values, which the wire format does not have.
+        ValueError: a source form with captured values, which the wire format lacks.
     """
     return orjson.dumps(to_json(string)).decode()
 
 
 def to_json(string: ProcessorString) -> dict[str, Any]:
-    """`to_text` before it is encoded."""
+    """Return the processor string as a JSON object that is not encoded yet."""
     match string:
         case PickledProcessor():
             return _pickled_json(string)
         case SourceProcessor():
             if string.captured:
-                raise ValueError("the source form carries no captured values: send the pickled form")
+                raise ValueError("the source form cannot contain captured values: send the pickled form")
             return {"source": string.source, "class_name": string.class_name}
         case RegisteredProcessor():
             return {"digest": string.digest}

@@ -1,4 +1,4 @@
-"""From a class to a processor string."""
+"""Serialization of a class to a processor string."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
-from logitship.client.processor import CustomLogitProcessor
 
+from .processor_base import ProcessorBase, processor_class
 from .processor_string import PYTHON, PickledProcessor
 from .provenance import SERVER_PACKAGES, top_level
 from .syntax import signature_of
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def serialize(cls: type[CustomLogitProcessor]) -> PickledProcessor:
-    """A processor class by value, with its source where there is one.
+def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
+    """Serialize a processor class by value, with its source if it can be captured.
 
     Raises:
-        ProcessorSerializationError: the class is not a processor, or something that it uses cannot travel.
+        ProcessorSerializationError: the class is not a processor, or uses something that cannot be serialized.
     """
     _check_processor(cls)
-    from .source import capture_source
+    from logitship.client.serialization.source.source_capture import capture_source
 
     return PickledProcessor(
         payload=dump_class(cls),
@@ -40,37 +40,37 @@ def serialize(cls: type[CustomLogitProcessor]) -> PickledProcessor:
 def dump_class(cls: type) -> bytes:
     """Pickle a class by value, wherever it was defined, with all of the author's code that it uses.
 
-    `dill.loads` (0.4 or newer) reads it in a process that has neither the author's modules nor logitship. A class that
-    carries SGLang's name (`CustomLogitProcessor`, SGLang's built-ins) is pickled as that name.
+    `dill.loads` (0.4 or newer) reads it in a process that has neither the author's modules nor logitship. A class
+    with a counterpart in SGLang (`CustomLogitProcessor`, SGLang's built-ins) is pickled as the name of that one.
 
     Raises:
-        ProcessorSerializationError: something cannot travel; the message names it and says where it is used.
+        ProcessorSerializationError: something cannot be serialized; the message names it and says where it is used.
     """
-    from .class_pickler import ClassPickler
+    from logitship.client.serialization.pickling.class_pickler import ClassPickler
+
     from .loading import check_payload
 
     file = io.BytesIO()
     ClassPickler(file, own_packages(cls)).dump_class(cls)
     payload = file.getvalue()
     try:
-        # Some objects pickle well and only fail when they are loaded: say so here, not on the server.
+        # Some objects pickle and then fail to load: report that here, not on the server.
         check_payload(payload)
     except ProcessorLoadError as error:
         raise ProcessorSerializationError(
-            f"class {cls.__qualname__} does not load once it is serialized: {error}"
+            f"class {cls.__qualname__} does not load after it is serialized: {error}"
         ) from error
     return payload
 
 
 def own_packages(cls: type) -> frozenset[str]:
-    """Packages whose code travels even if they are installed: a server need not have your processors' package."""
-    bases = [
-        base for base in cls.__mro__ if issubclass(base, CustomLogitProcessor) and base is not CustomLogitProcessor
-    ]
+    """Return the packages pickled by value even if installed: the server need not have the class's own package."""
+    processor = processor_class()
+    bases = [base for base in cls.__mro__ if issubclass(base, processor) and base is not processor]
     return frozenset(top_level(base.__module__) for base in bases) - SERVER_PACKAGES - sys.stdlib_module_names
 
 
-def _check_processor(cls: type[CustomLogitProcessor]) -> None:
+def _check_processor(cls: type[ProcessorBase]) -> None:
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     if abstract:
         raise ProcessorSerializationError(f"class {cls.__qualname__} is abstract: it lacks {', '.join(abstract)}")
@@ -78,12 +78,12 @@ def _check_processor(cls: type[CustomLogitProcessor]) -> None:
         signature_of(cls).bind()
     except TypeError as error:
         raise ProcessorSerializationError(
-            f"class {cls.__qualname__} cannot be made without arguments ({error}): the server makes the instance. Take "
-            "the values from custom_params, or give the arguments of __init__ defaults"
+            f"class {cls.__qualname__} cannot be created without arguments ({error}): the server creates the instance. "
+            "Take the values from custom_params, or give the arguments of __init__ defaults"
         ) from None
 
 
-def _params_schema(cls: type[CustomLogitProcessor]) -> dict[str, Any] | None:
+def _params_schema(cls: type[Any]) -> dict[str, Any] | None:
     schema: Mapping[str, Any] | None = cls.params_schema
     if schema is not None and not isinstance(schema, dict):
         raise ProcessorSerializationError(f"{cls.__qualname__}.params_schema is not a dict but {type(schema).__name__}")

@@ -1,9 +1,9 @@
-"""What shipped code gets when it asks for SGLang's, vLLM's or our names.
+"""Names of SGLang, vLLM and logitship as shipped code sees them.
 
-Shipped code says `from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor`, and must get ours. This
-table answers its imports, in a pickle and in running code, and leaves `sys.modules` alone: shipped functions get
-builtins of their own, with another `__import__`. It answers in the same way where the real package is installed, so
-that what a processor does never depends on it.
+Shipped code says `from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor`, and must get
+logitship's class. This table resolves its imports, in a pickle and in running code, without touching `sys.modules`:
+shipped functions have their own builtins, with another `__import__`. The table is used even if the real package
+is installed, so that a processor behaves the same everywhere.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from logitship.client.processor import CustomLogitProcessor
+from .processor_base import processor_class
 
 SGLANG_MODULE = "sglang.srt.sampling.custom_logit_processor"
 _OUR_MODULES = ("logitship", "logitship.client", "logitship.client.processor")
 
 
 class ShippedNames:
-    """A table (module, name) → object, and the imports that look into it.
+    """Table (module, name) → object, and the `__import__` that uses it.
 
     Attributes:
         builtins: the `__builtins__` of shipped functions.
     """
 
     def __init__(self, names: Mapping[tuple[str, str], Any]) -> None:
-        base = {(module, "CustomLogitProcessor"): CustomLogitProcessor for module in (SGLANG_MODULE, *_OUR_MODULES)}
+        base = {(module, "CustomLogitProcessor"): processor_class() for module in (SGLANG_MODULE, *_OUR_MODULES)}
         self._names = base | dict(names)
         self._modules = {module for module, _ in self._names}
         self.builtins = {**vars(builtins), "__import__": self._import}
 
     def find(self, module: str, name: str) -> Any:
-        """The object that stands for `module.name`.
+        """Return the object for `module.name`.
 
         Raises:
-            KeyError: not in the table, and the module is not one that the table answers for.
-            ImportError: the table answers for the module and does not have the name.
+            KeyError: the table does not have the module.
+            ImportError: the table has the module, but not the name.
         """
         if (module, name) in self._names:
             return self._names[module, name]
@@ -47,7 +47,7 @@ class ShippedNames:
         raise KeyError(module, name)
 
     def find_module(self, module: str) -> ModuleType | None:
-        """A module with the names that the table has for it, or None."""
+        """Return a module with the names that the table has for it, or None."""
         if module not in self._modules or module in _OUR_MODULES:
             return None
         return _module(module, self._variables(module))
@@ -63,7 +63,7 @@ class ShippedNames:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """`__import__` for shipped code."""
+        """Implement `__import__` for shipped code."""
         if level or name not in self._modules:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
         if name in _OUR_MODULES:
@@ -92,7 +92,7 @@ def _module(name: str, variables: Mapping[str, Any]) -> ModuleType:
 
 
 def _package_of(name: str, module: ModuleType) -> ModuleType:
-    """The top package of a dotted name, as `import a.b.c` needs it."""
+    """Return the top-level package of a dotted name, as `import a.b.c` needs it."""
     parent, _, child = name.rpartition(".")
     top = module
     while parent:

@@ -1,7 +1,7 @@
-"""What Python 3.11 can do in one thread at a time only.
+"""Thread-safe `ast.parse` and `inspect.signature` for Python 3.11.
 
-It counts the depth of a syntax tree for all threads together, and two that make one at the same time may get a
-`SystemError: AST constructor recursion depth mismatch`. See https://github.com/python/cpython/issues/106905.
+Python 3.11 counts the depth of syntax trees for all threads together, so two threads that parse at the same time may
+get `SystemError: AST constructor recursion depth mismatch`. See https://github.com/python/cpython/issues/106905.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_ONE_AT_A_TIME = threading.RLock()
+_LOCK = threading.RLock()
 
 
 def parse(text: str) -> ast.Module:
-    """`ast.parse`, which any thread may call.
+    """Parse Python source like `ast.parse`, from any thread.
 
     Raises:
         SyntaxError: as `ast.parse` does.
     """
-    with _ONE_AT_A_TIME:
+    with _LOCK:
         return ast.parse(text)
 
 
 def signature_of(target: Callable[..., Any]) -> inspect.Signature:
-    """`inspect.signature`, which any thread may call: it parses what built-in functions say of themselves.
+    """Return `inspect.signature(target)`, from any thread: it parses the text signatures of built-in functions.
 
     Raises:
         ValueError, TypeError: as `inspect.signature` does.
     """
-    with _ONE_AT_A_TIME:
+    with _LOCK:
         return inspect.signature(target)

@@ -25,7 +25,7 @@ import numpy
 import torch
 
 from logitship.client.scrub import known_folders
-from logitship.client.serialization import class_unpickler  # noqa: F401
+from logitship.client.serialization.pickling import class_unpickler  # noqa: F401
 from logitship.sampler.processors.request_view import ModelView
 
 from .channel import Channel, ChannelClosed, Note

@@ -10,8 +10,7 @@ import logging
 import sys
 from typing import Any
 
-from logitship.client.check_page import page
-from logitship.client.check_report import CheckReport, Severity
+from logitship.client.check_report import CheckReport, Severity, page
 from logitship.server.config import ServerConfig
 from logitship.server.refusals import StartError
 

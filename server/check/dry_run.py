@@ -20,7 +20,7 @@ import torch
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.author_errors import author_traceback, error_text
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.serialization.class_names import functions_of
+from logitship.client.serialization.code_names import functions_of
 from logitship.client.serialization.loading import instantiate, load_class, names_in_use
 from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.sampler.processors.request_view import ModelView, RequestView

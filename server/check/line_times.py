@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from logitship.client.check_report import SlowLine
-from logitship.client.serialization.class_names import functions_in, functions_of
-from logitship.client.serialization.code_names import global_names
+from logitship.client.serialization.code_names import functions_in, functions_of, global_names
 from logitship.client.serialization.provenance import is_installed, top_level
 from logitship.client.serialization.serialize import own_packages
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FunctionType
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.serialization.source_text import SourceFile, find_function, source_file
+from logitship.client.serialization.source.source_text import SourceFile, find_function, source_file
 
 _TOKENIZER_CALLS = frozenset(
     {"batch_decode", "convert_ids_to_tokens", "convert_tokens_to_ids", "decode", "encode", "get_vocab", "tokenizer"}

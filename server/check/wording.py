@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from logitship.client.check_page import shown_params
+from logitship.client.check_report import shown_params
 
 from .recording import Recording
 from .replay import Mismatch

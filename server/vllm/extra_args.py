@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from logitship.client.http.vllm_wire import QUESTION
+from logitship.client.http.vllm_handshake import PROBE
 from logitship.client.serialization.processor_string import RegisteredProcessor
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ def has_processors(params: Any) -> bool:
 def is_question(params: Any) -> bool:
     """True if a client only wants to know whether logitship is here: it must not generate."""
     extra_args = params.extra_args
-    return bool(extra_args) and QUESTION.items() <= extra_args.items()
+    return bool(extra_args) and PROBE.items() <= extra_args.items()
 
 
 def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> tuple[ProcessorRequest, ...]:

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from logitship.client.http.vllm_wire import PluginInfo
+from logitship.client.http.vllm_handshake import PluginInfo
 
 from .callers import calling
 from .extra_args import has_processors, is_question

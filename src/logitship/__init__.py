@@ -1,8 +1,8 @@
 """Send a logits processor with your request to an LLM server.
 
-`__all__` comes from `logitship.client`, and needs nothing else. `LLM`, `AsyncLLM`, `SamplingParams`,
-`BeamSearchParams`, `StructuredOutputsParams`, `RequestOutput`, `CompletionOutput` and `enable_vllm_names` come from
-`logitship.server` when they are asked for.
+Names in `__all__` come from `logitship.client`. `LLM`, `AsyncLLM`, `SamplingParams`, `BeamSearchParams`,
+`StructuredOutputsParams`, `RequestOutput`, `CompletionOutput` and `enable_vllm_names` are imported from
+`logitship.server` on first access.
 """
 
 from typing import TYPE_CHECKING
@@ -92,8 +92,8 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    # Not in `__all__`: they need torch, which `import *` must not, nor an installation of the client alone.
-    _NEED_THE_SERVER = {
+    # Not in `__all__`: they need torch, which neither `import *` nor a client-only installation may require.
+    _SERVER_NAMES = {
         "AsyncLLM": "logitship.server.offline.async_llm",
         "BeamSearchParams": "logitship.server.offline.llm_beam_search",
         "CompletionOutput": "logitship.server.offline.outputs",
@@ -105,22 +105,22 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        # The version stands in the distribution's metadata alone, and most programs never ask for it.
+        # Only in the distribution's metadata, which is slow to read, and most programs never need it.
         if name == "__version__":
             from importlib.metadata import version
 
             return version("logitship")
-        if name in _NEED_THE_SERVER:
-            return _from_the_server(name)
+        if name in _SERVER_NAMES:
+            return _import_from_server(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    def _from_the_server(name: str) -> object:
+    def _import_from_server(name: str) -> object:
         from importlib import import_module
 
         try:
-            return getattr(import_module(_NEED_THE_SERVER[name]), name)
+            return getattr(import_module(_SERVER_NAMES[name]), name)
         except ModuleNotFoundError as error:
             raise ImportError(f'logitship.{name} needs the server: pip install "logitship[serve]" ({error})') from error
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_NEED_THE_SERVER})
+        return sorted({*globals(), *_SERVER_NAMES})

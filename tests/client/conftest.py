@@ -1,4 +1,4 @@
-"""Processors that travel between processes: an author's, a stock SGLang's, and one that only has logitship."""
+"""Fixtures that run processors in other processes: the author's, stock SGLang, and one with logitship only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 PROJECT = HERE / "author_project"
 
-# Loads each string in SGLang's real code and runs it in SGLang's real step. Nothing of logitship can be imported.
+# Loads each string with SGLang's own code and runs it in SGLang's own step. logitship cannot be imported.
 ON_SGLANG = """
 import importlib.abc, json, sys
 class NoLogitship(importlib.abc.MetaPathFinder):
@@ -43,7 +43,7 @@ assert not any(name.partition(".")[0] == "logitship" for name in sys.modules)
 json.dump(results, sys.stdout)
 """
 
-# Loads each string here, from the pickle and from the source, in a process that has none of the author's modules.
+# Loads each string with logitship, from pickle and source, in a process without the author's modules.
 ON_LOGITSHIP = """
 import json, sys
 import torch
@@ -64,15 +64,15 @@ json.dump(results, sys.stdout)
 
 
 @dataclass(frozen=True)
-class Travelled:
-    """What became of the author's processors.
+class ProjectResults:
+    """Results of the author's processors in each process, by class name.
 
     Attributes:
-        strings: their processor strings, by class name.
-        expected: their result on zeros [2, 4] in the author's process.
-        on_sglang: the same on a stock SGLang.
-        from_pickle: the same here, from the pickle.
-        from_source: the same here, from the source; None where the string has none.
+        strings: their processor strings.
+        expected: their results on zeros [2, 4] in the author's process.
+        on_sglang: their results on stock SGLang.
+        from_pickle: their results with logitship, from the pickle.
+        from_source: their results with logitship, from the source; None if the string has no source.
     """
 
     strings: dict[str, str]
@@ -93,13 +93,13 @@ def run_python(*args: str, cwd: Path, stdin: str = "", **environment: str) -> st
 
 @pytest.fixture(scope="session")
 def python() -> Callable[..., str]:
-    """Runs Python in a process of its own and gives what it printed."""
+    """Return a function that runs Python in a new process and returns its stdout."""
     return run_python
 
 
 @pytest.fixture(scope="session")
 def serialize_project() -> Callable[..., dict[str, dict[str, Any]]]:
-    """Runs the author's script: {class name: {"string": …, "expected": …}}."""
+    """Return a function that runs the author's script: {class name: {"string": …, "expected": …}}."""
 
     def run(project: Path = PROJECT, **environment: str) -> dict[str, dict[str, Any]]:
         report: dict[str, dict[str, Any]] = json.loads(run_python("script.py", cwd=project, **environment))
@@ -109,13 +109,13 @@ def serialize_project() -> Callable[..., dict[str, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
-def travelled(serialize_project: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Travelled:
+def results(serialize_project: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> ProjectResults:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     report = serialize_project()
     strings = {name: entry["string"] for name, entry in report.items()}
     stdin = json.dumps(strings)
     here = json.loads(run_python("-c", ON_LOGITSHIP, cwd=elsewhere, stdin=stdin))
-    return Travelled(
+    return ProjectResults(
         strings=strings,
         expected={name: entry["expected"] for name, entry in report.items()},
         on_sglang=json.loads(run_python("-c", ON_SGLANG, str(HERE.parent / "peers"), cwd=elsewhere, stdin=stdin)),

@@ -1,4 +1,4 @@
-"""What a client is told of an exception: whatever it is made of, and whatever its code object claims."""
+"""Error messages and tracebacks for clients, also for hostile exceptions and code objects."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from logitship.client.serialization.processor_string import PickledProcessor, So
 
 
 def raised_by(body: str, filename: str = "author.py") -> BaseException:
-    """What a function with this body raises, from its own frame on."""
+    """Return the exception raised by a function with this body, with the traceback from its frame on."""
     scope: dict[str, Callable[[], object]] = {}
     exec(compile(f"def call():\n{textwrap.indent(body, '    ')}", filename, "exec"), scope)
     try:
         scope["call"]()
     except BaseException as error:  # noqa: BLE001
-        # Past the class, which may be made to fail.
+        # Bypass the class, whose attributes may raise.
         own: TracebackType = BaseException.__dict__["__traceback__"].__get__(error)
         return BaseException.with_traceback(error, own.tb_next)
     raise AssertionError("nothing was raised")
@@ -44,16 +44,16 @@ def here(body: str, filename: str = "author.py") -> str:
     return author_traceback(raised_by(body, filename))
 
 
-# --- honest exceptions ---
+# --- ordinary exceptions ---
 
 
-def test_it_reads_like_pythons() -> None:
+def test_traceback_looks_like_python() -> None:
     assert here("x = 1\nx / 0") == (
         'Traceback (most recent call last):\n  File "author.py", line 3, in call\nZeroDivisionError: division by zero\n'
     )
 
 
-def test_libraries_are_named_below_the_folder_they_are_installed_in() -> None:
+def test_library_paths_are_relative_to_install_folder() -> None:
     text = here("import json\njson.loads('{')")
     assert '  File "json/__init__.py", line ' in text
     assert '  File "json/decoder.py", line ' in text
@@ -69,13 +69,13 @@ except KeyError as error:
 
 
 @pytest.mark.parametrize("end", ["", " from error", " from None", " from OSError('third')"])
-def test_what_led_to_it_is_told_as_python_tells_it(end: str) -> None:
+def test_causes_are_formatted_like_python(end: str) -> None:
     error = raised_by(CHAIN + end)
     expected = "".join(traceback.format_exception(error)).replace(str(Path.cwd()) + "/", "")
     assert author_traceback(error) == expected
 
 
-def test_recursion_is_told_once() -> None:
+def test_recursion_is_collapsed() -> None:
     text = here("return call()")
     assert re.fullmatch(
         r'Traceback \(most recent call last\):\n  File "author\.py", line 2, in call\n'
@@ -84,7 +84,7 @@ def test_recursion_is_told_once() -> None:
     )
 
 
-def test_of_many_frames_the_last_are_told() -> None:
+def test_only_last_frames_are_shown() -> None:
     functions = "\n".join(f"def f{i}(): f{i + 1}()" for i in range(50))
     text = here(f"global {', '.join(f'f{i}' for i in range(51))}\n{functions}\ndef f50(): 1 / 0\nf0()")
     assert "(32 outer frames are left out)" in text
@@ -92,7 +92,7 @@ def test_of_many_frames_the_last_are_told() -> None:
     assert re.search(r", in f31\n.*, in f50\nZeroDivisionError", text, re.DOTALL)
 
 
-def test_the_members_of_a_group_are_told() -> None:
+def test_exception_group_members_are_shown() -> None:
     text = here("raise ExceptionGroup('two', [ValueError('a'), ExceptionGroup('one', [KeyError('b')])])")
     assert text.endswith(
         "ExceptionGroup: two (2 sub-exceptions)\n"
@@ -102,18 +102,18 @@ def test_the_members_of_a_group_are_told() -> None:
     )
 
 
-def test_notes_are_told() -> None:
+def test_notes_are_shown() -> None:
     assert here("e = ValueError('no')\ne.add_note('a hint')\nraise e").endswith("ValueError: no\na hint\n")
 
 
-def test_an_exception_without_frames_has_no_traceback() -> None:
+def test_exception_without_frames_has_no_traceback() -> None:
     assert author_traceback(ValueError("no")) == ""
 
 
-# --- which lines are quoted ---
+# --- quoted lines ---
 
 
-def test_the_lines_that_came_with_the_string_are_quoted() -> None:
+def test_shipped_source_lines_are_quoted() -> None:
     with pytest.raises(ProcessorLoadError) as raised:
         load_class(SourceProcessor("def fail():\n    raise ValueError('no')\n\nfail()\n", "Ban"))
     assert re.search(
@@ -123,7 +123,7 @@ def test_the_lines_that_came_with_the_string_are_quoted() -> None:
     )
 
 
-def test_a_file_that_the_code_claims_to_be_from_is_not_read(tmp_path: Path) -> None:
+def test_claimed_file_is_not_read(tmp_path: Path) -> None:
     secret = tmp_path / "passwd"
     secret.write_text("one secret\n" * 9)
     error = raised_by("1 / 0", str(secret))
@@ -135,7 +135,7 @@ def test_a_file_that_the_code_claims_to_be_from_is_not_read(tmp_path: Path) -> N
 
 
 class FromElsewhere:
-    """Pickles as a call of code that says it is from some file."""
+    """Pickled as a call of code with the given file name."""
 
     def __init__(self, filename: str) -> None:
         self._code = compile("1 / 0", filename, "exec")
@@ -144,7 +144,7 @@ class FromElsewhere:
         return exec, (self._code, {})
 
 
-def test_a_string_cannot_have_a_file_quoted(tmp_path: Path) -> None:
+def test_processor_string_cannot_quote_files(tmp_path: Path) -> None:
     secret = tmp_path / "passwd"
     secret.write_text("one secret\n")
     with pytest.raises(ProcessorLoadError, match="ZeroDivisionError") as raised:
@@ -154,17 +154,17 @@ def test_a_string_cannot_have_a_file_quoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("filename", ["<logitship_processor_0> ", "a<logitship_processor_0>", "<logitship_processor>"])
-def test_names_like_ours_are_not_ours(filename: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_similar_file_names_are_not_quoted(filename: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(linecache.cache, filename, (9, None, ["a secret\n"] * 9, filename))
     assert "secret" not in here("1 / 0", filename)
 
 
-# --- whose frames are told ---
+# --- frames ---
 
 
 @pytest.mark.parametrize("module", [logitship.client, logitship.sampler, logitship.server])
 @pytest.mark.parametrize("real", [True, False])
-def test_our_frames_are_left_out_wherever_they_stand(module: object, real: bool) -> None:
+def test_logitship_frames_are_omitted(module: object, real: bool) -> None:
     folder = Path(str(module.__file__)).parent  # type: ignore[attr-defined]
     folder = folder.resolve() if real else folder
     scope: dict[str, Callable[[object], object]] = {}
@@ -183,14 +183,14 @@ def test_our_frames_are_left_out_wherever_they_stand(module: object, real: bool)
     assert text.endswith('  File "inner.py", line 2, in call\nZeroDivisionError: division by zero\n')
 
 
-def test_loading_leaves_no_frames_of_the_pickle_machinery() -> None:
+def test_pickle_frames_are_omitted() -> None:
     with pytest.raises(ProcessorLoadError) as raised:
         load_class(PickledProcessor(dill.dumps(FromElsewhere("author.py"))))
     frames = [line for line in str(raised.value).splitlines() if line.startswith("  File ")]
     assert frames == ['  File "author.py", line 1, in <module>']
 
 
-def test_an_import_that_fails_names_no_folder() -> None:
+def test_import_error_has_no_folder() -> None:
     error = raised_by("from torch import no_such_thing")
     assert error_text(error).startswith(
         "ImportError: cannot import name 'no_such_thing' from 'torch' (torch/__init__.py)"
@@ -284,7 +284,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_whatever_an_exception_does_it_is_told_in_bounds(name: str) -> None:
+def test_hostile_exceptions_are_bounded(name: str) -> None:
     error = raised_by(HOSTILE[name])
     for text in (error_message(error), error_text(error), author_traceback(error)):
         assert type(text) is str
@@ -313,26 +313,26 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_lie_changes_nothing(name: str) -> None:
+def test_hostile_exceptions_are_formatted(name: str) -> None:
     text = author_traceback(raised_by(HOSTILE[name]))
     assert text.startswith(("Traceback (most recent call last):\n", "…"))
     assert SHOWN[name] in text[-300:]
 
 
-def test_of_a_circle_each_is_told_once() -> None:
+def test_cyclic_causes_are_shown_once() -> None:
     text = author_traceback(raised_by(HOSTILE["causes in a circle"]))
     assert [text.count(f"ValueError: {name}\n") for name in "abc"] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["endless causes", "endless group", "deep group", "wide and deep group"])
-def test_what_is_left_out_is_said(name: str) -> None:
+def test_omissions_are_noted(name: str) -> None:
     text = author_traceback(raised_by(HOSTILE[name]))
     assert text.count("Error: ") + text.count("Group: ") <= 8
     assert "(further exceptions are left out)" in text
 
 
 @given(st.recursive(st.text(max_size=9), lambda inner: st.lists(inner, min_size=1, max_size=4), max_leaves=30))
-def test_groups_of_any_shape(shape: object) -> None:
+def test_exception_groups_of_any_shape(shape: object) -> None:
     def group(part: object) -> Exception:
         return ValueError(part) if isinstance(part, str) else ExceptionGroup("g", [group(one) for one in part])  # type: ignore[attr-defined]
 
@@ -354,7 +354,7 @@ def test_causes_and_contexts_of_any_shape(links: list[tuple[int, int, bool]], fi
     assert text.endswith(f"ValueError: <{first}>\n") or text == ""
 
 
-def test_the_end_of_a_long_message_is_kept_in_the_traceback_and_its_beginning_in_the_message() -> None:
+def test_long_message_is_truncated() -> None:
     error = raised_by("raise ValueError('start' + 'x' * 100_000 + 'end')")
     assert author_traceback(error).startswith("…")
     assert author_traceback(error).endswith("xxxend\n")
@@ -363,7 +363,7 @@ def test_the_end_of_a_long_message_is_kept_in_the_traceback_and_its_beginning_in
     assert error_message(error).endswith("… (100008 characters)")
 
 
-def test_a_folder_is_not_left_at_the_place_of_the_cut() -> None:
+def test_truncation_does_not_expose_folders() -> None:
     path = f"{FOLDER}/a"
     for shift in range(len(path)):
         filling = "x" * (LONGEST_TEXT - shift)
@@ -375,7 +375,7 @@ def test_a_folder_is_not_left_at_the_place_of_the_cut() -> None:
         assert "/" not in text
 
 
-def test_class_name_asks_the_class_itself() -> None:
+def test_class_name_bypasses_metaclass() -> None:
     class Meta(type):
         @property
         def __name__(cls) -> str:  # type: ignore[override]

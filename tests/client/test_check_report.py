@@ -1,4 +1,4 @@
-"""The report as records, and as a page."""
+"""The report as records and as a page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import json
 import pytest
 
 from logitship import CheckReport
-from logitship.client.check_page import WIDTH, page
-from logitship.client.check_report import BatchTiming, CheckResult, Finding, Severity, SlowLine, Verdict
+from logitship.client.check_report import WIDTH, BatchTiming, CheckResult, Finding, Severity, SlowLine, Verdict, page
 
-LONG = "a row depends on its company and this sentence goes on for rather longer than a line of the page is wide, so"
+LONG = "a row depends on the others and this sentence is continued for rather longer than the page is wide, so"
 
 
 def report(*checks: CheckResult, ignored: frozenset[str] = frozenset()) -> CheckReport:
@@ -34,7 +33,7 @@ def report(*checks: CheckResult, ignored: frozenset[str] = frozenset()) -> Check
 FAILED = CheckResult(
     "rows",
     Verdict.FAILED,
-    "a row depends on its company",
+    "a row depends on the other rows",
     (
         Finding(
             "rows",
@@ -48,10 +47,10 @@ FAILED = CheckResult(
 )
 WARNED = CheckResult("speed", Verdict.WARNED, "slow", (Finding("speed", Severity.WARNING, "it loops", "Do not."),))
 NOTED = CheckResult("state", Verdict.PASSED, "fine", (Finding("state", Severity.NOTE, "by the way", "Look."),))
-SKIPPED = CheckResult("argmax", Verdict.NOT_CHECKED, "it does not say so")
+SKIPPED = CheckResult("argmax", Verdict.NOT_CHECKED, "no claim")
 
 
-def test_errors_decide() -> None:
+def test_ok_depends_on_errors_only() -> None:
     assert report(WARNED, NOTED).ok
     assert not report(FAILED).ok
     assert report(FAILED, ignored=frozenset({"rows"})).ok
@@ -60,13 +59,13 @@ def test_errors_decide() -> None:
     assert [finding.check for finding in full.findings] == ["rows", "speed", "state"]
 
 
-def test_checks_by_name() -> None:
+def test_getitem_returns_check_by_name() -> None:
     assert report(FAILED, WARNED)["speed"] is WARNED
     with pytest.raises(KeyError, match="no check is named 'sped'; there are: rows, speed"):
         report(FAILED, WARNED)["sped"]
 
 
-def test_as_json() -> None:
+def test_to_dict_is_json() -> None:
     text = json.dumps(report(FAILED, ignored=frozenset({"speed"})).to_dict(), allow_nan=False)
     plain = json.loads(text)
     assert plain["checks"][0]["verdict"] == "failed"
@@ -77,41 +76,41 @@ def test_as_json() -> None:
     assert plain["timings"][1] == {"rows": 64, "total": 40.0, "own": None}
 
 
-def test_the_page() -> None:
+def test_page_layout() -> None:
     text = str(report(FAILED, NOTED, SKIPPED, WARNED))
     assert text == repr(report(FAILED, NOTED, SKIPPED, WARNED))
     assert text.splitlines() == [
         "Ban  sha256:0123456789012345678…",
         "on tiny, 49,152 tokens, in a sandbox",
         'params {"token_ids": [3]}',
-        '   and {"token_ids": [4]}, made of it to tell rows apart',
+        '   and {"token_ids": [4]}, derived from it to tell rows apart',
         "",
-        "✗ rows    a row depends on its company",
-        "    error: a row depends on its company and this sentence goes on for rather longer than a line of",
-        "      the page is wide, so",
+        "✗ rows    a row depends on the other rows",
+        "    error: a row depends on the others and this sentence is continued for rather longer than the",
+        "      page is wide, so",
         "        row 0: é ←",
         "      Trace",
         "        at",
-        "    mend: Take each row's own.",
+        "    fix: Take each row's own.",
         "✓ state   fine",
         "    note: by the way",
         "    hint: Look.",
-        "- argmax  it does not say so",
+        "- argmax  no claim",
         "! speed   slow",
-        "      rows    µs a row   of it yours   ms a step",
+        "      rows      µs/row     your code     ms/step",
         "         1       150.5          20.2        0.15",
         "        64        40.0             -        2.56",
         "    slowest lines:",
         "      mine.py:12  75%     12.5 µs  logits[row, ids] = -torch.inf",
         "    warning: it loops",
-        "    mend: Do not.",
+        "    fix: Do not.",
         "",
         "1 error, 1 warning",
     ]
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-def test_a_page_of_plain_letters() -> None:
+def test_ascii_page() -> None:
     text = page(report(FAILED, WARNED, NOTED, SKIPPED), ascii_only=True)
     assert text.isascii()
     assert r"  row 0: \xe9 <-" in text
@@ -119,5 +118,5 @@ def test_a_page_of_plain_letters() -> None:
     assert signs == {"rows": "x", "speed": "!", "state": "+", "argmax": "-"}
 
 
-def test_nothing_to_mend() -> None:
+def test_no_findings() -> None:
     assert str(report(NOTED)).endswith("\n\nNo errors, no warnings.")

@@ -1,4 +1,4 @@
-"""Both clients against an in-process transport: the same behaviour twice."""
+"""Both clients with an in-process transport: they behave the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DETAILS = ProcessorDetails(
 
 
 class Script:
-    """A server that answers with a list of prepared answers, and keeps what it was asked."""
+    """Fake server with a list of prepared responses, which records its requests."""
 
     def __init__(self, *answers: httpx.Response | Exception) -> None:
         self.answers = list(answers)
@@ -71,8 +71,8 @@ class Script:
         return [orjson.loads(request.content) for request in self.requests]
 
 
-class Either:
-    """Calls a client's method and collects its stream, whichever kind of client it is."""
+class AnyClient:
+    """Caller of a method of a sync or async client, which collects streams."""
 
     dialect: ServerKind = "logitship"
 
@@ -92,9 +92,9 @@ class Either:
             ) as client:
                 result = getattr(client, method)(*args, **kwargs)
                 return list(result) if inspect.isgenerator(result) else result
-        return asyncio.run(self._asynchronously(transport, method, args, max_retries, kwargs))
+        return asyncio.run(self._call_async(transport, method, args, max_retries, kwargs))
 
-    async def _asynchronously(
+    async def _call_async(
         self, transport: httpx.MockTransport, method: str, args: Any, max_retries: int, kwargs: Any
     ) -> Any:
         async def sleep(seconds: float) -> None:
@@ -108,8 +108,8 @@ class Either:
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Either:
-    return Either(request.param)
+def call(request: pytest.FixtureRequest) -> AnyClient:
+    return AnyClient(request.param)
 
 
 def ok(data: Any) -> httpx.Response:
@@ -121,7 +121,7 @@ def stream_of(*events: Any, done: bool = True) -> httpx.Response:
     return httpx.Response(200, content=text + (b"data: [DONE]\n\n" if done else b""))
 
 
-def test_generate(call: Either) -> None:
+def test_generate(call: AnyClient) -> None:
     server = Script(ok(ANSWER))
     generation = call(server, "generate", "Hi", processor="min_p", params={"min_p": 0.1}, max_new_tokens=1)
     assert isinstance(generation, Generation)
@@ -138,7 +138,7 @@ def test_generate(call: Either) -> None:
     ]
 
 
-def test_a_batch_and_n_give_lists(call: Either) -> None:
+def test_batch_and_n_return_lists(call: AnyClient) -> None:
     server = Script(ok([ANSWER, ANSWER]), ok([ANSWER, ANSWER]), ok(COMPLETION), ok(CHAT_ANSWER))
     assert len(call(server, "generate", ["a", "b"])) == 2
     assert len(call(server, "generate", "a", n=2)) == 2
@@ -146,7 +146,7 @@ def test_a_batch_and_n_give_lists(call: Either) -> None:
     assert len(call(server, "chat", [{"role": "user", "content": "a"}], n=1)) == 1
 
 
-def test_the_openai_routes(call: Either) -> None:
+def test_openai_routes(call: AnyClient) -> None:
     server = Script(ok(COMPLETION), ok(CHAT_ANSWER))
     assert call(server, "completions", "a").text == "Hi"
     assert call(server, "chat", [{"role": "user", "content": "a"}]).text == "Hi"
@@ -165,7 +165,7 @@ def test_the_openai_routes(call: Either) -> None:
         ),
     ],
 )
-def test_streams(call: Either, method: str, prompt: Any, event: dict[str, Any]) -> None:
+def test_streams(call: AnyClient, method: str, prompt: Any, event: dict[str, Any]) -> None:
     server = Script(stream_of(event))
     (chunk,) = call(server, method, prompt)
     assert isinstance(chunk, GenerationChunk)
@@ -174,7 +174,7 @@ def test_streams(call: Either, method: str, prompt: Any, event: dict[str, Any]) 
     assert server.requests[0].headers["accept"] == "text/event-stream"
 
 
-def test_the_small_methods(call: Either) -> None:
+def test_other_methods(call: AnyClient) -> None:
     server = Script(
         ok({"data": [{"id": "m"}]}),
         ok({"model_path": "m"}),
@@ -216,26 +216,26 @@ def test_the_small_methods(call: Either) -> None:
     assert server.requests[7].url.query == b"name=Q"
 
 
-def test_health_raises_nothing_and_tries_once(call: Either) -> None:
+def test_health_does_not_raise_or_retry(call: AnyClient) -> None:
     server = Script(httpx.Response(200), httpx.Response(503), httpx.ConnectError("refused"))
     assert [call(server, "health") for _ in range(3)] == [True, False, False]
     assert call.slept == []
 
 
-def test_an_error_status_raises_its_class(call: Either) -> None:
+def test_error_status_raises_its_class(call: AnyClient) -> None:
     server = Script(httpx.Response(400, json={"error": {"message": "n must be 1", "param": "n"}}))
     with pytest.raises(BadRequestError, match="400: n must be 1") as caught:
         call(server, "generate", "Hi")
     assert caught.value.param == "n"
 
 
-def test_an_error_status_of_a_stream_raises_its_class(call: Either) -> None:
+def test_error_status_of_stream_raises_its_class(call: AnyClient) -> None:
     server = Script(httpx.Response(401, json={"error": {"message": "no key"}}))
     with pytest.raises(AuthenticationError, match="no key"):
         call(server, "generate_stream", "Hi")
 
 
-def test_mistakes_raise_at_the_call_and_send_nothing() -> None:
+def test_invalid_argument_raises_before_sending() -> None:
     server = Script()
     client = Client(dialect="logitship", transport=httpx.MockTransport(server))
     asynchronous = AsyncClient(dialect="logitship", transport=httpx.MockTransport(server))
@@ -245,7 +245,7 @@ def test_mistakes_raise_at_the_call_and_send_nothing() -> None:
     assert server.requests == []
 
 
-def test_a_busy_server_is_asked_again_when_it_says(call: Either) -> None:
+def test_retry_after_is_respected(call: AnyClient) -> None:
     busy = httpx.Response(429, headers={"retry-after": "3"}, json={"error": {"message": "full"}})
     server = Script(busy, httpx.Response(503), ok(ANSWER))
     assert call(server, "generate", "Hi").text == "Hello"
@@ -254,20 +254,20 @@ def test_a_busy_server_is_asked_again_when_it_says(call: Either) -> None:
     assert server.bodies[0] == server.bodies[1] == server.bodies[2]
 
 
-def test_a_busy_server_is_not_asked_for_ever(call: Either) -> None:
+def test_retries_are_limited(call: AnyClient) -> None:
     server = Script(*[httpx.Response(503, json={"error": {"message": "full"}})] * 3)
     with pytest.raises(ServerBusyError, match="full"):
         call(server, "generate_stream", "Hi")
     assert len(server.requests) == 3
 
 
-def test_max_retries_of_0(call: Either) -> None:
+def test_no_retries(call: AnyClient) -> None:
     with pytest.raises(ServerBusyError):
         call(Script(httpx.Response(503)), "models", max_retries=0)
     assert call.slept == []
 
 
-def test_a_refused_connection_is_tried_again(call: Either) -> None:
+def test_refused_connection_is_retried(call: AnyClient) -> None:
     server = Script(httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), ok(ANSWER))
     assert call(server, "generate", "Hi").text == "Hello"
     assert len(call.slept) == 2
@@ -276,7 +276,7 @@ def test_a_refused_connection_is_tried_again(call: Either) -> None:
 @pytest.mark.parametrize(
     "error", [httpx.ReadError("reset"), httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("gone")]
 )
-def test_a_generation_whose_connection_broke_is_not_sent_twice(call: Either, error: httpx.HTTPError) -> None:
+def test_broken_generation_is_not_retried(call: AnyClient, error: httpx.HTTPError) -> None:
     server = Script(error)
     with pytest.raises(TransportError, match="http://server") as caught:
         call(server, "generate", "Hi")
@@ -284,18 +284,18 @@ def test_a_generation_whose_connection_broke_is_not_sent_twice(call: Either, err
     assert len(server.requests) == 1
 
 
-def test_what_changes_nothing_is_sent_again_after_a_broken_connection(call: Either) -> None:
+def test_idempotent_request_is_retried(call: AnyClient) -> None:
     server = Script(httpx.ReadError("reset"), httpx.Response(504), ok({"data": []}))
     assert call(server, "models") == []
 
 
-def test_every_httpx_error_becomes_ours(call: Either) -> None:
+def test_httpx_errors_become_transport_errors(call: AnyClient) -> None:
     for error in (httpx.ConnectError(""), httpx.ReadError(""), httpx.WriteTimeout(""), httpx.UnsupportedProtocol("x")):
         with pytest.raises(TransportError):
             call(Script(error), "generate", "Hi", max_retries=0)
 
 
-def test_a_stream_that_was_cut_is_not_started_again(call: Either) -> None:
+def test_truncated_stream_is_not_restarted(call: AnyClient) -> None:
     server = Script(stream_of(ANSWER, done=False))
     with pytest.raises(TransportError, match="middle of the stream"):
         call(server, "generate_stream", "Hi")
@@ -303,7 +303,7 @@ def test_a_stream_that_was_cut_is_not_started_again(call: Either) -> None:
 
 
 class BreakingStream(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A body that breaks after its first piece, or that goes on for ever; knows whether it was closed."""
+    """Body that breaks after its first piece or never ends, and records whether it was closed."""
 
     def __init__(self, breaks: bool) -> None:
         self.breaks = breaks
@@ -330,7 +330,7 @@ class BreakingStream(httpx.SyncByteStream, httpx.AsyncByteStream):
         self.closed = True
 
 
-def test_a_connection_that_breaks_in_a_stream(call: Either) -> None:
+def test_connection_breaks_during_stream(call: AnyClient) -> None:
     body = BreakingStream(breaks=True)
     server = Script(httpx.Response(200, stream=body))
     with pytest.raises(TransportError, match="reset"):
@@ -339,7 +339,7 @@ def test_a_connection_that_breaks_in_a_stream(call: Either) -> None:
     assert len(server.requests) == 1
 
 
-def test_closing_the_iterator_closes_the_connection() -> None:
+def test_closing_iterator_closes_connection() -> None:
     body = BreakingStream(breaks=False)
     client = Client(dialect="logitship", transport=httpx.MockTransport(Script(httpx.Response(200, stream=body))))
     with closing(client.generate_stream("Hi")) as chunks:
@@ -348,7 +348,7 @@ def test_closing_the_iterator_closes_the_connection() -> None:
     assert body.closed
 
 
-def test_closing_the_async_iterator_closes_the_connection() -> None:
+def test_closing_async_iterator_closes_connection() -> None:
     async def run() -> None:
         body = BreakingStream(breaks=False)
         client = AsyncClient(
@@ -362,7 +362,7 @@ def test_closing_the_async_iterator_closes_the_connection() -> None:
     asyncio.run(run())
 
 
-def test_an_error_in_a_stream(call: Either) -> None:
+def test_error_in_stream(call: AnyClient) -> None:
     server = Script(stream_of(ANSWER, {"error": {"message": "boom", "type": "ProcessorFault", "traceback": "Trace"}}))
     with pytest.raises(GenerationError, match="boom") as caught:
         call(server, "generate_stream", "Hi")
@@ -370,7 +370,7 @@ def test_an_error_in_a_stream(call: Either) -> None:
     assert caught.value.partial.cumulative_text == "Hello"
 
 
-def test_the_api_key_and_headers_go_with_every_request() -> None:
+def test_api_key_and_headers_are_sent() -> None:
     server = Script(ok(ANSWER))
     client = Client(
         "http://server/prefix/",
@@ -387,7 +387,7 @@ def test_the_api_key_and_headers_go_with_every_request() -> None:
 
 @pytest.mark.parametrize("base_url", ["127.0.0.1:30000", "ftp://server", "http://", "", "http://server:port"])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_base_url_that_is_none(kind: type[Client] | type[AsyncClient], base_url: str) -> None:
+def test_invalid_base_url(kind: type[Client] | type[AsyncClient], base_url: str) -> None:
     with pytest.raises(ValueError, match="base_url"):
         kind(base_url)
 
@@ -403,7 +403,7 @@ def test_both_clients_have_the_same_methods() -> None:
     assert signatures(Client) == signatures(AsyncClient)
 
 
-def test_many_requests_at_once_share_a_client() -> None:
+def test_concurrent_requests_share_client() -> None:
     async def handler(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0)
         return ok({**ANSWER, "text": orjson.loads(request.content)["text"]})

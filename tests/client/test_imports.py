@@ -1,4 +1,4 @@
-"""The client stays light: a plain HTTP user pays for neither torch nor dill."""
+"""The client imports neither torch nor dill, which plain HTTP users do not need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(*sorted({{"torch", "dill", "numpy", "fastapi", "transformers"}} & set(sys.
         "import logitship; logitship.Client().close()",
     ],
 )
-def test_importing_the_client_loads_nothing_heavy(program: str) -> None:
+def test_client_import_loads_no_heavy_package(program: str) -> None:
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROBE.format(program=program)], capture_output=True, text=True, check=True
     )

@@ -15,7 +15,7 @@ class Shift(CustomLogitProcessor):
         return logits + sum(params["by"] for params in custom_param_list or [])
 
 
-def test_a_string_comes_back_as_an_instance() -> None:
+def test_to_str_from_str_round_trip() -> None:
     processor = CustomLogitProcessor.from_str(Shift.to_str())
     assert isinstance(processor, CustomLogitProcessor)
     assert type(processor) is not Shift
@@ -23,7 +23,7 @@ def test_a_string_comes_back_as_an_instance() -> None:
     assert processor(torch.zeros(1, 2), [{"by": 2.0}]).tolist() == [[2.0, 2.0]]
 
 
-def test_from_str_reads_the_source_form() -> None:
+def test_from_str_accepts_source_form() -> None:
     text = (
         '{"source": "from logitship import CustomLogitProcessor\\nclass Keep(CustomLogitProcessor):\\n'
         '    def __call__(self, logits, params=None): return logits", "class_name": "Keep"}'
@@ -32,11 +32,11 @@ def test_from_str_reads_the_source_form() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"name": "disallowed_tokens"}', '{"digest": "sha256:' + "0" * 64 + '"}'])
-def test_from_str_does_not_read_the_names_of_a_server(text: str) -> None:
-    with pytest.raises(ProcessorLoadError, match="only names a processor of a server"):
+def test_from_str_rejects_registered_and_installed_names(text: str) -> None:
+    with pytest.raises(ProcessorLoadError, match="only names a processor on a server"):
         CustomLogitProcessor.from_str(text)
 
 
-def test_the_base_class_is_abstract() -> None:
+def test_base_class_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         CustomLogitProcessor()  # type: ignore[abstract]

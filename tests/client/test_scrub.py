@@ -18,7 +18,7 @@ SITE_PACKAGES = str(Path(torch.__file__).parent.parent)
 
 
 def finds_a_folder(text: str) -> bool:
-    """True if a known folder stands in the text, and not as the beginning of another name."""
+    """Return whether a known folder is in the text, and not only as the prefix of another name."""
     for folder in known_folders():
         at = text.find(folder)
         while at >= 0:
@@ -29,7 +29,7 @@ def finds_a_folder(text: str) -> bool:
     return False
 
 
-def test_the_folders_of_the_interpreter_and_of_the_package_are_known() -> None:
+def test_known_folders() -> None:
     package = Path(logitship.__file__).parent
     expected = [sys.prefix, sys.base_prefix, SITE_PACKAGES, str(package), str((package / "client").resolve().parent)]
     expected += [os.path.expanduser("~"), os.path.dirname(os.__file__)]
@@ -37,7 +37,7 @@ def test_the_folders_of_the_interpreter_and_of_the_package_are_known() -> None:
     assert all(os.path.isabs(folder) and folder.strip("/") for folder in known_folders())
 
 
-def test_a_folder_is_known_by_its_link_and_by_itself(tmp_path: Path) -> None:
+def test_symlinked_folder_is_known(tmp_path: Path) -> None:
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir()
     link.symlink_to(real)
@@ -78,7 +78,7 @@ def test_scrub(text: str, expected: str | None) -> None:
         assert scrub(text) == expected
 
 
-def test_a_folder_cannot_be_put_together_from_what_is_left() -> None:
+def test_removal_cannot_form_another_folder() -> None:
     folder = SITE_PACKAGES
     middle = len(folder) // 2
     assert not finds_a_folder(scrub(f"{folder[:middle]}{folder}/{folder[middle:]}"))
@@ -96,7 +96,7 @@ pieces = st.one_of(
 
 
 @given(st.lists(pieces, max_size=12).map("".join))
-def test_no_folder_is_ever_left(text: str) -> None:
+def test_no_known_folder_remains(text: str) -> None:
     result = scrub(text)
     assert not finds_a_folder(result)
     assert result.encode().decode() == result
@@ -104,7 +104,7 @@ def test_no_folder_is_ever_left(text: str) -> None:
 
 
 @given(st.text())
-def test_text_without_folders_stays(text: str) -> None:
+def test_text_without_folders_is_unchanged(text: str) -> None:
     printable = "".join(c for c in text if c not in "/\x7f" and c.isprintable()).replace("0x", "")
     assert scrub(printable) == printable
 
@@ -131,11 +131,11 @@ def test_size_and_time_are_bounded(piece: str) -> None:
     result = scrub(piece * (20 * LONGEST_TEXT))
     assert len(result) <= LONGEST_TEXT
     assert not finds_a_folder(result[:-100])
-    # Far more than it takes, and far less than what grows with the square of 65,536 would.
+    # Far more than it needs, and far less than quadratic time in 65,536 characters.
     assert time.process_time() - began < 5
 
 
-def test_a_subclass_of_str_becomes_plain() -> None:
+def test_str_subclass_becomes_plain_str() -> None:
     class Text(str):
         __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Defines processors in every way that an author may, and prints their strings with what they do here.
+"""Defines processors in many ways, and prints their strings with their results in this process.
 
 Each adds something to the logits that depends on the feature which its docstring names. The output is JSON:
 {name: {"string": ..., "expected": ...}}.
@@ -46,7 +46,7 @@ add_three = functools.partial(lambda a, b: a + b, 3)
 
 
 class Adding(CustomLogitProcessor):
-    """An abstract base of the author's."""
+    """An abstract base class of the author."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Params = None) -> torch.Tensor:
         return logits + float(self.amount())
@@ -56,7 +56,7 @@ class Adding(CustomLogitProcessor):
 
 
 class Constants(Adding):
-    """Constants of all kinds."""
+    """Uses constants of all kinds."""
 
     def amount(self) -> float:
         sizes = sum(len(word) for word in WORDS if word not in {"plum", "fig"})
@@ -66,7 +66,7 @@ class Constants(Adding):
 
 
 class Imports(Adding):
-    """Names imported from libraries."""
+    """Uses names imported from libraries."""
 
     def amount(self) -> float:
         log.debug("not shown")
@@ -113,7 +113,7 @@ def scaled_sum(values: torch.Tensor, factor: float = SCALE, *, offset: float = s
 
 
 class Helpers(Adding):
-    """Helpers that call each other, decorated, with defaults, lambdas and partials."""
+    """Uses helpers that call each other, decorated, with defaults, lambdas and partials."""
 
     @politely
     @twice
@@ -148,7 +148,7 @@ class Planet(enum.Enum):
 
 
 class Enums(Adding):
-    """Enums with methods, aliases and flags."""
+    """Uses enums with methods, aliases and flags."""
 
     chosen = Colour.RED
 
@@ -187,7 +187,7 @@ BY_KEY = {Key("A"): 10.0, Key("B"): 20.0}
 
 
 class Dataclasses(Adding):
-    """Dataclasses, as constants and as keys whose hash needs a helper."""
+    """Uses dataclasses as constants and as keys whose hash needs a helper."""
 
     def amount(self) -> float:
         fresh = dataclasses.replace(Config(), size=1, start=0)
@@ -226,7 +226,7 @@ class StringBox(Box[str]):
 
 
 class Classes(Adding):
-    """Named tuples, slots, generics, nested classes, descriptors."""
+    """Uses named tuples, slots, generics, nested classes, descriptors."""
 
     class Inner:
         factor = 3
@@ -278,7 +278,7 @@ class Weighted(metaclass=Registered, weight=6):
 
 
 class Metaclasses(Adding):
-    """A metaclass of the author's, which must not register the class once more."""
+    """Uses a metaclass of the author, which must not register the class again."""
 
     def amount(self) -> float:
         return Weighted.doubled() + len(Registered.made)
@@ -301,11 +301,11 @@ class Base(Adding):
 
 
 class Mixins(Logging, Base):
-    """Cooperative inheritance through `super()`."""
+    """Uses cooperative inheritance through `super()`."""
 
 
 class GlobalStatement(Adding):
-    """Writes a global: this class's own, never the `__main__` of where it runs."""
+    """Writes a global of this class, never of the `__main__` of the loading process."""
 
     def amount(self) -> float:
         global total
@@ -314,7 +314,7 @@ class GlobalStatement(Adding):
 
 
 class Generators(Adding):
-    """Generators, comprehensions and inner functions that recurse."""
+    """Uses generators, comprehensions and inner functions that recurse."""
 
     def values(self) -> Iterator[float]:
         yield from (value * SCALE for value in range(3))
@@ -337,7 +337,7 @@ def make_local(factor: float) -> type[CustomLogitProcessor]:
             return factor
 
     class Local(LocalBase):
-        """Defined in a function, with what that function holds."""
+        """Defined in a function, with its variables captured."""
 
         def amount(self) -> float:
             return super().amount() * sum(offsets) + factorial(4)
@@ -355,7 +355,7 @@ def shifted(x):
     return x + SHIFT
 
 class Notebook(CustomLogitProcessor):
-    """Defined in a notebook's cell."""
+    """Defined in a cell of a notebook."""
 
     def __call__(self, logits, custom_param_list=None):
         return shifted(logits) + torch.ones(())
@@ -363,7 +363,7 @@ class Notebook(CustomLogitProcessor):
 
 
 def run_cell(text: str, name: str) -> dict[str, Any]:
-    """What IPython does with a cell: its text is in `linecache`, its names are in a module without a file."""
+    """Run a cell like IPython: its text is in `linecache`, its names are in a module without a file."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     variables: dict[str, Any] = {"__name__": "__notebook__"}
     exec(compile(text, name, "exec"), variables)

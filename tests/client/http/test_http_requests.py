@@ -1,4 +1,4 @@
-"""Arguments to HTTP requests, without sending one."""
+"""Building of HTTP requests from arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIGEST = "sha256:" + "0" * 64
 
 
 class Shipped:
-    """Stands for a processor class: all that the request builder knows of one is `to_str`."""
+    """Fake processor class: the request builder only uses `to_str`."""
 
     calls: ClassVar[int] = 0
 
@@ -38,7 +38,7 @@ def generate_body(prompt: Any, n: int | None = None, **options: Any) -> dict[str
     return body
 
 
-def test_the_smallest_generate_request() -> None:
+def test_minimal_generate_request() -> None:
     request = requests.generate("Hi", None, GenerateOptions(), stream=False)
     assert (request.method, request.path, request.stream, request.idempotent) == ("POST", "/generate", False, False)
     assert orjson.loads(request.content or b"") == {"text": "Hi", "stream": False, "sampling_params": {}}
@@ -48,13 +48,13 @@ def test_the_smallest_generate_request() -> None:
     ("prompt", "field"),
     [("Hi", "text"), (["a", "b"], "text"), ([1, 2], "input_ids"), ([[1], [2, 3]], "input_ids"), ((1, 2), "input_ids")],
 )
-def test_prompts_go_where_sglang_wants_them(prompt: Any, field: str) -> None:
+def test_prompt_field(prompt: Any, field: str) -> None:
     body = generate_body(prompt)
     assert body[field] == prompt
     assert len({"text", "input_ids"} & body.keys()) == 1
 
 
-def test_both_names_of_the_thinking_budget() -> None:
+def test_thinking_budget_names() -> None:
     assert generate_body("Hi", thinking_token_budget=5)["sampling_params"] == {"thinking_token_budget": 5}
     body = generate_body("Hi", max_thinking_tokens=5)
     assert (body["max_thinking_tokens"], body["sampling_params"]) == (5, {})
@@ -64,24 +64,24 @@ def test_both_names_of_the_thinking_budget() -> None:
     assert chat.json["thinking_token_budget"] == 5
 
 
-def test_sampling_parameters_and_the_rest_are_told_apart() -> None:
+def test_sampling_params_are_separated() -> None:
     body = generate_body("Hi", 2, temperature=0.5, seed=7, stop=["."], return_logprob=True, rid="r1", top_k=None)
     assert body["sampling_params"] == {"temperature": 0.5, "sampling_seed": 7, "stop": ["."], "n": 2}
     assert body["return_logprob"] is True
     assert body["rid"] == "r1"
 
 
-def test_logit_bias_gets_the_string_keys_of_json() -> None:
+def test_logit_bias_keys_become_strings() -> None:
     assert generate_body("Hi", logit_bias={5: -1.5})["sampling_params"]["logit_bias"] == {"5": -1.5}
 
 
-def test_params_are_the_custom_params_of_the_sampling_params() -> None:
+def test_params_become_custom_params() -> None:
     body = generate_body("Hi", processor="disallowed_tokens", params={"token_ids": [3]})
     assert body["sampling_params"] == {"custom_params": {"token_ids": [3]}}
     assert orjson.loads(body["custom_logit_processor"]) == {"name": "disallowed_tokens"}
 
 
-def test_a_batch_may_have_a_processor_and_params_a_prompt() -> None:
+def test_batch_with_processor_and_params_per_prompt() -> None:
     body = generate_body(
         ["a", "b", "c"], processor=[Shipped, None, "x"], params=[{"k": 1}, None, {"k": 3}], temperature=0.0
     )
@@ -115,11 +115,11 @@ def test_several_processors_keep_their_order() -> None:
         (InstalledProcessor("min_p"), {"name": "min_p"}),
     ],
 )
-def test_everything_that_a_processor_can_be_given_as(processor: Any, form: dict[str, Any]) -> None:
+def test_processor_argument_forms(processor: Any, form: dict[str, Any]) -> None:
     assert orjson.loads(generate_body("Hi", processor=processor)["custom_logit_processor"]) == form
 
 
-def test_a_class_is_serialized_once_a_request_and_not_kept() -> None:
+def test_class_is_serialized_once_per_request() -> None:
     class Local(Shipped):
         calls = 0
 
@@ -133,8 +133,10 @@ def test_a_class_is_serialized_once_a_request_and_not_kept() -> None:
     assert reference() is None
 
 
-def test_an_instance_with_state_is_refused_and_says_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"processor: expected the class Configured, not an instance that holds \['tok"):
+def test_instance_with_attributes_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"processor: expected the class Configured, not an instance with the attributes \['tok"
+    ):
         generate_body("Hi", processor=Configured(5))
 
 
@@ -148,7 +150,7 @@ def test_an_instance_with_state_is_refused_and_says_what_to_do() -> None:
         (["a", [1]], {}, TypeError, r"prompt\[1\]: all prompts of a batch"),
         ([1, "a"], {}, TypeError, r"prompt\[1\]: expected a token id, not str"),
         ([1, True], {}, TypeError, r"prompt\[1\]: expected a token id, not bool"),
-        ([[1, -2]], {}, ValueError, r"prompt\[0\]\[1\]: a token id is not negative: -2"),
+        ([[1, -2]], {}, ValueError, r"prompt\[0\]\[1\]: a token id cannot be negative: -2"),
         (b"Hi", {}, TypeError, "prompt: expected text, token ids, or a list of one of them, not bytes"),
         ("Hi", {"n": 0}, ValueError, "n: must be 1 or greater, not 0"),
         ("Hi", {"n": True}, TypeError, "n: expected an integer, not bool"),
@@ -158,9 +160,9 @@ def test_an_instance_with_state_is_refused_and_says_what_to_do() -> None:
         ("Hi", {"params": {"a": [1.0, float("-inf")]}}, ValueError, r"params\['a'\]\[1\]: -inf has no JSON form"),
         ("Hi", {"params": {5: 1}}, TypeError, "params: the keys of a JSON object are strings, not int"),
         ("Hi", {"params": {"a": {1, 2}}}, TypeError, r"params\['a'\]: set has no JSON form"),
-        ("Hi", {"params": {"__req__": 1}}, ValueError, "params: the key '__req__' is the server's own"),
+        ("Hi", {"params": {"__req__": 1}}, ValueError, "params: the key '__req__' is reserved"),
         ("Hi", {"params": 5}, TypeError, "params: expected a dict, not int"),
-        ("Hi", {"params": [{}]}, ValueError, "params: a list goes with a list of prompts"),
+        ("Hi", {"params": [{}]}, ValueError, "params: a list needs a list of prompts"),
         (["a", "b"], {"params": [{}]}, ValueError, "params: 1 entries for 2 prompts"),
         (["a", "b"], {"params": [{}, 5]}, TypeError, r"params\[1\]: expected a dict"),
         ("Hi", {"processor": [Shipped, None]}, TypeError, r"processor\[1\]: expected a CustomLogitProcessor"),
@@ -176,12 +178,12 @@ def test_an_instance_with_state_is_refused_and_says_what_to_do() -> None:
         ("Hi", {"processor": ""}, ValueError, "processor: the text is empty"),
         ("Hi", {"processor": {"digest": "sha256:5"}}, ValueError, "processor: 'digest' is not"),
         ("Hi", {"processor": {"path": "p.py"}}, ValueError, "processor: .* none of the keys"),
-        ("Hi", {"rid": ["a"]}, ValueError, "rid: a list goes with"),
+        ("Hi", {"rid": ["a"]}, ValueError, "rid: a list needs"),
         (["a", "b"], {"rid": ["r"]}, ValueError, "rid: 1 entries for 2 prompts"),
         ("Hi", {"logit_bias": [1]}, TypeError, "logit_bias: expected a dict"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_sent(
+def test_invalid_arguments_are_named(
     prompt: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -228,12 +230,12 @@ def test_malformed_messages(messages: Any, error: type[Exception], message: str)
         requests.chat(messages, None, ChatOptions(), stream=False)
 
 
-def test_params_of_the_openai_routes_are_one_dict() -> None:
+def test_openai_params_must_be_one_dict() -> None:
     with pytest.raises(TypeError, match="params: this route takes one dict"):
         requests.completions(["a"], None, CompletionOptions(params=[{}]), stream=False)
 
 
-def test_register_sends_the_form_itself() -> None:
+def test_register_sends_processor_form() -> None:
     request = requests.register({"name": "min_p"})
     assert (request.path, request.json, request.idempotent) == ("/v1/processors", {"name": "min_p"}, True)
     assert requests.register({"name": "min_p"}, "a b&c@ä").path == "/v1/processors?name=a%20b%26c%40%C3%A4"
@@ -242,7 +244,7 @@ def test_register_sends_the_form_itself() -> None:
             requests.register({"name": "min_p"}, name)  # type: ignore[arg-type]
 
 
-def test_a_processor_is_named_in_the_path() -> None:
+def test_processor_id_in_path() -> None:
     for id, path in (
         ("Lipogram@2", "Lipogram@2"),
         (DIGEST, DIGEST),
@@ -251,14 +253,14 @@ def test_a_processor_is_named_in_the_path() -> None:
         (RegisteredProcessor(DIGEST, "Lipogram@2"), "Lipogram@2"),
     ):
         assert requests.processor(id) == HttpRequest("GET", f"/v1/processors/{path}", idempotent=True)
-        # Not idempotent: the second time it answers 404, though the first one did its work.
+        # Not idempotent: a second attempt would get 404 although the first one succeeded.
         assert requests.delete_processor(id) == HttpRequest("DELETE", f"/v1/processors/{path}")
     for nothing in ("", None, 5):
         with pytest.raises(ValueError, match="id: expected a name"):
             requests.processor(nothing)  # type: ignore[arg-type]
 
 
-def test_abort_never_aborts_all_by_mistake() -> None:
+def test_abort_with_empty_rid_is_refused() -> None:
     assert requests.abort("r1").json == {"rid": "r1", "abort_all": False}
     assert requests.abort(None).json == {"rid": "", "abort_all": True}
     with pytest.raises(ValueError, match="rid: expected the id"):
@@ -276,5 +278,5 @@ def test_abort_never_aborts_all_by_mistake() -> None:
         ("a", 3, True),
     ],
 )
-def test_when_the_answer_is_a_list(prompt: Any, n: int | None, many: bool) -> None:
+def test_is_many(prompt: Any, n: int | None, many: bool) -> None:
     assert requests.is_many(prompt, n) is many

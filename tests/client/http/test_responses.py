@@ -1,4 +1,4 @@
-"""The servers' JSON to records and exceptions."""
+"""Parsing of responses into records and exceptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from logitship.client.http.responses import (
     parse_models,
     parse_openai,
     parse_registered,
-    read_answer,
+    read_response,
 )
 from logitship.client.records import FinishReason, Generation, Model, Receipt, TokenLogprob, Usage
 
@@ -37,7 +37,7 @@ def one(generation: Generation | list[Generation]) -> Generation:
     return generation
 
 
-def test_an_sglang_answer() -> None:
+def test_parse_generate() -> None:
     data = sglang(receipts=[RECEIPT])
     assert parse_generate(data, many=False) == Generation(
         text="Hello",
@@ -50,13 +50,13 @@ def test_an_sglang_answer() -> None:
     )
 
 
-def test_a_list_of_answers_keeps_its_order() -> None:
+def test_generate_list_keeps_order() -> None:
     generations = parse_generate([sglang("a"), sglang("b")], many=True)
     assert isinstance(generations, list)
     assert [(each.index, each.text) for each in generations] == [(0, "a"), (1, "b")]
 
 
-def test_n_of_1_is_a_list_whether_or_not_the_server_makes_it_one() -> None:
+def test_many_always_returns_list() -> None:
     for data in (sglang(), [sglang()]):
         generations = parse_generate(data, many=True)
         assert isinstance(generations, list)
@@ -81,7 +81,7 @@ def test_sglang_logprobs() -> None:
     )
 
 
-def test_an_abort_raises_with_what_there_is() -> None:
+def test_abort_raises_with_partial_response() -> None:
     reason = {
         "type": "abort",
         "message": "boom",
@@ -95,14 +95,14 @@ def test_an_abort_raises_with_what_there_is() -> None:
     assert [each.text for each in caught.value.partial] == ["a", "b"]
 
 
-def test_a_cancelled_request_raises_too() -> None:
+def test_cancelled_request_raises() -> None:
     with pytest.raises(errors.GenerationError, match="the request was cancelled") as caught:
         parse_generate(sglang(finish_reason={"type": "abort", "message": None}), many=False)
     assert caught.value.type == "AbortError"
     assert caught.value.partial.text == "Hello"
 
 
-def test_chat() -> None:
+def test_parse_chat() -> None:
     data = {
         "id": "c1",
         "choices": [
@@ -130,7 +130,7 @@ def test_chat() -> None:
     )
 
 
-def test_completions_are_ordered_by_index() -> None:
+def test_completions_are_sorted_by_index() -> None:
     logprobs = {"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": [{"b": -2.0, "a": -0.1}]}
     data = {
         "choices": [
@@ -146,17 +146,17 @@ def test_completions_are_ordered_by_index() -> None:
     assert generations[0].logprobs == (TokenLogprob(-0.1, token="a", top=top),)
 
 
-def test_an_aborted_choice_raises() -> None:
+def test_aborted_choice_raises() -> None:
     with pytest.raises(errors.GenerationError, match="cancelled"):
         parse_openai({"choices": [{"index": 0, "text": "a", "finish_reason": "abort"}]}, many=False)
 
 
-def test_a_chat_answer_of_tool_calls_has_no_text() -> None:
+def test_tool_calls_have_empty_text() -> None:
     data = {"choices": [{"index": 0, "message": {"content": None, "tool_calls": []}, "finish_reason": "tool_calls"}]}
     assert one(parse_openai(data, many=False)).text == ""
 
 
-def test_models_and_registered() -> None:
+def test_parse_models_and_registered() -> None:
     entry = {"id": "m", "object": "model", "max_model_len": 2048}
     assert parse_models({"data": [entry, {"id": "n"}]}) == [Model("m", 2048, entry), Model("n", None, {"id": "n"})]
     registered = parse_registered({"digest": "sha256:00", "name": "P"})
@@ -168,7 +168,7 @@ def test_models_and_registered() -> None:
     "content", [b"<html>", b"[]", b"null", b"5", b'{"text": "a"}', b'{"choices": []}', b'{"data": 5}']
 )
 @pytest.mark.parametrize("route", ["generate", "openai", "models", "registered"])
-def test_what_no_llm_server_answers_is_a_transport_error(content: bytes, route: str) -> None:
+def test_malformed_response_is_transport_error(content: bytes, route: str) -> None:
     def parse(data: Any) -> Any:
         match route:
             case "generate":
@@ -180,8 +180,8 @@ def test_what_no_llm_server_answers_is_a_transport_error(content: bytes, route: 
             case _:
                 return parse_registered(data)
 
-    with pytest.raises(errors.TransportError, match="the server's answer is"):
-        read_answer(content, parse)
+    with pytest.raises(errors.TransportError, match="the server's response is"):
+        read_response(content, parse)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_what_no_llm_server_answers_is_a_transport_error(content: bytes, route: 
         (302, errors.APIStatusError),
     ],
 )
-def test_each_status_has_its_class(status: int, cls: type[errors.APIStatusError]) -> None:
+def test_status_maps_to_exception_class(status: int, cls: type[errors.APIStatusError]) -> None:
     error = parse_error(status, b'{"error": {"message": "no"}}')
     assert type(error) is cls
     assert isinstance(error, errors.APIStatusError)
@@ -232,19 +232,19 @@ def test_each_status_has_its_class(status: int, cls: type[errors.APIStatusError]
         ([1], "the server answered [1]", None, None),
     ],
 )
-def test_each_way_of_telling_an_error(body: Any, message: str, type_: str | None, param: str | None) -> None:
+def test_error_body_formats(body: Any, message: str, type_: str | None, param: str | None) -> None:
     error = parse_error(400, orjson.dumps(body))
     assert isinstance(error, errors.BadRequestError)
     assert (error.message, error.type, error.param, error.body) == (message, type_, param, body)
 
 
-def test_an_error_that_is_not_json() -> None:
+def test_error_body_not_json() -> None:
     error = parse_error(502, b"Bad Gateway \xff")
     assert isinstance(error, errors.InternalServerError)
     assert error.body == "Bad Gateway \ufffd"
 
 
-def test_a_processor_fault_is_a_generation_error_whatever_the_status() -> None:
+def test_processor_fault_is_generation_error() -> None:
     body = {"error": {"message": "boom", "type": "ProcessorFault", "traceback": "Traceback …"}}
     error = parse_error(500, orjson.dumps(body))
     assert isinstance(error, errors.GenerationError)

@@ -1,4 +1,4 @@
-"""When a request is sent again, and after how long."""
+"""Retry conditions and delays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = RetryPolicy(max_retries=10, random=lambda: 1.0)
 @pytest.mark.parametrize(
     ("request_", "sent", "again"), [(GET, True, True), (GET, False, True), (POST, True, False), (POST, False, True)]
 )
-def test_only_what_cannot_run_twice_is_sent_again(request_: HttpRequest, sent: bool, again: bool) -> None:
+def test_only_safe_requests_are_retried(request_: HttpRequest, sent: bool, again: bool) -> None:
     assert (RetryPolicy().delay_after_failure(request_, 0, sent=sent) is not None) is again
 
 
@@ -34,13 +34,13 @@ def test_only_what_cannot_run_twice_is_sent_again(request_: HttpRequest, sent: b
         (504, True, False),
     ],
 )
-def test_statuses(status: int, get: bool, post: bool) -> None:
+def test_retried_statuses(status: int, get: bool, post: bool) -> None:
     policy = RetryPolicy()
     assert (policy.delay_after_status(GET, 0, status, {}) is not None) is get
     assert (policy.delay_after_status(POST, 0, status, {}) is not None) is post
 
 
-def test_it_gives_up() -> None:
+def test_max_retries() -> None:
     policy = RetryPolicy(max_retries=2)
     for attempt, again in ((0, True), (1, True), (2, False)):
         assert (policy.delay_after_failure(GET, attempt, sent=True) is not None) is again
@@ -48,23 +48,23 @@ def test_it_gives_up() -> None:
     assert RetryPolicy(max_retries=0).delay_after_failure(GET, 0, sent=False) is None
 
 
-def test_the_wait_doubles_up_to_a_limit() -> None:
+def test_delay_doubles_up_to_limit() -> None:
     delays = [LONGEST.delay_after_failure(GET, attempt, sent=False) for attempt in range(7)]
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-def test_half_of_the_wait_is_random() -> None:
+def test_half_of_delay_is_random() -> None:
     assert RetryPolicy(random=lambda: 0.0).delay_after_failure(GET, 0, sent=False) == 0.25
 
 
 @pytest.mark.parametrize(
     ("value", "delay"), [("7", 7.0), ("0", 0.0), (" 3 ", 3.0), ("soon", 0.5), ("-5", 0.5), ("60", 60.0), ("61", None)]
 )
-def test_the_server_may_say_when(value: str, delay: float | None) -> None:
+def test_retry_after_seconds(value: str, delay: float | None) -> None:
     assert LONGEST.delay_after_status(POST, 0, 429, {"retry-after": value}) == delay
 
 
-def test_the_server_may_say_a_date() -> None:
+def test_retry_after_date() -> None:
     soon = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     delay = LONGEST.delay_after_status(POST, 0, 503, {"retry-after": soon})
     assert delay is not None

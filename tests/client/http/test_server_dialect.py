@@ -1,4 +1,4 @@
-"""Both clients find out which server they talk to, and speak its words."""
+"""Detection of the server and translation of requests, with both clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from logitship.client.errors import (
     ServerBusyError,
 )
 from logitship.client.http.server_dialect import ServerKind
-from logitship.client.http.vllm_wire import PluginInfo
+from logitship.client.http.vllm_handshake import PluginInfo
 
 FAULT = 63
 OTHER_END_TOKEN = 62
@@ -32,12 +32,12 @@ SGLANG_ANSWER = {"text": "Hi", "output_ids": [1], "meta_info": {"id": "r", "fini
 
 
 class FakeServer:
-    """The routes that the client asks, and a log of what it asked.
+    """Fake server that logs its requests.
 
     Args:
-        owner: who `/v1/models` says made it; None: it has no such route.
-        plugin: vLLM has logitship's plugin.
-        stop_reason: what ended its completions.
+        owner: `owned_by` in `/v1/models`; None: the route does not exist.
+        plugin: whether vLLM has logitship's plugin.
+        stop_reason: `stop_reason` of its completions.
     """
 
     def __init__(self, owner: str | None, *, plugin: bool = True, stop_reason: int | str | None = None) -> None:
@@ -81,8 +81,8 @@ class FakeServer:
         return httpx.Response(200, content=b"data: " + event + b"\n\ndata: [DONE]\n\n")
 
 
-class Either:
-    """Calls methods of one client, one after the other, whichever kind of client it is."""
+class AnyClient:
+    """Caller of several methods of one sync or async client."""
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
@@ -92,7 +92,7 @@ class Either:
     ) -> list[Any]:
         transport = httpx.MockTransport(handler)
         if self.asynchronous:
-            return asyncio.run(self._asynchronously(transport, calls, dialect))
+            return asyncio.run(self._call_async(transport, calls, dialect))
         with Client("http://server", dialect=dialect, transport=transport, max_retries=0) as client:
             results = []
             for method, prompt, options in calls:
@@ -100,7 +100,7 @@ class Either:
                 results.append(list(result) if inspect.isgenerator(result) else result)
             return results
 
-    async def _asynchronously(self, transport: httpx.MockTransport, calls: Any, dialect: ServerKind) -> list[Any]:
+    async def _call_async(self, transport: httpx.MockTransport, calls: Any, dialect: ServerKind) -> list[Any]:
         async with AsyncClient("http://server", dialect=dialect, transport=transport, max_retries=0) as client:
             results = []
             for method, prompt, options in calls:
@@ -110,8 +110,8 @@ class Either:
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Either:
-    return Either(request.param)
+def call(request: pytest.FixtureRequest) -> AnyClient:
+    return AnyClient(request.param)
 
 
 ONE_OF_EACH = [
@@ -122,7 +122,7 @@ ONE_OF_EACH = [
 
 
 @pytest.mark.parametrize("owner", ["logitship", "sglang", "somebody", None])
-def test_other_servers_are_asked_once_and_get_their_own_words(call: Either, owner: str | None) -> None:
+def test_server_is_probed_once(call: AnyClient, owner: str | None) -> None:
     server = FakeServer(owner)
     answers = call(server, *ONE_OF_EACH)
     assert [answer.text for answer in answers] == ["Hi"] * 3
@@ -130,7 +130,7 @@ def test_other_servers_are_asked_once_and_get_their_own_words(call: Either, owne
     assert [body["custom_logit_processor"] for body in server.bodies[1:]] == [SHIPPED] * 3
 
 
-def test_the_same_program_on_vllm(call: Either) -> None:
+def test_vllm_requests_are_translated(call: AnyClient) -> None:
     server = FakeServer("vllm")
     answers = call(server, *ONE_OF_EACH)
     assert [answer.text for answer in answers] == ["Hi"] * 3
@@ -141,7 +141,7 @@ def test_the_same_program_on_vllm(call: Either) -> None:
     assert [body["max_tokens"] for body in server.bodies[2:]] == [2] * 3
 
 
-def test_streams_on_vllm(call: Either) -> None:
+def test_vllm_streams(call: AnyClient) -> None:
     server = FakeServer("vllm")
     options = {"processor": SHIPPED}
     chunks = call(
@@ -154,27 +154,27 @@ def test_streams_on_vllm(call: Either) -> None:
 
 
 @pytest.mark.parametrize("method", ["completions", "chat"])
-def test_nothing_is_asked_where_no_processor_is_carried(call: Either, method: str) -> None:
+def test_no_probe_without_processor(call: AnyClient, method: str) -> None:
     server = FakeServer("vllm")
     call(server, (method, "Hi" if method == "completions" else MESSAGES, {"max_tokens": 2}))
     assert server.paths == ["/v1/completions" if method == "completions" else "/v1/chat/completions"]
 
 
-def test_generate_without_a_processor_needs_no_plugin(call: Either) -> None:
+def test_generate_without_processor_needs_no_plugin(call: AnyClient) -> None:
     server = FakeServer("vllm", plugin=False)
     assert call(server, ("generate", "Hi", {}))[0].text == "Hi"
     assert server.paths == ["/v1/models", "/v1/completions"]
 
 
 @pytest.mark.parametrize("dialect", ["logitship", "sglang"])
-def test_a_server_whose_dialect_is_given_is_not_asked(call: Either, dialect: ServerKind) -> None:
+def test_given_dialect_is_not_probed(call: AnyClient, dialect: ServerKind) -> None:
     server = FakeServer("vllm")
     call(server, ("completions", "Hi", {"processor": SHIPPED}), dialect=dialect)
     assert server.paths == ["/v1/completions"]
     assert server.bodies[0]["custom_logit_processor"] == SHIPPED
 
 
-def test_a_vllm_that_is_given_is_asked_for_its_plugin_alone(call: Either) -> None:
+def test_given_vllm_only_probes_plugin(call: AnyClient) -> None:
     server = FakeServer("vllm")
     call(server, ("completions", "Hi", {"processor": SHIPPED, "model": "m"}), dialect="vllm")
     question = {"prompt": "?", "max_tokens": 1, "vllm_xargs": {"logitship": "about"}, "model": "m"}
@@ -182,7 +182,7 @@ def test_a_vllm_that_is_given_is_asked_for_its_plugin_alone(call: Either) -> Non
     assert server.paths == ["/v1/completions"] * 2
 
 
-def test_a_vllm_without_the_plugin_never_gets_a_processor(call: Either) -> None:
+def test_vllm_without_plugin_is_refused(call: AnyClient) -> None:
     server = FakeServer("vllm", plugin=False)
     with pytest.raises(LogitshipError, match=r"runs without logitship's plugin .* --logits-processors"):
         call(server, ("chat", MESSAGES, {"processor": SHIPPED}))
@@ -191,7 +191,7 @@ def test_a_vllm_without_the_plugin_never_gets_a_processor(call: Either) -> None:
 
 @pytest.mark.parametrize("method", ["generate", "completions", "chat"])
 @pytest.mark.parametrize("suffix", ["", "_stream"])
-def test_the_fault_token_is_a_processors_fault(call: Either, method: str, suffix: str) -> None:
+def test_fault_token_raises_processor_fault(call: AnyClient, method: str, suffix: str) -> None:
     server = FakeServer("vllm", stop_reason=FAULT)
     prompt: Any = MESSAGES if method == "chat" else "Hi"
     with pytest.raises(GenerationError, match=r"a processor of the request failed, .* the server's log") as caught:
@@ -200,29 +200,29 @@ def test_the_fault_token_is_a_processors_fault(call: Either, method: str, suffix
     assert caught.value.partial.finish_reason.matched == FAULT
 
 
-def test_another_end_token_is_none(call: Either) -> None:
-    """A model may have several end tokens, and vLLM gives all but one of them as the reason."""
+def test_other_end_token_is_no_fault(call: AnyClient) -> None:
+    """Models may have several end tokens, and vLLM reports all but one of them as `stop_reason`."""
     server = FakeServer("vllm", stop_reason=OTHER_END_TOKEN)
     (answer,) = call(server, ("completions", "Hi", {"processor": SHIPPED}))
     assert answer.finish_reason.matched == OTHER_END_TOKEN
 
 
-def test_without_a_processor_no_token_is_the_fault_token(call: Either) -> None:
+def test_fault_token_ignored_without_processor(call: AnyClient) -> None:
     server = FakeServer("vllm")
-    carrying: dict[str, Any] = {"processor": SHIPPED}
+    options: dict[str, Any] = {"processor": SHIPPED}
 
     def handler(request: httpx.Request) -> httpx.Response:
         server.stop_reason = None if b"custom_logit_processor" in request.content else FAULT
         return server(request)
 
-    _, answer = call(handler, ("completions", "Hi", carrying), ("completions", "Hi", {}))
+    _, answer = call(handler, ("completions", "Hi", options), ("completions", "Hi", {}))
     assert answer.finish_reason.matched == FAULT
 
 
 @pytest.mark.parametrize(
     ("status", "error"), [(401, AuthenticationError), (503, ServerBusyError), (400, BadRequestError)]
 )
-def test_a_server_that_does_not_say_who_it_is_is_asked_again(status: int, error: type[Exception]) -> None:
+def test_failed_probe_is_repeated(status: int, error: type[Exception]) -> None:
     server = FakeServer("vllm")
     refusals = [httpx.Response(status, json={"error": {"message": "not now"}})]
 
@@ -236,7 +236,7 @@ def test_a_server_that_does_not_say_who_it_is_is_asked_again(status: int, error:
     assert server.paths == ["/v1/models", "/v1/completions", "/v1/completions"]
 
 
-def test_an_error_of_vllm_that_is_not_the_plugins_answer(call: Either) -> None:
+def test_unrelated_vllm_error_is_raised(call: AnyClient) -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         return httpx.Response(400, json={"error": {"message": "no such model"}})
 
@@ -245,7 +245,7 @@ def test_an_error_of_vllm_that_is_not_the_plugins_answer(call: Either) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b'{"data": []}', b'{"data": [{}]}'])
-def test_a_list_of_models_that_says_nothing(call: Either, answer: bytes) -> None:
+def test_malformed_models_response(call: AnyClient, answer: bytes) -> None:
     server = FakeServer("logitship")
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -255,14 +255,14 @@ def test_a_list_of_models_that_says_nothing(call: Either, answer: bytes) -> None
     assert server.paths == ["/generate"]
 
 
-def test_mistakes_raise_before_anything_is_sent_to_vllm(call: Either) -> None:
+def test_unsupported_option_is_not_sent_to_vllm(call: AnyClient) -> None:
     server = FakeServer("vllm")
     with pytest.raises(ValueError, match="logprob_start_len"):
         call(server, ("generate", "Hi", {"return_logprob": True, "logprob_start_len": 0}), dialect="vllm")
     assert server.paths == []
 
 
-def test_threads_share_what_is_known() -> None:
+def test_threads_share_detected_dialect() -> None:
     server = FakeServer("vllm")
     together = threading.Barrier(4)
     with Client("http://server", transport=httpx.MockTransport(server)) as client, ThreadPoolExecutor(4) as pool:
@@ -278,7 +278,7 @@ def test_threads_share_what_is_known() -> None:
     assert sum(body.get("vllm_xargs") == {"custom_logit_processor": SHIPPED} for body in server.bodies) == 5
 
 
-def test_an_unknown_dialect() -> None:
+def test_unknown_dialect() -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="dialect: expected one of auto, logitship, sglang, vllm, not 'tgi'"):
             kind("http://server", dialect=cast(ServerKind, "tgi"))

@@ -1,4 +1,4 @@
-"""Server-sent events and the two dialects, fed by hand."""
+"""Parsing of server-sent events in both formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from logitship.client.errors import GenerationError, TransportError
-from logitship.client.http.sse import Dialect, OpenAIDialect, SGLangDialect, SSEDecoder, StreamReader
+from logitship.client.http.sse import OpenAIStream, SGLangStream, SSEDecoder, StreamFormat, StreamReader
 from logitship.client.records import FinishReason, GenerationChunk, Receipt, TokenLogprob, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -25,7 +25,7 @@ def decode(pieces: Iterable[bytes]) -> list[str]:
     return [data for piece in pieces for data in decoder.feed(piece)]
 
 
-def read(stream: bytes, dialect: Dialect) -> list[GenerationChunk]:
+def read(stream: bytes, dialect: StreamFormat) -> list[GenerationChunk]:
     reader = StreamReader(dialect)
     chunks = list(reader.feed(stream))
     reader.finish()
@@ -67,7 +67,7 @@ def test_events_split_at_random() -> None:
         assert decode(pieces) == DATA, cuts
 
 
-def test_cumulative_chunks_become_deltas() -> None:
+def test_cumulative_events_become_deltas() -> None:
     stop = {"type": "stop", "matched": 2}
     receipt = {"digest": "sha256:00", "name": "P", "steps": 2, "milliseconds": 0.5}
     stream = (
@@ -76,7 +76,7 @@ def test_cumulative_chunks_become_deltas() -> None:
         + sglang("Hello", [5, 6, 2], stop, prompt_tokens=3, completion_tokens=3, receipts=[receipt])
         + DONE
     )
-    chunks = read(stream, SGLangDialect())
+    chunks = read(stream, SGLangStream())
     assert [chunk.text for chunk in chunks] == ["He", "", "llo"]
     assert [chunk.cumulative_text for chunk in chunks] == ["He", "He", "Hello"]
     assert [chunk.output_ids for chunk in chunks] == [(5,), (6,), (2,)]
@@ -86,33 +86,33 @@ def test_cumulative_chunks_become_deltas() -> None:
     assert chunks[0].rid == "r1"
 
 
-def test_incremental_chunks_of_an_sglang_started_that_way() -> None:
+def test_incremental_events() -> None:
     stream = b"".join(sglang("ha", [5], completion_tokens=count) for count in (1, 2, 3)) + DONE
-    chunks = read(stream, SGLangDialect())
+    chunks = read(stream, SGLangStream())
     assert [chunk.cumulative_text for chunk in chunks] == ["ha", "haha", "hahaha"]
     assert [chunk.output_ids for chunk in chunks] == [(5,), (5,), (5,)]
 
 
-def test_cumulative_chunks_without_token_ids_or_with_a_hidden_end_token() -> None:
+def test_cumulative_events_without_all_token_ids() -> None:
     without = sglang("a", [], completion_tokens=1) + sglang("aa", [], completion_tokens=2) + DONE
-    assert [chunk.text for chunk in read(without, SGLangDialect())] == ["a", "a"]
+    assert [chunk.text for chunk in read(without, SGLangStream())] == ["a", "a"]
     hidden = sglang("aaa", [5, 5, 5], completion_tokens=3) + sglang("aaa", [5, 5, 5], completion_tokens=4) + DONE
-    assert [chunk.text for chunk in read(hidden, SGLangDialect())] == ["aaa", ""]
+    assert [chunk.text for chunk in read(hidden, SGLangStream())] == ["aaa", ""]
 
 
-def test_logprobs_of_a_chunk_are_those_of_its_tokens() -> None:
+def test_chunk_logprobs_match_its_tokens() -> None:
     stream = (
         sglang("a", [1], completion_tokens=1, output_token_logprobs=[[-0.1, 1, None]])
         + sglang("ab", [1, 2], completion_tokens=2, output_token_logprobs=[[-0.1, 1, None], [-0.2, 2, None]])
         + DONE
     )
-    chunks = read(stream, SGLangDialect())
+    chunks = read(stream, SGLangStream())
     assert [chunk.logprobs for chunk in chunks] == [(TokenLogprob(-0.1, 1),), (TokenLogprob(-0.2, 2),)]
 
 
-def test_interleaved_continuations_are_kept_apart() -> None:
+def test_interleaved_continuations() -> None:
     stream = sglang("a", [1], index=0) + sglang("x", [8], index=1) + sglang("ab", [1, 2], index=0) + DONE
-    assert [(chunk.index, chunk.text) for chunk in read(stream, SGLangDialect())] == [(0, "a"), (1, "x"), (0, "b")]
+    assert [(chunk.index, chunk.text) for chunk in read(stream, SGLangStream())] == [(0, "a"), (1, "x"), (0, "b")]
 
 
 def test_chat_chunks() -> None:
@@ -123,7 +123,7 @@ def test_chat_chunks() -> None:
     stream = (
         choice({"role": "assistant", "content": ""}) + choice({"content": "Hi"}) + choice({}, "stop") + usage + DONE
     )
-    chunks = read(stream, OpenAIDialect())
+    chunks = read(stream, OpenAIStream())
     assert [chunk.text for chunk in chunks] == ["", "Hi", "", ""]
     assert [chunk.cumulative_text for chunk in chunks] == ["", "Hi", "Hi", "Hi"]
     assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason("stop"), None]
@@ -132,26 +132,26 @@ def test_chat_chunks() -> None:
 
 def test_completions_chunks() -> None:
     stream = event({"choices": [{"index": 1, "text": "a"}]}) + event({"choices": [{"index": 1, "text": "b"}]}) + DONE
-    assert [(chunk.index, chunk.cumulative_text) for chunk in read(stream, OpenAIDialect())] == [(1, "a"), (1, "ab")]
+    assert [(chunk.index, chunk.cumulative_text) for chunk in read(stream, OpenAIStream())] == [(1, "a"), (1, "ab")]
 
 
 @pytest.mark.parametrize("tail", [b"", b"data: [DON", b"data: [DONE]\n"])
-def test_a_stream_cut_before_done_is_a_transport_error(tail: bytes) -> None:
-    reader = StreamReader(SGLangDialect())
+def test_truncated_stream_is_transport_error(tail: bytes) -> None:
+    reader = StreamReader(SGLangStream())
     assert [chunk.text for chunk in reader.feed(sglang("Hi", [1]) + tail)] == ["Hi"]
     with pytest.raises(TransportError, match="in the middle of the stream"):
         reader.finish()
 
 
-def test_nothing_after_done_is_read() -> None:
-    reader = StreamReader(SGLangDialect())
+def test_events_after_done_are_ignored() -> None:
+    reader = StreamReader(SGLangStream())
     assert list(reader.feed(DONE + sglang("late", [1]))) == []
     assert list(reader.feed(b"data: not json\n\n")) == []
     reader.finish()
 
 
-def test_an_error_event_ends_the_stream_with_what_there_is() -> None:
-    reader = StreamReader(OpenAIDialect())
+def test_error_event_ends_stream_with_partial() -> None:
+    reader = StreamReader(OpenAIStream())
     list(reader.feed(event({"choices": [{"index": 0, "text": "so far"}]})))
     error = {"error": {"message": "boom", "type": "ProcessorFault", "traceback": "Traceback …"}}
     with pytest.raises(GenerationError, match="boom") as caught:
@@ -161,15 +161,15 @@ def test_an_error_event_ends_the_stream_with_what_there_is() -> None:
     assert caught.value.partial.cumulative_text == "so far"
 
 
-def test_an_error_event_may_come_first() -> None:
+def test_error_event_first() -> None:
     with pytest.raises(GenerationError) as caught:
-        list(StreamReader(SGLangDialect()).feed(event({"error": {"message": "boom"}})))
+        list(StreamReader(SGLangStream()).feed(event({"error": {"message": "boom"}})))
     assert caught.value.partial is None
 
 
-def test_an_aborted_continuation_lets_the_others_of_its_batch_finish() -> None:
+def test_aborted_continuation_does_not_stop_batch() -> None:
     abort = {"type": "abort", "message": "boom", "err_type": "ProcessorFault"}
-    reader = StreamReader(SGLangDialect())
+    reader = StreamReader(SGLangStream())
     stream = sglang("a", [1], abort, index=0) + sglang("x", [8], index=1) + sglang("xy", [8, 9], index=1) + DONE
     assert [chunk.cumulative_text for chunk in reader.feed(stream)] == ["a", "x", "xy"]
     with pytest.raises(GenerationError, match="boom") as caught:
@@ -178,9 +178,7 @@ def test_an_aborted_continuation_lets_the_others_of_its_batch_finish() -> None:
 
 
 @pytest.mark.parametrize("data", [b"not json", b"[]", b"5", b'{"text": "a"}', b'{"meta_info": 5}', b'{"choices": 5}'])
-@pytest.mark.parametrize("dialect", [SGLangDialect, OpenAIDialect])
-def test_a_malformed_event_is_a_transport_error(
-    data: bytes, dialect: type[SGLangDialect] | type[OpenAIDialect]
-) -> None:
+@pytest.mark.parametrize("dialect", [SGLangStream, OpenAIStream])
+def test_malformed_event_is_transport_error(data: bytes, dialect: type[SGLangStream] | type[OpenAIStream]) -> None:
     with pytest.raises(TransportError):
         list(StreamReader(dialect()).feed(b"data: " + data + b"\n\n"))

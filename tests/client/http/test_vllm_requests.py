@@ -1,4 +1,4 @@
-"""Requests in vLLM's words, without sending one."""
+"""Translation of requests for vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from logitship.client.http import http_requests as requests
 from logitship.client.http.http_requests import HttpRequest
 from logitship.client.http.request_options import ChatOptions, CompletionOptions, GenerateOptions
-from logitship.client.http.vllm_requests import for_vllm, has_processors
+from logitship.client.http.vllm_requests import has_processors, translate_for_vllm
 
 SHIPPED = '{"callable": "80"}'
 OTHER = '{"source": "x", "class_name": "X"}'
@@ -31,12 +31,12 @@ def chat(**options: Any) -> HttpRequest:
 
 
 def xargs_of(request: HttpRequest) -> dict[str, Any]:
-    xargs: dict[str, Any] = for_vllm(request).json["vllm_xargs"]
+    xargs: dict[str, Any] = translate_for_vllm(request).json["vllm_xargs"]
     return xargs
 
 
-def test_generate_is_a_completion() -> None:
-    request = for_vllm(generate(n=2, max_new_tokens=5, min_new_tokens=1, seed=3, temperature=0.5, rid="r1"))
+def test_generate_becomes_completion() -> None:
+    request = translate_for_vllm(generate(n=2, max_new_tokens=5, min_new_tokens=1, seed=3, temperature=0.5, rid="r1"))
     assert (request.method, request.path, request.stream) == ("POST", "/v1/completions", False)
     assert request.json == {
         "prompt": "Hi",
@@ -51,8 +51,8 @@ def test_generate_is_a_completion() -> None:
     }
 
 
-def test_a_stream_of_generate() -> None:
-    request = for_vllm(generate([1, 2], stream=True))
+def test_generate_stream() -> None:
+    request = translate_for_vllm(generate([1, 2], stream=True))
     assert request.stream
     assert request.json == {
         "prompt": [1, 2],
@@ -77,86 +77,92 @@ def test_a_stream_of_generate() -> None:
         ({"extra_body": {"priority": 3}}, "priority", 3),
     ],
 )
-def test_fields_of_generate_by_vllms_names(options: dict[str, Any], field: str, value: Any) -> None:
-    body = for_vllm(generate(**options)).json
+def test_generate_fields_use_vllm_names(options: dict[str, Any], field: str, value: Any) -> None:
+    body = translate_for_vllm(generate(**options)).json
     assert body.pop(field) == value
     assert body == {"prompt": "Hi", "stream": False, "return_token_ids": True}
 
 
-def test_log_probabilities_that_were_not_asked_for() -> None:
-    assert "logprobs" not in for_vllm(generate(return_logprob=False, top_logprobs_num=3)).json
+def test_logprobs_not_requested() -> None:
+    assert "logprobs" not in translate_for_vllm(generate(return_logprob=False, top_logprobs_num=3)).json
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (generate(stop_regex="a"), "stop_regex: vLLM has no stop expressions"),
-        (generate(trace={"top": 3}), "trace: vLLM makes no traces"),
-        (generate(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM this is the operator's choice"),
-        (completions(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM this is the operator's choice"),
-        (generate(return_logprob=True, logprob_start_len=0), "logprob_start_len: on vLLM only the output's"),
+        (generate(stop_regex="a"), "stop_regex: vLLM does not support stop expressions"),
+        (generate(trace={"top": 3}), "trace: vLLM does not support traces"),
+        (generate(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM only the operator can set this"),
+        (completions(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM only the operator can set this"),
+        (
+            generate(return_logprob=True, logprob_start_len=0),
+            "logprob_start_len: vLLM only returns log-probabilities of the output",
+        ),
         (generate(["a", "b"], rid=["1", "2"]), "rid: on vLLM a batch is one request"),
-        (generate(["a", "b"], params=[{}, {}]), "params: on vLLM all prompts of a batch have the same"),
+        (generate(["a", "b"], params=[{}, {}]), "params: on vLLM all prompts of a batch share them"),
         (generate(["a", "b"], processor=[SHIPPED, None]), "processor: on vLLM all prompts of a batch"),
         (completions(["a", "b"], processor=[SHIPPED, None]), "processor: on vLLM all prompts of a batch"),
         (generate(["a"], logits_processors=[[{"processor": SHIPPED}]]), "logits_processors: on vLLM all prompts"),
-        (generate(processor=DIGEST), f"processor: vLLM keeps no registered processors: .* '{DIGEST}'"),
-        (chat(processor="Lipogram@2"), "processor: vLLM keeps no registered processors: .* 'Lipogram@2'"),
-        (chat(processor={"digest": DIGEST}), "processor: vLLM keeps no registered processors"),
-        (chat(processor=[SHIPPED, DIGEST]), "vLLM keeps no registered processors"),
-        (chat(logits_processors=[{"processor": DIGEST}]), "logits_processors: vLLM keeps no registered processors"),
+        (generate(processor=DIGEST), f"processor: vLLM does not keep registered processors: .* '{DIGEST}'"),
+        (chat(processor="Lipogram@2"), "processor: vLLM does not keep registered processors: .* 'Lipogram@2'"),
+        (chat(processor={"digest": DIGEST}), "processor: vLLM does not keep registered processors"),
+        (chat(processor=[SHIPPED, DIGEST]), "vLLM does not keep registered processors"),
+        (
+            chat(logits_processors=[{"processor": DIGEST}]),
+            "logits_processors: vLLM does not keep registered processors",
+        ),
         (
             chat(processor=SHIPPED, vllm_xargs={"custom_logit_processor": SHIPPED}),
-            "vllm_xargs: custom_logit_processor was given by an argument of its own, too",
+            "vllm_xargs: custom_logit_processor is also given by a separate argument",
         ),
         (
             completions(processor=SHIPPED, extra_body={"use_beam_search": True}),
-            "use_beam_search: vLLM's beam search calls no processors",
+            "use_beam_search: vLLM's beam search does not call processors",
         ),
         (
             chat(vllm_xargs={"custom_logit_processor": SHIPPED}, extra_body={"use_beam_search": True}),
-            "use_beam_search: vLLM's beam search calls no processors",
+            "use_beam_search: vLLM's beam search does not call processors",
         ),
         (
             generate(extra_body={"sampling_params": {"beam_width": 2}}),
-            "beam_width: vLLM has no such sampling parameter",
+            "beam_width: vLLM does not have this sampling parameter",
         ),
     ],
 )
-def test_what_vllm_has_no_words_for(request_: HttpRequest, message: str) -> None:
+def test_unsupported_options_are_refused(request_: HttpRequest, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        for_vllm(request_)
+        translate_for_vllm(request_)
 
 
 @pytest.mark.parametrize("build", [generate, completions, chat])
-def test_a_processor_travels_in_vllm_xargs(build: Any) -> None:
+def test_processor_is_sent_in_vllm_xargs(build: Any) -> None:
     request = build(processor=SHIPPED, params={"bias": [1, {"a": None}]}, vllm_xargs={"whitelist": [1]})
-    translated = for_vllm(request)
+    translated = translate_for_vllm(request)
     xargs = translated.json["vllm_xargs"]
     assert json.loads(xargs.pop("custom_params")) == {"bias": [1, {"a": None}]}
     assert xargs == {"custom_logit_processor": SHIPPED, "whitelist": [1]}
     assert {"custom_logit_processor", "custom_params", "logits_processors"}.isdisjoint(translated.json)
 
 
-def test_beam_search_without_a_processor() -> None:
-    assert for_vllm(completions(extra_body={"use_beam_search": True})).json["use_beam_search"]
+def test_beam_search_without_processor() -> None:
+    assert translate_for_vllm(completions(extra_body={"use_beam_search": True})).json["use_beam_search"]
 
 
-def test_one_processor_for_a_batch() -> None:
+def test_one_processor_for_batch() -> None:
     assert xargs_of(completions(["a", "b"], processor=SHIPPED)) == {"custom_logit_processor": SHIPPED}
 
 
-def test_an_installed_processor_by_name() -> None:
+def test_installed_processor_by_name() -> None:
     assert xargs_of(chat(processor="min_p")) == {"custom_logit_processor": '{"name":"min_p"}'}
 
 
-def test_several_processors_with_the_same_params() -> None:
+def test_several_processors_with_same_params() -> None:
     xargs = xargs_of(generate(processor=[SHIPPED, OTHER], params={"a": 1}))
     assert json.loads(xargs.pop("logits_processors")) == [{"processor": SHIPPED}, {"processor": OTHER}]
     assert xargs == {"custom_params": '{"a":1}'}
 
 
-def test_several_processors_with_params_of_their_own() -> None:
+def test_several_processors_with_own_params() -> None:
     entries = [{"processor": SHIPPED, "params": {"a": 1}}, {"processor": OTHER}]
     for prompt in ("Hi", ["a", "b"]):
         xargs = xargs_of(completions(prompt, logits_processors=entries))
@@ -164,14 +170,14 @@ def test_several_processors_with_params_of_their_own() -> None:
         assert xargs == {}
 
 
-def test_a_request_without_processors_stays_as_it_is() -> None:
+def test_request_without_processors_is_unchanged() -> None:
     for request in (chat(max_tokens=3, vllm_xargs={"other": 1}), completions(temperature=0)):
-        assert for_vllm(request) == request
-        assert for_vllm(request).json is not request.json
+        assert translate_for_vllm(request) == request
+        assert translate_for_vllm(request).json is not request.json
 
 
 @pytest.mark.parametrize(
-    ("request_", "carries"),
+    ("request_", "expected"),
     [
         (generate(), False),
         (generate(max_new_tokens=3, vllm_xargs={"other": 1}), False),
@@ -184,5 +190,5 @@ def test_a_request_without_processors_stays_as_it_is() -> None:
         (chat(vllm_xargs={"custom_logit_processor": SHIPPED}), True),
     ],
 )
-def test_who_carries_processors(request_: HttpRequest, carries: bool) -> None:
-    assert has_processors(request_) is carries
+def test_has_processors(request_: HttpRequest, expected: bool) -> None:
+    assert has_processors(request_) is expected

@@ -1,4 +1,4 @@
-"""Names are read off bytecode."""
+"""Names read from bytecode."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def function(text: str = TEXT) -> Any:
     return compile(text, "x.py", "exec")
 
 
-def test_names_of_a_module() -> None:
+def test_module_names() -> None:
     code = function()
     at_once = {"decorated", "factor", "Base", "other", "source", "default"}
     assert eager_names(code) - {"size"} == at_once
@@ -42,7 +42,7 @@ def test_names_of_a_module() -> None:
     assert "size" not in eager_names(code)
 
 
-def test_global_names_and_how_they_are_used() -> None:
+def test_global_names_and_attribute_chains() -> None:
     code = function()
     assert {"h", "written", "inner"} <= global_names(code)
     assert attribute_chains(code, "h") == {("x", "y"), ("z",)}
@@ -50,11 +50,11 @@ def test_global_names_and_how_they_are_used() -> None:
     assert attribute_chains(code, "nothing") == set()
 
 
-def test_long_functions_are_read_too() -> None:
+def test_extended_arguments() -> None:
     lines = "".join(f"    n{i} = g{i}.a{i}\n" for i in range(400))
     code = function(f"def f():\n{lines}")
     assert attribute_chains(code, "g399") == {("a399",)}
 
 
-def test_imports_are_made_absolute() -> None:
+def test_imported_modules_are_absolute() -> None:
     assert imported_modules(function(), "top.middle") == {"a.b", "top.middle.c", "top.e"}

@@ -1,4 +1,4 @@
-"""Strings become classes, or say why they can't."""
+"""Loading of processor strings, and error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from logitship import CustomLogitProcessor, ProcessorLoadError
-from logitship.client.serialization.class_names import missing_globals
+from logitship.client.serialization.code_names import missing_globals
 from logitship.client.serialization.loading import explain_name_error, instantiate, load_class
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor, parse
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
@@ -49,12 +49,12 @@ class StandIn(CustomLogitProcessor):
 # --- SGLang's strings ---
 
 
-def test_the_recorded_strings_are_all_here() -> None:
+def test_recorded_strings_are_complete() -> None:
     assert sorted([*BUILTINS, *USERS]) == sorted(SGLANG)
 
 
 @pytest.mark.parametrize("name", BUILTINS)
-def test_a_built_in_of_sglangs_is_looked_up_by_name(name: str) -> None:
+def test_sglang_builtin_is_found_by_name(name: str) -> None:
     assert load(SGLANG[name], {(SGLANG_MODULE, name): StandIn}) is StandIn
     with pytest.raises(ProcessorLoadError, match=rf"has no '{name}' here, only CustomLogitProcessor"):
         load(SGLANG[name])
@@ -66,18 +66,18 @@ def run(name: str, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.
     return instantiate(cls)(logits, params)
 
 
-def test_force_token_leaves_one_token() -> None:
+def test_force_token() -> None:
     result = run("ForceToken", torch.zeros(2, 5), [{"token_id": 1}, {"token_id": 4}])
     assert torch.isfinite(result).nonzero().tolist() == [[0, 1], [1, 4]]
 
 
-def test_boost_adds_and_returns_float64() -> None:
+def test_boost_returns_float64() -> None:
     result = run("Boost", torch.ones(2, 3), [{"token_id": 0}, {"token_id": 2}])
     assert result.dtype is torch.float64
     assert result.tolist() == [[8.5, 1.0, 1.0], [1.0, 1.0, 8.5]]
 
 
-def test_countdown_reads_the_history() -> None:
+def test_countdown_reads_history() -> None:
     rows = [([1, 2], [3]), ([4] * 5, [6, 7])]
     params = [{"__req__": SimpleNamespace(origin_input_ids=p, output_ids=o)} for p, o in rows]
     result = run("Countdown", torch.zeros(2, 6), params)
@@ -85,7 +85,7 @@ def test_countdown_reads_the_history() -> None:
 
 
 def in_main(body: str, **variables: Any) -> str:
-    """A string as SGLang makes it of a class in `__main__`: its functions are tied to the loading process's."""
+    """Return a string as SGLang makes it of a class in `__main__`: its functions use the loader's `__main__`."""
     main: Any = sys.modules["__main__"]
     before = dict(vars(main))
     scope = vars(main)
@@ -109,7 +109,7 @@ class Ban(CustomLogitProcessor):
 
 @pytest.fixture
 def sglang_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets plain dill pickle our base class under SGLang's name, as it would on SGLang."""
+    """Let plain dill pickle our base class under SGLang's name, as on SGLang."""
     module: Any = SimpleNamespace(CustomLogitProcessor=CustomLogitProcessor)
     for part in ("sglang", "sglang.srt", "sglang.srt.sampling"):
         monkeypatch.setitem(sys.modules, part, SimpleNamespace())  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def sglang_base(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sglang_base")
-def test_a_class_tied_to_main_gets_a_main_of_its_own() -> None:
+def test_main_globals_are_isolated() -> None:
     text = in_main(COUNTING)
     first, second = instantiate(load(text)), instantiate(load(text))
     zeros = torch.zeros(1, 1)
@@ -137,18 +137,18 @@ class Ban(CustomLogitProcessor):
 
 
 @pytest.mark.usefixtures("sglang_base")
-def test_a_global_that_did_not_travel_is_explained() -> None:
+def test_missing_global_is_explained() -> None:
     cls = load(in_main(NEEDS_HELPER, helper=abs))
     assert missing_globals(cls) == ["helper", "never_defined"]
     with pytest.raises(NameError) as raised:
         instantiate(cls)(torch.zeros(1, 1), [{}])
     explanation = explain_name_error(raised.value, cls)
     assert explanation is not None
-    assert explanation.startswith("'helper' was a global of the author's module and did not travel")
+    assert explanation.startswith("'helper' was a global of the author's module and was not serialized")
     assert "logitship's to_str()" in explanation
 
 
-def test_other_name_errors_are_left_alone() -> None:
+def test_other_name_errors_are_not_explained() -> None:
     cls = source(BAN)
     assert missing_globals(cls) == []
     assert explain_name_error(NameError("name 'x' is not defined", name="x"), cls) is None
@@ -159,7 +159,7 @@ def test_other_name_errors_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("version", OTHER_PYTHONS)
-def test_bare_bytecode_of_another_python_is_refused(version: str) -> None:
+def test_foreign_bytecode_without_source_is_refused(version: str) -> None:
     for name in ("ForceToken", "Looping"):
         with pytest.raises(ProcessorLoadError) as raised:
             load(OTHER_PYTHONS[version]["bare"][name])
@@ -169,7 +169,7 @@ def test_bare_bytecode_of_another_python_is_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", [version for version in OTHER_PYTHONS if version != "3.10"])
-def test_a_string_of_ours_runs_from_its_source(version: str) -> None:
+def test_foreign_bytecode_falls_back_to_source(version: str) -> None:
     text = OTHER_PYTHONS[version]["ours"]["Offset"]
     string = parse(text)
     assert isinstance(string, PickledProcessor)
@@ -178,7 +178,7 @@ def test_a_string_of_ours_runs_from_its_source(version: str) -> None:
     assert result.tolist() == [[4.0, 4.0], [3.0, 3.0]]
 
 
-def test_without_source_both_versions_are_named() -> None:
+def test_error_names_both_python_versions() -> None:
     with pytest.raises(ProcessorLoadError, match=rf"by Python 3.2, this server runs Python {PYTHON}"):
         load_class(PickledProcessor(b"\x80\x04.", python="3.2"))
 
@@ -186,7 +186,7 @@ def test_without_source_both_versions_are_named() -> None:
 # --- refused ---
 
 
-def test_data_that_is_no_pickle() -> None:
+def test_data_is_not_a_pickle() -> None:
     with pytest.raises(ProcessorLoadError, match="the processor's data is not a pickle"):
         load_class(PickledProcessor(b"hello"))
 
@@ -207,20 +207,20 @@ def test_truncated_data(name: str) -> None:
         (len, "the processor is not a class but builtin_function_or_method"),
     ],
 )
-def test_something_else_than_a_processor(value: Any, message: str) -> None:
+def test_payload_is_not_a_processor(value: Any, message: str) -> None:
     with pytest.raises(ProcessorLoadError, match=message):
         load_class(PickledProcessor(dill.dumps(value)))
 
 
-def test_a_module_that_is_not_installed_is_named() -> None:
+def test_missing_module_is_named() -> None:
     payload = b"\x80\x04\x8c\x09my_module\x8c\x03Ban\x93."
     with pytest.raises(ProcessorLoadError, match=r"needs the module 'my_module', which is not installed here.*to_str"):
         load_class(PickledProcessor(payload))
 
 
-def test_a_class_that_stayed_in_the_authors_script() -> None:
+def test_class_pickled_by_reference_to_main() -> None:
     payload = b"\x80\x04\x8c\x08__main__\x8c\x03Ban\x93."
-    with pytest.raises(ProcessorLoadError, match="names 'Ban' of the author's script instead of carrying it"):
+    with pytest.raises(ProcessorLoadError, match="refers to 'Ban' of the author's script by name"):
         load_class(PickledProcessor(payload))
 
 
@@ -229,7 +229,7 @@ class Explodes:
         return eval, ("1 / 0",)
 
 
-def test_code_that_raises_while_it_is_loaded() -> None:
+def test_code_raises_during_load() -> None:
     with pytest.raises(ProcessorLoadError, match="raised while it was loaded: ZeroDivisionError: division by zero"):
         load_class(PickledProcessor(dill.dumps(Explodes())))
 
@@ -259,7 +259,7 @@ class Ban(CustomLogitProcessor):
         "CustomLogitProcessor = sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor",
     ],
 )
-def test_the_base_class_can_be_imported_under_every_name(line: str) -> None:
+def test_base_class_import_paths(line: str) -> None:
     before = set(sys.modules)
     cls = source(BAN.replace("from logitship import CustomLogitProcessor", line))
     assert cls.__bases__ == (CustomLogitProcessor,)
@@ -269,7 +269,7 @@ def test_the_base_class_can_be_imported_under_every_name(line: str) -> None:
 
 @pytest.fixture
 def without_vllm_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that an earlier test started answers to `import vllm` in this process."""
+    """Remove `vllm` from `sys.modules`, where an engine of an earlier test may have put it."""
     finders = [finder for finder in sys.meta_path if type(finder).__name__ != "VllmNamesFinder"]
     monkeypatch.setattr(sys, "meta_path", finders)
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
@@ -277,7 +277,7 @@ def without_vllm_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_vllm_names")
-def test_names_of_others_come_from_the_table_also_while_it_runs() -> None:
+def test_names_table_is_used_at_run_time() -> None:
     text = BAN.replace(
         "logits[:, 0] = -1.0", "from vllm.v1.sample.logits_processor import BatchUpdate; assert BatchUpdate == 'ours'"
     )
@@ -290,7 +290,7 @@ def test_names_of_others_come_from_the_table_also_while_it_runs() -> None:
         instantiate(load_class(string, {("vllm.v1.sample.logits_processor", "Other"): 1}))(torch.zeros(1, 2))
 
 
-def test_a_dataclass_in_the_source() -> None:
+def test_dataclass_in_source() -> None:
     text = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
         "@dataclass\nclass Pair:\n    a: int\n    b: ClassVar[int] = 2\n" + BAN.replace("-1.0", "Pair(3).a + Pair.b")
@@ -314,12 +314,12 @@ def test_a_dataclass_in_the_source() -> None:
         ("raise SystemExit(3)", "the source raised while it was loaded: SystemExit: 3"),
     ],
 )
-def test_source_that_cannot_be_loaded(text: str, message: str) -> None:
+def test_invalid_source(text: str, message: str) -> None:
     with pytest.raises(ProcessorLoadError, match=message):
         source(text)
 
 
-def test_the_traceback_of_the_authors_code_is_kept() -> None:
+def test_author_traceback_is_kept() -> None:
     with pytest.raises(ProcessorLoadError) as raised:
         source("def fail():\n    raise ValueError('no')\n\nfail()\n")
     message = str(raised.value)
@@ -327,7 +327,7 @@ def test_the_traceback_of_the_authors_code_is_kept() -> None:
     assert "loading.py" not in message
 
 
-def test_tracebacks_quote_the_source_only_as_long_as_the_class_lives() -> None:
+def test_linecache_entry_is_removed_with_class() -> None:
     cls = source(BAN)
     filename = cls.__call__.__code__.co_filename
     assert linecache.getline(filename, 4) == "class Ban(CustomLogitProcessor):\n"
@@ -347,14 +347,14 @@ def test_captured_values_must_be_a_dict() -> None:
 # --- instances ---
 
 
-def test_init_that_needs_arguments() -> None:
+def test_init_with_required_arguments() -> None:
     cls = source(BAN + "\n    def __init__(self, token):\n        pass\n")
-    with pytest.raises(ProcessorLoadError, match="Ban cannot be made without arguments: missing a"):
+    with pytest.raises(ProcessorLoadError, match="Ban cannot be created without arguments: missing a"):
         instantiate(cls)
 
 
-def test_init_that_raises() -> None:
+def test_init_raises() -> None:
     cls = source(BAN + "\n    def __init__(self):\n        raise OSError('disk')\n")
-    with pytest.raises(ProcessorLoadError, match=r"Ban raised when it was made: OSError: disk") as raised:
+    with pytest.raises(ProcessorLoadError, match=r"Ban raised when it was created: OSError: disk") as raised:
         instantiate(cls)
     assert "line 10, in __init__" in str(raised.value)

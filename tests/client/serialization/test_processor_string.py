@@ -1,4 +1,4 @@
-"""Processor strings are read and written without running anything."""
+"""Parsing and writing of processor strings, without running anything."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ SOURCE = SourceProcessor("class A: ...", "A", b"\x80\x04}.", "3.12")
         InstalledProcessor("module:Class"),
     ],
 )
-def test_what_is_written_reads_back(string: ProcessorString) -> None:
+def test_round_trip(string: ProcessorString) -> None:
     assert parse(to_text(string)) == string
     assert parse(to_text(string).encode()) == string
 
 
-def test_the_minimal_form_is_sglangs() -> None:
+def test_minimal_form_equals_sglang_form() -> None:
     assert json.loads(to_text(PickledProcessor(b"\x80\x04."))) == {"callable": "80042e"}
 
 
-def test_the_source_form_holds_no_captured_values() -> None:
-    with pytest.raises(ValueError, match="carries no captured values"):
+def test_source_form_rejects_captured_values() -> None:
+    with pytest.raises(ValueError, match="cannot contain captured values"):
         to_text(SOURCE)
 
 
-def test_the_digest_is_of_what_runs() -> None:
+def test_digest_covers_executed_code() -> None:
     pickled = PickledProcessor(b"x", python=PYTHON, source=SOURCE, name="A")
     assert pickled.runnable is pickled
     assert pickled.digest == PickledProcessor(b"x").digest
@@ -71,7 +71,7 @@ def pickled(**about: Any) -> str:
         ('{"callable": ""}', "'callable' is empty"),
         ('{"callable": "xyz"}', "'callable' is not a string of hexadecimal digits"),
         ('{"callable": 3}', "'callable' is not a string of hexadecimal digits"),
-        ('{"callable": "80", "more": 1}', r"unknown keys beside 'callable': \['more'\]"),
+        ('{"callable": "80", "more": 1}', r"unknown keys next to 'callable': \['more'\]"),
         ('{"callable": "80", "logitship": 1}', "'logitship' is not a JSON object"),
         ('{"callable": "80", "logitship": {"v": 9}}', r"'logitship.v' is 9: this version reads 1"),
         (
@@ -87,9 +87,9 @@ def pickled(**about: Any) -> str:
         ('{"source": "", "class_name": "A"}', "'source' is missing, empty"),
         ('{"digest": "sha256:12"}', "'digest' is not 'sha256:' and 64 hexadecimal digits"),
         ('{"name": ""}', "'name' is missing, empty"),
-        ('{"name": "a", "v": 1}', "unknown keys beside 'name'"),
+        ('{"name": "a", "v": 1}', "unknown keys next to 'name'"),
     ],
 )
-def test_malformed_strings_say_what_is_wrong(text: str, message: str) -> None:
+def test_malformed_strings(text: str, message: str) -> None:
     with pytest.raises(ProcessorLoadError, match=message):
         parse(text)

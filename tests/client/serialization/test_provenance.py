@@ -1,4 +1,4 @@
-"""What the author wrote is told from what is installed."""
+"""Distinction between the author's code and installed code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_libraries_are_installed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "__main__", "__mp_main__", "logitship.client", "no_such_module", __name__])
-def test_everything_else_is_the_authors(name: str | None) -> None:
+def test_other_modules_are_the_authors(name: str | None) -> None:
     assert not is_installed(name)
 
 
@@ -27,13 +27,13 @@ def module_at(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_a_file_may_shadow_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_shadowing_stdlib_is_the_authors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_installed("sched")
     module_at(tmp_path / "sched.py", "sched", monkeypatch)
     assert not is_installed("sched")
 
 
-def test_an_installers_folder_is_known_by_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dist_info_marks_install_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module_at(tmp_path / "own" / "thing.py", "thing", monkeypatch)
     assert not is_installed("thing")
     target = tmp_path / "target"

@@ -1,4 +1,4 @@
-"""A class travels by value with what it uses, or is refused by name."""
+"""Serialization of classes by value, and errors for objects that cannot be serialized."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ NAMES = ["Constants", "Dataclasses", "Enums", "Helpers", "Imported", "Local", "M
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_class_runs_where_its_module_is_not(travelled: Any, name: str) -> None:
-    assert travelled.from_pickle[name] == travelled.expected[name]
+def test_class_runs_without_its_module(results: Any, name: str) -> None:
+    assert results.from_pickle[name] == results.expected[name]
 
 
-def test_every_class_of_the_project_runs_elsewhere(travelled: Any) -> None:
-    assert travelled.from_pickle == travelled.expected
+def test_all_project_classes_run_elsewhere(results: Any) -> None:
+    assert results.from_pickle == results.expected
 
 
 class Recorder(dill.Unpickler):  # type: ignore[misc, unused-ignore]
-    """Notes the modules whose names a pickle asks for."""
+    """Unpickler that records the modules referenced by a pickle."""
 
     modules: set[str]
 
@@ -49,8 +49,8 @@ class Recorder(dill.Unpickler):  # type: ignore[misc, unused-ignore]
         return CustomLogitProcessor if module.startswith("sglang.") else super().find_class(module, name)
 
 
-def test_no_pickle_names_logitship_or_the_authors_modules(travelled: Any) -> None:
-    for text in travelled.strings.values():
+def test_pickles_reference_only_installed_modules(results: Any) -> None:
+    for text in results.strings.values():
         recorder = Recorder(io.BytesIO(bytes.fromhex(json.loads(text)["callable"])))
         recorder.modules = set()
         recorder.load()
@@ -58,20 +58,18 @@ def test_no_pickle_names_logitship_or_the_authors_modules(travelled: Any) -> Non
         assert not recorder.modules & {"logitship", "acme", "__main__", "__builtin__", "script"}
 
 
-def test_the_same_class_has_the_same_bytes_everywhere(
-    serialize_project: Callable[..., Any], travelled: Any, tmp_path: Path
-) -> None:
+def test_bytes_are_reproducible(serialize_project: Callable[..., Any], results: Any, tmp_path: Path) -> None:
     copy = tmp_path / "another_checkout"
     shutil.copytree(HERE / "author_project", copy, ignore=shutil.ignore_patterns("__pycache__"))
     # The first run compiles the package, the second reads its .pyc files.
     for seed in ("1", "2"):
         report = serialize_project(copy, PYTHONHASHSEED=seed, PYTHONDONTWRITEBYTECODE="")
-        changed = [name for name, entry in report.items() if entry["string"] != travelled.strings[name]]
+        changed = [name for name, entry in report.items() if entry["string"] != results.strings[name]]
         assert changed == []
 
 
-def test_no_folder_of_the_author_travels(travelled: Any) -> None:
-    for name, text in travelled.strings.items():
+def test_no_author_paths_in_payload(results: Any) -> None:
+    for name, text in results.strings.items():
         assert str(HERE).encode() not in parse(text).payload, name  # type: ignore[union-attr]
 
 
@@ -82,7 +80,7 @@ class Plain(CustomLogitProcessor):
         return logits + 1
 
 
-def test_a_string_describes_itself() -> None:
+def test_string_metadata() -> None:
     string = serialize(Plain)
     assert string.name == "Plain"
     assert string.python == f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -93,7 +91,7 @@ def test_a_string_describes_itself() -> None:
     assert parse(Plain.to_str()) == string
 
 
-def test_asking_for_an_attribute_does_not_change_the_bytes() -> None:
+def test_attribute_access_does_not_change_bytes() -> None:
     rounded = functools.partial(round, ndigits=1)
 
     class Rounding(Plain):
@@ -108,14 +106,14 @@ def test_asking_for_an_attribute_does_not_change_the_bytes() -> None:
     assert dump_class(Rounding) == first
 
 
-def test_a_loaded_class_travels_on(travelled: Any) -> None:
-    for name, text in travelled.strings.items():
+def test_loaded_class_can_be_serialized_again(results: Any) -> None:
+    for name, text in results.strings.items():
         loaded = load_class(parse(text))  # type: ignore[arg-type]
         again = instantiate(load_class(PickledProcessor(dump_class(loaded))))
-        assert again(torch.zeros(2, 4)).tolist() == travelled.expected[name], name
+        assert again(torch.zeros(2, 4)).tolist() == results.expected[name], name
 
 
-def test_a_subclass_of_a_builtin_processor_calls_it() -> None:
+def test_subclass_of_builtin_processor() -> None:
     class Also(DisallowedTokensLogitsProcessor):
         def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
             logits = super().__call__(logits, custom_param_list)
@@ -134,7 +132,7 @@ def test_a_subclass_of_a_builtin_processor_calls_it() -> None:
         assert processor(torch.zeros(2, 4), params).tolist() == [[ninf, 0, 0, -1], [0, ninf, 0, -1]]
 
 
-def test_a_class_typed_at_the_prompt_travels_without_source(python: Callable[..., str], tmp_path: Path) -> None:
+def test_class_from_interactive_prompt_has_no_source(python: Callable[..., str], tmp_path: Path) -> None:
     typed = (
         "from logitship import CustomLogitProcessor\n"
         "shift = 2.0\n"
@@ -150,14 +148,14 @@ def test_a_class_typed_at_the_prompt_travels_without_source(python: Callable[...
     assert instantiate(load_class(string))(torch.zeros(1, 2)).tolist() == [[2.0, 2.0]]
 
 
-def test_the_base_class_of_a_loaded_class_is_ours() -> None:
+def test_loaded_class_has_our_base_class() -> None:
     loaded = load_class(PickledProcessor(dump_class(Plain)))
     assert loaded is not Plain
     assert loaded.__bases__ == (CustomLogitProcessor,)
     assert instantiate(loaded)(torch.zeros(1, 2)).tolist() == [[1.0, 1.0]]
 
 
-# --- refused, by name ---
+# --- objects that cannot be serialized ---
 
 open_file = io.FileIO(__file__)
 closed_file = io.FileIO(__file__)
@@ -180,14 +178,14 @@ open_file.close()
 
 class Unpicklable:
     def __reduce__(self) -> Any:
-        raise RuntimeError("I stay here")
+        raise RuntimeError("not picklable")
 
 
 unpicklable = Unpicklable()
 
 
 class OnlyPickles:
-    """Pickles well, and fails when it is loaded."""
+    """Can be pickled but not loaded."""
 
     def __reduce__(self) -> Any:
         return int, ("not a number",)
@@ -197,7 +195,7 @@ only_pickles = OnlyPickles()
 
 
 def using(variable: str) -> type[CustomLogitProcessor]:
-    """A processor whose `__call__` uses a global of this module."""
+    """Return a processor whose `__call__` uses a global of this module."""
     text = (
         "class Ban(CustomLogitProcessor):\n"
         "    def __call__(self, logits, custom_param_list=None):\n"
@@ -216,7 +214,7 @@ def using(variable: str) -> type[CustomLogitProcessor]:
         ("text_file", "global 'text_file' used by Ban.__call__ is an open file"),
         ("closed_file", "global 'closed_file' used by Ban.__call__ is a closed file"),
         ("lock", "global 'lock' used by Ban.__call__ is a lock"),
-        ("event", "global 'event' used by Ban.__call__ is a thread synchronisation object"),
+        ("event", "global 'event' used by Ban.__call__ is a thread synchronization object"),
         ("a_socket", "global 'a_socket' used by Ban.__call__ is a socket"),
         ("a_thread", "global 'a_thread' used by Ban.__call__ is a thread"),
         ("a_generator", "global 'a_generator' used by Ban.__call__ is a generator"),
@@ -226,16 +224,16 @@ def using(variable: str) -> type[CustomLogitProcessor]:
         ("nested", "global 'nested' used by Ban.__call__ holds a closed file"),
         ("this_module", "global 'this_module' used by Ban.__call__ is your module .* as a whole"),
         ("module_globals", r"global 'module_globals' used by Ban.__call__ is the globals\(\) of module"),
-        ("unpicklable", "global 'unpicklable' used by Ban.__call__ cannot travel: RuntimeError: I stay here"),
-        ("only_pickles", "class Ban does not load once it is serialized: .*not a number"),
+        ("unpicklable", "global 'unpicklable' used by Ban.__call__ cannot be serialized: RuntimeError: not picklable"),
+        ("only_pickles", "class Ban does not load after it is serialized: .*not a number"),
     ],
 )
-def test_what_cannot_travel_is_refused_by_name(variable: str, message: str) -> None:
+def test_unserializable_global_is_named(variable: str, message: str) -> None:
     with pytest.raises(ProcessorSerializationError, match=message):
         using(variable).to_str()
 
 
-def test_an_object_is_named_where_it_is_used() -> None:
+def test_unserializable_object_location_is_named() -> None:
     captured = threading.Lock()
 
     class InClosure(Plain):
@@ -258,7 +256,7 @@ def test_an_object_is_named_where_it_is_used() -> None:
             cls.to_str()
 
 
-def test_a_compiled_module_of_the_authors_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_author_module_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = str(tmp_path / "fastban.so")
     compiled = types.ModuleType("fastban")
     compiled.__spec__ = ModuleSpec("fastban", ExtensionFileLoader("fastban", path), origin=path)
@@ -271,9 +269,7 @@ def test_a_compiled_module_of_the_authors_is_refused(monkeypatch: pytest.MonkeyP
         cls.to_str()
 
 
-def test_an_import_of_the_authors_module_inside_a_method_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_author_import_inside_method_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "my_helpers.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     __import__("my_helpers")
@@ -282,7 +278,7 @@ def test_an_import_of_the_authors_module_inside_a_method_is_refused(
     sys.modules.pop("my_helpers")
 
 
-def test_an_abstract_class_is_refused() -> None:
+def test_abstract_class_is_refused() -> None:
     class Unfinished(CustomLogitProcessor):
         pass
 
@@ -292,16 +288,16 @@ def test_an_abstract_class_is_refused() -> None:
         CustomLogitProcessor.to_str()
 
 
-def test_a_class_that_needs_arguments_is_refused() -> None:
+def test_class_with_required_arguments_is_refused() -> None:
     class Needy(Plain):
         def __init__(self, token: int) -> None:
             self.token = token
 
-    with pytest.raises(ProcessorSerializationError, match=r"Needy cannot be made without arguments .*'token'"):
+    with pytest.raises(ProcessorSerializationError, match=r"Needy cannot be created without arguments .*'token'"):
         Needy.to_str()
 
 
-def test_a_schema_that_is_no_dict_is_refused() -> None:
+def test_non_dict_schema_is_refused() -> None:
     class BadSchema(Plain):
         params_schema = ["token_id"]  # type: ignore[assignment] # noqa: RUF012
 
@@ -309,7 +305,7 @@ def test_a_schema_that_is_no_dict_is_refused() -> None:
         BadSchema.to_str()
 
 
-def test_a_class_that_refers_to_itself_everywhere_travels() -> None:
+def test_self_referencing_class() -> None:
     class Self(Plain):
         known: list[Any] = []  # noqa: RUF012
 

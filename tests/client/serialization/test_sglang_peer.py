@@ -1,4 +1,4 @@
-"""Strings made here, in the real SGLang code."""
+"""Compatibility of processor strings with SGLang's own code."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ NAMES = [
 ]
 
 
-def test_the_cases_are_complete(travelled: Any) -> None:
-    assert sorted(travelled.strings) == NAMES
+def test_names_are_complete(results: Any) -> None:
+    assert sorted(results.strings) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_string_made_here_runs_on_stock_sglang(travelled: Any, name: str) -> None:
-    assert travelled.on_sglang[name] == travelled.expected[name]
+def test_our_string_runs_on_stock_sglang(results: Any, name: str) -> None:
+    assert results.on_sglang[name] == results.expected[name]
 
 
-def test_a_string_made_by_sglang_runs_here(python: Callable[..., str], tmp_path: Path) -> None:
+def test_sglang_string_runs_here(python: Callable[..., str], tmp_path: Path) -> None:
     program = tmp_path / "made_by_sglang.py"
     program.write_text(
         "import sys\n"
@@ -71,5 +71,5 @@ def test_a_string_made_by_sglang_runs_here(python: Callable[..., str], tmp_path:
     assert not [name for name in sys.modules if name.partition(".")[0] == "sglang"]
 
 
-def test_sglang_ignores_what_we_add(travelled: Any) -> None:
-    assert set(json.loads(travelled.strings["Mixins"])) == {"callable", "logitship"}
+def test_string_has_extra_key_for_logitship(results: Any) -> None:
+    assert set(json.loads(results.strings["Mixins"])) == {"callable", "logitship"}

@@ -1,4 +1,4 @@
-"""Classes are serialized by several threads at once."""
+"""Serialization in several threads at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from logitship import CustomLogitProcessor
 
 
 class Deep(CustomLogitProcessor):
-    """Its syntax tree takes a while to make."""
+    """Processor whose syntax tree is slow to build."""
 
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:
         """Add a little."""
@@ -25,7 +25,7 @@ class Deep(CustomLogitProcessor):
 
 @pytest.fixture
 def threads_change_often() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
+    """Switch threads after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -33,7 +33,7 @@ def threads_change_often() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_change_often")
-def test_threads_at_different_depths_serialize_at_once() -> None:
+def test_concurrent_serialization_at_different_depths() -> None:
     expected = Deep.to_str()
     strings: list[str] = []
 

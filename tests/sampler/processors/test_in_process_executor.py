@@ -193,14 +193,14 @@ def test_a_global_that_did_not_travel_is_explained(load: Load) -> None:
     module: dict[str, Any] = {"__name__": "__main__"}
     exec("class Shipped:\n    def __call__(self, logits, params):\n        return helper(logits)", module)
     processor = load(module["Shipped"](), "Shipped")
-    with pytest.raises(ProcessorFault, match="'helper' was a global of the author's module and did not travel"):
+    with pytest.raises(ProcessorFault, match="'helper' was a global of the author's module and was not serialized"):
         InProcessExecutor({}).run(processor, torch.zeros(1, 2), [{}])
 
 
 def test_a_local_name_without_a_value_is_not() -> None:
     fault = fault_of("x = y\ny = x\nreturn logits")
     assert fault.message.startswith("processor Shipped raised UnboundLocalError")
-    assert "did not travel" not in fault.message
+    assert "was not serialized" not in fault.message
 
 
 @pytest.mark.parametrize(

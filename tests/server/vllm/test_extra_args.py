@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitship.client.http.vllm_wire import QUESTION
+from logitship.client.http.vllm_handshake import PROBE
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.server.vllm.extra_args import has_processors, is_question, read_processors, sampling_params
 
@@ -24,7 +24,7 @@ def test_who_carries_processors(vllm_params: MakeParams) -> None:
 
 
 def test_the_question(vllm_params: MakeParams) -> None:
-    assert is_question(vllm_params({**QUESTION}))
+    assert is_question(vllm_params({**PROBE}))
     assert not is_question(vllm_params({"logitship": "other"}))
     assert not is_question(vllm_params())
 

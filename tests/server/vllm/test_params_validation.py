@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from logitship.client.http.vllm_wire import QUESTION, PluginInfo
+from logitship.client.http.vllm_handshake import PROBE, PluginInfo
 from logitship.server.vllm import params_validation as admission
 from logitship.server.vllm.params_validation import admit
 
@@ -56,7 +56,7 @@ def test_the_fault_token_becomes_a_stop_token_once(
 
 def test_the_question_is_answered(front_end: InputProcessor, vllm_params: MakeParams) -> None:
     with pytest.raises(ValueError, match="logitship") as caught:
-        front_end.admit(vllm_params({**QUESTION}))
+        front_end.admit(vllm_params({**PROBE}))
     assert PluginInfo.from_message(f"vLLM says: {caught.value}") == PluginInfo(FAULT_TOKEN)
 
 

@@ -1,1 +1,1 @@
-"""A package of an author's, which no server has."""
+"""A package of the author that no server has."""

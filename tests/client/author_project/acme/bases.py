@@ -10,7 +10,7 @@ REGISTRY: dict[str, str] = {}
 
 
 class Adding(CustomLogitProcessor):
-    """Adds `amount()`. Its subclasses are registered, and must say their unit."""
+    """Adds `amount()`. Its subclasses are registered and must declare their unit."""
 
     unit: str
 

@@ -1,4 +1,4 @@
-"""Processors in a module that is imported: plain dill would send their names only."""
+"""Processors in an imported module: plain dill would pickle them by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Params = list[dict[str, Any]] | None
 
 
 class Imported(Adding, unit="logit"):
-    """Uses names that are imported from a neighbour."""
+    """Uses names imported from another module of the package."""
 
     def amount(self) -> float:
         return FACTOR + len(self.unit) + len(REGISTRY.get("Imported", ""))
@@ -31,7 +31,7 @@ class Imported(Adding, unit="logit"):
 
 
 class ModuleAttributes(Adding, unit="logit"):
-    """Uses a neighbour as a module: the counter must be the one that its functions see."""
+    """Uses another module of the package as an object: the counter must be shared with its functions."""
 
     def amount(self) -> float:
         return numbers.scaled(1.0) + numbers.scaled(1.0) + numbers.calls + numbers.SCALE
@@ -46,7 +46,7 @@ class Submodules(Adding, unit="logit"):
 
 
 class TypeCheckingNames(Adding, unit="logit"):
-    """Its annotations name what is never imported."""
+    """Has annotations with names that are never imported."""
 
     def total(self, values: Sequence[float]) -> float:
         return sum(values)

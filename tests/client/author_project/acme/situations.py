@@ -1,4 +1,4 @@
-"""What authors do, in a module whose annotations are evaluated."""
+"""Processors in a module whose annotations are evaluated."""
 
 import functools
 import logging
@@ -56,7 +56,7 @@ def width(interval: Interval) -> int:
 
 
 class Annotated(CustomLogitProcessor):
-    """Its annotations and defaults are of the author's types."""
+    """Its annotations and defaults use the author's types."""
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None, config: Config = CONFIG
@@ -106,7 +106,7 @@ class Head(torch.nn.Module):
 
 
 class Network(CustomLogitProcessor):
-    """A module of the author's with weights."""
+    """Uses a torch module of the author with weights."""
 
     head = Head()
 
@@ -120,7 +120,7 @@ torch.nn.init.constant_(TRAINED.layers[0].weight, 0.5)
 
 
 class Trained(CustomLogitProcessor):
-    """A module whose weights changed after it was made: the statement that made it does not make them."""
+    """Uses a torch module whose weights changed after the statement that created it."""
 
     @torch.no_grad()
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Trained(CustomLogitProcessor):
 
 
 class SetLater(Adding, unit="logit"):
-    """An attribute changes after the class is made."""
+    """Has an attribute that changes after the class is created."""
 
     weight = 1.0
 
@@ -140,7 +140,7 @@ SetLater.weight = 2.0
 
 
 class UsesTokenizer(Adding, unit="logit"):
-    """A tokenizer is data, and travels."""
+    """Uses a tokenizer, which is data and can be pickled."""
 
     def amount(self) -> float:
         return len(TOKENIZER) + TOKENIZER.convert_tokens_to_ids("b")

@@ -54,7 +54,7 @@ class WithHelpers(CustomLogitProcessor):
     ("cls", "seen"),
     [
         (Locked, "to_str() refuses it: global 'lock' used by Locked.__call__ is a lock"),
-        (ReadsAFile, "a server could not load it: ReadsAFile raised when it was made: "),
+        (ReadsAFile, "a server could not load it: ReadsAFile raised when it was created: "),
     ],
 )
 def test_what_does_not_reach_a_server(cls: type[CustomLogitProcessor], seen: str, check: Check) -> None:

@@ -1,10 +1,10 @@
-"""Does the source of a class make what its author has?
+"""Check that captured source recreates the author's objects.
 
-The statement `HEAD = Head()` makes another object than the author's if `Head` starts from random weights, or if the
-author has loaded weights into it since. So the source is run once where it was made, and what it defines is compared
-with the original: the values of modules, classes and defaults in full, functions by name.
+The statement `HEAD = Head()` creates a different object if `Head` starts from random weights, or if the author has
+loaded weights into it since. So the source is run once where it was captured, and the result is compared with the
+original: the values of modules, classes and defaults in full, functions by name.
 
-This module imports dill; `source.py` imports it when a class is really serialized.
+This module imports dill; `source_capture.py` imports it only when it has captured a class.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
+from logitship.client.serialization.loading import run_source
+from logitship.client.serialization.pickling.class_pickler import ClassPickler
+from logitship.client.serialization.pickling.pickled_classes import pickled_attributes
+from logitship.client.serialization.processor_string import SourceProcessor
 
-from .class_pickler import ClassPickler
-from .loading import run_source
-from .pickled_classes import carried_attributes
-from .processor_string import SourceProcessor
-
-# These say in their own way what the annotations say, which are text in the source.
+# Derived from the annotations, which are text in the source.
 _FROM_ANNOTATIONS = frozenset({"__doc__", "__dataclass_fields__"})
 
 
-def makes_the_same(source: SourceProcessor, originals: Mapping[str, Any], own_packages: frozenset[str]) -> bool:
-    """Run the source and compare its names with the author's.
+def is_equivalent(source: SourceProcessor, originals: Mapping[str, Any], own_packages: frozenset[str]) -> bool:
+    """Run the source and return whether its values equal the author's.
 
     Args:
-        source: what was captured.
+        source: the captured source.
         originals: the author's values of the names in it.
-        own_packages: as for `ClassPickler`.
+        own_packages: see `ClassPickler`.
     """
     try:
-        with _random_state_kept():
+        with _preserved_random_state():
             variables = run_source(source)
         return all(
             _fingerprint(original, own_packages) == _fingerprint(variables[name], own_packages)
@@ -47,8 +46,8 @@ def makes_the_same(source: SourceProcessor, originals: Mapping[str, Any], own_pa
         return False
 
 
-def _random_state_kept() -> AbstractContextManager[Any]:
-    """Serializing must not change what the author draws next."""
+def _preserved_random_state() -> AbstractContextManager[Any]:
+    """Restore torch's random state: serializing must not change the author's next random numbers."""
     torch = sys.modules.get("torch")
     return torch.random.fork_rng(devices=[]) if torch is not None else nullcontext()
 
@@ -60,7 +59,7 @@ def _fingerprint(value: Any, own_packages: frozenset[str]) -> bytes:
 
 
 class _Fingerprinter(ClassPickler):
-    """Writes what a value holds, without the code that it holds. Nothing reads it."""
+    """Pickler of the contents of a value without the code in it. The output is only compared."""
 
     def __init__(self, file: io.BytesIO, own_packages: frozenset[str]) -> None:
         super().__init__(file, own_packages)
@@ -71,7 +70,7 @@ class _Fingerprinter(ClassPickler):
         self._dump(value)
 
     def persistent_id(self, obj: Any) -> Any:
-        """What stands for a function, a class or a module; None for all else."""
+        """Return the fingerprint of a function, class or module; None for all other objects."""
         if isinstance(obj, types.ModuleType):
             return obj.__name__
         if not isinstance(obj, type | types.FunctionType) or "_pickles_as" in vars(obj) or self.is_by_name(obj):
@@ -81,5 +80,5 @@ class _Fingerprinter(ClassPickler):
         self._seen.add(id(obj))
         if isinstance(obj, types.FunctionType):
             return obj.__name__, obj.__defaults__, obj.__kwdefaults__
-        attributes = carried_attributes(obj)
+        attributes = pickled_attributes(obj)
         return obj.__name__, sorted((n, v) for n, v in attributes.items() if n not in _FROM_ANNOTATIONS)

@@ -1,7 +1,7 @@
-"""Lay out the statements of a captured module, so that each finds what it uses.
+"""Order of the statements of a captured module.
 
-Python runs a module from top to bottom: what a statement uses when it is executed must stand above it, and so must all
-that this may then call.
+Python runs a module from top to bottom: the names that a statement uses when it is executed must be defined above it,
+and so must everything that these may then call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HEADER = "from __future__ import annotations\n"
 
 
 class NoSource(Exception):
-    """The class has no source form. Why does not matter to anybody: the pickle is what travels."""
+    """The class has no source form. The reason is not reported: the pickle is sent without source."""
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Part:
 
     Attributes:
         text: the statement.
-        eager: names that it uses when it is executed.
-        lazy: names that it uses later.
+        eager: names it uses when it is executed.
+        lazy: names it uses later.
     """
 
     text: str
@@ -33,10 +33,10 @@ class Part:
 
 
 def module_text(parts: Mapping[str, Part], imports: Iterable[str]) -> str:
-    """The module: imports, constants, then definitions.
+    """Return the text of the module: imports, constants, then definitions.
 
     Args:
-        parts: the statements, by the name that they bind.
+        parts: the statements, by the name they bind.
         imports: the import statements.
 
     Raises:
@@ -68,7 +68,7 @@ def _is_constant(part: Part) -> bool:
 
 
 def _in_order(parts: Mapping[str, Part]) -> Iterator[Part]:
-    """Each part after those that it uses when it is executed, and after all that these may then call."""
+    """Yield each part after those it uses when it is executed, and after everything these may then call."""
     begun: set[str] = set()
 
     def visit(name: str) -> Iterator[Part]:

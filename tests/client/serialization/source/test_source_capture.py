@@ -1,4 +1,4 @@
-"""The source of a class means the same as its pickle."""
+"""Capture of source that behaves like the pickle."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from logitship import CustomLogitProcessor
 from logitship.client.serialization.loading import instantiate, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, parse
-from logitship.client.serialization.source import capture_source
+from logitship.client.serialization.source.source_capture import capture_source
 
 WITHOUT = {"ModuleAttributes", "NoSource", "SetLater", "Trained"}
-"""A module used as an object has no flat form; code that was only exec'd has no text; what changed after it was made is
-not what its text makes."""
+"""Classes without source: it uses a module as an object, its code was only exec'd, or an object was changed after the
+statement that created it."""
 
 
-def test_the_source_does_what_the_pickle_does(travelled: Any) -> None:
-    with_source = {name: result for name, result in travelled.from_source.items() if result is not None}
-    assert with_source == {name: result for name, result in travelled.expected.items() if name not in WITHOUT}
+def test_source_gives_same_results_as_pickle(results: Any) -> None:
+    with_source = {name: result for name, result in results.from_source.items() if result is not None}
+    assert with_source == {name: result for name, result in results.expected.items() if name not in WITHOUT}
 
 
-def test_the_source_is_what_its_author_wrote(travelled: Any) -> None:
-    string = parse(travelled.strings["Helpers"])
+def test_source_keeps_author_text(results: Any) -> None:
+    string = parse(results.strings["Helpers"])
     assert isinstance(string, PickledProcessor)
     assert string.source is not None
     text = string.source.source
@@ -38,8 +38,8 @@ def test_the_source_is_what_its_author_wrote(travelled: Any) -> None:
     assert "logitship" not in text
 
 
-def test_imports_keep_their_names(travelled: Any) -> None:
-    string = parse(travelled.strings["Imported"])
+def test_imported_names_are_kept(results: Any) -> None:
+    string = parse(results.strings["Imported"])
     assert isinstance(string, PickledProcessor)
     assert string.source is not None
     assert "SCALE = 3.0\n" in string.source.source
@@ -53,7 +53,7 @@ def shadowed() -> float:
     return limit
 
 
-def test_one_name_for_two_things_has_no_source() -> None:
+def test_name_clash_has_no_source() -> None:
     limit = 2.0
 
     class Clash(CustomLogitProcessor):
@@ -71,7 +71,7 @@ def parse_pickled(text: str) -> PickledProcessor:
     return string
 
 
-def test_strings_inside_of_a_nested_class_keep_their_indentation() -> None:
+def test_multiline_strings_keep_indentation() -> None:
     class Quoting(CustomLogitProcessor):
         text = """
         indented
@@ -86,7 +86,7 @@ def test_strings_inside_of_a_nested_class_keep_their_indentation() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), {1, 2}, torch.tensor([1.0, 2.0]), b"bytes", ("a", [1, {"b": None}])])
-def test_constants_arrive_as_they_were(value: Any, make_processor: Callable[[Any], type[CustomLogitProcessor]]) -> None:
+def test_captured_constants_are_equal(value: Any, make_processor: Callable[[Any], type[CustomLogitProcessor]]) -> None:
     source = capture_source(make_processor(value))
     assert source is not None
     held = instantiate(load_class(source)).held()  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def make_processor() -> Callable[[Any], type[CustomLogitProcessor]]:
     return make
 
 
-def test_random_weights_have_no_source_and_the_authors_random_numbers_stay() -> None:
+def test_random_weights_have_no_source() -> None:
     class Random(CustomLogitProcessor):
         head = torch.nn.Linear(2, 2)
 
@@ -124,7 +124,7 @@ def test_random_weights_have_no_source_and_the_authors_random_numbers_stay() -> 
     assert torch.equal(loaded(logits), Random()(logits))
 
 
-def test_source_that_does_not_run_is_no_source() -> None:
+def test_source_that_raises_is_dropped() -> None:
     class Once(CustomLogitProcessor):
         handle = open_once()
 
@@ -139,6 +139,6 @@ opened: list[int] = []
 
 def open_once(seen: list[int] = opened) -> int:
     if seen:
-        raise FileExistsError("it is there already")
+        raise FileExistsError("already open")
     seen.append(1)
     return 1

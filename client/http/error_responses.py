@@ -1,4 +1,4 @@
-"""The servers' ways of telling what went wrong, read into one record."""
+"""Parsing of the servers' error formats into one record."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from logitship.client.errors import GenerationError, LogitshipError, error_for_status
 
 _ENDED_WHILE_RUNNING = frozenset({"ProcessorFault", "NoTokenLeftError", "NonFiniteLogitsError"})
-"""Error types with which a server ends a request that it had accepted, whatever status it then has to answer with."""
+"""Error types of requests that were accepted and then ended, whatever the status of the response."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a server says of a failure.
+class ReportedError:
+    """An error as a server reports it.
 
     Attributes:
-        message: its sentence.
-        type: its error type.
+        message: the server's message.
+        type: the server's error type.
         param: the offending field.
-        traceback: traceback of a processor's own code.
+        traceback: traceback of the processor's own code.
     """
 
     message: str
@@ -29,19 +29,19 @@ class Problem:
     traceback: str = ""
 
     def as_generation_error(self, partial: Any = None) -> GenerationError:
-        """The exception for a request that was accepted and then ended."""
+        """Return the exception for a request that was accepted and then ended."""
         return GenerationError(self.message, type=self.type, traceback=self.traceback, partial=partial)
 
     def as_status_error(self, status_code: int, body: Any) -> LogitshipError:
-        """The exception for an answer with an error status."""
+        """Return the exception for a response with an error status."""
         if self.type in _ENDED_WHILE_RUNNING:
             return self.as_generation_error()
         error = error_for_status(status_code)
         return error(self.message, status_code=status_code, param=self.param, type=self.type, body=body)
 
 
-def problem_in(body: Any) -> Problem | None:
-    """The problem that an answer or a stream's event tells of; None where it tells of none.
+def parse_error_body(body: Any) -> ReportedError | None:
+    """Return the error in a response body or an event of a stream; None if there is none.
 
     Reads OpenAI's `{"error": {"message", "type", "param", "code"}}`, SGLang's `{"error": {"message"}}`, the flat
     `{"object": "error", "message"}` of older servers, and FastAPI's `{"detail"}`.
@@ -52,7 +52,7 @@ def problem_in(body: Any) -> Problem | None:
     if isinstance(error, dict):
         return _from_fields(error)
     if isinstance(error, str):
-        return Problem(error)
+        return ReportedError(error)
     if body.get("object") == "error":
         return _from_fields(body)
     if "detail" in body:
@@ -60,8 +60,8 @@ def problem_in(body: Any) -> Problem | None:
     return None
 
 
-def _from_fields(fields: Mapping[str, Any]) -> Problem:
-    return Problem(
+def _from_fields(fields: Mapping[str, Any]) -> ReportedError:
+    return ReportedError(
         str(fields.get("message") or "the server gave no reason"),
         type=fields.get("type"),
         param=fields.get("param"),
@@ -69,10 +69,10 @@ def _from_fields(fields: Mapping[str, Any]) -> Problem:
     )
 
 
-def _from_detail(detail: Any) -> Problem:
-    """FastAPI's `detail`: a sentence, or pydantic's list of what is wrong where."""
+def _from_detail(detail: Any) -> ReportedError:
+    """Read FastAPI's `detail`: a message, or pydantic's list of errors with their locations."""
     if not isinstance(detail, list):
-        return Problem(str(detail))
-    places = [(".".join(str(part) for part in entry.get("loc", ())), entry.get("msg", "")) for entry in detail]
-    param = places[0][0].removeprefix("body.") if places else None
-    return Problem("; ".join(f"{where}: {what}" for where, what in places), param=param)
+        return ReportedError(str(detail))
+    errors = [(".".join(str(part) for part in entry.get("loc", ())), entry.get("msg", "")) for entry in detail]
+    param = errors[0][0].removeprefix("body.") if errors else None
+    return ReportedError("; ".join(f"{location}: {message}" for location, message in errors), param=param)

@@ -1,10 +1,10 @@
-"""Does a code object's bytecode belong to this Python?
+"""Check that bytecode was made by this minor version of Python.
 
-A string of SGLang's does not say which Python made it, and bytecode of another minor version is not refused by the
-interpreter: it crashes the process. Each version has its own numbers for the instructions and its own number of inline
-cache entries after them, so foreign bytecode stands out when it is decoded by this version's rules.
+SGLang's strings do not say which Python made them, and the interpreter crashes on bytecode of another minor version
+instead of refusing it. Each version has its own opcodes and its own number of inline cache entries, so bytecode of
+another version is malformed when it is decoded by the rules of this one.
 
-This finds honest mistakes. It is no protection against made-up bytecode.
+This finds mistakes. It does not protect against crafted bytecode.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from logitship.client.errors import ProcessorLoadError
-
-from .processor_string import PYTHON
+from logitship.client.serialization.processor_string import PYTHON
 
 ARGUMENTS = 18
-"""Number of a code object's fields in a pickle, from Python 3.11 on."""
+"""Number of fields of a code object in a pickle, from Python 3.11 on."""
 
-# Value of the instruction RESUME, which is in every function, by Python version.
+# Opcode of RESUME, which is in every function, by Python version.
 _RESUME = {"3.11": 151, "3.12": 151, "3.13": 149, "3.14": 128}
 
 _PROLOGUE = frozenset({"COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR", "POP_TOP", "NOP", "EXTENDED_ARG"})
@@ -32,7 +31,7 @@ def check_code(args: Sequence[Any]) -> None:
     """Check the arguments of dill's `_create_code` before the code object is made.
 
     Raises:
-        ProcessorLoadError: it is not bytecode of this Python version; the message says both versions, if it can.
+        ProcessorLoadError: it is not bytecode of this Python version; the message names both versions if it can.
     """
     fields = args[1:] if args and not isinstance(args[0], int) else args  # dill may write co_lnotab in front
     if len(fields) != ARGUMENTS:
@@ -50,7 +49,7 @@ def check_code(args: Sequence[Any]) -> None:
 
 def _foreign(made_by: str) -> ProcessorLoadError:
     return ProcessorLoadError(
-        f"the processor holds bytecode of {made_by}, this server runs Python {PYTHON}: serialize it with Python "
+        f"the processor contains bytecode of {made_by}, this server runs Python {PYTHON}: serialize it with Python "
         f"{PYTHON}, or with logitship's to_str(), which sends the source as well"
     )
 
@@ -62,7 +61,7 @@ def _guess(code: bytes) -> str:
 
 
 def _is_valid(code: bytes, limits: dict[str, int]) -> bool:
-    """Walk the instructions: known numbers, empty caches where they belong, operands and jump targets in range."""
+    """Decode the instructions; return whether opcodes, cache entries, operands and jump targets are all valid."""
     starts: set[int] = set()
     targets: set[int] = set()
     extended = 0
@@ -89,7 +88,7 @@ def _is_valid(code: bytes, limits: dict[str, int]) -> bool:
 
 
 def _prefixes(code: bytes, index: int) -> int:
-    """Number of EXTENDED_ARG before the instruction: a jump goes to the first of them."""
+    """Count the EXTENDED_ARG before the instruction: a jump goes to the first of them."""
     count = 0
     while index >= 2 * (count + 1) and code[index - 2 * (count + 1)] == dis.EXTENDED_ARG:
         count += 1
@@ -113,7 +112,7 @@ def _operand_fits(number: int, name: str, operand: int, limits: dict[str, int]) 
 
 
 def _name_index(name: str, operand: int) -> int:
-    """Some instructions keep flags in the low bits of their operand."""
+    """Return the index of the name; some instructions keep flags in the low bits of their operand."""
     if name == "LOAD_GLOBAL" or (name == "LOAD_ATTR" and sys.version_info >= (3, 12)):
         return operand >> 1
     if name == "LOAD_SUPER_ATTR":

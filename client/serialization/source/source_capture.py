@@ -1,11 +1,11 @@
-"""Write a class as one self-contained Python module.
+"""Capture of a class as one self-contained Python module.
 
-Bytecode only runs on the Python minor version that made it; the source runs on any. `capture_source` collects the text
-of the class and of every helper, base class, constant and import of the author's that it uses, from whatever modules
-they come, into one text. Values without a literal form (tensors, compiled patterns, sets) are pickled beside it.
+Bytecode only runs on the Python minor version that made it; source runs on any. `capture_source` collects the text of
+the class and of every helper, base class, constant and import of the author that it uses, from all their modules, into
+one text. Values without a literal form (tensors, compiled patterns, sets) are pickled separately.
 
-The result is best effort: where it would not mean the same (two modules use one name for different things, there is no
-source file, a statement gives something else when it runs again), there is none.
+The result is best effort: there is no source if it would behave differently (two modules use one name for different
+things, there is no source file, a statement gives another value when it runs again).
 """
 
 from __future__ import annotations
@@ -21,18 +21,25 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from logitship.client.errors import ProcessorSerializationError
+from logitship.client.serialization.code_names import attribute_chains, code_names, eager_names, functions_of
+from logitship.client.serialization.processor_string import PYTHON, SourceProcessor
+from logitship.client.serialization.provenance import is_installed, top_level
 
-from .class_names import functions_of
-from .code_names import attribute_chains, code_names, eager_names
-from .processor_string import PYTHON, SourceProcessor
-from .provenance import is_installed, top_level
 from .source_layout import HEADER, NoSource, Part, compile_source, module_text
-from .source_scope import Scope, scope_of
-from .source_text import Definition, SourceFile, files_of_module, find_class, find_function, source_file
+from .source_text import (
+    Definition,
+    Scope,
+    SourceFile,
+    files_of_module,
+    find_class,
+    find_function,
+    scope_of,
+    source_file,
+)
 
 
 def capture_source(cls: type, own_packages: frozenset[str] = frozenset()) -> SourceProcessor | None:
-    """The class with all that it uses as source text, or None where that is not possible."""
+    """Return the source text of the class and everything it uses, or None if that is not possible."""
     if "_pickles_as" in cls.__dict__:
         return None
     builder = _ModuleBuilder(own_packages)
@@ -41,17 +48,17 @@ def capture_source(cls: type, own_packages: frozenset[str] = frozenset()) -> Sou
         source = SourceProcessor(module_text(builder.parts, builder.imports), cls.__name__, builder.captured(), PYTHON)
     except (NoSource, RecursionError):
         return None
-    from .source_check import makes_the_same
+    from .source_check import is_equivalent
 
-    return source if makes_the_same(source, builder.values, own_packages) else None
+    return source if is_equivalent(source, builder.values, own_packages) else None
 
 
 class _ModuleBuilder:
-    """Collects the parts of the module.
+    """Builder of the module's parts.
 
     Attributes:
-        values: what each name in it means.
-        parts: its statements, by the name that they bind.
+        values: the author's value of each name in it.
+        parts: its statements, by the name they bind.
         imports: its import statements.
     """
 
@@ -71,7 +78,7 @@ class _ModuleBuilder:
     # --- adding ---
 
     def _claim(self, name: str, value: Any) -> bool:
-        """Reserve a name; False if it is there already with the same meaning."""
+        """Reserve a name; return False if it is already there with the same value."""
         if name not in self.values:
             self.values[name] = value
             return True
@@ -101,7 +108,7 @@ class _ModuleBuilder:
         return None
 
     def add_object(self, name: str, value: Any) -> None:
-        """Add something that has no module-level name: the processor, or what an enclosing function holds."""
+        """Add an object without a module-level name: the processor, or a variable of an enclosing function."""
         if not self._claim(name, value):
             return
         if isinstance(value, ModuleType):
@@ -126,7 +133,7 @@ class _ModuleBuilder:
     def _add_value(
         self, name: str, value: Any, file: SourceFile | None, statement: ast.stmt | None, scope: Scope
     ) -> None:
-        """A constant: as a literal, else pickled, else by the statement that made it."""
+        """Add a constant: as a literal, else pickled, else by the statement that made it."""
         if _is_literal(value):
             self.parts[name] = Part(f"{name} = {value!r}")
         elif self._is_data(name, value):
@@ -140,7 +147,7 @@ class _ModuleBuilder:
             raise NoSource
 
     def _add_text(self, name: str, text: str, scope: Scope) -> None:
-        """Add a statement and all that it uses."""
+        """Add a statement and everything it uses."""
         code = compile_source(HEADER + text)
         eager, every = eager_names(code) - {name}, code_names(code) - {name}
         self.parts[name] = Part(text, eager, every - eager)
@@ -156,7 +163,7 @@ class _ModuleBuilder:
                 self._import_submodules(used, code)
 
     def _add_annotations(self, node: ast.ClassDef, scope: Scope) -> None:
-        """Import what a dataclass looks for in annotations (`ClassVar`, `InitVar`), which are text here."""
+        """Import the names that `dataclasses` looks for in annotations (`ClassVar`, `InitVar`), which are text here."""
         annotations = [inner.annotation for inner in node.body if isinstance(inner, ast.AnnAssign)]
         names = {n.id for a in annotations for n in ast.walk(a) if isinstance(n, ast.Name)}
         for name in sorted(names - self.values.keys()):
@@ -186,7 +193,7 @@ class _ModuleBuilder:
                 self.imports.add(f"import {path}")
 
     def _import_by_name(self, name: str, value: Any) -> bool:
-        """Import a class or function by its own name, if it has one that everybody knows."""
+        """Import a class or function of an installed library by name; return False for all others."""
         if "_pickles_as" in getattr(value, "__dict__", ()) and isinstance(value, type):
             module, qualname = value.__dict__["_pickles_as"]
         else:
@@ -200,7 +207,7 @@ class _ModuleBuilder:
         return True
 
     def _follow_import(self, name: str, value: Any, statement: ast.ImportFrom, scope: Scope) -> None:
-        """Keep `from library import name`; for the author's own module, go there."""
+        """Keep `from library import name`; for an import from the author's own module, add the original."""
         original = next(a.name for a in statement.names if (a.asname or a.name) == name)
         relative = "." * statement.level + (statement.module or "")
         package = scope.variables.get("__package__")
@@ -230,7 +237,7 @@ class _ModuleBuilder:
     def _binding(
         self, name: str, value: Any, variables: dict[str, Any]
     ) -> tuple[SourceFile, ast.stmt] | tuple[None, None]:
-        """The last module-level statement that bound the name."""
+        """Return the last module-level statement that bound the name, and its file."""
         own = [value.__code__.co_filename] if isinstance(value, FunctionType) and value.__globals__ is variables else []
         found: list[tuple[SourceFile, ast.stmt]] = []
         for filename in [*files_of_module(variables), *own]:
@@ -264,7 +271,7 @@ class _ModuleBuilder:
         return True
 
     def _pickle_data(self, values: dict[str, Any]) -> bytes:
-        from .class_pickler import ClassPickler
+        from logitship.client.serialization.pickling.class_pickler import ClassPickler
 
         file = io.BytesIO()
         ClassPickler(file, self._own_packages).dump_data(values)
@@ -272,7 +279,7 @@ class _ModuleBuilder:
 
 
 def _is_literal(value: Any) -> bool:
-    """True if `repr` of the value is Python that makes it again."""
+    """Return whether `repr` of the value is Python that recreates it."""
     if type(value) in (list, tuple):
         return all(map(_is_literal, value))
     if type(value) is dict:

@@ -5,7 +5,7 @@ import math
 from logitship import TokenTrace, TraceCandidate, TraceStage
 
 
-def test_a_trace_prints_as_a_table() -> None:
+def test_token_trace_prints_as_table() -> None:
     paris, the = TraceCandidate(5, " Paris"), TraceCandidate(7, " the\n")
     trace = TokenTrace(
         paris,
@@ -23,7 +23,7 @@ def test_a_trace_prints_as_a_table() -> None:
     ]
 
 
-def test_a_long_table_ends_with_the_token() -> None:
+def test_long_table_includes_sampled_token() -> None:
     candidates = tuple(TraceCandidate(token_id, str(token_id)) for token_id in range(30))
     stage = TraceStage("model", logprobs=(-3.4,) * 30, num_allowed=30)
     lines = str(TokenTrace(candidates[29], candidates, (stage,))).splitlines()

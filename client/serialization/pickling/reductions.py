@@ -1,6 +1,6 @@
-"""How single objects are taken apart for a pickle, and which cannot be.
+"""Reductions of single objects for a pickle, and the objects that cannot be pickled.
 
-This module imports dill; `class_pickler.py` uses it when a class is really serialized.
+This module imports dill.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SENTINELS = {
     for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY", "_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR")
 }
 
-_UNTRAVELLABLE: tuple[tuple[Any, str], ...] = (
+_UNSERIALIZABLE: tuple[tuple[Any, str], ...] = (
     ((type(threading.Lock()), type(threading.RLock())), "a lock"),
-    ((threading.Condition, threading.Event, threading.Semaphore, threading.Barrier), "a thread synchronisation object"),
+    ((threading.Condition, threading.Event, threading.Semaphore, threading.Barrier), "a thread synchronization object"),
     (threading.Thread, "a thread"),
     (threading.local, "thread-local storage"),
     (socket.socket, "a socket"),
@@ -41,20 +41,20 @@ _UNTRAVELLABLE: tuple[tuple[Any, str], ...] = (
 )
 
 
-def untravellable(obj: Any) -> str | None:
-    """What an object is, if it is bound to this process; None for all others."""
+def unserializable_kind(obj: Any) -> str | None:
+    """Return the kind of an object that is bound to this process, such as "a lock"; None for all others."""
     if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
         return "a closed file" if obj.closed else "an open file"
-    return next((what for kinds, what in _UNTRAVELLABLE if isinstance(obj, kinds)), None)
+    return next((what for kinds, what in _UNSERIALIZABLE if isinstance(obj, kinds)), None)
 
 
 def sentinel_name(obj: Any) -> str | None:
-    """The name of one of the objects that `dataclasses` compares by identity."""
+    """Return the name of an object that `dataclasses` compares by identity; None for all others."""
     return _SENTINELS.get(id(obj)) if type(obj).__module__ == "dataclasses" else None
 
 
 def reduce_type_variable(variable: TypeVar) -> Any:
-    """Make the type variable anew: pickle sends it as a name in the author's module."""
+    """Recreate the type variable: pickle would send it as a name in the author's module."""
     options: dict[str, Any] = {
         "bound": variable.__bound__,
         "covariant": variable.__covariant__,
@@ -64,11 +64,11 @@ def reduce_type_variable(variable: TypeVar) -> Any:
 
 
 def reduce_value(obj: Any) -> Any:
-    """A reduction that reads the same everywhere, or NotImplemented to leave it to pickle."""
+    """Return a reduction that loads in every process, or NotImplemented to leave it to pickle."""
     if type(obj) is functools.cached_property:  # holds a lock, up to Python 3.11
         return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
     if type(obj) is functools.partial:
-        # Merely asking a partial for its __dict__ creates one, which would show in the bytes.
+        # Reading the __dict__ of a partial creates it, which would change the bytes.
         return functools.partial, (obj.func,), (obj.func, obj.args, obj.keywords, obj.__dict__ or None)
     if isinstance(obj, types.WrapperDescriptorType | types.MethodDescriptorType):
         return getattr, (obj.__objclass__, obj.__name__)
@@ -93,20 +93,20 @@ def _reduce_tensor(torch: types.ModuleType, tensor: Any) -> Any:
 
 
 def annotations_as_text(obj: Any) -> dict[str, str]:
-    """The annotations of a function or class, each as a string."""
+    """Return the annotations of a function or class, each as a string."""
     annotations = inspect.get_annotations(obj)
     return {n: v if isinstance(v, str) else inspect.formatannotation(v) for n, v in annotations.items()}
 
 
 def slot_names(cls: type) -> set[str]:
-    """Attributes that `__slots__` makes, as they stand in the class."""
+    """Return the names of the attributes that `__slots__` makes, mangled as in the class."""
     slots = cls.__dict__.get("__slots__", ())
     names = {slots} if isinstance(slots, str) else set(slots)
     return {f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names}
 
 
 def is_written_in_enum(name: str, value: Any) -> bool:
-    """True for what the author wrote into an enum's body, members apart; `enum` itself makes the rest."""
+    """Return whether the author wrote this attribute, not a member, in the enum's body; `enum` makes the others."""
     function = getattr(value, "__func__", getattr(value, "fget", value))
     if name == "__new_member__" or not isinstance(function, types.FunctionType):
         return name == "__doc__" and value is not None
@@ -114,7 +114,7 @@ def is_written_in_enum(name: str, value: Any) -> bool:
 
 
 def ordered(items: Iterable[Any]) -> list[Any]:
-    """The items of a set in an order that does not depend on their hashes; `<` between sets is no order."""
+    """Sort the items of a set independently of their hashes; `<` between sets is not a total order."""
     items = list(items)
     if all(type(item) is str for item in items) or all(type(item) in (int, float) for item in items):
         return sorted(items)

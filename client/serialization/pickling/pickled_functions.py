@@ -1,23 +1,21 @@
-"""How the author's functions travel: created bare, then filled, so that they may refer to themselves anywhere.
+"""Pickling of the author's functions: created bare, then filled, so that they may refer to themselves anywhere.
 
-These are handlers of `class_pickler.ClassPickler`.
+These are handlers of `ClassPickler`.
 """
 
 from __future__ import annotations
 
 import types
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dill._dill
 
+from .pickled_modules import ModulePickler
 from .reductions import annotations_as_text
 
-if TYPE_CHECKING:
-    from .class_pickler import ClassPickler
 
-
-def save_function(pickler: ClassPickler, function: types.FunctionType) -> None:
+def save_function(pickler: ModulePickler, function: types.FunctionType) -> None:
     """Write a function: by name if it is installed, else by value."""
     if pickler.is_by_name(function):
         pickler.save_global(function)
@@ -30,17 +28,17 @@ def save_function(pickler: ClassPickler, function: types.FunctionType) -> None:
     pickler.save_reduce(dill._dill._create_function, bare, obj=function)
     for name, cell in new_cells:
         _fill_cell(pickler, function, name, cell)
-    pickler.modules.carry_globals(function)
+    pickler.modules.add_globals(function)
     _set_attributes(pickler, function)
 
 
-def save_cell(pickler: ClassPickler, cell: types.CellType) -> None:
-    """Write an empty cell: `_fill_cell` fills it when its function exists, which may be what it holds."""
+def save_cell(pickler: ModulePickler, cell: types.CellType) -> None:
+    """Write an empty cell: `_fill_cell` fills it once its function exists, which may be its value."""
     pickler.save_reduce(types.CellType, (), obj=cell)
 
 
-def save_code(pickler: ClassPickler, code: types.CodeType) -> None:
-    """Write a code object without the folder of its file."""
+def save_code(pickler: ModulePickler, code: types.CodeType) -> None:
+    """Write a code object, with its file name but not the folder."""
     args = (
         code.co_argcount,
         code.co_posonlyargcount,
@@ -64,7 +62,7 @@ def save_code(pickler: ClassPickler, code: types.CodeType) -> None:
     pickler.save_reduce(dill._dill._create_code, args, obj=code)
 
 
-def _fill_cell(pickler: ClassPickler, function: types.FunctionType, name: str, cell: types.CellType) -> None:
+def _fill_cell(pickler: ModulePickler, function: types.FunctionType, name: str, cell: types.CellType) -> None:
     try:
         value = cell.cell_contents
     except ValueError:  # not assigned yet
@@ -73,7 +71,7 @@ def _fill_cell(pickler: ClassPickler, function: types.FunctionType, name: str, c
         pickler.call(setattr, cell, "cell_contents", value)
 
 
-def _set_attributes(pickler: ClassPickler, function: types.FunctionType) -> None:
+def _set_attributes(pickler: ModulePickler, function: types.FunctionType) -> None:
     descriptive: dict[str, Any] = {
         "__qualname__": function.__qualname__,
         "__module__": function.__module__,

@@ -1,6 +1,6 @@
-"""Unpickle a class into a world of its own.
+"""Unpickler that isolates a class from this process.
 
-This module imports dill; `loading.py` imports it when a class is really loaded.
+This module imports dill; `loading.py` imports it only when it loads a class.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 import dill._dill
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.shipped_names import ShippedNames
 
 from .bytecode import check_code
-from .shipped_names import ShippedNames
 
 _DILL_MODULES = frozenset({"dill._dill", "dill.dill"})
 
 
 class ClassUnpickler(dill._dill.Unpickler):  # type: ignore[misc]
-    """Reads what `dill.dumps(cls)` wrote, ours or SGLang's.
+    """Unpickler for the output of `dill.dumps(cls)`, from logitship or SGLang.
 
-    - SGLang's and vLLM's names are looked up in `names`, never in a package that is installed.
-    - Code is checked to be this Python's before it is built.
-    - Functions that are tied to `__main__` get a dict of their own, so that two clients' classes share nothing, and
-      cannot see this process's `__main__`.
+    - SGLang's and vLLM's names are looked up in `names`, never in an installed package.
+    - Bytecode is checked to be this Python's before a code object is made of it.
+    - Functions tied to `__main__` get a separate dict, so that the classes of two clients share nothing and cannot
+      see this process's `__main__`.
     """
 
     def __init__(self, payload: bytes, names: ShippedNames) -> None:
@@ -36,13 +36,13 @@ class ClassUnpickler(dill._dill.Unpickler):  # type: ignore[misc]
         self._main_globals: dict[str, Any] = {"__name__": "__main__", "__builtins__": names.builtins}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name in the pickle."""
+        """Return the object for a global name in the pickle."""
         if (module, name) in {("__builtin__", "__main__"), ("__main__", "__dict__")}:
             return self._main_globals
         if module == "__main__":
             raise ProcessorLoadError(
-                f"the pickle names {name!r} of the author's script instead of carrying it: serialize the class with "
-                "logitship's to_str()"
+                f"the pickle refers to {name!r} of the author's script by name and does not contain it: serialize "
+                "the class with logitship's to_str()"
             )
         if module in _DILL_MODULES:
             return self._dill_function(name) or super().find_class(module, name)

@@ -1,17 +1,21 @@
-"""Find the text that defined a function, a class or a module-level name."""
+"""Source text that defined a function, a class or a module-level name, and the scope of its names."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
+import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import CodeType
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
-from .class_names import functions_in, functions_of
-from .syntax import parse
+from logitship.client.serialization.code_names import captured_values, functions_in, functions_of
+from logitship.client.serialization.syntax import parse
+
+from .source_layout import NoSource
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -19,10 +23,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A parsed file, or a notebook's cell.
+    """A parsed file, or a cell of a notebook.
 
     Attributes:
-        filename: as code objects name it.
+        filename: its name in code objects.
         lines: its lines.
         tree: its syntax tree.
     """
@@ -32,37 +36,37 @@ class SourceFile:
     tree: ast.Module
 
     def text_of(self, node: ast.stmt) -> str:
-        """The text of a statement, decorators included, without its indentation."""
+        """Return the text of a statement with its decorators, without its indentation."""
         first = _first_line(node)
         text = textwrap.dedent("".join(self.lines[first - 1 : node.end_lineno]))
-        # Removing the indentation also changes the inside of strings that go over several lines.
+        # Removing the indentation also changes multi-line strings.
         if node.col_offset and any(_is_long_string(inner) for inner in ast.walk(node)):
             return ast.unparse(node)
         return text.rstrip()
 
     def definitions(self) -> Iterator[tuple[str, Definition]]:
-        """Every function and class with its qualified name."""
+        """Yield every function and class with its qualified name."""
         yield from _definitions(self.tree, "")
 
     def bindings(self, name: str) -> Iterator[ast.stmt]:
-        """Module-level statements that bind a name, in order, also those inside of `if` and `try`."""
+        """Yield the module-level statements that bind a name, in order, also those inside `if` and `try`."""
         yield from (statement for statement in _module_level(self.tree) if name in _bound_names(statement))
 
 
 def source_file(filename: str, variables: dict[str, Any]) -> SourceFile | None:
-    """The file as `linecache` has it (notebooks put their cells there), or None."""
+    """Return the file from `linecache` (notebooks put their cells there), or None."""
     linecache.checkcache(filename)
     lines = linecache.getlines(filename, variables)
     if not lines:
         return None
     try:
         return SourceFile(filename, lines, parse("".join(lines)))
-    except SyntaxError:  # a notebook's cell may hold what only IPython understands
+    except SyntaxError:  # a notebook cell may contain IPython syntax
         return None
 
 
 def files_of_module(variables: dict[str, Any]) -> list[str]:
-    """The files that a module's code comes from: one, or a notebook's cells."""
+    """Return the files that a module's code comes from: one, or the cells of a notebook."""
     if isinstance(variables.get("__file__"), str):
         return [variables["__file__"]]
     codes: list[CodeType] = []
@@ -73,7 +77,7 @@ def files_of_module(variables: dict[str, Any]) -> list[str]:
 
 
 def find_function(file: SourceFile, code: CodeType) -> Definition | None:
-    """The `def` that a code object was compiled from."""
+    """Return the `def` that a code object was compiled from."""
     for _, node in file.definitions():
         if node.name == code.co_name and _first_line(node) == code.co_firstlineno:
             return node
@@ -81,12 +85,46 @@ def find_function(file: SourceFile, code: CodeType) -> Definition | None:
 
 
 def find_class(file: SourceFile, cls: type) -> ast.ClassDef | None:
-    """The `class` statement of a class: the one around its methods, else the last of its name."""
+    """Return the `class` statement of a class: the one around its methods, else the last with its name."""
     nodes = [n for qualname, n in file.definitions() if isinstance(n, ast.ClassDef) and qualname == cls.__qualname__]
     lines = {f.__code__.co_firstlineno for f in functions_of(cls) if f.__code__.co_filename == file.filename}
     around = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
     nodes = around or nodes
     return nodes[-1] if nodes else None
+
+
+@dataclass
+class Scope:
+    """Variables that a piece of source text can use.
+
+    Attributes:
+        variables: the module's globals.
+        local: variables of an enclosing function that the text uses.
+    """
+
+    variables: dict[str, Any]
+    local: dict[str, Any] = field(default_factory=dict)
+
+
+def scope_of(value: Any, node: Definition, filename: str) -> Scope:
+    """Return the scope of the text of a function or class."""
+    if not isinstance(value, type):
+        function: Any = inspect.unwrap(value)
+        return Scope(
+            getattr(function, "__globals__", {}),
+            captured_values(function) if isinstance(function, FunctionType) else {},
+        )
+    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    functions = [inspect.unwrap(function) for function in functions_of(value)]
+    written = [f for f in functions if f.__code__.co_filename == filename and f.__code__.co_firstlineno in lines]
+    local = {base.__name__: base for base in value.__bases__}
+    for function in written:
+        for name, captured in captured_values(function).items():
+            if local.setdefault(name, captured) is not captured:
+                raise NoSource
+    local.pop("__class__", None)
+    variables = written[0].__globals__ if written else vars(sys.modules.get(value.__module__, ModuleType("")))
+    return Scope(variables, {name: v for name, v in local.items() if variables.get(name) is not v})
 
 
 def _first_line(node: ast.stmt) -> int:

@@ -1,13 +1,13 @@
-"""The plugin's answer, in the sentence that a request is refused with."""
+"""The plugin's reply in the error message that refuses the probe."""
 
 from __future__ import annotations
 
 import pytest
 
-from logitship.client.http.vllm_wire import PluginInfo
+from logitship.client.http.vllm_handshake import PluginInfo
 
 
-def test_there_and_back() -> None:
+def test_message_round_trip() -> None:
     message = PluginInfo(fault_token=49151).to_message()
     assert PluginInfo.from_message(message) == PluginInfo(49151)
     assert PluginInfo.from_message(f"Invalid request: {message} (parameter=None)") == PluginInfo(49151)
@@ -24,5 +24,5 @@ def test_there_and_back() -> None:
         'logitship plugin: {"fault_token": 5',
     ],
 )
-def test_other_sentences(message: str) -> None:
+def test_unrelated_messages(message: str) -> None:
     assert PluginInfo.from_message(message) is None

@@ -1,8 +1,7 @@
-"""How the author's classes travel: created bare, then their attributes are set.
+"""Pickling of the author's classes: created bare, then their attributes are set.
 
-So a class may refer to itself anywhere. What `__init_subclass__`, `__set_name__` or a metaclass of the author's did to
-it is already in its attributes, and none of them runs again. `save_class` is a handler of
-`class_pickler.ClassPickler`.
+So a class may refer to itself anywhere. The effects of `__init_subclass__`, `__set_name__` and the author's metaclasses
+are already in its attributes, and none of them runs again. `save_class` is a handler of `ClassPickler`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import abc
 import enum
 import functools
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dill._dill
 
-from .provenance import is_own_extension, top_level
+from logitship.client.serialization.provenance import is_own_extension, top_level
+
+from .base_pickler import BasePickler
 from .reductions import annotations_as_text, is_written_in_enum, slot_names
 
-if TYPE_CHECKING:
-    from .class_pickler import ClassPickler
-
-# Attributes that creating the class makes anew, or that only describe where it was written.
-_NOT_CARRIED = frozenset(
+# Attributes that creating the class makes again, or that only describe where it was written.
+_NOT_PICKLED = frozenset(
     {
         "__dict__",
         "__weakref__",
@@ -43,7 +41,7 @@ _NOT_CARRIED = frozenset(
 )
 
 
-def save_class(pickler: ClassPickler, cls: type) -> None:
+def save_class(pickler: BasePickler, cls: type) -> None:
     """Write a class: by name if it is installed, else by value."""
     if "_pickles_as" in cls.__dict__ and top_level(cls.__module__) == "logitship":
         module, qualname = cls.__dict__["_pickles_as"]
@@ -62,13 +60,13 @@ def save_class(pickler: ClassPickler, cls: type) -> None:
             _save_plain_class(pickler, cls)
 
 
-def carried_attributes(cls: type) -> dict[str, Any]:
-    """What stands in a class beyond what creating it makes."""
-    made_anew = _NOT_CARRIED | slot_names(cls)
-    return {name: value for name, value in cls.__dict__.items() if name not in made_anew}
+def pickled_attributes(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class that creating it does not make."""
+    recreated = _NOT_PICKLED | slot_names(cls)
+    return {name: value for name, value in cls.__dict__.items() if name not in recreated}
 
 
-def _save_plain_class(pickler: ClassPickler, cls: type) -> None:
+def _save_plain_class(pickler: BasePickler, cls: type) -> None:
     meta = type(cls)
     bare = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
     bare["__module__"] = cls.__module__
@@ -78,18 +76,18 @@ def _save_plain_class(pickler: ClassPickler, cls: type) -> None:
     else:
         installed = next(base for base in type.mro(meta) if pickler.is_by_name(base))
         pickler.save_reduce(installed.__new__, (meta, cls.__name__, cls.__bases__, bare), obj=cls)
-    _set_attributes(pickler, cls, carried_attributes(cls))
+    _set_attributes(pickler, cls, pickled_attributes(cls))
     if isinstance(cls, abc.ABCMeta):
         _restore_abc(pickler, cls)
 
 
-def _set_attributes(pickler: ClassPickler, cls: type, attributes: dict[str, Any]) -> None:
+def _set_attributes(pickler: BasePickler, cls: type, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         is_method = isinstance(getattr(value, "__func__", value), types.FunctionType)
         label = f"{cls.__qualname__}.{name}" if is_method else f"attribute {name!r} of class {cls.__qualname__}"
         with pickler.at(label, value):
             if name == "__init_subclass__":
-                # Its subclasses are still to be created, and must not run it.
+                # Its subclasses are created later and must not run it.
                 pickler.call_last(type.__setattr__, cls, name, value)
             else:
                 pickler.call(type.__setattr__, cls, name, value)
@@ -98,15 +96,15 @@ def _set_attributes(pickler: ClassPickler, cls: type, attributes: dict[str, Any]
         pickler.call(type.__setattr__, cls, "__annotations__", annotations)
 
 
-def _restore_abc(pickler: ClassPickler, cls: abc.ABCMeta) -> None:
+def _restore_abc(pickler: BasePickler, cls: abc.ABCMeta) -> None:
     pickler.call(setattr, cls, "__abstractmethods__", cls.__abstractmethods__)
     registered = [ref() for ref in dill._dill.abc._get_dump(cls)[0]]
     for other in sorted(filter(None, registered), key=lambda other: (other.__module__, other.__qualname__)):
         pickler.call(abc.ABCMeta.register, cls, other)
 
 
-def _save_enum(pickler: ClassPickler, cls: enum.EnumMeta) -> None:
-    """Have `enum` build the class anew from its members' values, then add the methods."""
+def _save_enum(pickler: BasePickler, cls: enum.EnumMeta) -> None:
+    """Let `enum` rebuild the class from the values of its members, then add the methods."""
     new = getattr(cls.__dict__.get("__new_member__"), "__func__", cls.__dict__.get("__new_member__"))
     if isinstance(new, types.FunctionType) and new.__module__ != "enum":
         raise pickler.refuse(cls, f"enum {cls.__qualname__} with a __new__ of its own", "give it plain values")

@@ -1,0 +1,1 @@
+"""Pickling of classes by value, and unpickling in isolation from this process."""

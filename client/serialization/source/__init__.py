@@ -1,0 +1,1 @@
+"""Source text of a class and of everything it uses."""
