@@ -38,8 +38,9 @@ from logitship.server.tokenizer import Tokenizer
 
 from .beam_group import BeamGroup
 from .daemon_thread import in_daemon_thread
-from .engine import INTERNAL_ERROR, Engine
+from .engine import Engine
 from .engine_thread import EngineThread
+from .failures import INTERNAL_ERROR
 
 _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 5.0
@@ -194,9 +195,7 @@ class AsyncEngine:
 
     def _cancel(self, active: _ActiveRequest) -> None:
         """Cancel this very request: by now, another may run under its id."""
-        self._thread.abort(
-            lambda sequence: (sequence if sequence.beams is None else sequence.beams.lead) in active.sequences
-        )
+        self._thread.abort(lambda sequence: sequence.lead in active.sequences)
 
     async def flush_cache(self) -> bool:
         """Drop what is cached between requests. False, and nothing happens, while requests run or wait."""

@@ -11,7 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from logitship.client.errors import ProcessorFault
@@ -20,45 +20,59 @@ from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.server.requests.beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, candidates_of, select
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
-from logitship.server.requests.sequence import Sequence as EngineSequence
-from logitship.server.requests.sequence import Sink
+from logitship.server.requests.sequence import Sequence, Sink
 
 
-@dataclass(eq=False)
-class Beam:
-    """A sequence of a search.
+class Beam(Sequence):
+    """One running output of a beam search.
+
+    It takes over the state of `source`: its tokens so far, but no slot, no row and no processors of its own.
 
     Attributes:
-        output: what the sequence has given so far.
+        group: the search that it belongs to.
+        output: its chunks so far, joined.
         cumulative_logprob: sum of the log-probabilities of its tokens.
     """
 
-    sequence: EngineSequence
-    output: Continuation
-    cumulative_logprob: float = 0.0
+    def __init__(
+        self, group: BeamGroup, source: Sequence, output: Continuation, cumulative_logprob: float = 0.0
+    ) -> None:
+        vars(self).update(vars(source.fork(output.add)))
+        self.group = group
+        self.output = output
+        self.cumulative_logprob = cumulative_logprob
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the whole search: it starts with all of them, or waits."""
+        return self.group.width
+
+    @property
+    def lead(self) -> Sequence:
+        """The first beam of the search, which stands for its request."""
+        return self.group.lead
 
     def branch(self) -> Beam:
-        """The same output, for another continuation. It has no slot, no row and no processors of its own."""
-        output = self.output.copy()
-        return Beam(self.sequence.fork(output.add), output, self.cumulative_logprob)
+        """Return another beam with the same output so far."""
+        return Beam(self.group, self, self.output.copy(), self.cumulative_logprob)
 
-    def append(self, candidate: Candidate, record: TokenLogprobs) -> None:
-        """Go on with a candidate."""
-        self.sequence.append(candidate.token_id, record)
+    def extend(self, candidate: Candidate, record: TokenLogprobs) -> None:
+        """Append a candidate's token."""
+        self.append(candidate.token_id, record)
         self.cumulative_logprob = candidate.cumulative_logprob
 
 
 @dataclass(frozen=True)
 class BeamStep:
-    """What a step does to the sequences of a group.
+    """Changes to the sequences of a group after a step.
 
     Attributes:
-        given_up: have no continuation among the best.
-        branched: (source, new sequence). The new one needs a slot with the source's keys and values.
+        dropped: beams without a continuation among the best.
+        branched: (source, new beam). The new beam needs a slot with the source's keys and values.
     """
 
-    given_up: list[EngineSequence]
-    branched: list[tuple[EngineSequence, EngineSequence]]
+    dropped: list[Beam]
+    branched: list[tuple[Beam, Beam]]
 
 
 class BeamGroup:
@@ -81,7 +95,7 @@ class BeamGroup:
     def __init__(
         self,
         search: BeamSearch,
-        sequence: EngineSequence,
+        sequence: Sequence,
         n: int,
         vocab_size: int,
         *,
@@ -98,22 +112,20 @@ class BeamGroup:
         self._n = n
         self._shown_logprobs = shown_logprobs
         self._sink = sink
-        first = Beam(sequence, Continuation(0, 0)).branch()
-        self.lead = first.sequence
-        self.lead.beams = self
+        self.lead = Beam(self, sequence, Continuation(0, 0))
         self.lead.sampling_params = dataclasses.replace(
             self.lead.sampling_params,
             logprobs=min(max(self._num_candidates, shown_logprobs or 0), vocab_size),
             logprobs_mode="processed_logprobs",
         )
-        self._beams = [first]
+        self._beams = [self.lead]
 
     @property
     def is_final(self) -> bool:
         """True if the search is over."""
         if not self._beams:
             return True
-        first = self._beams[0].sequence
+        first = self._beams[0]
         length = len(first.output_token_ids)
         running = [beam.cumulative_logprob for beam in self._beams]
         return self._hypotheses.is_final(running, length, length + first.num_missing)
@@ -123,48 +135,48 @@ class BeamGroup:
         """True if a sequence has finished."""
         return bool(self._hypotheses.best)
 
-    def advance(self, drawn: Mapping[EngineSequence, RowLogprobs]) -> BeamStep:
+    def advance(self, sampled: Mapping[Sequence, RowLogprobs]) -> BeamStep:
         """Choose among the continuations of a step.
 
         Args:
-            drawn: the most likely tokens of each beam; a beam that is left out has no continuation.
+            sampled: the most likely tokens of each beam; a beam that is left out has no continuation.
 
         Raises:
             ProcessorFault: what a processor keeps of a beam cannot be copied. The group is to be ended.
         """
-        beams = [beam for beam in self._beams if beam.sequence in drawn]
-        records = [drawn[beam.sequence] for beam in beams]
+        beams = [beam for beam in self._beams if beam in sampled]
+        records = [sampled[beam] for beam in beams]
         candidates = candidates_of(
             [beam.cumulative_logprob for beam in beams], [record.top for record in records], self._num_candidates
         )
         selection = select(
-            candidates, self.width, lambda candidate: beams[candidate.beam].sequence.would_end(candidate.token_id)
+            candidates, self.width, lambda candidate: beams[candidate.beam].would_end(candidate.token_id)
         )
         for candidate in selection.finished:
             beam, record = beams[candidate.beam].branch(), records[candidate.beam]
-            beam.append(candidate, _token_logprobs(record, candidate, self._shown_logprobs))
-            self._hypotheses.add(beam.cumulative_logprob, len(beam.sequence.output_token_ids), beam.output)
-        return self._go_on(beams, records, selection.running)
+            beam.extend(candidate, _token_logprobs(record, candidate, self._shown_logprobs))
+            self._hypotheses.add(beam.cumulative_logprob, len(beam.output_token_ids), beam.output)
+        return self._continue(beams, records, selection.running)
 
-    def _go_on(self, beams: Sequence[Beam], records: Sequence[RowLogprobs], running: Sequence[Candidate]) -> BeamStep:
-        """Give each candidate a beam: its own to the best one of a beam, branches to the others."""
+    def _continue(self, beams: list[Beam], records: list[RowLogprobs], running: list[Candidate]) -> BeamStep:
+        """Give each candidate a beam: a beam's best candidate keeps it, the others get branches."""
         following: list[Beam] = []
-        branched: list[tuple[EngineSequence, EngineSequence]] = []
-        kept: set[EngineSequence] = set()
+        branched: list[tuple[Beam, Beam]] = []
+        kept: set[Beam] = set()
         for candidate in running:
             beam = beams[candidate.beam]
-            if beam.sequence in kept:
-                source, beam = beam.sequence, beam.branch()
-                branched.append((source, beam.sequence))
-            kept.add(beam.sequence)
+            if beam in kept:
+                source, beam = beam, beam.branch()
+                branched.append((source, beam))
+            kept.add(beam)
             following.append(beam)
         _fork_processors(branched)
-        given_up = [beam.sequence for beam in self._beams if beam.sequence not in kept]
+        dropped = [beam for beam in self._beams if beam not in kept]
         self._beams = following
-        # Only now: a branch begins with what its source was before.
+        # After all branches were made: a branch starts with the history of its source before this step.
         for beam, candidate in zip(following, running, strict=True):
-            beam.append(candidate, _token_logprobs(records[candidate.beam], candidate, self._shown_logprobs))
-        return BeamStep(given_up, branched)
+            beam.extend(candidate, _token_logprobs(records[candidate.beam], candidate, self._shown_logprobs))
+        return BeamStep(dropped, branched)
 
     def finish(self, reason: FinishReason | None = None) -> None:
         """Give the answer.
@@ -207,7 +219,7 @@ class BeamGroup:
         )
 
 
-def _fork_processors(branched: Sequence[tuple[EngineSequence, EngineSequence]]) -> None:
+def _fork_processors(branched: list[tuple[Beam, Beam]]) -> None:
     """Give new sequences their own copies of what processors keep of their sources.
 
     Raises:
@@ -215,12 +227,12 @@ def _fork_processors(branched: Sequence[tuple[EngineSequence, EngineSequence]]) 
     """
     forked: list[ProcessorUse] = []
     try:
-        for source, sequence in branched:
+        for source, beam in branched:
             uses = []
             for use in source.sampling_params.processors:
-                uses.append(use.fork(sequence.output_token_ids))
+                uses.append(use.fork(beam.output_token_ids))
                 forked.append(uses[-1])
-            sequence.sampling_params = dataclasses.replace(source.sampling_params, processors=tuple(uses))
+            beam.sampling_params = dataclasses.replace(source.sampling_params, processors=tuple(uses))
     except ProcessorFault:
         for use in forked:
             use.drop_fork()

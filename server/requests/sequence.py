@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import RowTrace
@@ -12,9 +11,6 @@ from logitship.server.tokenizer import Tokenizer
 
 from .detokenizer import IncrementalDetokenizer, StopMatch, StopStrings
 from .messages import FinishReason, GenerationChunk, TokenLogprobs
-
-if TYPE_CHECKING:
-    from logitship.server.engine.beam_group import BeamGroup
 
 _CONTEXT_TOKENS = 5
 """How much of the prompt the text of the first output token may depend on."""
@@ -37,7 +33,6 @@ class Sequence:
         prompt_logprobs: what was asked for of the prompt, as far as it is computed.
         output_token_ids: grows by one a step. Others hold references to it: it is never replaced.
         finish_reason: None while it runs.
-        beams: of a beam search, the group that it belongs to; None of all others.
     """
 
     def __init__(
@@ -65,7 +60,6 @@ class Sequence:
         self.is_prompt_kept = False
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.beams: BeamGroup | None = None
         self._has_emitted = False
         self._max_tokens = max_tokens
         self._sink = sink
@@ -91,8 +85,13 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Slots that it must get before it can begin."""
-        return 1 if self.beams is None else self.beams.width
+        """Slots that it needs to start."""
+        return 1
+
+    @property
+    def lead(self) -> Sequence:
+        """The sequence that was queued for it: itself, or the first beam of its search."""
+        return self
 
     @property
     def num_missing(self) -> int:
@@ -100,7 +99,7 @@ class Sequence:
         return self._max_tokens - len(self.output_token_ids)
 
     @property
-    def draws(self) -> bool:
+    def samples(self) -> bool:
         """False if only the prompt is to be computed, for its log-probabilities."""
         return self._max_tokens > 0
 
@@ -163,19 +162,19 @@ class Sequence:
             return True
         if not self.sampling_params.stop:
             return False
-        twin = self.fork(lambda chunk: None)
-        twin.append(token_id, None)
-        return twin.finish_reason is not None
+        fork = self.fork(_noop)
+        fork.append(token_id, None)
+        return fork.finish_reason is not None
 
     def fork(self, sink: Sink) -> Sequence:
         """Another sequence with the same output so far, without a slot."""
-        twin = copy.copy(self)
-        twin.output_token_ids = self.output_token_ids.copy()
-        twin.slot = None
-        twin._sink = sink
-        twin._detokenizer = self._detokenizer.fork()
-        twin._stop_strings = copy.copy(self._stop_strings)
-        return twin
+        fork = copy.copy(self)
+        fork.output_token_ids = self.output_token_ids.copy()
+        fork.slot = None
+        fork._sink = sink
+        fork._detokenizer = self._detokenizer.fork()
+        fork._stop_strings = copy.copy(self._stop_strings)
+        return fork
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence from outside."""
@@ -233,3 +232,7 @@ class Sequence:
                 receipts=tuple(use.receipt for use in self.sampling_params.processors) if finished else (),
             )
         )
+
+
+def _noop(chunk: GenerationChunk) -> None:
+    pass
