@@ -36,7 +36,6 @@ class EngineMetrics:
     Args:
         model: named in `logitship_info`.
         installed: digest → name of the installed processors.
-        read: the engine's counters; called on any thread.
 
     Attributes:
         registry: all of the metrics, those of the process included.
@@ -44,7 +43,7 @@ class EngineMetrics:
         processor_load: seconds that it took to get a request's processors ready.
     """
 
-    def __init__(self, model: ModelInfo, installed: Mapping[str, str], read: Callable[[], EngineStats]) -> None:
+    def __init__(self, model: ModelInfo, installed: Mapping[str, str]) -> None:
         self.registry = registry = CollectorRegistry()
         self._labels = ProcessorLabels(installed)
         self.requests = RequestMetrics(registry, self._labels)
@@ -86,9 +85,16 @@ class EngineMetrics:
         Info("logitship", "The server and its model.", registry=registry).info(
             {"version": version("logitship"), "model": model.name, "dtype": model.dtype, "device": model.device}
         )
-        registry.register(StateCollector(read))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
+
+    def watch(self, read: Callable[[], EngineStats]) -> None:
+        """Add the metrics of an engine's state.
+
+        Args:
+            read: called for each scrape, on any thread.
+        """
+        self.registry.register(StateCollector(read))
 
     def step_ended(self, clock: StepClock) -> None:
         """Observe a step, and begin the next. On the engine's thread, also after a step that had nothing to do."""

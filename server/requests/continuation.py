@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TypeVar
 
 from logitship.client.records import Receipt
 from logitship.sampler.trace import RowTrace
 
 from .messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
+
+AnyContinuation = TypeVar("AnyContinuation", bound="Continuation")
 
 
 @dataclass
@@ -63,3 +68,23 @@ class Continuation:
         self.receipts = chunk.receipts
         self.cumulative_logprob = chunk.cumulative_logprob
         self.beam_score = chunk.beam_score
+
+
+def best_continuations(continuations: Iterable[AnyContinuation], n: int) -> list[AnyContinuation]:
+    """Return the `n` continuations with the highest log-probability per token, the highest first: `best_of`.
+
+    The mean is OpenAI's measure: a sum would prefer short outputs. It counts every sampled token, with the one that
+    ended the output. Of equals the earlier comes first; aborted continuations come last.
+
+    Args:
+        continuations: with the log-probabilities of their tokens.
+        n: how many to keep.
+    """
+    return sorted(continuations, key=_rank)[:n]
+
+
+def _rank(continuation: Continuation) -> tuple[bool, float]:
+    """Return the sort key of a continuation: smaller is better."""
+    reason = continuation.finish_reason
+    known = [position.logprob for position in continuation.logprobs if position.logprob is not None]
+    return reason is not None and reason.kind == "abort", -sum(known) / len(known) if known else inf

@@ -67,7 +67,7 @@ class GenerationRequest:
     n: int = 1
     """Number of continuations in the answer. They are independent: the seed of each is a `continuation_seed`."""
     best_of: int | None = None
-    """Number of continuations to make, of which the `n` most likely are answered, see `most_likely`; None: `n`."""
+    """Number of continuations to generate, of which the `best_continuations` are answered; None: `n`."""
 
     beam_search: BeamSearch | None = None
     """Search for the most likely continuations instead of drawing them; `n` of the beams are answered."""

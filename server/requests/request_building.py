@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from logitship.sampler.sampling_params import InvalidSamplingParams
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestRefused
 from logitship.server.tokenizer import Tokenizer
 
@@ -31,15 +30,17 @@ class Prompt:
     text: str | None = None
 
 
-def encode_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool = True) -> Prompt:
+def encode_prompt(
+    tokenizer: Tokenizer, max_model_len: int, value: str | list[int], at: str, *, add_special_tokens: bool = True
+) -> Prompt:
     """A prompt as token ids. Tokenizing takes time: do not call it on an event loop.
 
     Raises:
         BadRequest: it has no token, or is far too long; names `at`.
     """
     if isinstance(value, str):
-        check_text_length(engine, len(value), at)
-        prompt = Prompt(engine.tokenizer.encode(value, add_special_tokens=add_special_tokens), value)
+        check_text_length(tokenizer, max_model_len, len(value), at)
+        prompt = Prompt(tokenizer.encode(value, add_special_tokens=add_special_tokens), value)
     else:
         prompt = Prompt(value)
     if not prompt.token_ids:
@@ -47,17 +48,17 @@ def encode_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_s
     return prompt
 
 
-def check_text_length(engine: AsyncEngine, characters: int, at: str) -> None:
+def check_text_length(tokenizer: Tokenizer, max_model_len: int, characters: int, at: str) -> None:
     """Refuse a text that would not fit if it were all of the longest tokens. To tokenize it could take minutes.
 
     Raises:
         BadRequest: names the field.
     """
-    limit = engine.model.max_model_len * engine.tokenizer.longest_token
+    limit = max_model_len * tokenizer.longest_token
     if characters > limit:
         raise BadRequest(
-            f"{at}: has {characters} characters, but the model's length is {engine.model.max_model_len} tokens, prompt "
-            f"and output together, and no token stands for more than {engine.tokenizer.longest_token} characters",
+            f"{at}: has {characters} characters, but the model's length is {max_model_len} tokens, prompt "
+            f"and output together, and no token stands for more than {tokenizer.longest_token} characters",
             param=at,
         )
 

@@ -10,6 +10,7 @@ from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.plain_values import NotPlainError, check_plain
+from logitship.server.config import ServerConfig
 from logitship.server.refusals import BadRequest
 
 from .beam_search import BeamSearch
@@ -44,6 +45,17 @@ class Limits:
     max_logprobs: int
     max_num_seqs: int
     knows_thinking: bool = False
+
+    @classmethod
+    def of(cls, config: ServerConfig, vocab_size: int, max_model_len: int) -> Limits:
+        """Return the limits of a server."""
+        return cls(
+            vocab_size,
+            max_model_len,
+            config.max_logprobs,
+            config.max_num_seqs,
+            knows_thinking=config.reasoning_strings is not None,
+        )
 
 
 def check(request: GenerationRequest, limits: Limits) -> None:
