@@ -125,6 +125,7 @@ class AsyncEngine:
         """Keep a processor, for requests that name it. It is loaded now, so that its errors show now.
 
         Args:
+            string: the processor.
             tenant: the owner. Requests of other tenants may name the digest as well.
             name: its name; None: its class's name. Another processor of the same name becomes its next version.
 

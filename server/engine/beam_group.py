@@ -1,11 +1,11 @@
-"""The beams of one request, from its prompt to its answer.
+"""Beam search: the beams of one request, from its prompt to its answer.
 
-A beam is a `Sequence` with a slot and a row like any other. The request begins with one of them, which computes the
-prompt. After each step the group says which beams go on, which branch off from them, and which are given up.
+A beam is a `Sequence` with a slot and a row like any other. The request starts with one beam, which computes the
+prompt. After each step the group decides which beams continue, which new ones branch off, and which are dropped.
 
 Guarantees:
-* A beam that goes on keeps its slot, its row and what processors keep of it. Only one that branches off gets copies.
-* The request has `width` slots from its first step to its end, so that a branch never has to wait for one.
+* A beam that continues keeps its slot, its row and the state of its processors. Only a branch gets copies.
+* The request has `width` slots from its first step to its end, so a branch never waits for one.
 """
 
 from __future__ import annotations
@@ -76,20 +76,21 @@ class BeamStep:
 
 
 class BeamGroup:
-    """See the module's text.
+    """The beams of one request. See the module docstring.
 
     Args:
-        sequence: of the request, not begun.
-        n: number of sequences in the answer.
-        vocab_size: the model's.
-        shown_logprobs: how many of the most likely tokens the answer shows at each position; None: it shows no
-            log-probabilities.
+        search: the search's parameters.
+        sequence: the request's sequence, not started.
+        n: number of outputs in the answer.
+        vocab_size: the model's vocabulary size.
+        shown_logprobs: number of most likely tokens in the answer at each position; None: no log-probabilities.
         sink: takes the answer.
 
     Attributes:
-        lead: the first beam, which is to be queued. It stays the one by which others know the request.
-        spare_slots: slots of the request that no beam has; a heap.
-        is_over: the answer was given.
+        width: number of beams.
+        lead: the first beam. It is queued, and identifies the request even after it was dropped.
+        spare_slots: slots of the request that no beam has, as a heap.
+        is_over: True once the answer was given.
     """
 
     def __init__(
@@ -132,17 +133,17 @@ class BeamGroup:
 
     @property
     def has_answer(self) -> bool:
-        """True if a sequence has finished."""
+        """True if an output has finished."""
         return bool(self._hypotheses.best)
 
     def advance(self, sampled: Mapping[Sequence, RowLogprobs]) -> BeamStep:
-        """Choose among the continuations of a step.
+        """Choose the next beams among the candidates of a step.
 
         Args:
-            sampled: the most likely tokens of each beam; a beam that is left out has no continuation.
+            sampled: the most likely tokens of each beam. A beam that is not in it is dropped.
 
         Raises:
-            ProcessorFault: what a processor keeps of a beam cannot be copied. The group is to be ended.
+            ProcessorFault: the state of a beam's processor cannot be copied. The caller ends the search.
         """
         beams = [beam for beam in self._beams if beam in sampled]
         records = [sampled[beam] for beam in beams]
@@ -179,11 +180,11 @@ class BeamGroup:
         return BeamStep(dropped, branched)
 
     def finish(self, reason: FinishReason | None = None) -> None:
-        """Give the answer.
+        """Emit the answer.
 
         Args:
-            reason: why there is none; None: the hypotheses are the answer. Where there are fewer than were asked for,
-                because processors allow no more, the rest is `ABSENT`.
+            reason: why there is none; None: the best hypotheses are the answer. If processors allowed fewer than `n`,
+                the rest is `ABSENT`.
         """
         self.is_over = True
         answered = [] if reason is not None else self._hypotheses.best[: self._n]
@@ -202,7 +203,7 @@ class BeamGroup:
             )
 
     def _chunk(self, index: int, hypothesis: Hypothesis[Continuation]) -> GenerationChunk:
-        output = hypothesis.sequence
+        output = hypothesis.output
         return GenerationChunk(
             index=index,
             text=output.text,
@@ -220,10 +221,10 @@ class BeamGroup:
 
 
 def _fork_processors(branched: list[tuple[Beam, Beam]]) -> None:
-    """Give new sequences their own copies of what processors keep of their sources.
+    """Give each new beam its own copies of its source's processor state.
 
     Raises:
-        ProcessorFault: something cannot be copied. Nothing is left of the other copies.
+        ProcessorFault: a state cannot be copied. The copies made so far are closed.
     """
     forked: list[ProcessorUse] = []
     try:
@@ -240,12 +241,13 @@ def _fork_processors(branched: list[tuple[Beam, Beam]]) -> None:
 
 
 def _token_logprobs(record: RowLogprobs, candidate: Candidate, top: int | None) -> TokenLogprobs:
-    """What the answer shows of a candidate's token.
+    """Return the log-probabilities of a candidate's token, as the answer shows them.
 
     Args:
-        record: of its beam's step.
-        top: how many of the most likely tokens it shows.
+        record: the step's log-probabilities of its beam.
+        candidate: the candidate.
+        top: number of most likely tokens to show.
     """
-    _, logprob = record.top[candidate.place]
-    more_likely = sum(other > logprob for _, other in record.top[: candidate.place])
+    _, logprob = record.top[candidate.position]
+    more_likely = sum(other > logprob for _, other in record.top[: candidate.position])
     return TokenLogprobs(candidate.token_id, logprob, 1 + more_likely, record.top[: top or 0])

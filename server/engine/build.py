@@ -45,10 +45,11 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     """Load the model and start an engine on it.
 
     Args:
+        config: the server's configuration.
         loaded: a loaded model, instead of the one that `config` names.
 
     Raises:
-        StartError: the model cannot be loaded or served; the message says what to do.
+        StartError: the model cannot be loaded or served; the message tells the operator what to do.
     """
     # Before the model, which takes long: a misspelled name should fail at once.
     plugins = load_batch_processors(config)

@@ -71,6 +71,7 @@ class EngineThread:
         """Start to step an engine.
 
         Args:
+            engine: stepped until the thread ends.
             after_step: called on the thread after each step.
             on_death: called on the thread if an exception ends it.
         """

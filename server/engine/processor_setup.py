@@ -62,7 +62,7 @@ def make_registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Regi
 
 
 def add_reasoning_grammar(registry: Registry, reasoning: ReasoningConfig) -> None:
-    """Replace the grammar processor by one that knows how the model writes its reasoning."""
+    """Make the grammar processor aware of the model's reasoning markers."""
     registry.add(GrammarProcessor.name, GrammarProcessor, partial(GrammarProcessor, ReasoningMarkers.of(reasoning)))
 
 
@@ -101,11 +101,7 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
 def make_library(
     config: ServerConfig, loaded: LoadedModel, registry: Registry, executor: ProcessorExecutor
 ) -> ProcessorLibrary:
-    """Return the library that loads the processors of requests.
-
-    Args:
-        executor: runs the shipped ones.
-    """
+    """Return the library that loads requests' processors; `executor` runs the shipped ones."""
     return ProcessorLibrary(
         registry,
         ProcessorCache(executor, **_cache_bounds(config)),
@@ -118,12 +114,12 @@ def make_library(
 
 
 def model_view(loaded: LoadedModel) -> ModelView:
-    """Return what processors may know of the model."""
+    """Return the processors' view of the model."""
     return ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer)
 
 
 def _cache_bounds(config: ServerConfig) -> dict[str, int]:
-    """Return the bounds of the processor cache. Each loaded processor has a sandbox, whose number is bounded too."""
+    """Return the limits of the processor cache. In sandboxes, every entry has a process, so those are limited too."""
     entries = config.processor_cache_entries
     if config.processor_isolation == "sandbox":
         entries = min(entries, config.max_sandboxes)

@@ -1,4 +1,4 @@
-"""Builds the sampler, with the installed batch processors and those of requests."""
+"""Builds the sampler, with the installed batch processors and the processors of requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .processor_setup import model_view
 
 
 class TimedProcessors(ShippedProcessors):
-    """`ShippedProcessors` whose calls are timed as the step's phase `processors`."""
+    """`ShippedProcessors`, timed as the step's phase `processors`."""
 
     def __init__(self, *args: Any, clock: StepClock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Who computes what in the next step."""
+"""The scheduler: assigns slots, and plans each step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ class Scheduler:
     """First come, first served; every running sequence decodes in every step.
 
     Guarantees:
-    * A sequence runs from the moment a slot is free until it ends: nothing is preempted.
-    * A beam search gets the slots of all its beams together, or none: two of them never wait for each other.
-    * The continuations of one request have their prompt computed once, see `prompt_sharing`.
-    * What an earlier sequence of the tenant began with is not computed again while `prefixes` has it.
-    * A step computes at most `chunked_prefill_size` prompt tokens, so that a long prompt delays the running sequences
-      by no more than that.
+    * A sequence runs from when it gets a slot until it finishes: nothing is preempted.
+    * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
+    * The prompt of a request is computed once for all its continuations, see `prompt_sharing`.
+    * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
+    * A step computes at most `chunked_prefill_size` prompt tokens, which bounds the delay that a long prompt causes to
+      running sequences.
 
     Args:
-        prefixes: keeps what sequences began with; None: nothing does.
-        speculation: what drafts tokens; None: nothing does.
-        on_start: told of each sequence that got its slot.
+        cache: where the slots are.
+        chunked_prefill_size: most prompt tokens of a step.
+        prefixes: the prefix cache; None: no caching.
+        speculation: drafts tokens; None: no speculative decoding.
+        on_start: called with each sequence that got its slot.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Scheduler:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a sequence in a step."""
+        """Most tokens of one sequence in a step."""
         num_drafts = self._speculation.num_draft_tokens if self._speculation else 0
         return max(self.chunked_prefill_size, 1 + num_drafts)
 
@@ -85,7 +87,7 @@ class Scheduler:
         budget = self.chunked_prefill_size
         for sequence in computing_prompts(self.running):
             if budget:
-                # Each time that it is its turn: a sequence ahead of it may just have computed the same.
+                # In every step: a sequence ahead of it may just have computed the same prefix.
                 self._restore_prefix(sequence)
                 chunk = ScheduledChunk(sequence, sequence.next_tokens(budget))
                 budget -= len(chunk.token_ids)
@@ -99,7 +101,7 @@ class Scheduler:
             self._speculation.observe(len(plan.decode), num_drafts, num_accepted, seconds)
 
     def share_prompts(self) -> None:
-        """Copy prompts that were computed to the running sequences that wait for them."""
+        """Copy computed prompts to the running sequences that wait for them."""
         share_prompts(self.running, self._cache)
 
     def _restore_prefix(self, sequence: Sequence) -> None:
@@ -110,7 +112,7 @@ class Scheduler:
         sequence.num_copied += sequence.num_computed - before
 
     def _keep_prompts(self) -> None:
-        """Keep the prompts that were computed since the last step."""
+        """Add the prompts that were completed since the last step to the prefix cache."""
         for sequence in self.running:
             if not sequence.prefilling and not sequence.is_prompt_kept:
                 assert sequence.slot is not None
@@ -125,7 +127,7 @@ class Scheduler:
         self.running.append(beam)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, and free its slot if it has one: for all, or for the other beams of its request."""
+        """Remove a sequence. Its slot, if it has one, is free for all; a beam's, for the other beams of its search."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return

@@ -35,6 +35,7 @@ class SequenceFactory:
         """Make one of the sequences that a request starts with; for a beam search, its lead beam.
 
         Args:
+            request: the request.
             index: which continuation.
             uses: its processors.
             sink: takes its chunks.

@@ -1,4 +1,4 @@
-"""What a continuation has given so far: its chunks, put together."""
+"""The output of a continuation: its chunks, joined."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ AnyContinuation = TypeVar("AnyContinuation", bound="Continuation")
 
 @dataclass
 class Continuation:
-    """What one continuation has given so far.
+    """The output of one continuation so far.
 
     Attributes:
-        index: its place in the answer: continuation `j` of prompt `i` stands at `i * n + j`.
-        prompt: which prompt of the request it continues.
+        index: its index in the answer: continuation `j` of prompt `i` has index `i * n + j`.
+        prompt: index of the prompt that it continues.
     """
 
     index: int
@@ -41,11 +41,11 @@ class Continuation:
 
     @property
     def is_absent(self) -> bool:
-        """A search found no sequence to stand here, see `ABSENT`."""
+        """True if a beam search found no output for this index, see `ABSENT`."""
         return self.finish_reason is ABSENT
 
     def copy(self) -> Continuation:
-        """The same so far, to be added to by itself."""
+        """Return an independent copy."""
         return replace(
             self,
             token_ids=self.token_ids.copy(),
@@ -55,7 +55,7 @@ class Continuation:
         )
 
     def add(self, chunk: GenerationChunk) -> None:
-        """Append what the engine gave."""
+        """Append a chunk."""
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
