@@ -50,9 +50,9 @@ from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.engine.timed_processors import TimedProcessors
+from logitship.server.engine.sampler_setup import TimedProcessors
 from logitship.server.metrics.engine_metrics import EngineMetrics
-from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.step_clock import StepClock
 
 PEERS = Path(__file__).parents[1] / "tests" / "peers"
@@ -144,7 +144,7 @@ class Sides:
             batch.add(requests[-1])
         for row, other in adjacent_swaps([group_key(request.sampling_params) for request in batch.members]):
             batch.swap(row, other)
-        metrics = EngineMetrics(MODEL, {}, lambda: EngineStats(0, 0, 0, True, 0, 0, 0, 0, 0))
+        metrics = EngineMetrics(MODEL, {})
         shipped = TimedProcessors(
             None,
             self._logits.device,

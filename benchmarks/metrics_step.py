@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
 from logitship.server.metrics.engine_metrics import EngineMetrics
-from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.requests.messages import GenerationChunk
@@ -24,7 +24,7 @@ MODEL = ModelInfo("model", "model", 49152, 8192, frozenset({2}), "float32", "cpu
 
 def step(num_rows: int, num_processors: int) -> Callable[[], None]:
     """What a step of so many rows does for its metrics, each row a request's and each with a new token."""
-    metrics = EngineMetrics(MODEL, {}, lambda: EngineStats(0, 0, 0, True, 0, 0, 0, 0, 0))
+    metrics = EngineMetrics(MODEL, {})
     clock = StepClock()
     meters = [RequestMeter(metrics.requests) for _ in range(num_rows)]
     chunk = GenerationChunk(index=0, text="a", token_ids=[1], prompt_tokens=1, completion_tokens=1)

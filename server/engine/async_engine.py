@@ -1,45 +1,34 @@
-"""The engine as a coroutine sees it: submit a request, iterate over its chunks."""
+"""The asynchronous interface of the engine: submit a request, iterate over its chunks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import random
-import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
-from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.shipped_processors import ProcessorUse
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
-from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
-from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import (
-    AttachedProcessor,
-    FinishReason,
-    GenerationChunk,
-    GenerationRequest,
-)
+from logitship.server.requests.messages import AttachedProcessor, GenerationRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
 
-from .beam_group import BeamGroup
+from .active_requests import ActiveRequest, ActiveRequests
 from .daemon_thread import in_daemon_thread
-from .engine import INTERNAL_ERROR, Engine
+from .engine import Engine
 from .engine_thread import EngineThread
+from .sequence_factory import SequenceFactory
 
 _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 5.0
@@ -47,92 +36,60 @@ _STOP_TIMEOUT = 5.0
 
 _NO_SANDBOXES = SandboxStats(alive=0, started=0, ended={})
 
-_SEEDS = 1 << 64
-_SEED_STEP = 0x9E3779B97F4A7C15
-"""Sets the seeds of a request's continuations apart: 2^64 divided by the golden ratio, as in SplitMix64."""
-
-
-@dataclass
-class _ActiveRequest:
-    """What a request holds until its last sequence ends."""
-
-    request: GenerationRequest
-    stream: GenerationStream
-    meter: RequestMeter
-    unfinished: int
-    """Slots that its sequences have or wait for."""
-    processors: list[LoadedProcessor] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    cancelled: bool = False
-    """Perhaps before its sequences were made."""
-    undelivered: list[GenerationChunk] = field(default_factory=list)
-    """Filled on the engine's thread during a step, handed over after it."""
-
 
 class AsyncEngine:
-    """Admits requests, hands them to the engine's thread, and their chunks back to coroutines."""
+    """Admits requests, queues their sequences on the engine's thread, and streams their chunks to coroutines.
+
+    Args:
+        engine: reports to `active`, and is only called on `thread`.
+        active: the registry of requests.
+        library: where `processors` come from.
+        plugins: the installed batch processors.
+        attached_to_all: processors of every request, which run after its own.
+        sandboxes: closed after the engine's last step.
+
+    Attributes:
+        config: the server's configuration.
+        model: facts about the model.
+        tokenizer: the model's tokenizer.
+        metrics: the Prometheus metrics.
+        processors: lists, names, pins and deletes processors.
+    """
 
     def __init__(
         self,
         config: ServerConfig,
         model: ModelInfo,
         tokenizer: Tokenizer,
+        metrics: EngineMetrics,
+        processors: RequestProcessors,
+        *,
+        engine: Engine,
+        thread: EngineThread,
+        active: ActiveRequests,
         library: ProcessorLibrary,
         plugins: Iterable[Plugin] = (),
         attached_to_all: Iterable[AttachedProcessor] = (),
+        sandboxes: SandboxExecutor | None = None,
     ) -> None:
-        """Make an engine that is not running yet.
-
-        Args:
-            plugins: the installed batch processors.
-            attached_to_all: what every request carries beside its own processors.
-        """
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.processors = processors
+        self._engine = engine
+        self._thread = thread
+        self._active = active
         self._library = library
         self._plugins = tuple(plugins)
-        self._carried_by_all = tuple(attached_to_all)
-        self._limits = Limits(
-            model.vocab_size,
-            model.max_model_len,
-            config.max_logprobs,
-            config.max_num_seqs,
-            knows_thinking=config.reasoning_strings is not None,
-        )
-        self._random = random.Random(config.random_seed)
-        # By tenant and id: what one calls its requests is no other's business.
-        self._active: dict[tuple[str, str], _ActiveRequest] = {}
-        self._touched: list[_ActiveRequest] = []
-        self.clock = StepClock()
-        self.metrics = EngineMetrics(model, library.installed_digests, self.stats)
-        self.processors = RequestProcessors(library, self.metrics.processor_load)
-        """To list, name, pin and delete processors; `register` and `submit` are here."""
-        self._lock = threading.Lock()
-        self._accepting = True
-
-    def start(
-        self,
-        engine: Engine,
-        thread: EngineThread,
-        *,
-        sandboxes: SandboxExecutor | None = None,
-    ) -> None:
-        """Begin to run requests on `engine`.
-
-        Args:
-            engine: its `on_finished` is `sequence_finished`, its scheduler's `on_start` is `sequence_started`, and its
-                clock is `clock`.
-            thread: where it was made.
-            sandboxes: closed at the end, after the engine's last step.
-        """
-        self._engine = engine
+        self._attached_to_all = tuple(attached_to_all)
         self._sandboxes = sandboxes
-        self._thread = thread
-        thread.start(engine, after_step=self._hand_over, on_death=self._fail_all)
+        self._limits = Limits.of(config, model.vocab_size, model.max_model_len)
+        self._sequences = SequenceFactory(model, tokenizer, config.random_seed)
+        metrics.watch(self.stats)
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse what cannot run on this model, without submitting it or loading its processors.
+        """Refuse a request that cannot run on this model, without submitting it or loading its processors.
 
         Raises:
             BadRequest: as `submit`.
@@ -150,65 +107,58 @@ class AsyncEngine:
                 `processors`, `processors[i]` or `processors[i].params`; None where a batch processor refused.
         """
         self.check(request)
-        # At the end: a refusal names the request's own ones by their places.
-        request = dataclasses.replace(request, processors=(*request.processors, *self._carried_by_all))
+        # Last in the list: a refusal names the request's own processors by their index.
+        request = dataclasses.replace(request, processors=(*request.processors, *self._attached_to_all))
         stream = GenerationStream(request.num_sequences, lambda: self._cancel(active))
-        active = _ActiveRequest(request, stream, RequestMeter(self.metrics.requests), request.num_slots)
-        self._reserve(active)
-        processors = await self._loaded(active) if request.processors else [[] for _ in range(request.num_started)]
-        active.sequences += [self._sequence(active, index, uses) for index, uses in enumerate(processors)]
+        active = ActiveRequest(request, stream, RequestMeter(self.metrics.requests), request.num_slots)
+        self._active.reserve(active)
+        uses = await self._load_processors(active)
+        sink = self._active.sink(active)
+        active.sequences += [self._sequences.make(request, index, each, sink) for index, each in enumerate(uses)]
         active.meter.admitted()
-        self._thread.add(active.sequences)
+        self._thread.post(lambda: self._engine.add(active.sequences))
         if active.cancelled:
             self._cancel(active)
-        return active.stream
+        return stream
 
     async def register(self, string: ProcessorString, tenant: str = "", name: str | None = None) -> ProcessorInfo:
-        """Keep a processor, for requests that name it. Loads it, so that its mistakes show now.
+        """Keep a processor, for requests that name it. It is loaded now, so that its errors show now.
 
         Args:
-            tenant: who is asking. Requests of others may name the digest as well.
-            name: what it goes by; None: its class's name. Another under the same name becomes its next version.
+            string: the processor.
+            tenant: the owner. Requests of other tenants may name the digest as well.
+            name: its name; None: its class's name. Another processor of the same name becomes its next version.
 
         Raises:
-            RequestRefused: it cannot be loaded or go by that name, is too large to be kept, or there is no room for it
-                now. `param` is `name`, or None.
+            RequestRefused: it cannot be loaded, cannot have that name, is too large to keep, or the registry is full.
+                `param` is `name`, or None.
         """
-        with self._lock:
-            self._check_accepting()
+        self._active.check_accepting()
         return await in_daemon_thread(self.processors.register, string, tenant, name)
 
     def abort(self, rid: str | None, tenant: str = "") -> None:
-        """Cancel a request, the requests of a batch, or a continuation, by the id that its client knows; all: `None`.
+        """Abort requests of a tenant by id: a request, the requests of a batch, or one continuation; None: all.
 
-        Only those of this tenant, that is; other tenants may use the same ids.
-
-        Their streams end with an `abort` chunk. Other ids that only begin in the same way are not meant, as they are
-        with SGLang: they may be another client's.
+        Their streams end with an `abort` chunk. The whole id must match: SGLang also aborts ids that begin with it,
+        which may be another client's.
         """
-        with self._lock:
-            for active in self._active.values():
-                if active.request.tenant == tenant:
-                    active.cancelled |= rid is None or rid in (active.request.rid, active.request.batch_rid)
-        self._thread.abort(lambda sequence: sequence.tenant == tenant and (rid is None or rid in sequence.names))
+        self._active.cancel(rid, tenant)
+        self._abort_where(lambda sequence: sequence.tenant == tenant and (rid is None or rid in sequence.names))
 
-    def _cancel(self, active: _ActiveRequest) -> None:
-        """Cancel this very request: by now, another may run under its id."""
-        self._thread.abort(
-            lambda sequence: (sequence if sequence.beams is None else sequence.beams.lead) in active.sequences
-        )
+    def _cancel(self, active: ActiveRequest) -> None:
+        """Abort this very request: another one may have its id by now."""
+        self._abort_where(lambda sequence: sequence.lead in active.sequences)
 
     async def flush_cache(self) -> bool:
-        """Drop what is cached between requests. False, and nothing happens, while requests run or wait."""
-        with self._lock:
-            if self._active:
-                return False
+        """Drop cached processors and prefixes. Does nothing and returns False while there are requests."""
+        if self._active:
+            return False
         self._library.clear()
-        self._thread.clear_prefixes()
+        self._thread.post(self._engine.clear_prefixes)
         return True
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now."""
+        """Return the engine's current state and counters."""
         cache = self._library.cache_stats()
         prefixes = self._engine.prefix_stats
         sandboxes = _NO_SANDBOXES if self._sandboxes is None else self._sandboxes.stats()
@@ -216,7 +166,7 @@ class AsyncEngine:
             running=self._engine.num_running,
             waiting=self._engine.num_waiting,
             steps=self._engine.num_steps,
-            accepting=self._accepting,
+            accepting=self._active.accepting,
             processor_cache_hits=cache.hits,
             processor_cache_misses=cache.misses,
             processor_cache_evictions=cache.evictions,
@@ -241,154 +191,36 @@ class AsyncEngine:
 
     async def shutdown(self, timeout: float) -> None:
         """Refuse new requests, let the running ones finish for at most `timeout` seconds, stop."""
-        with self._lock:
-            self._accepting = False
+        self._active.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                # Looked at now and then: who cancels this leaves no thread behind that waits.
+                # Polled: cancelling this leaves no waiting thread behind.
                 while self._active and self.healthy:
                     await asyncio.sleep(_SHUTDOWN_INTERVAL)
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """Stop now: what runs ends as aborted."""
-        with self._lock:
-            self._accepting = False
+        """Stop now: running requests are aborted."""
+        self._active.close()
+        self._abort_where(lambda sequence: True)
         self._thread.stop(_STOP_TIMEOUT)
         if self._sandboxes is not None:
             self._sandboxes.close()
 
-    def _reserve(self, active: _ActiveRequest) -> None:
-        """Enter a request into the books, before anything is loaded for it."""
-        with self._lock:
-            self._check_accepting()
-            if _key(active.request) in self._active:
-                raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
-            queued = sum(other.unfinished for other in self._active.values()) - self.config.max_num_seqs
-            if queued + active.unfinished > self.config.max_queued_requests:
-                raise QueueFull(f"the queue is full: {self.config.max_queued_requests} requests wait, try again later")
-            self._active[_key(active.request)] = active
+    def _abort_where(self, matches: Callable[[Sequence], bool]) -> None:
+        self._thread.post(lambda: self._engine.abort(matches))
 
-    def _check_accepting(self) -> None:
-        if not self._accepting or not self.healthy:
-            raise ServiceUnavailable("the engine has died" if self._accepting else "the server is shutting down")
-
-    async def _loaded(self, active: _ActiveRequest) -> list[list[ProcessorUse]]:
+    async def _load_processors(self, active: ActiveRequest) -> list[list[ProcessorUse]]:
+        """Load the request's processors. Returns the uses of each sequence that it starts with."""
+        if not active.request.processors:
+            return [[] for _ in range(active.request.num_started)]
         loading = in_daemon_thread(self.processors.load, active.request, active.processors)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
-            # That does not stop the thread: what it still loads is given back when it is done.
-            loading.add_done_callback(lambda _: self._forget(active))
+            # Cancelling does not stop the thread: release what it still loads when it is done.
+            loading.add_done_callback(lambda _: self._active.release(active))
             raise
         except BaseException:
-            self._forget(active)
+            self._active.release(active)
             raise
-
-    def _sequence(self, active: _ActiveRequest, index: int, uses: list[ProcessorUse]) -> Sequence:
-        request = active.request
-        params = request.sampling_params
-        room = self.model.max_model_len - len(request.prompt_token_ids)
-
-        def sink(chunk: GenerationChunk) -> None:
-            if not active.undelivered:
-                self._touched.append(active)
-            active.undelivered.append(chunk)
-
-        sequence = Sequence(
-            rid=request.rid,
-            index=index,
-            names=_names(request, index),
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=dataclasses.replace(
-                params,
-                seed=continuation_seed(self._seed_of(params), index),
-                logprobs=0 if request.ranks and params.logprobs is None else params.logprobs,
-                eos_token_ids=self.model.eos_token_ids,
-                processors=tuple(uses),
-            ),
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            tokenizer=self.tokenizer,
-            sink=sink,
-            tenant=request.tenant,
-        )
-        if request.beam_search is None:
-            return sequence
-        return BeamGroup(
-            request.beam_search, sequence, request.n, self.model.vocab_size, shown_logprobs=params.logprobs, sink=sink
-        ).lead
-
-    def _seed_of(self, params: SamplingParams) -> int:
-        return self._random.getrandbits(64) if params.seed is None else params.seed
-
-    def _hand_over(self) -> None:
-        """After each step, on the engine's thread: one wake-up of the event loop, not one a chunk."""
-        with self.clock.deliver:
-            touched, self._touched = self._touched, []
-            for active in touched:  # first: who has got an answer may look at the metrics
-                active.meter.delivered(active.undelivered)
-            GenerationStream.deliver((active.stream, active.undelivered) for active in touched)
-            for active in touched:
-                active.undelivered = []
-        self.metrics.step_ended(self.clock)
-
-    def sequence_started(self, sequence: Sequence) -> None:
-        """Called by the scheduler, on the engine's thread."""
-        self._active[sequence.request_key].meter.started()
-
-    def sequence_finished(self, sequence: Sequence) -> None:
-        """Called by the engine, on its thread."""
-        with self._lock:
-            active = self._active[sequence.request_key]
-            active.unfinished -= sequence.num_slots
-            last = active.unfinished == 0
-        if last:
-            self._forget(active)
-
-    def _forget(self, active: _ActiveRequest) -> None:
-        self.processors.release(active.processors)
-        with self._lock:
-            del self._active[_key(active.request)]
-
-    def _fail_all(self) -> None:
-        """The engine's thread has died: nobody may wait for it."""
-        with self._lock:
-            orphans = list(self._active.values())
-        for active in orphans:
-            reason = FinishReason("abort", error=INTERNAL_ERROR)
-            prompt_tokens = len(active.request.prompt_token_ids)
-            chunks = [
-                GenerationChunk(
-                    index=index,
-                    text="",
-                    token_ids=[],
-                    finish_reason=reason,
-                    prompt_tokens=prompt_tokens,
-                    completion_tokens=0,
-                )
-                for index in range(active.request.num_sequences)
-            ]
-            active.meter.delivered(chunks)
-            GenerationStream.deliver([(active.stream, chunks)])
-
-
-def continuation_seed(seed: int, index: int) -> int:
-    """The seed of a request's continuation `index`, however many it has: that of the first is the request's own.
-
-    Args:
-        seed: the request's.
-
-    Returns:
-        From 0 to 2^64 - 1.
-    """
-    return (seed + index * _SEED_STEP) % _SEEDS
-
-
-def _key(request: GenerationRequest) -> tuple[str, str]:
-    return request.tenant, request.rid
-
-
-def _names(request: GenerationRequest, index: int) -> frozenset[str]:
-    """The ids by which a client may cancel a continuation: its request's, its batch's, and of several its own."""
-    names = {request.rid, request.batch_rid or request.rid}
-    return frozenset(names | {f"{request.rid}_{index}"} if request.num_started > 1 else names)

@@ -1,17 +1,17 @@
-"""The beams of one request, from its prompt to its answer.
+"""Beam search: the beams of one request, from its prompt to its answer.
 
-A beam is a `Sequence` with a slot and a row like any other. The request begins with one of them, which computes the
-prompt. After each step the group says which beams go on, which branch off from them, and which are given up.
+A beam is a `Sequence` with a slot and a row like any other. The request starts with one beam, which computes the
+prompt. After each step the group decides which beams continue, which new ones branch off, and which are dropped.
 
 Guarantees:
-* A beam that goes on keeps its slot, its row and what processors keep of it. Only one that branches off gets copies.
-* The request has `width` slots from its first step to its end, so that a branch never has to wait for one.
+* A beam that continues keeps its slot, its row and the state of its processors. Only a branch gets copies.
+* The request has `width` slots from its first step to its end, so a branch never waits for one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from logitship.client.errors import ProcessorFault
@@ -20,68 +20,83 @@ from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.server.requests.beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, candidates_of, select
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
-from logitship.server.requests.sequence import Sequence as EngineSequence
-from logitship.server.requests.sequence import Sink
+from logitship.server.requests.sequence import Sequence, Sink
 
 
-@dataclass(eq=False)
-class Beam:
-    """A sequence of a search.
+class Beam(Sequence):
+    """One running output of a beam search.
+
+    It takes over the state of `source`: its tokens so far, but no slot, no row and no processors of its own.
 
     Attributes:
-        output: what the sequence has given so far.
+        group: the search that it belongs to.
+        output: its chunks so far, joined.
         cumulative_logprob: sum of the log-probabilities of its tokens.
     """
 
-    sequence: EngineSequence
-    output: Continuation
-    cumulative_logprob: float = 0.0
+    def __init__(
+        self, group: BeamGroup, source: Sequence, output: Continuation, cumulative_logprob: float = 0.0
+    ) -> None:
+        vars(self).update(vars(source.fork(output.add)))
+        self.group = group
+        self.output = output
+        self.cumulative_logprob = cumulative_logprob
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the whole search: it starts with all of them, or waits."""
+        return self.group.width
+
+    @property
+    def lead(self) -> Sequence:
+        """The first beam of the search, which stands for its request."""
+        return self.group.lead
 
     def branch(self) -> Beam:
-        """The same output, for another continuation. It has no slot, no row and no processors of its own."""
-        output = self.output.copy()
-        return Beam(self.sequence.fork(output.add), output, self.cumulative_logprob)
+        """Return another beam with the same output so far."""
+        return Beam(self.group, self, self.output.copy(), self.cumulative_logprob)
 
-    def append(self, candidate: Candidate, record: TokenLogprobs) -> None:
-        """Go on with a candidate."""
-        self.sequence.append(candidate.token_id, record)
+    def extend(self, candidate: Candidate, record: TokenLogprobs) -> None:
+        """Append a candidate's token."""
+        self.append(candidate.token_id, record)
         self.cumulative_logprob = candidate.cumulative_logprob
 
 
 @dataclass(frozen=True)
 class BeamStep:
-    """What a step does to the sequences of a group.
+    """Changes to the sequences of a group after a step.
 
     Attributes:
-        given_up: have no continuation among the best.
-        branched: (source, new sequence). The new one needs a slot with the source's keys and values.
+        dropped: beams without a continuation among the best.
+        branched: (source, new beam). The new beam needs a slot with the source's keys and values.
     """
 
-    given_up: list[EngineSequence]
-    branched: list[tuple[EngineSequence, EngineSequence]]
+    dropped: list[Beam]
+    branched: list[tuple[Beam, Beam]]
 
 
 class BeamGroup:
-    """See the module's text.
+    """The beams of one request. See the module docstring.
 
     Args:
-        sequence: of the request, not begun.
-        n: number of sequences in the answer.
-        vocab_size: the model's.
-        shown_logprobs: how many of the most likely tokens the answer shows at each position; None: it shows no
-            log-probabilities.
+        search: the search's parameters.
+        sequence: the request's sequence, not started.
+        n: number of outputs in the answer.
+        vocab_size: the model's vocabulary size.
+        shown_logprobs: number of most likely tokens in the answer at each position; None: no log-probabilities.
         sink: takes the answer.
 
     Attributes:
-        lead: the first beam, which is to be queued. It stays the one by which others know the request.
-        spare_slots: slots of the request that no beam has; a heap.
-        is_over: the answer was given.
+        width: number of beams.
+        lead: the first beam. It is queued, and identifies the request even after it was dropped.
+        spare_slots: slots of the request that no beam has, as a heap.
+        is_over: True once the answer was given.
     """
 
     def __init__(
         self,
         search: BeamSearch,
-        sequence: EngineSequence,
+        sequence: Sequence,
         n: int,
         vocab_size: int,
         *,
@@ -98,80 +113,78 @@ class BeamGroup:
         self._n = n
         self._shown_logprobs = shown_logprobs
         self._sink = sink
-        first = Beam(sequence, Continuation(0, 0)).branch()
-        self.lead = first.sequence
-        self.lead.beams = self
+        self.lead = Beam(self, sequence, Continuation(0, 0))
         self.lead.sampling_params = dataclasses.replace(
             self.lead.sampling_params,
             logprobs=min(max(self._num_candidates, shown_logprobs or 0), vocab_size),
             logprobs_mode="processed_logprobs",
         )
-        self._beams = [first]
+        self._beams = [self.lead]
 
     @property
     def is_final(self) -> bool:
         """True if the search is over."""
         if not self._beams:
             return True
-        first = self._beams[0].sequence
+        first = self._beams[0]
         length = len(first.output_token_ids)
         running = [beam.cumulative_logprob for beam in self._beams]
         return self._hypotheses.is_final(running, length, length + first.num_missing)
 
     @property
     def has_answer(self) -> bool:
-        """True if a sequence has finished."""
+        """True if an output has finished."""
         return bool(self._hypotheses.best)
 
-    def advance(self, drawn: Mapping[EngineSequence, RowLogprobs]) -> BeamStep:
-        """Choose among the continuations of a step.
+    def advance(self, sampled: Mapping[Sequence, RowLogprobs]) -> BeamStep:
+        """Choose the next beams among the candidates of a step.
 
         Args:
-            drawn: the most likely tokens of each beam; a beam that is left out has no continuation.
+            sampled: the most likely tokens of each beam. A beam that is not in it is dropped.
 
         Raises:
-            ProcessorFault: what a processor keeps of a beam cannot be copied. The group is to be ended.
+            ProcessorFault: the state of a beam's processor cannot be copied. The caller ends the search.
         """
-        beams = [beam for beam in self._beams if beam.sequence in drawn]
-        records = [drawn[beam.sequence] for beam in beams]
+        beams = [beam for beam in self._beams if beam in sampled]
+        records = [sampled[beam] for beam in beams]
         candidates = candidates_of(
             [beam.cumulative_logprob for beam in beams], [record.top for record in records], self._num_candidates
         )
         selection = select(
-            candidates, self.width, lambda candidate: beams[candidate.beam].sequence.would_end(candidate.token_id)
+            candidates, self.width, lambda candidate: beams[candidate.beam].would_end(candidate.token_id)
         )
         for candidate in selection.finished:
             beam, record = beams[candidate.beam].branch(), records[candidate.beam]
-            beam.append(candidate, _token_logprobs(record, candidate, self._shown_logprobs))
-            self._hypotheses.add(beam.cumulative_logprob, len(beam.sequence.output_token_ids), beam.output)
-        return self._go_on(beams, records, selection.running)
+            beam.extend(candidate, _token_logprobs(record, candidate, self._shown_logprobs))
+            self._hypotheses.add(beam.cumulative_logprob, len(beam.output_token_ids), beam.output)
+        return self._continue(beams, records, selection.running)
 
-    def _go_on(self, beams: Sequence[Beam], records: Sequence[RowLogprobs], running: Sequence[Candidate]) -> BeamStep:
-        """Give each candidate a beam: its own to the best one of a beam, branches to the others."""
+    def _continue(self, beams: list[Beam], records: list[RowLogprobs], running: list[Candidate]) -> BeamStep:
+        """Give each candidate a beam: a beam's best candidate keeps it, the others get branches."""
         following: list[Beam] = []
-        branched: list[tuple[EngineSequence, EngineSequence]] = []
-        kept: set[EngineSequence] = set()
+        branched: list[tuple[Beam, Beam]] = []
+        kept: set[Beam] = set()
         for candidate in running:
             beam = beams[candidate.beam]
-            if beam.sequence in kept:
-                source, beam = beam.sequence, beam.branch()
-                branched.append((source, beam.sequence))
-            kept.add(beam.sequence)
+            if beam in kept:
+                source, beam = beam, beam.branch()
+                branched.append((source, beam))
+            kept.add(beam)
             following.append(beam)
         _fork_processors(branched)
-        given_up = [beam.sequence for beam in self._beams if beam.sequence not in kept]
+        dropped = [beam for beam in self._beams if beam not in kept]
         self._beams = following
-        # Only now: a branch begins with what its source was before.
+        # After all branches were made: a branch starts with the history of its source before this step.
         for beam, candidate in zip(following, running, strict=True):
-            beam.append(candidate, _token_logprobs(records[candidate.beam], candidate, self._shown_logprobs))
-        return BeamStep(given_up, branched)
+            beam.extend(candidate, _token_logprobs(records[candidate.beam], candidate, self._shown_logprobs))
+        return BeamStep(dropped, branched)
 
     def finish(self, reason: FinishReason | None = None) -> None:
-        """Give the answer.
+        """Emit the answer.
 
         Args:
-            reason: why there is none; None: the hypotheses are the answer. Where there are fewer than were asked for,
-                because processors allow no more, the rest is `ABSENT`.
+            reason: why there is none; None: the best hypotheses are the answer. If processors allowed fewer than `n`,
+                the rest is `ABSENT`.
         """
         self.is_over = True
         answered = [] if reason is not None else self._hypotheses.best[: self._n]
@@ -190,7 +203,7 @@ class BeamGroup:
             )
 
     def _chunk(self, index: int, hypothesis: Hypothesis[Continuation]) -> GenerationChunk:
-        output = hypothesis.sequence
+        output = hypothesis.output
         return GenerationChunk(
             index=index,
             text=output.text,
@@ -207,20 +220,20 @@ class BeamGroup:
         )
 
 
-def _fork_processors(branched: Sequence[tuple[EngineSequence, EngineSequence]]) -> None:
-    """Give new sequences their own copies of what processors keep of their sources.
+def _fork_processors(branched: list[tuple[Beam, Beam]]) -> None:
+    """Give each new beam its own copies of its source's processor state.
 
     Raises:
-        ProcessorFault: something cannot be copied. Nothing is left of the other copies.
+        ProcessorFault: a state cannot be copied. The copies made so far are closed.
     """
     forked: list[ProcessorUse] = []
     try:
-        for source, sequence in branched:
+        for source, beam in branched:
             uses = []
             for use in source.sampling_params.processors:
-                uses.append(use.fork(sequence.output_token_ids))
+                uses.append(use.fork(beam.output_token_ids))
                 forked.append(uses[-1])
-            sequence.sampling_params = dataclasses.replace(source.sampling_params, processors=tuple(uses))
+            beam.sampling_params = dataclasses.replace(source.sampling_params, processors=tuple(uses))
     except ProcessorFault:
         for use in forked:
             use.drop_fork()
@@ -228,12 +241,13 @@ def _fork_processors(branched: Sequence[tuple[EngineSequence, EngineSequence]]) 
 
 
 def _token_logprobs(record: RowLogprobs, candidate: Candidate, top: int | None) -> TokenLogprobs:
-    """What the answer shows of a candidate's token.
+    """Return the log-probabilities of a candidate's token, as the answer shows them.
 
     Args:
-        record: of its beam's step.
-        top: how many of the most likely tokens it shows.
+        record: the step's log-probabilities of its beam.
+        candidate: the candidate.
+        top: number of most likely tokens to show.
     """
-    _, logprob = record.top[candidate.place]
-    more_likely = sum(other > logprob for _, other in record.top[: candidate.place])
+    _, logprob = record.top[candidate.position]
+    more_likely = sum(other > logprob for _, other in record.top[: candidate.position])
     return TokenLogprobs(candidate.token_id, logprob, 1 + more_likely, record.top[: top or 0])

@@ -1,4 +1,4 @@
-"""Work that may never end, off the event loop."""
+"""Runs calls that may never return, outside of the event loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Call `function` in a thread of its own.
+    """Call `function` in a daemon thread of its own.
 
-    Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would lend it
-    one of the few threads that everybody shares, and Python would wait for it at exit.
+    Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
+    thread of the shared pool with it, and Python would wait for that thread at exit.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -33,9 +33,9 @@ def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
         result, error = None, None
         try:
             result = function(*args, **kwargs)
-        except BaseException as raised:  # noqa: BLE001  # it belongs to whoever waits
+        except BaseException as raised:  # noqa: BLE001  # raised where the future is awaited
             error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="logitship-load", daemon=True).start()

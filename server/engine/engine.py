@@ -1,48 +1,48 @@
-"""The engine: one step at a time, on one thread."""
+"""The engine: schedules, computes and samples one step at a time, on one thread."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch.row_order import adjacent_swaps, group_key
-from logitship.sampler.batch_processors.guarded_processor import BatchProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.model.prefix_cache import PrefixCacheStats
-from logitship.server.requests.messages import FinishReason, RequestError, TokenLogprobs
+from logitship.server.requests.messages import FinishReason, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
 
-from .beam_group import BeamGroup
+from .beam_group import Beam, BeamGroup
+from .failures import INTERNAL_ERROR, request_error
 from .forward_pass import StepLogits, forward, prompt_logprob_offsets
-from .scheduler import Plan, Scheduler
+from .plan import Plan
+from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-INTERNAL_ERROR = RequestError("InternalServerError", "the engine failed while it ran this request", 500)
-
 
 class Engine:
-    """Continuous batching: sequences join and leave between steps.
+    """Continuous batching: sequences are added and removed between steps.
 
-    Not safe to use from several threads: `EngineThread` owns it.
+    Not thread-safe: every call is made on the `EngineThread`.
 
     Args:
-        on_finished: told of each sequence that ended, whatever the reason, after its last chunk; of the beams of a
-            search, of the first alone, when the search has ended.
-        clock: counts where the time of a step goes.
+        on_finished: called with each sequence that finished, for whatever reason, after its last chunk. A beam search
+            finishes once, with its lead beam.
+        clock: times the phases of a step.
 
     Attributes:
-        num_steps: computed so far.
-        num_drafted: tokens that were computed before they were drawn, so far.
-        num_accepted: those of them that were drawn.
+        num_steps: steps so far.
+        num_drafted: draft tokens that were verified so far.
+        num_accepted: draft tokens that were accepted so far.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a slot."""
+        """Sequences that have a slot."""
         return len(self._scheduler.running)
 
     @property
@@ -76,93 +76,83 @@ class Engine:
         """Queue sequences."""
         self._scheduler.waiting.extend(sequences)
 
-    def abort(self, wanted: Callable[[Sequence], bool]) -> None:
-        """End the sequences that fit, now: their rows are free in the next step."""
-        for sequence in self._scheduler.matching(wanted):
+    def abort(self, matches: Callable[[Sequence], bool]) -> None:
+        """Abort the matching sequences now: the next step can use their rows."""
+        for sequence in self._scheduler.matching(matches):
             self._end(sequence, FinishReason("abort"))
 
     def clear_prefixes(self) -> None:
-        """Forget what earlier sequences began with."""
+        """Empty the prefix cache."""
         self._scheduler.prefixes.clear()
 
     @property
     def prefix_stats(self) -> PrefixCacheStats:
-        """Of the cache of that."""
+        """Statistics of the prefix cache."""
         return self._scheduler.prefixes.stats()
 
     def step(self) -> bool:
-        """Compute one step. A failure ends the sequences that ran, and never the engine.
+        """Compute one step. A failure ends the sequences that ran, never the engine.
 
         Returns:
             False if there was nothing to do.
         """
-        began, accepted_before = time.perf_counter(), self.num_accepted
-        with self._clock.schedule:
-            plan = self._scheduler.schedule()
-        if not plan:
-            return False
+        plan = self._schedule()
+        if plan:
+            with self._guarded(plan):
+                self._update_batch(plan)
+                logits = self._forward(plan)
+                self._advance(plan, logits)
+                self._sample(plan, logits)
+                self._finish_prompt_only(plan)
+        return bool(plan)
+
+    @contextlib.contextmanager
+    def _guarded(self, plan: Plan) -> Iterator[None]:
+        """Count the step inside, and turn an exception in it into failed requests."""
+        accepted_before = self.num_accepted
         try:
-            with self._clock.batch_update:
-                self._join_batch(plan)
-                self._keep_groups_adjacent()
-                self._sampler.update_state(self._batch.commit())
-            with self._clock.forward:
-                logits = forward(self._runner, plan, self._batch.members)
-            with self._clock.deliver:
-                self._take_prompt_logprobs(plan, logits.prompt)
-                self._advance(plan)
-                self._scheduler.share_prompts()  # before a sequence may end, and its slot with it
-                self._draw(plan, logits)
-                self._end_without_draw(plan)
-        except Exception:  # whatever a step raises, the engine goes on
+            yield
+        except Exception:  # whatever a step raises, the engine continues
             rids = sorted({sequence.rid for sequence in self._scheduler.running})
             logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
             self._end_all_running()
         self.num_steps += 1
-        self._scheduler.took(plan, self.num_accepted - accepted_before, time.perf_counter() - began)
-        return True
+        self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
 
-    def _join_batch(self, plan: Plan) -> None:
-        """A sequence takes a row of the batch in the step that draws its first token; a new beam, in its first step."""
-        for chunk in plan.chunks:
-            if chunk.draws and chunk.sequence not in self._batch:
-                self._batch.add(chunk.sequence)
+    def _schedule(self) -> Plan:
+        with self._clock.schedule:
+            return self._scheduler.schedule()
+
+    def _update_batch(self, plan: Plan) -> None:
+        """Add the rows that sample for the first time, and tell the sampler what changed."""
+        with self._clock.batch_update:
+            for chunk in plan.chunks:
+                if chunk.samples and chunk.sequence not in self._batch:
+                    self._batch.add(chunk.sequence)
+            self._keep_groups_adjacent()
+            self._sampler.update_state(self._batch.commit())
 
     def _keep_groups_adjacent(self) -> None:
-        """Reorder the rows, so that each processor gets its own as a view of the logits, not as a copy."""
+        """Reorder the rows, so that each processor gets its rows as a view of the logits, not as a copy."""
         if not self._batch.changed:
-            return  # they are adjacent since the last change
+            return  # still adjacent since the last change
         self._batch.condense()
         keys = [group_key(sequence.sampling_params) for sequence in self._batch.members]
         if any(keys):
             for row_1, row_2 in adjacent_swaps(keys):
                 self._batch.swap(row_1, row_2)
 
-    def _draw(self, plan: Plan, logits: StepLogits) -> None:
-        """Draw each row's next token, and those after it for as long as they are what was drafted."""
-        members = self._batch.members
-        self._clock.num_rows = len(members)
-        rows = self._deliver(members, range(len(members)), self._sample(logits.rows))
-        drafts = {chunk.sequence: chunk.drafts for chunk in plan.decode}
-        self.num_drafted += sum(map(len, drafts.values()))
-        for depth, of_drafts in enumerate(logits.drafts):
-            rows = [
-                row
-                for row in rows
-                if len(drafts.get(members[row], ())) > depth
-                and drafts[members[row]][depth] == members[row].output_token_ids[-1]
-            ]
-            if not rows:
-                return
-            self.num_accepted += len(rows)
-            for row in rows:
-                members[row].num_computed += 1
-            self._sampler.update_state(None)
-            rows = self._deliver(members, rows, self._sample(of_drafts.of(rows), rows))
+    def _forward(self, plan: Plan) -> StepLogits:
+        with self._clock.forward:
+            return forward(self._runner, plan, self._batch.members)
 
-    def _sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> SamplerOutput:
-        with self._clock.sample:
-            return self._sampler.sample(logits, rows)
+    def _advance(self, plan: Plan, logits: StepLogits) -> None:
+        """Record what the forward pass computed: keys and values, and the log-probabilities of prompts."""
+        with self._clock.deliver:
+            self._take_prompt_logprobs(plan, logits.prompt)
+            for chunk in plan.chunks:
+                chunk.sequence.num_computed += len(chunk.token_ids)
+            self._scheduler.share_prompts()  # before a sequence may finish and lose its slot
 
     def _take_prompt_logprobs(self, plan: Plan, logits: torch.Tensor) -> None:
         first = 0
@@ -179,112 +169,129 @@ class Engine:
             sequence.prompt_logprobs += [_public(record) for record in records]
             first += len(offsets)
 
-    def _advance(self, plan: Plan) -> None:
-        for chunk in plan.chunks:
-            chunk.sequence.num_computed += len(chunk.token_ids)
+    def _sample(self, plan: Plan, logits: StepLogits) -> None:
+        """Sample each row's next token, then verify its drafts, one depth at a time, until one is rejected."""
+        with self._clock.deliver:
+            members = self._batch.members
+            self._clock.num_rows = len(members)
+            rows = self._deliver(members, range(len(members)), self._run_sampler(logits.rows))
+            drafts = {chunk.sequence: chunk.drafts for chunk in plan.decode}
+            self.num_drafted += sum(map(len, drafts.values()))
+            for depth, draft_logits in enumerate(logits.drafts):
+                rows = [
+                    row
+                    for row in rows
+                    if len(drafts.get(members[row], ())) > depth
+                    and drafts[members[row]][depth] == members[row].output_token_ids[-1]
+                ]
+                if not rows:
+                    return
+                self.num_accepted += len(rows)
+                for row in rows:
+                    members[row].num_computed += 1
+                self._sampler.update_state(None)
+                rows = self._deliver(members, rows, self._run_sampler(draft_logits.of(rows), rows))
 
-    def _deliver(self, members: list[Sequence], rows: Iterable[int], drawn: SamplerOutput) -> list[int]:
-        """Give each of the rows its token; those that end leave the batch.
+    def _run_sampler(self, logits: torch.Tensor, rows: list[int] | None = None) -> SamplerOutput:
+        with self._clock.sample:
+            return self._sampler.sample(logits, rows)
+
+    def _deliver(self, members: list[Sequence], rows: Iterable[int], sampled: SamplerOutput) -> list[int]:
+        """Append to each row's sequence its sampled token, and remove the sequences that finish.
 
         Returns:
-            The rows that go on.
+            The rows that are still running.
         """
-        faults = dict(drawn.faults)
-        going_on = []
+        faults = dict(sampled.faults)
+        running = []
         searching: dict[BeamGroup, dict[Sequence, RowLogprobs | LogitshipError]] = {}
         for place, row in enumerate(rows):
             sequence = members[row]
-            if sequence.beams is not None:
-                result = faults.get(place) or drawn.logprobs[place]
+            if isinstance(sequence, Beam):
+                result = faults.get(place) or sampled.logprobs[place]
                 assert result is not None
-                searching.setdefault(sequence.beams, {})[sequence] = result
+                searching.setdefault(sequence.group, {})[sequence] = result
                 continue
             if place in faults:
                 self._end_with_fault(sequence, faults[place])
                 continue
-            record = drawn.logprobs[place]
-            sequence.append(drawn.token_ids[place], _public(record) if record else None, drawn.traces[place])
+            record = sampled.logprobs[place]
+            sequence.append(sampled.token_ids[place], _public(record) if record else None, sampled.traces[place])
             if sequence.finish_reason is None:
-                going_on.append(row)
+                running.append(row)
             else:
-                self._leave(sequence)
-        for beams, results in searching.items():
-            self._search(beams, results)
-        return going_on
+                self._remove_finished(sequence)
+        for group, results in searching.items():
+            self._search(group, results)
+        return running
 
-    def _search(self, beams: BeamGroup, results: Mapping[Sequence, RowLogprobs | LogitshipError]) -> None:
-        """Let the beams of a request go on, branch off or be given up. One that no token is left to is given up."""
+    def _search(self, group: BeamGroup, results: Mapping[Sequence, RowLogprobs | LogitshipError]) -> None:
+        """Continue, branch or drop the beams of a request. A beam whose tokens are all masked is dropped."""
         faults = {sequence: fault for sequence, fault in results.items() if isinstance(fault, LogitshipError)}
         for sequence, fault in faults.items():
             if not isinstance(fault, NoTokenLeftError):
                 self._end_with_fault(sequence, fault)
                 return
         try:
-            step = beams.advance({one: result for one, result in results.items() if isinstance(result, RowLogprobs)})
+            step = group.advance({one: result for one, result in results.items() if isinstance(result, RowLogprobs)})
         except ProcessorFault as fault:
-            self._end_with_fault(beams.lead, fault)
+            self._end_with_fault(group.lead, fault)
             return
-        for sequence in step.given_up:
-            self._retire(sequence)
-        for source, sequence in step.branched:
-            self._scheduler.branch(source, sequence)
-        if beams.has_answer and beams.is_final:
-            self._end_beams(beams)
-        elif beams.is_final:
-            self._end_with_fault(beams.lead, next(iter(faults.values())))
+        for beam in step.dropped:
+            self._remove(beam)
+        for source, beam in step.branched:
+            self._scheduler.branch(source, beam)
+        if group.has_answer and group.is_final:
+            self._end_search(group)
+        elif group.is_final:
+            self._end_with_fault(group.lead, next(iter(faults.values())))
 
-    def _end_without_draw(self, plan: Plan) -> None:
-        """End the sequences that are done with their prompt and want nothing more."""
-        for chunk in plan.prefill:
-            if not chunk.sequence.draws and not chunk.sequence.prefilling:
-                self._end(chunk.sequence, FinishReason("length"))
+    def _finish_prompt_only(self, plan: Plan) -> None:
+        """Finish the sequences of which only the prompt was to be computed."""
+        with self._clock.deliver:
+            for chunk in plan.prefill:
+                if not chunk.sequence.samples and not chunk.sequence.prefilling:
+                    self._end(chunk.sequence, FinishReason("length"))
 
     def _end_with_fault(self, sequence: Sequence, fault: Exception) -> None:
-        if isinstance(fault, ProcessorFault):
-            error = RequestError(
-                "ProcessorFault", fault.message, 400, fault.traceback, fault.digest, fault.name, fault.kind
-            )
-        else:
-            status_code = 500 if isinstance(fault, BatchProcessorFault) else 400
-            error = RequestError(type(fault).__name__, str(fault), status_code)
         if isinstance(fault, NonFiniteLogitsError):
             self._wipe(sequence)
-        self._end(sequence, FinishReason("abort", error=error))
+        self._end(sequence, FinishReason("abort", error=request_error(fault)))
 
     def _end_all_running(self) -> None:
         self._batch.clear()
         for sequence in list(self._scheduler.running):
-            if sequence.slot is not None:  # it has none if it ended with the other beams of its request
+            if sequence.slot is not None:  # None if it ended with the other beams of its request
                 self._wipe(sequence)
                 self._end(sequence, FinishReason("abort", error=INTERNAL_ERROR))
 
     def _wipe(self, sequence: Sequence) -> None:
-        """Where the logits are not finite, the sequence's keys and values may not be either."""
+        """Zero the sequence's keys and values: where logits are not finite, these may not be finite either."""
         assert sequence.slot is not None
         self._runner.cache.wipe(sequence.slot, sequence.num_computed + self._scheduler.most_tokens)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.beams is not None:
-            self._end_beams(sequence.beams, reason)
+        if isinstance(sequence, Beam):
+            self._end_search(sequence.group, reason)
             return
         sequence.finish(reason)
-        self._leave(sequence)
+        self._remove_finished(sequence)
 
-    def _end_beams(self, beams: BeamGroup, reason: FinishReason | None = None) -> None:
-        """End a search, with its answer or for another reason. Harmless where it has ended."""
-        if beams.is_over:
+    def _end_search(self, group: BeamGroup, reason: FinishReason | None = None) -> None:
+        """End a beam search: with its answer, or with `reason`. Does nothing if it has ended."""
+        if group.is_over:
             return
-        for sequence in self._scheduler.matching(lambda sequence: sequence.beams is beams):
-            self._retire(sequence)
-        self._scheduler.free_slots(beams)
-        beams.finish(reason)
-        self._on_finished(beams.lead)
+        for beam in self._scheduler.matching(lambda sequence: sequence.lead is group.lead):
+            self._remove(beam)
+        self._scheduler.free_slots(group)
+        group.finish(reason)
+        self._on_finished(group.lead)
 
-    def _leave(self, sequence: Sequence) -> None:
-        self._retire(sequence)
+    def _remove_finished(self, sequence: Sequence) -> None:
+        self._remove(sequence)
         self._on_finished(sequence)
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence) -> None:
         if sequence in self._batch:
             self._batch.remove(sequence)
         for use in sequence.sampling_params.processors:

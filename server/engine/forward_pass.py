@@ -1,4 +1,4 @@
-"""The forward pass of a planned step, and what of its logits is whose."""
+"""The forward pass of a plan, and the assignment of its logits to rows, drafts and prompts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.requests.sequence import Sequence
 
-from .scheduler import Plan, ScheduledChunk
+from .plan import Plan, ScheduledChunk
 
 
 @dataclass(frozen=True)
 class DraftLogits:
-    """What a forward pass gives for the drafted tokens of one depth.
+    """Logits behind the draft tokens of one depth.
 
     Attributes:
-        rows: the rows of the batch that have a draft so deep, ascending.
+        rows: rows of the batch that have a draft of that depth, ascending.
         logits: float32 [rows, vocab].
     """
 
@@ -25,7 +25,7 @@ class DraftLogits:
     logits: torch.Tensor
 
     def of(self, rows: list[int]) -> torch.Tensor:
-        """Those of some of the rows; may be edited in place."""
+        """Return the logits of some of the rows; may be edited in place."""
         if rows == self.rows:
             return self.logits
         return self.logits[[self.rows.index(row) for row in rows]]
@@ -33,12 +33,12 @@ class DraftLogits:
 
 @dataclass(frozen=True)
 class StepLogits:
-    """What a forward pass gives: float32 [any, vocab] each.
+    """Logits of a forward pass, each tensor float32 [any, vocab].
 
     Attributes:
-        rows: of the batch's rows, in their order.
-        drafts: of the drafted tokens, by depth.
-        prompt: of the prompt tokens whose log-probabilities are asked for.
+        rows: the batch's rows, in row order.
+        drafts: the draft tokens, by depth.
+        prompt: the prompt tokens followed by one with requested log-probabilities.
     """
 
     rows: torch.Tensor
@@ -50,23 +50,27 @@ def forward(runner: ModelRunner, plan: Plan, members: list[Sequence]) -> StepLog
     """Compute the tokens of a plan.
 
     Args:
-        members: the sequences that draw, in row order.
+        runner: the model.
+        plan: the plan.
+        members: the sequences that sample, in row order.
     """
-    places = _Places(plan)
-    rows = [places.last[sequence] for sequence in members]
-    drafts = places.drafts(members)
-    keep = [*rows, *(place for depth in drafts for _, place in depth), *places.prompt]
+    positions = _Positions(plan)
+    rows = [positions.last[sequence] for sequence in members]
+    drafts = positions.drafts(members)
+    keep = [*rows, *(position for depth in drafts for _, position in depth), *positions.prompt]
     logits = runner.forward(_chunks(plan.decode), _chunks(plan.prefill), keep)
-    of_rows, *of_drafts, of_prompt = torch.split(logits, [len(rows), *map(len, drafts), len(places.prompt)])
+    row_logits, *draft_logits, prompt_logits = torch.split(
+        logits, [len(rows), *map(len, drafts), len(positions.prompt)]
+    )
     return StepLogits(
-        of_rows,
-        [DraftLogits([row for row, _ in depth], of_depth) for depth, of_depth in zip(drafts, of_drafts, strict=True)],
-        of_prompt,
+        row_logits,
+        [DraftLogits([row for row, _ in depth], part) for depth, part in zip(drafts, draft_logits, strict=True)],
+        prompt_logits,
     )
 
 
 def prompt_logprob_offsets(chunk: ScheduledChunk) -> range:
-    """Which tokens of a chunk are followed by a prompt token whose log-probability is wanted."""
+    """Return the offsets of a chunk's tokens that are followed by a prompt token with requested log-probabilities."""
     sequence = chunk.sequence
     if sequence.sampling_params.prompt_logprobs is None or not sequence.prefilling:
         return range(0)
@@ -75,28 +79,28 @@ def prompt_logprob_offsets(chunk: ScheduledChunk) -> range:
     return range(begin, end)
 
 
-class _Places:
-    """Where tokens stand in the forward pass of a plan.
+class _Positions:
+    """Positions of tokens in the forward pass of a plan.
 
     Attributes:
-        last: of each sequence, the token that its next one is drawn behind.
-        prompt: the tokens that prompt log-probabilities are behind.
+        last: the token of each sequence whose logits its next token is sampled from.
+        prompt: the tokens whose logits give prompt log-probabilities.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.last: dict[Sequence, int] = {}
         self.prompt: list[int] = []
         self._num_drafts: dict[Sequence, int] = {}
-        place = 0
+        position = 0
         for chunk in plan.chunks:
-            self.prompt += [place + offset for offset in prompt_logprob_offsets(chunk)]
-            place += len(chunk.token_ids)
-            self.last[chunk.sequence] = place - 1
+            self.prompt += [position + offset for offset in prompt_logprob_offsets(chunk)]
+            position += len(chunk.token_ids)
+            self.last[chunk.sequence] = position - 1
             self._num_drafts[chunk.sequence] = len(chunk.drafts)
-            place += len(chunk.drafts)
+            position += len(chunk.drafts)
 
     def drafts(self, members: list[Sequence]) -> list[list[tuple[int, int]]]:
-        """By depth: the rows that have a draft so deep, each with its place."""
+        """Return (row, position) of the draft tokens, by depth."""
         counts = [self._num_drafts[sequence] for sequence in members]
         return [
             [(row, self.last[members[row]] + depth) for row, count in enumerate(counts) if count >= depth]

@@ -1,12 +1,12 @@
-"""The continuations of one request have one prompt: it is computed once, and copied to the others.
+"""Prompt sharing: the prompt of a request is computed once, and copied to its other continuations.
 
-A sequence that still needs a prompt which another sequence of its request is computing waits for it, and then takes the
-keys and values of all but its last token. The last one is computed by each sequence itself: its logits are what the
-first token is drawn from.
+While a sequence of the request computes the prompt, the others wait; then they get copies of the keys and values of all
+but its last token. Each sequence computes the last token itself, because the first output token is sampled from its
+logits.
 
 Guarantees:
-* Among the running sequences that need one request's prompt, the first computes it. So if a sequence ends early, the
-  next takes over, and nobody waits for who does not run.
+* Of the running sequences that need a request's prompt, the first computes it. If it ends early, the next one takes
+  over, so no sequence waits for one that does not run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from logitship.server.requests.sequence import Sequence
 
 
 def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
-    """Copy each prompt that is in the cache to the sequences of its request that need it.
+    """Copy each computed prompt to the sequences of its request that need it.
 
     Args:
         running: sequences that have slots.
@@ -39,7 +39,7 @@ def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
 
 
 def computing_prompts(running: Iterable[Sequence]) -> Iterator[Sequence]:
-    """The sequences that compute tokens of their prompts themselves, in order; the others wait, or are done.
+    """Yield the sequences that compute prompt tokens themselves, in order; the others wait, or are done.
 
     Args:
         running: sequences that have slots, after `share_prompts`.

@@ -29,8 +29,15 @@ async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, a
         BadRequest: it has no token, or is far too long.
     """
     if isinstance(value, str):
-        return await asyncio.to_thread(encode_prompt, engine, value, at, add_special_tokens=add_special_tokens)
-    return encode_prompt(engine, value, at)
+        return await asyncio.to_thread(
+            encode_prompt,
+            engine.tokenizer,
+            engine.model.max_model_len,
+            value,
+            at,
+            add_special_tokens=add_special_tokens,
+        )
+    return encode_prompt(engine.tokenizer, engine.model.max_model_len, value, at)
 
 
 def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: str = "n") -> None:

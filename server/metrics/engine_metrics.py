@@ -1,4 +1,4 @@
-"""Metrics of one engine and of its HTTP front, in a registry of their own."""
+"""Prometheus metrics of an engine and its HTTP server, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -27,24 +27,22 @@ _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class EngineMetrics:
-    """What Prometheus is told of an engine.
+    """The Prometheus metrics of an engine.
 
-    What the engine counts anyway is read when somebody asks (`StateCollector`); what has a distribution is observed
-    here when it happens. No label holds what a client wrote, but for names of processors, of which there is a bounded
-    number.
+    Counters that the engine has anyway are read at each scrape (`StateCollector`); histograms are observed here as
+    things happen. Labels hold no client-supplied text except names of processors, whose number is bounded.
 
     Args:
         model: named in `logitship_info`.
         installed: digest → name of the installed processors.
-        read: the engine's counters; called on any thread.
 
     Attributes:
-        registry: all of the metrics, those of the process included.
-        requests: observes requests, see `RequestMeter`.
-        processor_load: seconds that it took to get a request's processors ready.
+        registry: all metrics, including those of the process.
+        requests: metrics of requests, see `RequestMeter`.
+        processor_load: seconds to load a processor at the admission of a request.
     """
 
-    def __init__(self, model: ModelInfo, installed: Mapping[str, str], read: Callable[[], EngineStats]) -> None:
+    def __init__(self, model: ModelInfo, installed: Mapping[str, str]) -> None:
         self.registry = registry = CollectorRegistry()
         self._labels = ProcessorLabels(installed)
         self.requests = RequestMetrics(registry, self._labels)
@@ -53,7 +51,7 @@ class EngineMetrics:
         )
         phases = Histogram(
             "logitship_step_phase_duration_seconds",
-            "Time of a phase of a step, in the steps that have it.",
+            "Time of a phase of a step, in the steps that have the phase.",
             ["phase"],
             registry=registry,
             buckets=_PHASE_BUCKETS,
@@ -66,7 +64,7 @@ class EngineMetrics:
         registry.register(self._calls)
         self.processor_load = Histogram(
             "logitship_processor_load_duration_seconds",
-            "Time to get the processors of a request ready, at its admission.",
+            "Time to load the processors of a request, at its admission.",
             registry=registry,
             buckets=_LOAD_BUCKETS,
         )
@@ -78,7 +76,7 @@ class EngineMetrics:
         )
         self._http_time = Histogram(
             "logitship_http_request_duration_seconds",
-            "Time until the last byte of an answer was sent.",
+            "Time until the last byte of a response was sent.",
             ["route"],
             registry=registry,
             buckets=_HTTP_BUCKETS,
@@ -86,12 +84,19 @@ class EngineMetrics:
         Info("logitship", "The server and its model.", registry=registry).info(
             {"version": version("logitship"), "model": model.name, "dtype": model.dtype, "device": model.device}
         )
-        registry.register(StateCollector(read))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
 
+    def watch(self, read: Callable[[], EngineStats]) -> None:
+        """Add the metrics of an engine's state.
+
+        Args:
+            read: called for each scrape, on any thread.
+        """
+        self.registry.register(StateCollector(read))
+
     def step_ended(self, clock: StepClock) -> None:
-        """Observe a step, and begin the next. On the engine's thread, also after a step that had nothing to do."""
+        """Observe a step and reset the clock. Engine thread only; also called after a step that had nothing to do."""
         if clock.forward.seconds:
             total = 0.0
             for phase in clock.phases:
@@ -103,15 +108,17 @@ class EngineMetrics:
         clock.reset()
 
     def observer_of_calls(self, processor: LoadedProcessor) -> Callable[[int, float], None]:
-        """What takes the number of rows and the seconds of each call of a processor. On the engine's thread, as it."""
+        """Return the function that takes the rows and seconds of each call of a processor. Engine thread only."""
         return self._calls.of(self._labels.of(processor.digest, processor.name)).observe
 
     def http_answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Observe an answer.
+        """Observe an HTTP response.
 
         Args:
-            method: a method of HTTP, or what stands for others.
-            route: the path of the route, with its parameters' names; or what stands for paths without a route.
+            method: HTTP method, or a placeholder for unknown ones.
+            route: path template of the route, or a placeholder for paths without a route.
+            status: status code.
+            seconds: time from the request until the last byte of the response.
         """
         self._http.labels(method, route, str(status)).inc()
         self._http_time.labels(route).observe(seconds)

@@ -1,4 +1,4 @@
-"""What the engine tells of itself."""
+"""Facts about the model, and a snapshot of the engine's state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What clients may know of the model."""
+    """Facts about the model, for clients."""
 
     name: str
     path: str
@@ -22,17 +22,22 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A glance at the engine.
+    """A snapshot of the engine's state and counters.
 
     Attributes:
+        running: sequences that have a slot.
+        waiting: sequences that wait for a slot.
+        steps: steps so far.
+        accepting: False while shutting down.
         prefix_tokens_asked: prompt tokens that were looked up in the prefix cache.
-        prefix_tokens_found: those of them that need not be computed.
-        prefix_blocks: blocks of tokens that it keeps.
-        prefix_blocks_capacity: the most that it can keep.
-        drafted: tokens that were checked ahead of their time.
-        accepted: those of them that were drawn.
-        sandboxes: those that live.
-        sandboxes_ended: how many ended, by the reason: `unloaded`, or the kind of a `ProcessorFault`.
+        prefix_tokens_found: prompt tokens that were found there and not computed.
+        prefix_blocks: blocks of tokens in the prefix cache.
+        prefix_blocks_capacity: most blocks that it can hold.
+        drafted: draft tokens that were verified.
+        accepted: draft tokens that were accepted.
+        sandboxes: running sandboxes.
+        sandboxes_started: sandboxes started so far.
+        sandboxes_ended: sandboxes ended so far, by reason: `unloaded`, or the kind of a `ProcessorFault`.
     """
 
     running: int

@@ -1,4 +1,4 @@
-"""Metrics of the calls of processors: counted in each step for each group, so in as few instructions as possible."""
+"""Metrics of processor calls. They are counted per group and step, so in as few instructions as possible."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .processor_labels import ProcessorLabel
 
 
 class CallStatistics:
-    """Of all calls with one label. Written on one thread, without a lock.
+    """Statistics of the calls with one label. Written by one thread, without a lock.
 
     Args:
-        bounds: upper bounds of the histogram's buckets, in seconds, ascending; there is one more, without a bound.
+        bounds: upper bounds of the histogram's buckets, in seconds, ascending. A last bucket has no bound.
 
     Attributes:
         counts: calls in each bucket.
-        seconds: of all calls.
-        rows: of all calls.
+        seconds: total duration.
+        rows: total rows.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -39,7 +39,7 @@ class CallStatistics:
 
 
 class ProcessorCalls(Collector):
-    """Makes metrics of them when somebody asks.
+    """Collects the call statistics of all labels at each scrape.
 
     Args:
         bounds: see `CallStatistics`.
@@ -47,24 +47,24 @@ class ProcessorCalls(Collector):
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self._of_label: dict[ProcessorLabel, CallStatistics] = {}
+        self._by_label: dict[ProcessorLabel, CallStatistics] = {}
 
     def of(self, label: ProcessorLabel) -> CallStatistics:
-        """What the calls with a label are counted in."""
-        return self._of_label.setdefault(label, CallStatistics(self._bounds))
+        """Return the statistics of a label."""
+        return self._by_label.setdefault(label, CallStatistics(self._bounds))
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of this moment. On any thread."""
+        """Return the current metrics. Any thread."""
         durations = HistogramMetricFamily(
             "logitship_processor_call_duration_seconds",
-            "Time of a call of a processor, which is one a step for all of its rows.",
+            "Time of a call of a processor. It is called once a step, for all of its rows.",
             labels=["processor", "origin"],
         )
         rows = CounterMetricFamily(
             "logitship_processor_rows", "Rows that a processor was called with.", labels=["processor", "origin"]
         )
         names = [*map(floatToGoString, self._bounds), "+Inf"]
-        for label, calls in list(self._of_label.items()):
+        for label, calls in list(self._by_label.items()):
             labels = [label.name, label.origin]
             durations.add_metric(labels, list(zip(names, accumulate(calls.counts), strict=True)), calls.seconds)
             rows.add_metric(labels, calls.rows)

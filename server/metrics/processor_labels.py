@@ -1,4 +1,4 @@
-"""What processors are called in metrics: a bounded number of names, whatever clients call theirs."""
+"""Labels of processors in metrics: a bounded number, however many names clients use."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 MOST_NAMES = 100
-"""Names of shipped processors that get a time series of their own."""
+"""Most names of shipped processors with a label of their own."""
 OTHER = "other"
-"""Stands for all names beyond that."""
+"""Label of all further names."""
 _LONGEST_NAME = 80
 """Characters."""
 
 
 @dataclass(frozen=True)
 class ProcessorLabel:
-    """How metrics name a processor.
+    """The labels of a processor.
 
     Attributes:
-        name: its name, cut; or `OTHER`.
-        origin: `installed`, or `shipped` by a request (or named by one, as a callable). A client may name its class as
-            it likes: the origin tells it from the installed one of that name.
+        name: its name, truncated; or `OTHER`.
+        origin: `installed`, or `shipped` by a request (or a callable that one names). It tells a shipped processor from
+            an installed one of the same name.
     """
 
     name: str
@@ -29,11 +29,11 @@ class ProcessorLabel:
 
 
 class ProcessorLabels:
-    """Labels for processors. For one thread.
+    """Assigns labels to processors. Not thread-safe.
 
     Args:
-        installed: digest → name of those that are installed.
-        most_names: how many names of others get a label of their own, first come, first served.
+        installed: digest → name of the installed processors.
+        most_names: how many names of shipped processors get a label of their own, first come, first served.
     """
 
     def __init__(self, installed: Mapping[str, str], most_names: int = MOST_NAMES) -> None:
@@ -43,7 +43,7 @@ class ProcessorLabels:
         self._other = ProcessorLabel(OTHER, "shipped")
 
     def of(self, digest: str, name: str) -> ProcessorLabel:
-        """The label of a processor: the same object for the same label."""
+        """Return the label of a processor: the same object for the same label."""
         installed = self._installed.get(digest)
         if installed is not None:
             return installed

@@ -1,4 +1,4 @@
-"""Metrics of requests: how long they wait and run, how much they read and write, how they end."""
+"""Metrics of requests: waiting and running times, token counts, finish reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 
 
 
 class RequestMetrics:
-    """The metrics that `RequestMeter`s observe.
+    """The metrics that `RequestMeter` observes.
 
     A request is one prompt; a sequence is one of its `n` continuations.
     """
@@ -71,7 +71,7 @@ class RequestMetrics:
         self._finished = Counter(
             "logitship_sequences_finished",
             "Sequences that ended, by the reason: `stop`, `length`, `abort` (cancelled), `error`, or `absent` (a beam "
-            "search that found fewer).",
+            "search that found fewer than requested).",
             ["reason"],
             registry=registry,
         )
@@ -101,27 +101,27 @@ class RequestMetrics:
 
 
 class RequestMeter:
-    """Observes one request, from its arrival to its end. After `__init__`, on the engine's thread alone."""
+    """Observes one request, from its arrival to its end. Engine thread only, except for the constructor."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
         self._arrived = time.perf_counter()
         self._has_started = self._has_delivered = False
         self._last_tokens: dict[int, float] = {}
-        """Of each sequence that has tokens, when the last ones came."""
+        """Time of the latest tokens, by sequence index."""
 
     def admitted(self) -> None:
-        """The request is on its way to the engine's queue."""
+        """Count the request as admitted."""
         self._metrics.admitted.inc()
 
     def started(self) -> None:
-        """A sequence got its slot."""
+        """Observe that a sequence got its slot."""
         if not self._has_started:
             self._has_started = True
             self._metrics.queue.observe(time.perf_counter() - self._arrived)
 
     def delivered(self, chunks: Iterable[GenerationChunk]) -> None:
-        """A step gave these."""
+        """Observe the chunks of a step."""
         now = time.perf_counter()
         num_tokens = 0
         for chunk in chunks:
@@ -131,17 +131,17 @@ class RequestMeter:
                 self._metrics.prompt_length.observe(chunk.prompt_tokens)
             if chunk.token_ids:
                 num_tokens += len(chunk.token_ids)
-                self._tokens_came(chunk.index, now)
+                self._observe_latency(chunk.index, now)
             if chunk.finish_reason is not None:
                 self._metrics.finished(chunk.finish_reason)
                 self._metrics.output_length.observe(chunk.completion_tokens)
                 self._metrics.duration.observe(now - self._arrived)
         self._metrics.generation_tokens.inc(num_tokens)
 
-    def _tokens_came(self, index: int, now: float) -> None:
+    def _observe_latency(self, index: int, now: float) -> None:
         last = self._last_tokens.get(index)
         if last is None:
             self._metrics.first_token.observe(now - self._arrived)
-        elif last != now:  # drafts that were drawn come in one step
+        elif last != now:  # accepted drafts arrive in one step
             self._metrics.token_gap.observe(now - last)
         self._last_tokens[index] = now

@@ -1,4 +1,4 @@
-"""Metrics that are read when somebody asks for them: the engine counts these anyway."""
+"""Metrics that are read from the engine's own counters at each scrape."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .engine_stats import EngineStats
 
 
 class StateCollector(Collector):
-    """Makes metrics of `EngineStats`.
+    """Exports `EngineStats` as metrics.
 
     Args:
-        read: the engine's; may be called on any thread.
+        read: returns the current stats; may be called on any thread.
     """
 
     def __init__(self, read: Callable[[], EngineStats]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of this moment."""
+        """Return the current metrics."""
         stats = self._read()
         yield from _engine(stats)
         yield from _processors(stats)
@@ -32,50 +32,60 @@ def _engine(stats: EngineStats) -> Iterable[Metric]:
     yield GaugeMetricFamily("logitship_running_sequences", "Sequences that have a slot.", stats.running)
     yield GaugeMetricFamily("logitship_waiting_sequences", "Sequences that wait for a slot.", stats.waiting)
     yield GaugeMetricFamily(
-        "logitship_accepting", "1 while requests are taken, 0 while shutting down.", stats.accepting
+        "logitship_accepting", "1 while requests are accepted, 0 while shutting down.", stats.accepting
     )
     yield CounterMetricFamily("logitship_steps", "Steps of the engine.", stats.steps)
     yield CounterMetricFamily(
-        "logitship_draft_tokens", "Tokens that were checked ahead of their time (speculative decoding).", stats.drafted
+        "logitship_draft_tokens", "Draft tokens that were verified (speculative decoding).", stats.drafted
     )
-    yield CounterMetricFamily("logitship_accepted_draft_tokens", "Those of them that were drawn.", stats.accepted)
+    yield CounterMetricFamily("logitship_accepted_draft_tokens", "Draft tokens that were accepted.", stats.accepted)
     yield CounterMetricFamily(
-        "logitship_prefix_cache_queried_tokens", "Prompt tokens that were looked up.", stats.prefix_tokens_asked
+        "logitship_prefix_cache_queried_tokens",
+        "Prompt tokens that were looked up in the prefix cache.",
+        stats.prefix_tokens_asked,
     )
     yield CounterMetricFamily(
-        "logitship_prefix_cache_hit_tokens", "Those of them that need not be computed.", stats.prefix_tokens_found
+        "logitship_prefix_cache_hit_tokens",
+        "Prompt tokens that were found in the prefix cache.",
+        stats.prefix_tokens_found,
     )
-    yield GaugeMetricFamily("logitship_prefix_cache_blocks", "Blocks that are kept.", stats.prefix_blocks)
+    yield GaugeMetricFamily("logitship_prefix_cache_blocks", "Blocks in the prefix cache.", stats.prefix_blocks)
     yield GaugeMetricFamily(
-        "logitship_prefix_cache_capacity_blocks", "The most that can be.", stats.prefix_blocks_capacity
+        "logitship_prefix_cache_capacity_blocks",
+        "Capacity of the prefix cache, in blocks.",
+        stats.prefix_blocks_capacity,
     )
 
 
 def _processors(stats: EngineStats) -> Iterable[Metric]:
     yield CounterMetricFamily(
-        "logitship_processor_cache_hits", "Shipped processors that were loaded already.", stats.processor_cache_hits
+        "logitship_processor_cache_hits",
+        "Lookups of shipped processors that were loaded already.",
+        stats.processor_cache_hits,
     )
     yield CounterMetricFamily(
-        "logitship_processor_cache_misses", "Shipped processors that had to be loaded.", stats.processor_cache_misses
+        "logitship_processor_cache_misses",
+        "Lookups of shipped processors that had to be loaded.",
+        stats.processor_cache_misses,
     )
     yield CounterMetricFamily(
         "logitship_processor_cache_evictions",
-        "Shipped processors that made way for others.",
+        "Shipped processors that were evicted from the cache.",
         stats.processor_cache_evictions,
     )
     yield GaugeMetricFamily(
         "logitship_processor_cache_entries", "Shipped processors that are loaded.", stats.processor_cache_entries
     )
     yield GaugeMetricFamily(
-        "logitship_processor_cache_bytes", "What they count for, in bytes.", stats.processor_cache_bytes
+        "logitship_processor_cache_bytes",
+        "Size of the loaded shipped processors, in bytes.",
+        stats.processor_cache_bytes,
     )
-    yield GaugeMetricFamily(
-        "logitship_registered_processors", "Processors that were uploaded and are kept.", stats.registered_processors
-    )
+    yield GaugeMetricFamily("logitship_registered_processors", "Registered processors.", stats.registered_processors)
 
 
 def _sandboxes(stats: EngineStats) -> Iterable[Metric]:
-    yield GaugeMetricFamily("logitship_sandboxes", "Sandboxes that live.", stats.sandboxes)
+    yield GaugeMetricFamily("logitship_sandboxes", "Sandboxes that are running.", stats.sandboxes)
     yield CounterMetricFamily("logitship_sandboxes_started", "Sandboxes that were started.", stats.sandboxes_started)
     ended = CounterMetricFamily(
         "logitship_sandboxes_ended",

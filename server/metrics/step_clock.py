@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Times the phases of a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import TracebackType
 
 
 class Phase:
-    """`with phase:` counts the time inside for this phase, less that of the phases inside it.
+    """A context manager that adds the time inside to this phase, without the time of nested phases.
 
     Attributes:
-        name: for people and metrics.
-        seconds: counted so far in this step.
+        name: label in metrics.
+        seconds: time in this step so far.
     """
 
     __slots__ = ("_clock", "name", "seconds")
@@ -22,26 +22,26 @@ class Phase:
         self.seconds = 0.0
 
     def __enter__(self) -> None:
-        """Begin, and let the phase around it rest."""
+        """Start, and pause the enclosing phase."""
         self._clock.enter(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End, and let the phase around it go on."""
-        self._clock.leave()
+        """Stop, and resume the enclosing phase."""
+        self._clock.exit()
 
 
 class StepClock:
-    """The phases of a step. For the engine's thread alone.
+    """The phases of a step. Engine thread only.
 
-    On a GPU, where the model's work is queued, the time of `forward` shows in the phase that first waits for a result.
+    On a GPU, where kernels run asynchronously, the time of `forward` shows in the phase that first waits for a result.
 
     Attributes:
-        schedule: who computes what.
-        batch_update: rows come, go and move, and everybody who keeps state by row is told.
+        schedule: planning the step.
+        batch_update: adding, removing and moving rows, and updating all state that is kept by row.
         forward: the model.
         sample: from logits to tokens, without `processors`.
-        processors: the shipped and the built-in processors of requests.
-        deliver: detokenizing, stop strings, ends of sequences, and handing over what the step gave.
+        processors: the shipped and built-in processors of requests.
+        deliver: detokenizing, stop strings, finishing sequences, and delivering chunks.
         num_rows: rows of the batch in this step.
     """
 
@@ -58,25 +58,25 @@ class StepClock:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """All of them, in the order of a step."""
+        """All phases, in the order of a step."""
         return (self.schedule, self.batch_update, self.forward, self.sample, self.processors, self.deliver)
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase inside the one that runs."""
+        """Start a phase inside the current one."""
         now = time.perf_counter()
         if self._running:
             self._running[-1].seconds += now - self._since
         self._running.append(phase)
         self._since = now
 
-    def leave(self) -> None:
-        """End the phase that runs."""
+    def exit(self) -> None:
+        """Stop the current phase."""
         now = time.perf_counter()
         self._running.pop().seconds += now - self._since
         self._since = now
 
     def reset(self) -> None:
-        """Begin the next step."""
+        """Reset for the next step."""
         for phase in self.phases:
             phase.seconds = 0.0
         self.num_rows = 0

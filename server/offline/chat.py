@@ -40,7 +40,8 @@ def render_conversation(
         raise ValueError(f"{at}: is an empty list: there is nothing to continue")
     with refusals_translated():
         messages = [parse_model(Message, message, f"{at}[{index}]") for index, message in enumerate(conversation)]
-        check_text_length(engine, sum(len(message.content or "") for message in messages), at)
+        characters = sum(len(message.content or "") for message in messages)
+        check_text_length(engine.tokenizer, engine.model.max_model_len, characters, at)
     token_ids = engine.tokenizer.apply_chat_template(
         [message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from logitship.client.records import TokenTrace, TraceCandidate
 from logitship.sampler.trace import RowTrace
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.requests.best_of import most_likely
-from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.continuation import Continuation, best_continuations
 from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.tokenizer import Tokenizer
 
@@ -56,7 +55,7 @@ class OutputBuilder:
     def output(self) -> RequestOutput:
         """Everything so far. Later chunks do not change it."""
         request = self._request.request
-        answered = most_likely(self._continuations, request.n) if request.ranks else self._continuations
+        answered = best_continuations(self._continuations, request.n) if request.ranks else self._continuations
         with_prompt = request.sampling_params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request.rid,

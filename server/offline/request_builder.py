@@ -150,10 +150,13 @@ class RequestBuilder:
         if isinstance(given, Mapping):
             given, text = _from_mapping(given, at)
         if isinstance(given, str):
-            return encode_prompt(self._engine, given, at)
+            return self._encode(given, at)
         if isinstance(given, Sequence) and all(type(token_id) is int for token_id in given):
-            return dataclasses.replace(encode_prompt(self._engine, list(given), at), text=text)
+            return dataclasses.replace(self._encode(list(given), at), text=text)
         raise TypeError(f"{at}: expected a text or a list of token ids (integers), not {_describe(given)}")
+
+    def _encode(self, value: str | list[int], at: str) -> Prompt:
+        return encode_prompt(self._engine.tokenizer, self._engine.model.max_model_len, value, at)
 
     def _check_n(self, request: GenerationRequest) -> None:
         n, param = request.num_sequences, "n" if request.best_of is None else "best_of"

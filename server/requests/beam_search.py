@@ -1,17 +1,16 @@
-"""Beam search: which continuations of the beams go on, and which finished ones are kept. Numbers only.
+"""The rules of beam search: selection of the next beams and of the finished outputs, on numbers only.
 
-The rules are those of Hugging Face's `generate(num_beams=…, do_sample=False)` in transformers 5:
+They are those of Hugging Face's `generate(num_beams=…, do_sample=False)` in transformers 5:
 
-* Of each step, the `num_candidates` continuations with the highest sum of log-probabilities are looked at.
-* Those among the first `width` of them that end are hypotheses: finished sequences, of which the best `width` are kept.
-  Their score is the sum divided by length ** `length_penalty`, where the length is that of the output with its end
-  token.
-* The first `width` of them that do not end are the next beams.
-* The search is over when no beam goes on, or no beam can be expected to come to a better score than the worst
-  hypothesis of a full pool. What can be expected is up to `early_stopping`, see `BeamSearch`.
+* Each step considers the `num_candidates` continuations with the highest sum of log-probabilities.
+* The finished ones among the first `width` of them become hypotheses, of which the best `width` are kept. The score of
+  a hypothesis is the sum divided by length ** `length_penalty`, with the length of the output including its end token.
+* The first `width` unfinished ones become the next beams.
+* The search is over when there are no beams, or when there are `width` hypotheses and no beam can be expected to score
+  better than the worst of them. The expectation depends on `early_stopping`, see `BeamSearch`.
 
-One thing is exact here: a continuation that is forbidden (log-probability -inf) never becomes a beam. There it does,
-and is dragged along with a score that no hypothesis loses against.
+One difference: a masked continuation (log-probability -inf) never becomes a beam. In transformers it does, with a score
+that is worse than any hypothesis.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ T = TypeVar("T")
 EarlyStopping: TypeAlias = bool | Literal["never"]
 
 _LARGEST_PENALTY = 10
-"""Of the length penalty, with either sign: far beyond what makes sense, and no output's power of it overflows."""
+"""Largest absolute length penalty: far beyond useful values, and no length to that power overflows."""
 
 
 @dataclass(frozen=True)
 class BeamSearch:
-    """What a request asks for. The names in errors are those of the request's fields.
+    """Parameters of a beam search. Errors use the names of the request's fields.
 
     Attributes:
         width: number of beams.
-        length_penalty: exponent of the length by which a sum of log-probabilities is divided. Above 0 it is longer
-            sequences that gain, since sums are negative.
+        length_penalty: exponent of the length by which a sum of log-probabilities is divided. Values above 0 favor
+            longer outputs, since the sums are negative.
         early_stopping: when the search stops, once there are `width` hypotheses. True: at once. False: when the best
-            beam, if it ended now, would not be better than the worst of them. "never": when it could not be better at
-            any length that it may still reach.
+            beam, if it ended now, would not be better than the worst of them. "never": when it could not become better
+            at any length that it can still reach.
 
     Raises:
-        InvalidSamplingParams: a value is out of its range.
+        InvalidSamplingParams: a value is out of range.
     """
 
     width: int
@@ -54,7 +53,7 @@ class BeamSearch:
     def __post_init__(self) -> None:
         if not _is_count(self.width):
             raise InvalidSamplingParams("num_beams", "must be an integer, 1 or greater")
-        # Written so that NaN is refused too.
+        # In this form, it also refuses NaN.
         if not -_LARGEST_PENALTY <= self.length_penalty <= _LARGEST_PENALTY:
             raise InvalidSamplingParams(
                 "length_penalty", f"must be a number from -{_LARGEST_PENALTY} to {_LARGEST_PENALTY}"
@@ -63,11 +62,11 @@ class BeamSearch:
             raise InvalidSamplingParams("early_stopping", 'must be true, false or "never"')
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """How many continuations of a step are looked at: enough for `width` that do not end in an end token."""
+        """Return how many candidates a step considers: at least `width` of them do not end in an end token."""
         return max(2, 1 + num_end_tokens) * self.width
 
     def score(self, cumulative_logprob: float, length: int) -> float:
-        """What hypotheses are compared by.
+        """Return the score that hypotheses are ranked by.
 
         Args:
             cumulative_logprob: sum of the log-probabilities of the output.
@@ -77,7 +76,7 @@ class BeamSearch:
 
 
 class BeamFields(Protocol):
-    """The fields of a request that ask for beam search, in all APIs; `n` is the number of sequences in the answer."""
+    """The fields of a request that select beam search, in all APIs; `n` is the number of outputs in the answer."""
 
     @property
     def n(self) -> int:  # noqa: D102
@@ -101,18 +100,18 @@ class BeamFields(Protocol):
 
 
 def beam_search_of(fields: BeamFields) -> BeamSearch | None:
-    """The search that a request asks for, or None.
+    """Return the search that a request asks for, or None.
 
-    With `num_beams` above 1, as in Hugging Face, `n` of the beams are answered. With `use_beam_search` alone, as in
-    vLLM, `n` is their number.
+    With `num_beams` above 1, as in Hugging Face, the answer has `n` of the beams. With `use_beam_search` alone, as in
+    vLLM, `n` is the number of beams.
 
     Raises:
-        InvalidSamplingParams: a field is out of its range, or makes no sense beside the others.
+        InvalidSamplingParams: a field is out of range, or contradicts another one.
     """
     if not fields.use_beam_search and fields.num_beams in (None, 1):
         for name, default in (("length_penalty", 1), ("early_stopping", False)):
             if getattr(fields, name) != default:
-                raise InvalidSamplingParams(name, "goes with beam search: num_beams above 1, or use_beam_search")
+                raise InvalidSamplingParams(name, "needs beam search: set num_beams above 1, or use_beam_search")
         return None
     search = BeamSearch(
         fields.n if fields.num_beams is None else fields.num_beams, fields.length_penalty, fields.early_stopping
@@ -127,21 +126,21 @@ class Candidate:
     """A continuation of a beam by one token.
 
     Attributes:
-        beam: number of the beam.
+        beam: index of the beam.
         token_id: the token.
-        place: of the token among the most likely ones of the beam, from 0.
-        cumulative_logprob: sum of the log-probabilities, the token's included.
+        position: index of the token among the most likely ones of the beam.
+        cumulative_logprob: sum of the log-probabilities, including the token's.
     """
 
     beam: int
     token_id: int
-    place: int
+    position: int
     cumulative_logprob: float
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What becomes of a step's candidates. Both lists begin with the best.
+    """The candidates of a step that were selected. Both lists start with the best.
 
     Attributes:
         running: the next beams.
@@ -155,17 +154,17 @@ class Selection:
 def candidates_of(
     cumulative_logprobs: Sequence[float], most_likely: Sequence[Sequence[tuple[int, float]]], count: int
 ) -> list[Candidate]:
-    """The best continuations of all beams together, the best first. Of equals, those of the first beam come first.
+    """Return the best continuations of all beams together, the best first. Among equals, earlier beams come first.
 
     Args:
-        cumulative_logprobs: of each beam.
+        cumulative_logprobs: sum of log-probabilities of each beam.
         most_likely: (token id, log-probability) of each beam's next tokens: the `count` most likely ones, or all.
-        count: how many to give at most. Continuations with a log-probability of -inf are never given.
+        count: most candidates to return. Continuations with a log-probability of -inf are never returned.
     """
     candidates = [
-        Candidate(beam, token_id, place, cumulative_logprobs[beam] + logprob)
+        Candidate(beam, token_id, position, cumulative_logprobs[beam] + logprob)
         for beam, tokens in enumerate(most_likely)
-        for place, (token_id, logprob) in enumerate(tokens)
+        for position, (token_id, logprob) in enumerate(tokens)
         if logprob > -math.inf
     ]
     candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
@@ -173,11 +172,12 @@ def candidates_of(
 
 
 def select(candidates: Sequence[Candidate], width: int, ends: Callable[[Candidate], bool]) -> Selection:
-    """Divide candidates into those that go on and those that end.
+    """Divide the candidates into running and finished ones.
 
     Args:
         candidates: the best first.
-        ends: whether a sequence ends with a candidate. Not asked of those that are not needed.
+        width: number of beams.
+        ends: returns whether a candidate finishes its sequence. Only called as far as needed.
     """
     running: list[Candidate] = []
     finished: list[Candidate] = []
@@ -193,48 +193,44 @@ def select(candidates: Sequence[Candidate], width: int, ends: Callable[[Candidat
 
 @dataclass(frozen=True)
 class Hypothesis(Generic[T]):
-    """A finished sequence.
+    """A finished output.
 
     Attributes:
         score: see `BeamSearch.score`.
         cumulative_logprob: sum of its log-probabilities.
-        sequence: the sequence itself.
+        output: the output itself.
     """
 
     score: float
     cumulative_logprob: float
-    sequence: T
+    output: T
 
 
 class Hypotheses(Generic[T]):
-    """The best finished sequences, at most `width`.
+    """The best finished outputs, at most `width`.
 
     Attributes:
-        best: the best first; of equals, that which finished first.
+        best: the best first; among equals, the earlier first.
     """
 
     def __init__(self, search: BeamSearch) -> None:
         self._search = search
         self.best: list[Hypothesis[T]] = []
 
-    def add(self, cumulative_logprob: float, length: int, sequence: T) -> None:
-        """Keep a finished sequence, if it is good enough.
-
-        Args:
-            length: tokens of its output.
-        """
+    def add(self, cumulative_logprob: float, length: int, output: T) -> None:
+        """Keep a finished output of `length` tokens, if it is good enough."""
         score = self._search.score(cumulative_logprob, length)
-        self.best.append(Hypothesis(score, cumulative_logprob, sequence))
+        self.best.append(Hypothesis(score, cumulative_logprob, output))
         self.best.sort(key=lambda hypothesis: -hypothesis.score)
         del self.best[self._search.width :]
 
     def is_final(self, running: Collection[float], length: int, max_length: int) -> bool:
-        """Whether the search is over.
+        """Return whether the search is over.
 
         Args:
-            running: sums of log-probabilities of the beams that go on.
+            running: sums of log-probabilities of the running beams.
             length: tokens of their outputs.
-            max_length: tokens that an output may have.
+            max_length: most tokens of an output.
         """
         search = self._search
         if not running:

@@ -1,22 +1,27 @@
-"""What a continuation has given so far: its chunks, put together."""
+"""The output of a continuation: its chunks, joined."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TypeVar
 
 from logitship.client.records import Receipt
 from logitship.sampler.trace import RowTrace
 
 from .messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
 
+AnyContinuation = TypeVar("AnyContinuation", bound="Continuation")
+
 
 @dataclass
 class Continuation:
-    """What one continuation has given so far.
+    """The output of one continuation so far.
 
     Attributes:
-        index: its place in the answer: continuation `j` of prompt `i` stands at `i * n + j`.
-        prompt: which prompt of the request it continues.
+        index: its index in the answer: continuation `j` of prompt `i` has index `i * n + j`.
+        prompt: index of the prompt that it continues.
     """
 
     index: int
@@ -36,11 +41,11 @@ class Continuation:
 
     @property
     def is_absent(self) -> bool:
-        """A search found no sequence to stand here, see `ABSENT`."""
+        """True if a beam search found no output for this index, see `ABSENT`."""
         return self.finish_reason is ABSENT
 
     def copy(self) -> Continuation:
-        """The same so far, to be added to by itself."""
+        """Return an independent copy."""
         return replace(
             self,
             token_ids=self.token_ids.copy(),
@@ -50,7 +55,7 @@ class Continuation:
         )
 
     def add(self, chunk: GenerationChunk) -> None:
-        """Append what the engine gave."""
+        """Append a chunk."""
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
@@ -63,3 +68,23 @@ class Continuation:
         self.receipts = chunk.receipts
         self.cumulative_logprob = chunk.cumulative_logprob
         self.beam_score = chunk.beam_score
+
+
+def best_continuations(continuations: Iterable[AnyContinuation], n: int) -> list[AnyContinuation]:
+    """Return the `n` continuations with the highest log-probability per token, the highest first: `best_of`.
+
+    The mean is OpenAI's measure: a sum would prefer short outputs. It counts every sampled token, with the one that
+    ended the output. Of equals the earlier comes first; aborted continuations come last.
+
+    Args:
+        continuations: with the log-probabilities of their tokens.
+        n: how many to keep.
+    """
+    return sorted(continuations, key=_rank)[:n]
+
+
+def _rank(continuation: Continuation) -> tuple[bool, float]:
+    """Return the sort key of a continuation: smaller is better."""
+    reason = continuation.finish_reason
+    known = [position.logprob for position in continuation.logprobs if position.logprob is not None]
+    return reason is not None and reason.kind == "abort", -sum(known) / len(known) if known else inf

@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time: never half a character, never half a stop string."""
+"""Incremental detokenization: never half a character, never half a stop string."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from logitship.server.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# A UTF-8 character has at most four bytes and a token at least one: at most three tokens can be its beginning.
+# A UTF-8 character has at most four bytes and a token at least one: an incomplete character has at most three tokens.
 _MOST_PENDING_TOKENS = 3
-# Tokens may go on without ever ending where a character ends. Decoding is begun anew after so many: each push costs
-# as much as there are.
+# A run of tokens may never end at the end of a character. Since each push decodes all unread tokens, decoding starts
+# over after this many.
 _MOST_UNREAD_TOKENS = 32
 
 
 class IncrementalDetokenizer:
-    """Text that grows with the tokens of one sequence.
+    """Turns the tokens of one sequence into text as they arrive.
 
-    Each piece is the difference between two decodings that begin at the same token, because what a token means may
-    depend on the one before it (a leading space, say). What may be the beginning of a character waits for the rest.
-    The algorithm is that of Hugging Face's text-generation-inference, with bounds: broken bytes hold back three
-    characters at most.
+    Each piece is the difference between two decodings that start at the same token, because the text of a token may
+    depend on the one before it (a leading space, for example). The bytes of an incomplete character are held back. This
+    is the algorithm of Hugging Face's text-generation-inference, with a limit: invalid bytes hold back at most three
+    characters.
 
     Args:
-        context: the prompt's last tokens, which the text continues.
+        context: the last tokens of the prompt, which the text continues.
     """
 
     def __init__(
@@ -41,48 +41,48 @@ class IncrementalDetokenizer:
         self._ids = list(context)
         self._context_length = len(context)
         self._begin = 0
-        """Where decoding begins."""
+        """Index of the token where decoding starts."""
         self._read = len(context)
-        """Where it begins next: the tokens before have been given out, and no character goes across."""
+        """Index where it starts next: all text before it was emitted, and no character spans it."""
         text = self._decode(0, self._read)
-        self._given = len(text)
-        """Characters of the text from `_begin` on that have been given out."""
+        self._emitted = len(text)
+        """Characters of the text from `_begin` on that were emitted."""
         if text.endswith(_REPLACEMENT):
-            self._leave_unfinished_character()
+            self._exclude_incomplete_character()
 
     def push(self, token_id: int) -> str:
-        """Text that is certain now."""
+        """Add a token, and return the text that is final now."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
-            return ""  # has no text, and does not end a character that is under way
+            return ""  # has no text, and does not end an incomplete character
         self._ids.append(token_id)
         text = self._decode(self._begin, len(self._ids))
         if not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_UNREAD_TOKENS:
             return self._advance(text)
-        # A decoder writes the beginning of a character as one U+FFFD, or as one for each of its bytes.
-        at_the_end = len(text) - len(text.rstrip(_REPLACEMENT))
-        certain = text[: len(text) - min(at_the_end, _MOST_PENDING_TOKENS)]
-        piece = certain[self._given :]
-        self._given = max(self._given, len(certain))
+        # A decoder writes an incomplete character as one U+FFFD, or as one for each of its bytes.
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+        final = text[: len(text) - min(trailing, _MOST_PENDING_TOKENS)]
+        piece = final[self._emitted :]
+        self._emitted = max(self._emitted, len(final))
         return piece
 
     def fork(self) -> IncrementalDetokenizer:
-        """The same so far, to go on by itself."""
-        twin = copy.copy(self)
-        twin._ids = self._ids.copy()
-        return twin
+        """Return an independent copy."""
+        fork = copy.copy(self)
+        fork._ids = self._ids.copy()
+        return fork
 
     def flush(self) -> str:
-        """What is left at the end, with U+FFFD for bytes that never became a character."""
-        if len(self._ids) in (self._read, self._context_length):  # all given out, or nothing came
+        """Return the text that was held back, with U+FFFD for incomplete characters."""
+        if len(self._ids) in (self._read, self._context_length):  # all emitted, or no output
             return ""
         return self._advance(self._decode(self._begin, len(self._ids)))
 
-    def _leave_unfinished_character(self) -> None:
-        """If the prompt ends inside a character, the character is the output's."""
+    def _exclude_incomplete_character(self) -> None:
+        """Make a character that the prompt ends inside of part of the output."""
         for pending in range(1, min(_MOST_PENDING_TOKENS, len(self._ids)) + 1):
             text = self._decode(0, len(self._ids) - pending)
             if not text.endswith(_REPLACEMENT):
-                self._read, self._given = len(self._ids) - pending, len(text)
+                self._read, self._emitted = len(self._ids) - pending, len(text)
                 return
 
     def _decode(self, begin: int, end: int) -> str:
@@ -93,9 +93,9 @@ class IncrementalDetokenizer:
         )
 
     def _advance(self, text: str) -> str:
-        piece = text[self._given :]
+        piece = text[self._emitted :]
         self._begin, self._read = self._read, len(self._ids)
-        self._given = len(self._decode(self._begin, self._read))
+        self._emitted = len(self._decode(self._begin, self._read))
         return piece
 
 
@@ -104,8 +104,8 @@ class StopMatch:
     """A stop string that was found.
 
     Attributes:
-        matched: which one.
-        text: what may still be given out.
+        matched: the stop string.
+        text: the rest of the sequence's text.
     """
 
     matched: str
@@ -115,8 +115,8 @@ class StopMatch:
 class StopStrings:
     """Finds stop strings in text that arrives in pieces.
 
-    What could be the beginning of a stop string is held back until it is decided. The match is the one that is
-    complete first, and the longest of those: so it does not depend on where the pieces end.
+    Text that could be the start of a stop string is held back until that is decided. The match is the stop string that
+    ends first, and the longest of those, so that it does not depend on where the pieces end.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool) -> None:
@@ -125,7 +125,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> str | StopMatch:
-        """Text to give out, or the match that ends the sequence."""
+        """Add text. Returns the text that is final now, or the match that ends the sequence."""
         if not self._stop:
             return piece
         text = self._held + piece
@@ -139,13 +139,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back: no stop string came of it."""
+        """Return the text that was held back: it became no stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, and shorter than it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,4 +1,4 @@
-"""The chunks of one request, on their way from the engine's thread to a coroutine."""
+"""The stream of a request's chunks, from the engine's thread to a coroutine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from .messages import GenerationChunk
 
 
 class GenerationStream:
-    """The chunks of one request, of all its `n` continuations interleaved, until each has its finish reason.
+    """An asynchronous iterator over the chunks of a request, with its `n` continuations interleaved.
 
-    Leave it early with `aclose()`: that cancels the request and frees its rows within a step.
+    It ends when each continuation has its finish reason. To stop earlier, call `aclose()`: that cancels the request,
+    which frees its rows within a step.
 
     Args:
         n: number of continuations.
-        cancel: ends the request.
+        cancel: cancels the request.
     """
 
     def __init__(self, n: int, cancel: Callable[[], None]) -> None:
@@ -33,7 +34,7 @@ class GenerationStream:
             yield chunk
 
     async def aclose(self) -> None:
-        """Cancel what still runs. Harmless at the end."""
+        """Cancel the request, unless it has finished."""
         if self._unfinished:
             self._cancel()
 
@@ -42,16 +43,16 @@ class GenerationStream:
             self._chunks.put_nowait(chunk)
 
     @staticmethod
-    def deliver(gained: Iterable[tuple[GenerationStream, list[GenerationChunk]]]) -> None:
-        """Give streams their chunks, on any thread: what many gained in a step wakes their event loop up once."""
+    def deliver(delivery: Iterable[tuple[GenerationStream, list[GenerationChunk]]]) -> None:
+        """Give streams their chunks, on any thread. Each event loop is woken up once for all of its streams."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, list[GenerationChunk]]]] = {}
-        for stream, chunks in gained:
+        for stream, chunks in delivery:
             by_loop.setdefault(stream._loop, []).append((stream, chunks))
-        for loop, of_loop in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # it is closed: nobody listens any more
-                loop.call_soon_threadsafe(_put_all, of_loop)
+        for loop, part in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_put_all, part)
 
 
-def _put_all(gained: list[tuple[GenerationStream, list[GenerationChunk]]]) -> None:
-    for stream, chunks in gained:
+def _put_all(delivery: list[tuple[GenerationStream, list[GenerationChunk]]]) -> None:
+    for stream, chunks in delivery:
         stream._put(chunks)

@@ -1,4 +1,4 @@
-"""What travels between the engine and those who ask it: frozen records, nothing else."""
+"""The records that the engine and its callers exchange."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .beam_search import BeamSearch
 
 @dataclass(frozen=True)
 class ProcessorRequest:
-    """A processor that a request carries, not loaded yet, and its parameters.
+    """A processor of a request, not loaded yet, and its parameters.
 
     Attributes:
-        params: not to be changed: several may share them.
-        own: the parameters are for it alone; otherwise they are the `custom_params` that all processors see.
+        string: the processor.
+        params: its parameters. Read only: processors may share them.
+        own: True if the parameters are this processor's; False if they are the `custom_params` that all processors see.
     """
 
     string: ProcessorString
@@ -30,12 +31,12 @@ class ProcessorRequest:
 
 @dataclass(frozen=True)
 class CallableRequest:
-    """A request-level callable that a request asks for: one that the server can import, or, offline, the object itself.
+    """A callable logits processor of a request: an importable name, or, offline, the object itself.
 
     Attributes:
         target: `module:name` or `module.name`; or a callable.
-        args: positional arguments that make the callable out of what `target` names.
-        kwargs: keyword arguments for the same.
+        args: positional arguments for the factory that `target` names.
+        kwargs: keyword arguments for the factory.
     """
 
     target: str | Callable[..., Any]
@@ -44,57 +45,57 @@ class CallableRequest:
 
 
 AttachedProcessor: TypeAlias = ProcessorRequest | CallableRequest
-"""One entry of the list of processors that a request carries."""
+"""An entry in a request's list of processors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One prompt to continue, `num_sequences` times.
 
-    The engine admits it or refuses it with a `RequestRefused`; after that it always ends with a `FinishReason`.
+    The engine admits it or raises a `RequestRefused`. An admitted request always ends with a `FinishReason`.
     """
 
     rid: str
     """Request id, unique among the tenant's running requests."""
     tenant: str = ""
-    """Who sent it. Tenants share no loaded processor, and cannot abort each other's requests."""
+    """The client that sent it. Tenants share no loaded processors, and cannot abort each other's requests."""
     batch_rid: str | None = None
-    """The id by which the client knows the batch of prompts that this request is a part of."""
+    """The client's id of the batch of prompts that this request belongs to."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     processors: tuple[AttachedProcessor, ...] = ()
-    """In the order in which they run. The engine loads them at admission and fills `sampling_params.processors`."""
+    """In the order they run. The engine loads them at admission and fills `sampling_params.processors`."""
     n: int = 1
-    """Number of continuations in the answer. They are independent: the seed of each is a `continuation_seed`."""
+    """Number of continuations in the answer. Each has a seed of its own, see `continuation_seed`."""
     best_of: int | None = None
-    """Number of continuations to make, of which the `n` most likely are answered, see `most_likely`; None: `n`."""
+    """Number of continuations to generate, of which the `best_continuations` are answered; None: `n`."""
 
     beam_search: BeamSearch | None = None
-    """Search for the most likely continuations instead of drawing them; `n` of the beams are answered."""
+    """Search for the most likely continuations instead of sampling; the answer has `n` of the beams."""
 
     @property
     def num_started(self) -> int:
-        """Number of sequences that the engine begins with: of a search, one, from which the other beams branch off."""
+        """Sequences that the engine starts with. A beam search starts with one, from which other beams branch off."""
         return self.num_sequences if self.beam_search is None else 1
 
     @property
     def num_slots(self) -> int:
-        """Most sequences of it that run at a time."""
+        """Most sequences of the request that run at a time."""
         return self.num_sequences if self.beam_search is None else self.beam_search.width
 
     @property
     def num_sequences(self) -> int:
-        """Number of continuations that the engine makes, each with chunks of its own."""
+        """Number of continuations that the engine generates, each with chunks of its own."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def ranks(self) -> bool:
-        """True if there are more than are answered: their tokens have log-probabilities, asked for or not."""
+        """True if more continuations are generated than answered. Their tokens then always have log-probabilities."""
         return self.num_sequences > self.n
 
     @property
     def is_known_at_end(self) -> bool:
-        """True if nothing of the answer is certain before all continuations have ended."""
+        """True if the answer is unknown until all continuations have finished."""
         return self.ranks or self.beam_search is not None
 
 
@@ -103,9 +104,9 @@ class TokenLogprobs:
     """Log-probabilities at one position.
 
     Attributes:
-        token_id: the token that stands there.
+        token_id: the token at this position.
         logprob: its log-probability (natural logarithm); None for the first token of a prompt.
-        rank: 1 for the most likely token; None where `logprob` is.
+        rank: 1 for the most likely token; None if `logprob` is None.
         top: (token id, log-probability) of the most likely tokens, most likely first.
     """
 
@@ -117,16 +118,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class RequestError:
-    """Why a running request ended early.
+    """The error that ended a running request.
 
     Attributes:
         type: name of the error class, such as `ProcessorFault`.
         message: one sentence for the client.
-        status_code: the HTTP status that fits.
+        status_code: the corresponding HTTP status.
         traceback: traceback of the processor's own code, or "".
-        digest: the processor at fault, where one is.
+        digest: digest of the processor at fault, if there is one.
         name: its name.
-        kind: in which way it broke its contract, see `ProcessorFault`.
+        kind: kind of the fault, see `ProcessorFault`.
     """
 
     type: str
@@ -140,13 +141,13 @@ class RequestError:
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a continuation ended.
+    """The reason why a continuation ended. The client's counterpart is `logitship.client.records.FinishReason`.
 
     Attributes:
-        kind: `stop` (end token, stop token or stop string), `length`, `abort` (cancelled, or `error` says why), or
+        kind: `stop` (end token, stop token or stop string), `length`, `abort` (cancelled, or failed with `error`), or
             `absent`, see `ABSENT`.
         matched: for `stop`: the token id or the string that ended it.
-        error: for `abort`: what went wrong; None if somebody cancelled it.
+        error: for `abort`: the error; None if it was cancelled.
     """
 
     kind: Literal["stop", "length", "abort", "absent"]
@@ -155,34 +156,37 @@ class FinishReason:
 
 
 ABSENT = FinishReason("absent")
-"""Of a beam search that found fewer sequences than were asked for: this one is left out of the answer."""
+"""Finish reason of an output that a beam search did not find: it is left out of the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationChunk:
-    """What one continuation gained since its previous chunk. Chunks concatenate to the whole."""
+    """New output of one continuation since its previous chunk. Chunks concatenate to the whole output.
+
+    The client's counterpart is `logitship.client.records.GenerationChunk`.
+    """
 
     index: int
-    """Which of the request's continuations."""
+    """Index of the continuation in the request."""
     text: str
-    """New text. A possible beginning of a stop string is held back until it is decided."""
+    """New text. A possible start of a stop string is held back until that is decided."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One a new token, if the request asked for them."""
+    """One per new token, if requested."""
     traces: list[RowTrace] = field(default_factory=list)
-    """One a new token, if the request asked for them."""
+    """One per new token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """On the first chunk, if the request asked for them: from `prompt_logprobs_start` on."""
+    """On the first chunk, if requested: from `prompt_logprobs_start` on."""
     finish_reason: FinishReason | None = None
-    """Set on the last chunk of this continuation, and only there."""
+    """Set on the last chunk of the continuation only."""
     prompt_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were not computed for this continuation but copied from another's."""
+    """Prompt tokens whose keys and values were copied from another sequence instead of computed."""
     completion_tokens: int
-    """Output tokens so far, this chunk's included."""
+    """Output tokens so far, including this chunk's."""
     receipts: tuple[Receipt, ...] = ()
-    """On the last chunk: one a processor that the request carried."""
+    """On the last chunk: one per processor of the request."""
     cumulative_logprob: float | None = None
-    """Of a beam search: sum of the log-probabilities of the output's tokens, after all edits of the logits."""
+    """Beam search only: sum of the log-probabilities of the output's tokens, after all edits of the logits."""
     beam_score: float | None = None
-    """Of a beam search: what the sequences were compared by, see `BeamSearch.score`."""
+    """Beam search only: the score of the output, see `BeamSearch.score`."""

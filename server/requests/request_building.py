@@ -1,4 +1,4 @@
-"""From what a caller writes to the engine's `GenerationRequest`: what the HTTP routes and the offline classes share."""
+"""Parts of a `GenerationRequest` that the HTTP routes and the offline classes build in the same way."""
 
 from __future__ import annotations
 
@@ -8,38 +8,46 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from logitship.sampler.sampling_params import InvalidSamplingParams
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestRefused
 from logitship.server.tokenizer import Tokenizer
 
 Refused = TypeVar("Refused", bound=RequestRefused)
 
 _NAME_WITH_UNDERSCORE = re.compile(r"(?<![\w'])[a-z]+(?:_[a-z]+)+(?![\w'])")
-"""Any other field's name is also a word, which a message may use as one. In quotes stand the client's own words."""
+"""A field name in a message. Names without an underscore may be ordinary words; quoted text is the client's."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is continued.
+    """A prompt.
 
     Attributes:
         token_ids: the prompt, never empty.
-        text: the text that it was made of, or None if it came as token ids.
+        text: the text that was tokenized, or None if the prompt was given as token ids.
     """
 
     token_ids: list[int]
     text: str | None = None
 
 
-def encode_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool = True) -> Prompt:
-    """A prompt as token ids. Tokenizing takes time: do not call it on an event loop.
+def encode_prompt(
+    tokenizer: Tokenizer, max_model_len: int, value: str | list[int], at: str, *, add_special_tokens: bool = True
+) -> Prompt:
+    """Tokenize a prompt. That takes time: do not call it on an event loop with a text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        max_model_len: the model's length, in tokens.
+        value: text or token ids.
+        at: path of the prompt in the request, for errors.
+        add_special_tokens: add the tokens that the model expects around a text.
 
     Raises:
-        BadRequest: it has no token, or is far too long; names `at`.
+        BadRequest: it has no tokens, or is far too long.
     """
     if isinstance(value, str):
-        check_text_length(engine, len(value), at)
-        prompt = Prompt(engine.tokenizer.encode(value, add_special_tokens=add_special_tokens), value)
+        check_text_length(tokenizer, max_model_len, len(value), at)
+        prompt = Prompt(tokenizer.encode(value, add_special_tokens=add_special_tokens), value)
     else:
         prompt = Prompt(value)
     if not prompt.token_ids:
@@ -47,23 +55,23 @@ def encode_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_s
     return prompt
 
 
-def check_text_length(engine: AsyncEngine, characters: int, at: str) -> None:
-    """Refuse a text that would not fit if it were all of the longest tokens. To tokenize it could take minutes.
+def check_text_length(tokenizer: Tokenizer, max_model_len: int, characters: int, at: str) -> None:
+    """Refuse a text that would not fit even if all its tokens were the longest. Tokenizing it could take minutes.
 
     Raises:
-        BadRequest: names the field.
+        BadRequest: it is too long.
     """
-    limit = engine.model.max_model_len * engine.tokenizer.longest_token
+    limit = max_model_len * tokenizer.longest_token
     if characters > limit:
         raise BadRequest(
-            f"{at}: has {characters} characters, but the model's length is {engine.model.max_model_len} tokens, prompt "
-            f"and output together, and no token stands for more than {engine.tokenizer.longest_token} characters",
+            f"{at}: has {characters} characters, but the model's length is {max_model_len} tokens, prompt "
+            f"and output together, and no token has more than {tokenizer.longest_token} characters",
             param=at,
         )
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences to forbid: each word as it begins a text, and as it follows a space.
+    """Return the token sequences to forbid: each word at the start of a text, and after a space.
 
     Raises:
         InvalidSamplingParams: a word is empty.
@@ -78,11 +86,11 @@ def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tup
 
 
 def in_client_words(refused: Refused, names: Mapping[str, str]) -> Refused:
-    """Put the client's names of fields in a refusal, and the name of the offending one before its message.
+    """Rename the fields in a refusal to the client's names, and put the name of the field before the message.
 
     Args:
-        refused: `param` is the engine's name of a field; is changed.
-        names: the client's names for the engine's, where they differ.
+        refused: a refusal whose `param` is the engine's name of a field. Modified in place.
+        names: engine's name → client's name, where they differ.
     """
     if refused.param is not None:
         refused.param = names.get(refused.param, refused.param)

@@ -1,4 +1,4 @@
-"""What a request must fulfil to run on this model. Everything else was checked before."""
+"""Checks of a request against the limits of the model and the server."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.plain_values import NotPlainError, check_plain
+from logitship.server.config import ServerConfig
 from logitship.server.refusals import BadRequest
 
 from .beam_search import BeamSearch
 from .messages import GenerationRequest, ProcessorRequest
 
 _MAX_PROCESSORS = 64
-"""Of one request. Each costs a call a step, while which all other requests wait."""
+"""Most processors of a request. Each costs one call per step, which delays all other requests."""
 _MAX_TRACED_PROCESSORS = 16
-"""Of one request. A trace keeps a copy of the row for each, until the step ends."""
+"""Most processors of a traced request. The trace copies the row for each of them in every step."""
 _MAX_STOP_STRINGS = 1024
-"""Of one request. Each is searched for in every step."""
+"""Most stop strings of a request. Each is searched for in every step."""
 _MAX_STOP_TOKENS_OF_BEAMS = 64
-"""Of a beam search. For each, `width` more candidates are looked at in every step."""
+"""Most stop tokens of a beam search. Each adds `width` candidates to every step."""
 _MAX_DEPTH = 100
-"""Of parameters: every sequence has its own copy of them, and Python's recursion is limited."""
+"""Deepest nesting of parameters: every sequence copies them, and Python's recursion is limited."""
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the operator allow.
+    """Limits of the model and the server.
 
     Attributes:
+        vocab_size: size of the vocabulary.
         max_model_len: longest prompt and output together, in tokens.
-        max_logprobs: most log-probabilities that a request may ask for at each position.
-        max_num_seqs: most sequences that run together.
-        knows_thinking: the operator said how the model writes the start and the end of its thinking.
+        max_logprobs: most log-probabilities per position that a request may ask for.
+        max_num_seqs: most sequences that run at a time.
+        knows_thinking: True if the model's thinking markers are configured.
     """
 
     vocab_size: int
@@ -45,9 +47,20 @@ class Limits:
     max_num_seqs: int
     knows_thinking: bool = False
 
+    @classmethod
+    def of(cls, config: ServerConfig, vocab_size: int, max_model_len: int) -> Limits:
+        """Return the limits of a server."""
+        return cls(
+            vocab_size,
+            max_model_len,
+            config.max_logprobs,
+            config.max_num_seqs,
+            knows_thinking=config.reasoning_strings is not None,
+        )
+
 
 def check(request: GenerationRequest, limits: Limits) -> None:
-    """Refuse what cannot run.
+    """Refuse a request that cannot run.
 
     Raises:
         BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n`, `best_of`, `processors` or
@@ -61,44 +74,46 @@ def check(request: GenerationRequest, limits: Limits) -> None:
         raise BadRequest(f"must not be smaller than n, which is {request.n}", param="best_of")
     if request.beam_search is not None:
         _check_beam_search(request, request.beam_search, limits)
-    room = limits.max_model_len - len(request.prompt_token_ids)
-    if params.max_tokens is not None and params.max_tokens > room:
+    capacity = limits.max_model_len - len(request.prompt_token_ids)
+    if params.max_tokens is not None and params.max_tokens > capacity:
         raise BadRequest(
             f"asks for {params.max_tokens} tokens, but the prompt has {len(request.prompt_token_ids)} and the "
-            f"model's length is {limits.max_model_len}: there is room for {room}",
+            f"model's length is {limits.max_model_len}: ask for at most {capacity}",
             param="max_tokens",
         )
-    if params.min_tokens > room:
-        raise BadRequest(f"there is room for {room} tokens", param="min_tokens")
+    if params.min_tokens > capacity:
+        raise BadRequest(f"must be at most {capacity}: that is what the prompt leaves", param="min_tokens")
     if params.thinking_token_budget is not None and not limits.knows_thinking:
         raise BadRequest(
-            "this server does not know how the model writes its thinking: start it with --reasoning-config "
-            """'{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}', or as the model writes them""",
+            "this server does not know the model's thinking markers: start it with --reasoning-config "
+            """'{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}', with the markers of the model""",
             param="thinking_token_budget",
         )
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:
-            raise BadRequest(f"this server gives at most {limits.max_logprobs}", param=name)
+            raise BadRequest(f"must be at most {limits.max_logprobs}, the server's max_logprobs", param=name)
     if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(request.prompt_token_ids):
-        raise BadRequest("is beyond the prompt", param="prompt_logprobs_start")
+        raise BadRequest(
+            f"is beyond the prompt, which has {len(request.prompt_token_ids)} tokens", param="prompt_logprobs_start"
+        )
     if len(request.processors) > _MAX_PROCESSORS:
         raise BadRequest(
-            f"holds {len(request.processors)} processors, a request may have {_MAX_PROCESSORS}",
+            f"has {len(request.processors)} processors, at most {_MAX_PROCESSORS} are allowed",
             param="processors",
         )
     if params.trace is not None and len(request.processors) > _MAX_TRACED_PROCESSORS:
         raise BadRequest(
-            f"goes with at most {_MAX_TRACED_PROCESSORS} processors, the request has {len(request.processors)}",
+            f"is limited to {_MAX_TRACED_PROCESSORS} processors, the request has {len(request.processors)}",
             param="trace",
         )
     if len(params.stop) > _MAX_STOP_STRINGS:
-        raise BadRequest(f"holds {len(params.stop)} strings, a request may have {_MAX_STOP_STRINGS}", param="stop")
+        raise BadRequest(f"has {len(params.stop)} strings, at most {_MAX_STOP_STRINGS} are allowed", param="stop")
     _check_depth(params.custom_params, "custom_params")
     _check_depth(params.extra_args, "extra_args")
-    for place, carried in enumerate(request.processors):
-        # Those without parameters of their own share the object.
-        if isinstance(carried, ProcessorRequest) and carried.params is not params.custom_params:
-            _check_depth(carried.params, f"processors[{place}].params")
+    for index, processor in enumerate(request.processors):
+        # Processors without parameters of their own share `custom_params`.
+        if isinstance(processor, ProcessorRequest) and processor.params is not params.custom_params:
+            _check_depth(processor.params, f"processors[{index}].params")
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
@@ -109,14 +124,14 @@ def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> Non
     """Let the installed batch processors refuse a request, as vLLM does.
 
     Raises:
-        BadRequest: with what the processor says.
+        BadRequest: with the message of the processor.
     """
     for plugin in plugins:
         try:
             plugin.validate_params(params)
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        # The client's parameters made it fail, so it is the client who must be told.
+        # The client's parameters made it fail, so this is the client's error.
         except Exception as error:
             raise BadRequest(
                 f"the installed logits processor {plugin.name} does not take these parameters: "
@@ -125,23 +140,24 @@ def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> Non
 
 
 def check_sandboxed(request: GenerationRequest, ships_code: Callable[[ProcessorString], bool]) -> None:
-    """Refuse values that cannot travel to the processors of a request that run in sandboxes. JSON has none.
+    """Refuse values that cannot be sent to a request's sandboxed processors. None of them can be written in JSON.
 
     Args:
-        ships_code: tells those from installed ones, which run in the server's process.
+        request: the request.
+        ships_code: returns True for processors that run in sandboxes, not in the server's process.
 
     Raises:
-        BadRequest: `param` is `processors[i].params`, or a field of `SamplingParams`, which processors see too.
+        BadRequest: `param` is `processors[i].params`, or a field of `SamplingParams`: processors see these as well.
     """
     sandboxed = {
-        f"processors[{place}].params": carried.params
-        for place, carried in enumerate(request.processors)
-        if isinstance(carried, ProcessorRequest) and ships_code(carried.string)
+        f"processors[{index}].params": processor.params
+        for index, processor in enumerate(request.processors)
+        if isinstance(processor, ProcessorRequest) and ships_code(processor.string)
     }
     if not sandboxed:
         return
-    travelling = {name: getattr(request.sampling_params, name) for name in _SAMPLING_FIELDS}
-    for param, value in {**sandboxed, **travelling}.items():
+    sampling = {name: getattr(request.sampling_params, name) for name in _SAMPLING_FIELDS}
+    for param, value in {**sandboxed, **sampling}.items():
         try:
             check_plain(value)
         except NotPlainError as error:
@@ -163,37 +179,35 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
 
 
 def _check_beam_search(request: GenerationRequest, search: BeamSearch, limits: Limits) -> None:
-    """Refuse what a search cannot honour, or would cost all other requests too much."""
+    """Refuse parameters that beam search ignores, or that would slow all other requests down too much."""
     params = request.sampling_params
     if search.width > limits.max_num_seqs:
         raise BadRequest(
-            f"asks for {search.width} beams, this server runs at most {limits.max_num_seqs} sequences together",
+            f"asks for {search.width} beams, this server runs at most {limits.max_num_seqs} sequences at a time",
             param="num_beams",
         )
     if request.n > search.width:
         raise BadRequest(f"must not be greater than num_beams, which is {search.width}", param="n")
     if request.best_of is not None and request.best_of != request.n:
-        raise BadRequest("does not go with beam search: leave it out", param="best_of")
+        raise BadRequest("is not supported with beam search: leave it out", param="best_of")
     if params.max_tokens == 0:
         raise BadRequest("must be 1 or greater with beam search", param="max_tokens")
     if params.trace is not None:
-        raise BadRequest("does not go with beam search, which draws no token: leave it out", param="trace")
-    drawing = {
+        raise BadRequest("is not supported with beam search: leave it out", param="trace")
+    non_default = {
         "temperature": params.temperature != 0,
         "top_p": params.top_p != 1,
         "top_k": params.top_k > 0,
         "min_p": params.min_p > 0,
     }
-    for name, is_asked in drawing.items():
-        if is_asked:
-            raise BadRequest("has no effect with beam search, which draws nothing at random: leave it out", param=name)
+    for name, is_set in non_default.items():
+        if is_set:
+            raise BadRequest("has no effect with beam search, which does not sample: leave it out", param=name)
     if params.logprobs is not None and params.logprobs_mode != "processed_logprobs":
-        raise BadRequest(
-            "must be processed_logprobs with beam search: those are what it adds up", param="logprobs_mode"
-        )
+        raise BadRequest("must be processed_logprobs with beam search, which adds these up", param="logprobs_mode")
     if len(params.stop_token_ids) > _MAX_STOP_TOKENS_OF_BEAMS:
         raise BadRequest(
-            f"holds {len(params.stop_token_ids)} tokens, with beam search at most {_MAX_STOP_TOKENS_OF_BEAMS}",
+            f"has {len(params.stop_token_ids)} tokens, beam search allows at most {_MAX_STOP_TOKENS_OF_BEAMS}",
             param="stop_token_ids",
         )
 
@@ -204,7 +218,7 @@ def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:
         below: list[Any] = []
         for each in level:
             values = each.values() if isinstance(each, Mapping) else each
-            # The types alone, which C code looks through: a tree may hold millions of numbers.
+            # Compares types only, in C: a tree may hold millions of numbers.
             if not _LEAVES.issuperset(map(type, values)):
                 below += [value for value in values if isinstance(value, Mapping | list)]
         if not below:

@@ -1,10 +1,9 @@
-"""One continuation of one prompt, from admission to its finish reason."""
+"""The state of one continuation of one prompt, from admission to its finish reason."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import RowTrace
@@ -13,31 +12,28 @@ from logitship.server.tokenizer import Tokenizer
 from .detokenizer import IncrementalDetokenizer, StopMatch, StopStrings
 from .messages import FinishReason, GenerationChunk, TokenLogprobs
 
-if TYPE_CHECKING:
-    from logitship.server.engine.beam_group import BeamGroup
-
 _CONTEXT_TOKENS = 5
-"""How much of the prompt the text of the first output token may depend on."""
+"""Prompt tokens that the text of the first output token may depend on."""
 
 Sink = Callable[[GenerationChunk], None]
-"""Takes the chunks of a request; called on the engine's thread."""
+"""Takes the chunks of a request. Called on the engine thread."""
 
 
 class Sequence:
     """State of one running continuation.
 
     Attributes:
-        rid: the request that it belongs to; `index` is which of its `n` continuations it is.
-        names: the ids by which a client may cancel it.
-        tenant: whose request it is.
-        slot: its slot of the cache, while it has one.
-        num_computed: its tokens whose keys and values are in the cache.
-        num_copied: those of them that another sequence computed.
-        is_prompt_kept: the prompt's are in the prefix cache.
-        prompt_logprobs: what was asked for of the prompt, as far as it is computed.
-        output_token_ids: grows by one a step. Others hold references to it: it is never replaced.
+        rid: id of its request.
+        index: which of the request's continuations it is.
+        names: the ids that abort it.
+        tenant: the client that sent the request.
+        slot: its slot in the KV cache, or None.
+        num_computed: tokens whose keys and values are in the slot.
+        num_copied: tokens among them that another sequence computed.
+        is_prompt_kept: True once the prompt is in the prefix cache.
+        prompt_logprobs: requested log-probabilities of the prompt, as far as computed.
+        output_token_ids: the output. Never replaced: others hold references to the list.
         finish_reason: None while it runs.
-        beams: of a beam search, the group that it belongs to; None of all others.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class Sequence:
         self.is_prompt_kept = False
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.beams: BeamGroup | None = None
         self._has_emitted = False
         self._max_tokens = max_tokens
         self._sink = sink
@@ -86,22 +81,27 @@ class Sequence:
 
     @property
     def request_key(self) -> tuple[str, str]:
-        """The same for the sequences of one request, which have one prompt."""
+        """Key that the sequences of one request share."""
         return self.tenant, self.rid
 
     @property
     def num_slots(self) -> int:
-        """Slots that it must get before it can begin."""
-        return 1 if self.beams is None else self.beams.width
+        """Slots that it needs to start."""
+        return 1
+
+    @property
+    def lead(self) -> Sequence:
+        """The sequence that was queued for it: itself, or the first beam of its search."""
+        return self
 
     @property
     def num_missing(self) -> int:
-        """Most tokens that it may still draw."""
+        """Most tokens that it can still sample."""
         return self._max_tokens - len(self.output_token_ids)
 
     @property
-    def draws(self) -> bool:
-        """False if only the prompt is to be computed, for its log-probabilities."""
+    def samples(self) -> bool:
+        """False if only the prompt is computed, for its log-probabilities."""
         return self._max_tokens > 0
 
     @property
@@ -111,14 +111,15 @@ class Sequence:
 
     @property
     def needs_prompt(self) -> bool:
-        """True until all of the prompt that can be copied is in the cache: all but its last token."""
+        """True until the whole prompt except its last token is in the cache: only that much can be copied."""
         return self.num_computed < self.num_prompt - 1
 
     @property
     def num_restorable(self) -> int:
-        """How many of its first tokens may be copied from a sequence that began with the same ones.
+        """Length of the prompt's prefix that may be copied from the prefix cache.
 
-        Not the last one, behind which the first token is drawn, and none whose log-probabilities were asked for.
+        The last token is computed, for the logits of the first output token, and so are tokens with requested
+        log-probabilities.
         """
         params = self.sampling_params
         if params.prompt_logprobs is None:
@@ -127,63 +128,63 @@ class Sequence:
 
     @property
     def computed_token_ids(self) -> list[int]:
-        """The tokens whose keys and values are in the cache."""
+        """Tokens whose keys and values are in the slot."""
         return [*self.prompt_token_ids, *self.output_token_ids][: self.num_computed]
 
     @property
     def is_sound(self) -> bool:
-        """False if an error ended it, after which its keys and values may be anything."""
+        """False if an error ended it: its keys and values may be invalid."""
         return self.finish_reason is None or self.finish_reason.error is None
 
     def take_prompt(self, source: Sequence) -> None:
-        """Go on from the prompt of another sequence of the request, whose keys and values were copied."""
+        """Take over the computed prompt of another sequence of the request, after its keys and values were copied."""
         self.num_computed = self.num_copied = self.num_prompt - 1
         self.prompt_logprobs = source.prompt_logprobs.copy()
 
     def next_tokens(self, count: int) -> list[int]:
-        """The next tokens to compute, at most `count`: of the prompt, then the last one drawn."""
+        """Return the next tokens to compute: at most `count` of the prompt, or the last sampled token."""
         if self.prefilling:
             return self.prompt_token_ids[self.num_computed : self.num_computed + count]
         return self.output_token_ids[-1:]
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None, trace: RowTrace | None = None) -> None:
-        """Take the token that was drawn, see whether it ends the sequence, and give out what is certain."""
+        """Append a sampled token, check whether it ends the sequence, and emit a chunk."""
         self.output_token_ids.append(token_id)
-        text = self._text_of(token_id)
+        text = self._text(token_id)
         if self.finish_reason is None and len(self.output_token_ids) >= self._max_tokens:
             text += self._flush()
-            # The last piece may complete a stop string, which then is the better reason.
+            # The last piece may complete a stop string, which then is the finish reason.
             self.finish_reason = self.finish_reason or FinishReason("length")
         self._emit(text, [token_id], [logprobs] if logprobs else [], [trace] if trace else [])
 
     def would_end(self, token_id: int) -> bool:
-        """Whether a token would end the sequence, if it were the next one."""
+        """Return whether a token would end the sequence if it came next."""
         length = len(self.output_token_ids) + 1
         if length >= self._max_tokens or (length >= self.sampling_params.min_tokens and self._is_stop_token(token_id)):
             return True
         if not self.sampling_params.stop:
             return False
-        twin = self.fork(lambda chunk: None)
-        twin.append(token_id, None)
-        return twin.finish_reason is not None
+        fork = self.fork(_noop)
+        fork.append(token_id, None)
+        return fork.finish_reason is not None
 
     def fork(self, sink: Sink) -> Sequence:
-        """Another sequence with the same output so far, without a slot."""
-        twin = copy.copy(self)
-        twin.output_token_ids = self.output_token_ids.copy()
-        twin.slot = None
-        twin._sink = sink
-        twin._detokenizer = self._detokenizer.fork()
-        twin._stop_strings = copy.copy(self._stop_strings)
-        return twin
+        """Return a copy with the same output so far, without a slot."""
+        fork = copy.copy(self)
+        fork.output_token_ids = self.output_token_ids.copy()
+        fork.slot = None
+        fork._sink = sink
+        fork._detokenizer = self._detokenizer.fork()
+        fork._stop_strings = copy.copy(self._stop_strings)
+        return fork
 
     def finish(self, reason: FinishReason) -> None:
-        """End the sequence from outside."""
+        """End the sequence for a reason that no token gave."""
         text = self._flush()
         self.finish_reason = reason
         self._emit(text, [], [], [])
 
-    def _text_of(self, token_id: int) -> str:
+    def _text(self, token_id: int) -> str:
         params = self.sampling_params
         may_stop = len(self.output_token_ids) >= params.min_tokens
         if may_stop and self._is_stop_token(token_id):
@@ -195,14 +196,14 @@ class Sequence:
             return text
         piece = self._detokenizer.push(token_id)
         if len(self.output_token_ids) <= params.min_tokens and params.min_tokens > 0:
-            # A stop string counts only in what comes after the minimum.
+            # Stop strings are only searched for in the text after the first `min_tokens` tokens.
             return piece
-        return self._past_stop_strings(piece)
+        return self._check_stop_strings(piece)
 
     def _is_stop_token(self, token_id: int) -> bool:
         return self.sampling_params.is_end_token(token_id)
 
-    def _past_stop_strings(self, piece: str) -> str:
+    def _check_stop_strings(self, piece: str) -> str:
         found = self._stop_strings.push(piece)
         if isinstance(found, StopMatch):
             self.finish_reason = FinishReason("stop", found.matched)
@@ -210,8 +211,8 @@ class Sequence:
         return found
 
     def _flush(self) -> str:
-        """What the detokenizer and the search for stop strings still hold back."""
-        text = self._past_stop_strings(self._detokenizer.flush())
+        """Return the text that the detokenizer and the stop strings held back."""
+        text = self._check_stop_strings(self._detokenizer.flush())
         return text if self.finish_reason and self.finish_reason.kind == "stop" else text + self._stop_strings.flush()
 
     def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs], traces: list[RowTrace]) -> None:
@@ -233,3 +234,7 @@ class Sequence:
                 receipts=tuple(use.receipt for use in self.sampling_params.processors) if finished else (),
             )
         )
+
+
+def _noop(chunk: GenerationChunk) -> None:
+    pass

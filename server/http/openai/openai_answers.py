@@ -10,8 +10,7 @@ from typing import Any, Generic
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.event_stream import event
 from logitship.server.http.running_requests import RunningRequests, raise_if_failed
-from logitship.server.requests.best_of import most_likely
-from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.continuation import Continuation, best_continuations
 from logitship.server.requests.messages import GenerationChunk
 
 from .openai_requests import Body, OpenAIRequest
@@ -84,7 +83,7 @@ class OpenAIAnswer(ABC, Generic[Body]):
         if made == n:
             return continuations
         of_prompts = (continuations[first : first + made] for first in range(0, len(continuations), made))
-        best = [continuation for of_prompt in of_prompts for continuation in most_likely(of_prompt, n)]
+        best = [continuation for of_prompt in of_prompts for continuation in best_continuations(of_prompt, n)]
         return [replace(continuation, index=index) for index, continuation in enumerate(best)]
 
     def _head(self, kind: str) -> dict[str, Any]:

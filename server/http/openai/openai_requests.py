@@ -180,7 +180,8 @@ def _most(one: int | None, other: int | None) -> int | None:
 
 
 async def _render(engine: AsyncEngine, body: ChatCompletionRequest) -> list[int]:
-    check_text_length(engine, sum(len(message.content or "") for message in body.messages), "messages")
+    characters = sum(len(message.content or "") for message in body.messages)
+    check_text_length(engine.tokenizer, engine.model.max_model_len, characters, "messages")
     generation_prompt = body.add_generation_prompt
     try:
         return await asyncio.to_thread(

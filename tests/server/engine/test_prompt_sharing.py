@@ -59,7 +59,7 @@ class ScriptedEngine:
         """As `Engine.step`. Every step gives every sequence whose turn it is something to do."""
         plan = self.scheduler.schedule()
         assert plan, "somebody waits for what nobody computes"
-        drawing = [chunk.sequence for chunk in plan.chunks if chunk.draws]
+        drawing = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         for chunk in plan.prefill:
             sequence = chunk.sequence
             self.prompt_tokens[sequence.rid] = self.prompt_tokens.get(sequence.rid, 0) + len(chunk.token_ids)
@@ -73,7 +73,7 @@ class ScriptedEngine:
             if sequence.finish_reason is not None:
                 self.scheduler.remove(sequence)
         for chunk in plan.prefill:
-            if not chunk.sequence.draws and not chunk.sequence.prefilling:
+            if not chunk.sequence.samples and not chunk.sequence.prefilling:
                 self.end(chunk.sequence, "length")
 
     def end(self, sequence: Sequence, kind: str = "abort") -> None:

@@ -225,23 +225,14 @@ class FakeEngine(AsyncEngine):
         self.refusals: dict[str, Exception] = {}
         """What `submit` raises for a request id."""
         self.refuse_all: Exception | None = None
-        self.metrics = EngineMetrics(self.model, {}, self.stats)
+        self.metrics = EngineMetrics(self.model, {})
+        self.metrics.watch(self.stats)
         self.idle = True
         self.alive = True
         self.accepting = True
 
     async def submit(self, request: GenerationRequest) -> GenerationStream:
-        knows_thinking = self.config.reasoning_strings is not None
-        check(
-            request,
-            Limits(
-                self.model.vocab_size,
-                self.model.max_model_len,
-                self.config.max_logprobs,
-                self.config.max_num_seqs,
-                knows_thinking=knows_thinking,
-            ),
-        )
+        check(request, Limits.of(self.config, self.model.vocab_size, self.model.max_model_len))
         if self.refuse_all is not None:
             raise self.refuse_all
         if request.rid in self.refusals:

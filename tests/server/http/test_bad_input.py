@@ -169,8 +169,8 @@ def _cases() -> Iterator[Case]:
     yield Case(COMPLETIONS, {"prompt": long}, "prompt", says="100 tokens")
     yield Case(COMPLETIONS, {"prompt": ["a", long]}, "prompt[1]", says="100 tokens")
     yield Case(CHAT, {"messages": [{"role": "user", "content": long}]}, "messages")
-    yield Case(COMPLETIONS, {"max_tokens": 64}, "max_tokens", says="room for 63")
-    yield Case(CHAT, {"max_completion_tokens": 64}, "max_completion_tokens", says="room")
+    yield Case(COMPLETIONS, {"max_tokens": 64}, "max_tokens", says="ask for at most 63")
+    yield Case(CHAT, {"max_completion_tokens": 64}, "max_completion_tokens", says="ask for at most")
     for bad in (-1, 256, 1 << 40):
         yield Case(GENERATE, {"text": None, "input_ids": [1, bad]}, "input_ids", says="vocabulary")
         yield Case(COMPLETIONS, {"prompt": [1, bad]}, "prompt", says="vocabulary")

@@ -62,9 +62,9 @@ def test_the_fields_on_both_apis(client: Any, engine: Any, fields: dict[str, Any
         ({"num_beams": 2, "top_p": 0.5}, "top_p", "no effect"),
         ({"num_beams": 2, "length_penalty": 11}, "length_penalty", "from -10 to 10"),
         ({"num_beams": 2, "early_stopping": "always"}, "early_stopping", "never"),
-        ({"length_penalty": 2}, "length_penalty", "goes with beam search"),
-        ({"early_stopping": True}, "early_stopping", "goes with beam search"),
-        ({"num_beams": 1, "early_stopping": "never"}, "early_stopping", "goes with beam search"),
+        ({"length_penalty": 2}, "length_penalty", "needs beam search"),
+        ({"early_stopping": True}, "early_stopping", "needs beam search"),
+        ({"num_beams": 1, "early_stopping": "never"}, "early_stopping", "needs beam search"),
     ],
 )
 def test_refusals_on_both_apis(client: Any, fields: dict[str, Any], param: str, says: str) -> None:

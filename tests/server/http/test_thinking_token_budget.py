@@ -45,7 +45,9 @@ def test_no_limit_needs_no_reasoning_config(client: Any, engine: Any, path: str,
 def test_a_server_without_reasoning_config_refuses_it(client: Any, path: str, body: Any, name: str) -> None:
     answer = client.post(path, body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"{name}: this server does not know how the model writes")
+    assert answer.json()["error"]["message"].startswith(
+        f"{name}: this server does not know the model's thinking markers"
+    )
     assert "--reasoning-config" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == name
 

@@ -22,7 +22,9 @@ STATS = EngineStats(
 
 @pytest.fixture
 def metrics() -> EngineMetrics:
-    return EngineMetrics(MODEL, {"sha256:1": "grammar"}, lambda: STATS)
+    metrics = EngineMetrics(MODEL, {"sha256:1": "grammar"})
+    metrics.watch(lambda: STATS)
+    return metrics
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_the_model_without_its_path(metrics: EngineMetrics) -> None:
 
 
 def test_two_engines_have_nothing_in_common() -> None:
-    one, other = (EngineMetrics(replace(MODEL, name=name), {}, lambda: STATS) for name in ("one", "other"))
+    one, other = (EngineMetrics(replace(MODEL, name=name), {}) for name in ("one", "other"))
     one.requests.admitted.inc()
     assert one.registry.get_sample_value("logitship_requests_total") == 1
     assert other.registry.get_sample_value("logitship_requests_total") == 0

@@ -27,7 +27,7 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
         (3.5, None, TypeError, r"prompts\[1\]: expected .* not float"),
         ({"prompt": "x", "multi_modal_data": {}}, None, ValueError, r"prompts\[1\]: 'multi_modal_data' is not supp"),
         ({}, None, ValueError, r"prompts\[1\]: has neither"),
-        ("x", SamplingParams(logprobs=21), InvalidRequest, "logprobs: this server gives at most 20"),
+        ("x", SamplingParams(logprobs=21), InvalidRequest, "logprobs: must be at most 20"),
         ("x", SamplingParams(min_tokens=600, max_tokens=600), InvalidRequest, "max_tokens: asks for 600 tokens"),
         ("x", SamplingParams(allowed_token_ids=[999]), InvalidRequest, "allowed_token_ids: token id 999"),
         ("x", SamplingParams(bad_words=[" "]), ValueError, "bad_words: must not contain an empty string"),

@@ -105,7 +105,7 @@ def test_the_best_hypotheses_are_kept(width: int, penalty: float, finished: list
     expected = sorted(
         ((-cumulative / length**penalty, number) for number, (cumulative, length) in enumerate(finished))
     )[:width]
-    assert [(-one.score, one.sequence) for one in hypotheses.best] == expected
+    assert [(-one.score, one.output) for one in hypotheses.best] == expected
 
 
 def full_pool(search: BeamSearch) -> Hypotheses[str]:

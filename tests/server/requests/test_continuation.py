@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from logitship.server.requests.best_of import most_likely
-from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.continuation import Continuation, best_continuations
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
 
 
@@ -12,7 +11,7 @@ def continuation(index: int, *logprobs: float, kind: str = "stop") -> Continuati
 
 
 def best(n: int, *continuations: Continuation) -> list[int]:
-    return [each.index for each in most_likely(continuations, n)]
+    return [each.index for each in best_continuations(continuations, n)]
 
 
 def test_the_mean_decides_and_not_the_sum() -> None:

@@ -1,0 +1,17 @@
+"""Failures of running requests, as the errors that clients see."""
+
+from __future__ import annotations
+
+from logitship.client.errors import ProcessorFault
+from logitship.sampler.batch_processors.guarded_processor import BatchProcessorFault
+from logitship.server.requests.messages import RequestError
+
+INTERNAL_ERROR = RequestError("InternalServerError", "the engine failed while it ran this request", 500)
+
+
+def request_error(fault: Exception) -> RequestError:
+    """Return the error of a sequence whose processors or logits are at fault."""
+    if isinstance(fault, ProcessorFault):
+        return RequestError("ProcessorFault", fault.message, 400, fault.traceback, fault.digest, fault.name, fault.kind)
+    status_code = 500 if isinstance(fault, BatchProcessorFault) else 400
+    return RequestError(type(fault).__name__, str(fault), status_code)

@@ -1,0 +1,126 @@
+"""Builds what requests' processors need: the registry, the library, and the executors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+from logitship.builtin_processors.batch_processors import check_mode
+from logitship.builtin_processors.grammar import GrammarProcessor
+from logitship.builtin_processors.registry import Registry, installed_processors
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
+from logitship.builtin_processors.tree import TreeLogitsProcessor
+from logitship.builtin_processors.trees.token_tree import TokenTree
+from logitship.sampler.batch_processors.plugins import Plugin, PluginLoadError, load_plugins
+from logitship.sampler.batch_processors.vllm_config import ReasoningConfig
+from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExecutor
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.processor_cache import ProcessorCache
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
+from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
+from logitship.server.config import ServerConfig
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.processors.callable_library import CallableLibrary
+from logitship.server.processors.processor_library import ProcessorLibrary
+from logitship.server.processors.registered_processors import RegisteredProcessors
+from logitship.server.refusals import SHIPPING_IS_OFF, StartError
+from logitship.server.vllm_names import enable_vllm_names
+
+logger = logging.getLogger(__name__)
+
+_NAMES_IN_SANDBOXES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
+"""Where a sandbox imports `SGLANG_NAMES` from."""
+
+
+def load_batch_processors(config: ServerConfig) -> list[Plugin]:
+    """Import the installed batch processors.
+
+    Raises:
+        StartError: one cannot be imported, or does not fit the configuration.
+    """
+    enable_vllm_names()
+    try:
+        plugins = load_plugins(config.logits_processors)
+        check_mode(plugins, pooling=False, speculative=config.speculative_algorithm is not None)
+    except (PluginLoadError, ValueError) as error:
+        raise StartError(str(error)) from error
+    return plugins
+
+
+def make_registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Registry:
+    """Return the installed processors: the built-in ones, and the row-level ones among the plugins."""
+    registry = installed_processors()
+    registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))
+    for plugin in plugins:
+        if plugin.is_row_level:
+            registry.add(plugin.name, plugin.target)
+    return registry
+
+
+def add_reasoning_grammar(registry: Registry, reasoning: ReasoningConfig) -> None:
+    """Make the grammar processor aware of the model's reasoning markers."""
+    registry.add(GrammarProcessor.name, GrammarProcessor, partial(GrammarProcessor, ReasoningMarkers.of(reasoning)))
+
+
+def start_zygote(config: ServerConfig) -> ZygoteProcess | None:
+    """Start the zygote of the sandboxes; None if the configuration has none."""
+    if not config.enable_custom_logit_processor or config.processor_isolation == "none":
+        return None
+    zygote = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory)
+    zygote.start()
+    return zygote
+
+
+def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProcess | None) -> ProcessorExecutor:
+    """Return the executor of shipped processors.
+
+    Raises:
+        StartError: the system cannot protect sandboxes.
+    """
+    if not config.enable_custom_logit_processor:
+        return DisabledExecutor(SHIPPING_IS_OFF)
+    if zygote is None:
+        return InProcessExecutor(SGLANG_NAMES)
+    try:
+        protections = zygote.set_up(model_view(loaded))
+    except ZygoteError as error:
+        raise StartError(str(error)) from error
+    logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
+    limits = SandboxLimits(
+        cpu_time=config.sandbox_cpu_time,
+        step_timeout=config.sandbox_step_timeout,
+        load_timeout=config.sandbox_load_timeout,
+    )
+    return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
+
+
+def make_library(
+    config: ServerConfig, loaded: LoadedModel, registry: Registry, executor: ProcessorExecutor
+) -> ProcessorLibrary:
+    """Return the library that loads requests' processors; `executor` runs the shipped ones."""
+    return ProcessorLibrary(
+        registry,
+        ProcessorCache(executor, **_cache_bounds(config)),
+        InProcessExecutor(SGLANG_NAMES),
+        model_view(loaded),
+        RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),
+        CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
+        config.allowed_digests,
+    )
+
+
+def model_view(loaded: LoadedModel) -> ModelView:
+    """Return the processors' view of the model."""
+    return ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer)
+
+
+def _cache_bounds(config: ServerConfig) -> dict[str, int]:
+    """Return the limits of the processor cache. In sandboxes, every entry has a process, so those are limited too."""
+    entries = config.processor_cache_entries
+    if config.processor_isolation == "sandbox":
+        entries = min(entries, config.max_sandboxes)
+    return {"max_entries": entries, "max_bytes": config.processor_cache_bytes}
