@@ -326,7 +326,7 @@ def _check_rows(
     for row in unusable.tolist():
         empty = peak[row].isneginf()
         params = batch.params[row]
-        processors = [use.processor.name for use in params.processors]
+        processors = [attached.name for attached in params.processors]
         fault = NoTokenLeftError(params.forbidding) if empty else NonFiniteLogitsError(processors)
         faults.setdefault(row, shipped_fault(row, logits[row]) or fault)
     logits[unusable] = 0.0

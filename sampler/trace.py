@@ -10,7 +10,6 @@ import torch
 from logitship.client.records import TraceStage
 from logitship.sampler.ops.candidates import top_candidates
 from logitship.sampler.ops.kept_tokens import kept_tokens
-from logitship.sampler.processors.executor import LoadedProcessor
 
 from .sampling_params import SamplingParams
 
@@ -69,7 +68,7 @@ class StepTrace:
         for row in self.top:
             self._keep(row, TraceStage(stage), logits[row])
 
-    def see_processor(self, row: int, processor: LoadedProcessor, logits: torch.Tensor, *, again: bool) -> None:
+    def see_processor(self, row: int, name: str, digest: str, logits: torch.Tensor, *, again: bool) -> None:
         """Keep what a processor has made of a row. Harmless for rows that are not traced.
 
         Args:
@@ -77,7 +76,7 @@ class StepTrace:
             again: it is a mask that ran before the others already.
         """
         if row in self.top:
-            self._keep(row, TraceStage("processor", processor.name, processor.digest, again), logits)
+            self._keep(row, TraceStage("processor", name, digest, again), logits)
 
     def see_drawn(self, logits: torch.Tensor, params: Sequence[SamplingParams], tokens: torch.Tensor) -> None:
         """Keep what the tokens were drawn from.

@@ -9,30 +9,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from .processor_use import CallCount, ProcessorUse
+
 if TYPE_CHECKING:
     from .executor import ExecutorRow, LoadedProcessor, RunOutcome
-    from .shipped_processors import ProcessorUse
 
 ObserveCall: TypeAlias = Callable[[int, float], None]
 """Takes the number of rows, and the seconds of a call."""
-
-
-@dataclass(eq=False)
-class CallCount:
-    """What a group's calls come to for each of its rows: one sum for all of them.
-
-    Attributes:
-        steps: decoding steps to which the processor was applied.
-        seconds: time spent: a call's time divided by its rows.
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, steps: int, seconds: float) -> None:
-        """Count a call, or the calls of another count."""
-        self.steps += steps
-        self.seconds += seconds
 
 
 @dataclass(frozen=True, eq=False)

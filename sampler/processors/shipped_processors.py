@@ -8,86 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.client.records import Receipt
-from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.author_code.calls import non_finite_fault
+from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
-from .author_code import non_finite_fault
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
-from .processor_groups import CallCount, Group, Member, ObserveCall, Stage, grouped
+from .processor_groups import Group, Member, ObserveCall, Stage, grouped
+from .processor_use import ProcessorUse, in_run_order, uses_of
 from .request_view import ModelView
-
-
-@dataclass(eq=False)
-class ProcessorUse:
-    """One request's use of one processor. Not shared: the counters are this request's.
-
-    Attributes:
-        params: the request's parameters for it, `custom_params` in SGLang's words.
-        rid: the request id.
-        prepared: what an installed processor made of `params` at admission; None for all others.
-        own_count: its calls so far, without those in `shared_counts`.
-        shared_counts: those of the groups that it is or was in since the batch changed, which count for all members.
-        hosted: the sequence at the processor's executor, from when it gets a row of the batch.
-        forked: the same before, of a sequence that goes on from another one's history.
-    """
-
-    processor: LoadedProcessor
-    params: dict[str, Any]
-    rid: str
-    prepared: Any = None
-    own_count: CallCount = field(default_factory=CallCount)
-    shared_counts: list[CallCount] = field(default_factory=list)
-    hosted: ExecutorRow | None = None
-    forked: ExecutorRow | None = None
-
-    def fork(self, output_token_ids: list[int]) -> ProcessorUse:
-        """The use by another sequence, which goes on from this one's history: see `ExecutorRow.fork`.
-
-        This one has a row. The other one gets a row next, or is closed by `drop_fork`.
-
-        Raises:
-            ProcessorFault: what the processor keeps of the sequence cannot be copied.
-        """
-        assert self.hosted is not None
-        return replace(
-            self, own_count=self.count, shared_counts=[], hosted=None, forked=self.hosted.fork(output_token_ids)
-        )
-
-    def drop_fork(self) -> None:
-        """Close what `fork` made, if it has not got a row: it never will. Harmless otherwise."""
-        if self.forked is not None:
-            self.forked.close()
-            self.forked = None
-
-    def settle(self) -> None:
-        """Take over what was counted together with others: the batch has changed, and with it the groups."""
-        if self.shared_counts:
-            self.own_count, self.shared_counts = self.count, []
-
-    @property
-    def receipt(self) -> Receipt:
-        """What the response says of it."""
-        count = self.count
-        return Receipt(self.processor.digest, self.processor.name, count.steps, round(count.seconds * 1e3, 3))
-
-    @property
-    def count(self) -> CallCount:
-        """Its calls so far, as a copy."""
-        count = CallCount()
-        for each in (self.own_count, *self.shared_counts):
-            count.add(each.steps, each.seconds)
-        return count
-
 
 CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
 """Gives what is told of the calls of a processor."""
@@ -125,7 +60,7 @@ class ShippedProcessors(LogitsProcessor):
         is_pin_memory: bool,
         *,
         model: ModelView,
-        uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = attrgetter("processors"),
+        uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = uses_of,
         is_kept: Callable[[ProcessorUse], bool] = _never,
         on_call: CallObserver = _nobody,
         check_last: bool = True,
@@ -270,7 +205,8 @@ class ShippedProcessors(LogitsProcessor):
             logits[group.rows] = rows
         if self._trace.top:
             for place, row in enumerate(group.rows):
-                self._trace.see_processor(row, group.processor, rows[place], again=group.again)
+                name, digest = group.processor.name, group.processor.digest
+                self._trace.see_processor(row, name, digest, rows[place], again=group.again)
 
     def _check(self, group: Group, rows: torch.Tensor, outcome: RunOutcome) -> None:
         """Put zeros into the rows that a processor failed on, or made unusable."""
@@ -289,8 +225,3 @@ class ShippedProcessors(LogitsProcessor):
 def _non_finite_fault(logits: torch.Tensor, member: Member) -> ProcessorFault:
     processor = member.use.processor
     return non_finite_fault(logits, name=processor.name, digest=processor.digest, before=member.before)
-
-
-def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
-    """A request's processors as they run: masks first. The masks run once more, after the others."""
-    return sorted(uses, key=lambda use: not use.processor.is_mask)

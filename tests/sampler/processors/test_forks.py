@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.callable_executor import CallableExecutor
-from logitship.sampler.processors.callable_factory import CallableFactory
 from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 
 VOCAB = 12

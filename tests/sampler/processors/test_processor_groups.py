@@ -10,8 +10,8 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.processor_groups import Group, Member, grouped
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 
 Load = Callable[..., LoadedProcessor]
