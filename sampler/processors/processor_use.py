@@ -42,8 +42,8 @@ class ProcessorUse:
         prepared: what an installed processor made of `params` at admission; None for all others.
         own_count: its calls so far, without those in `shared_counts`.
         shared_counts: those of the groups that it is or was in since the batch changed, which count for all members.
-        hosted: the sequence at the processor's executor, from when it gets a row of the batch.
-        forked: the same before, of a sequence that goes on from another one's history.
+        executor_row: the sequence at the processor's executor, from when it gets a row of the batch.
+        forked_row: the same before, of a sequence that goes on from another one's history.
     """
 
     processor: LoadedProcessor
@@ -52,8 +52,8 @@ class ProcessorUse:
     prepared: Any = None
     own_count: CallCount = field(default_factory=CallCount)
     shared_counts: list[CallCount] = field(default_factory=list)
-    hosted: ExecutorRow | None = None
-    forked: ExecutorRow | None = None
+    executor_row: ExecutorRow | None = None
+    forked_row: ExecutorRow | None = None
 
     def fork(self, output_token_ids: list[int]) -> ProcessorUse:
         """The use by another sequence, which goes on from this one's history: see `ExecutorRow.fork`.
@@ -63,18 +63,22 @@ class ProcessorUse:
         Raises:
             ProcessorFault: what the processor keeps of the sequence cannot be copied.
         """
-        assert self.hosted is not None
+        assert self.executor_row is not None
         return replace(
-            self, own_count=self.count, shared_counts=[], hosted=None, forked=self.hosted.fork(output_token_ids)
+            self,
+            own_count=self.count,
+            shared_counts=[],
+            executor_row=None,
+            forked_row=self.executor_row.fork(output_token_ids),
         )
 
     def drop_fork(self) -> None:
         """Close what `fork` made, if it has not got a row: it never will. Harmless otherwise."""
-        if self.forked is not None:
-            self.forked.close()
-            self.forked = None
+        if self.forked_row is not None:
+            self.forked_row.close()
+            self.forked_row = None
 
-    def settle(self) -> None:
+    def merge_shared_counts(self) -> None:
         """Take over what was counted together with others: the batch has changed, and with it the groups."""
         if self.shared_counts:
             self.own_count, self.shared_counts = self.count, []

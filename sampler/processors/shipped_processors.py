@@ -20,7 +20,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
-from .processor_groups import Group, Member, ObserveCall, Stage, grouped
+from .processor_groups import GroupMember, GroupStage, ObserveCall, ProcessorGroup, group_rows
 from .processor_use import ProcessorUse, in_run_order, uses_of
 from .request_view import ModelView
 
@@ -28,15 +28,15 @@ CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
 """Gives what is told of the calls of a processor."""
 
 
-def _never(use: ProcessorUse) -> bool:
+def _false(use: ProcessorUse) -> bool:
     return False
 
 
-def _nobody(processor: LoadedProcessor) -> ObserveCall:
-    return _ignore_call
+def _observe_nothing(processor: LoadedProcessor) -> ObserveCall:
+    return _noop
 
 
-def _ignore_call(num_rows: int, seconds: float) -> None:
+def _noop(num_rows: int, seconds: float) -> None:
     pass
 
 
@@ -47,7 +47,7 @@ class ShippedProcessors(LogitsProcessor):
         model: what they may know of the model.
         uses: finds a request's processors in its sampling params.
         is_kept: says of a use whose row went that the sequence will be back, perhaps in another row: it then finds its
-            state. That is looked at whenever the batch changes, and by `close_those_gone`.
+            state. That is looked at whenever the batch changes, and by `close_absent`.
         on_call: of each processor, what is told of its calls, after each. Asked when the batch changes.
         check_last: look at what the last processor of a row left, as at what the others do. False for a caller who
             looks at all rows anyway, and asks `fault_of` about those that have no finite logit, NaN or +inf.
@@ -61,8 +61,8 @@ class ShippedProcessors(LogitsProcessor):
         *,
         model: ModelView,
         uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = uses_of,
-        is_kept: Callable[[ProcessorUse], bool] = _never,
-        on_call: CallObserver = _nobody,
+        is_kept: Callable[[ProcessorUse], bool] = _false,
+        on_call: CallObserver = _observe_nothing,
         check_last: bool = True,
     ) -> None:
         self._model = model
@@ -70,9 +70,9 @@ class ShippedProcessors(LogitsProcessor):
         self._is_kept = is_kept
         self._on_call = on_call
         self._check_last = check_last
-        self._rows: BatchRows[list[Member]] = BatchRows(self._attach)
-        self._members: dict[ProcessorUse, Member] = {}
-        self._stages: list[Stage] = []
+        self._rows: BatchRows[list[GroupMember]] = BatchRows(self._attach)
+        self._members: dict[ProcessorUse, GroupMember] = {}
+        self._stages: list[GroupStage] = []
         self._faults: dict[int, ProcessorFault] = {}
         self._trace = StepTrace({})
 
@@ -83,16 +83,16 @@ class ShippedProcessors(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch."""
         if batch_update is not None and self._rows.update(batch_update):
-            self.close_those_gone()
+            self.close_absent()
             for use in self._members:
-                use.settle()
-            self._stages = grouped(self._rows, self._on_call)
+                use.merge_shared_counts()
+            self._stages = group_rows(self._rows, self._on_call)
 
-    def close_those_gone(self) -> None:
+    def close_absent(self) -> None:
         """Let go of the sequences that have no row and will not be back."""
         present = {member.use for members in self._rows.values() for member in members}
         for use in [use for use in self._members if use not in present and not self._is_kept(use)]:
-            self._members.pop(use).hosted.close()
+            self._members.pop(use).executor_row.close()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
@@ -124,12 +124,12 @@ class ShippedProcessors(LogitsProcessor):
         """Show what the processors make of the rows, in the calls from now on."""
         self._trace = trace
 
-    def _run(self, stages: Iterable[Stage], logits: torch.Tensor) -> None:
+    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor) -> None:
         self._faults = {}  # a step that failed elsewhere may have left some
         for stage in stages:
             if self._faults:
                 stage = stage.without(self._faults)
-            begun = [(group, rows, group.hosted.begin(rows)) for group, rows in stage.rows_of(logits)]
+            begun = [(group, rows, group.executor_group.begin(rows)) for group, rows in stage.rows_of(logits)]
             for group, rows, run in begun:
                 self._finish(group, rows, run.finish(), logits)
 
@@ -157,28 +157,28 @@ class ShippedProcessors(LogitsProcessor):
 
     def _attach(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-    ) -> list[Member] | None:
+    ) -> list[GroupMember] | None:
         uses = in_run_order(self._uses(params))
         masks = [use for use in uses if use.processor.is_mask]
         # Masks among others run again after these, and the sampler's own mask comes after all of them.
         is_edited_later = 0 < len(masks) < len(uses) or params.allowed_token_ids is not None
-        rows: list[Member] = []
+        rows: list[GroupMember] = []
         before = [*params.forbidding_fields]
         for use in uses:
             if use not in self._members:
-                hosted = self._hosted(use, params, prompt_token_ids, output_token_ids)
+                executor_row = self._row_at_executor(use, params, prompt_token_ids, output_token_ids)
                 is_last = use is uses[-1] and not is_edited_later
-                self._members[use] = Member(use, hosted, tuple(before), is_last)
+                self._members[use] = GroupMember(use, executor_row, tuple(before), is_last)
             rows.append(self._members[use])
             before.append(use.processor.name)
         return rows or None
 
-    def _hosted(
+    def _row_at_executor(
         self, use: ProcessorUse, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> ExecutorRow:
         """The sequence at the processor's executor: as it was forked, or new."""
-        use.hosted, use.forked = use.forked, None
-        if use.hosted is None:
+        use.executor_row, use.forked_row = use.forked_row, None
+        if use.executor_row is None:
             sequence = ExecutorSequence(
                 rid=use.rid,
                 params=use.params,
@@ -188,10 +188,10 @@ class ShippedProcessors(LogitsProcessor):
                 model=self._model,
                 prepared=use.prepared,
             )
-            use.hosted = use.processor.executor.attach(use.processor, sequence)
-        return use.hosted
+            use.executor_row = use.processor.executor.attach(use.processor, sequence)
+        return use.executor_row
 
-    def _finish(self, group: Group, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
+    def _finish(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
         """Take what a call left in a group's rows.
 
         Args:
@@ -206,9 +206,9 @@ class ShippedProcessors(LogitsProcessor):
         if self._trace.top:
             for place, row in enumerate(group.rows):
                 name, digest = group.processor.name, group.processor.digest
-                self._trace.see_processor(row, name, digest, rows[place], again=group.again)
+                self._trace.record_processor(row, name, digest, rows[place], again=group.again)
 
-    def _check(self, group: Group, rows: torch.Tensor, outcome: RunOutcome) -> None:
+    def _check(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> None:
         """Put zeros into the rows that a processor failed on, or made unusable."""
         # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
         # only where nothing else is left.
@@ -222,6 +222,6 @@ class ShippedProcessors(LogitsProcessor):
                 rows[place] = 0.0
 
 
-def _non_finite_fault(logits: torch.Tensor, member: Member) -> ProcessorFault:
+def _non_finite_fault(logits: torch.Tensor, member: GroupMember) -> ProcessorFault:
     processor = member.use.processor
     return non_finite_fault(logits, name=processor.name, digest=processor.digest, before=member.before)

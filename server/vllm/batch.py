@@ -233,7 +233,7 @@ class ShippedBatch:
         params = [request.params for request in requests if request.params is not None]
         self._kept.difference_update(use for each in params for use in uses_of(each))
         self._shipped.update_state(BatchUpdate(len(self._running), rows, [], []))
-        self._shipped.close_those_gone()  # those that were put aside had no row
+        self._shipped.close_absent()  # those that were put aside had no row
         for request in requests:
             del self._requests[request.rid]
         if self._processors is not None:

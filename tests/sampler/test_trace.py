@@ -170,8 +170,8 @@ def test_rows_of_drafts_are_traced_as_they_are_in_the_whole_batch(among: list[in
 def test_without_traced_rows_nothing_is_kept() -> None:
     trace = StepTrace({})
     logits = torch.zeros(2, VOCAB)
-    trace.see("model", logits)
-    trace.see_drawn(logits, [SamplingParams(), SamplingParams()], torch.zeros(2, dtype=torch.int64))
+    trace.record("model", logits)
+    trace.record_sampled(logits, [SamplingParams(), SamplingParams()], torch.zeros(2, dtype=torch.int64))
     assert trace.finish([1, 2], {}) == [None, None]
 
 

@@ -198,7 +198,7 @@ def test_of_a_callable_of_hugging_face_the_fork_has_its_own_tokens() -> None:
 
 
 class Closing:
-    """A hosted row that tells whether it was closed."""
+    """A executor_row row that tells whether it was closed."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -239,12 +239,12 @@ def test_a_row_takes_what_was_forked_for_it(load: Callable[..., LoadedProcessor]
 
 def test_a_fork_that_never_gets_a_row_is_closed_once(load: Callable[..., LoadedProcessor]) -> None:
     use = ProcessorUse(load(lambda logits, _: logits, "P"), {}, "r")
-    use.hosted = Closing()
+    use.executor_row = Closing()
     forked = use.fork([])
-    row = forked.forked
+    row = forked.forked_row
     assert isinstance(row, Closing)
     forked.drop_fork()
     forked.drop_fork()
     assert row.closed == 1
     use.drop_fork()  # it was not forked: its row is the batch's to close
-    assert use.hosted.closed == 0
+    assert use.executor_row.closed == 0

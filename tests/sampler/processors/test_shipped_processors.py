@@ -395,7 +395,7 @@ def test_a_sequence_that_will_be_back_keeps_its_state(load: Load) -> None:
         shipped.apply(logits_of(0))
     assert calls == [1, 2]
     kept.clear()
-    shipped.close_those_gone()
+    shipped.close_absent()
     shipped.update_state(BatchUpdate(1, [], [(0, params, [5], [])], []))
     shipped.apply(logits_of(1))
     assert calls == [1, 2, 1]
