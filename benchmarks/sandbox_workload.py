@@ -12,8 +12,9 @@ import torch
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess

@@ -19,7 +19,7 @@ from typing import Any
 import comparison
 from served import Server, gaps_while_all_run, served
 
-from logitship.sampler.ops.draw import most_likely
+from logitship.sampler.ops.sample_tokens import greedy_sample
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
 from logitship.server.model.capacity import max_model_len
 from logitship.server.model.model_loader import load_model
@@ -45,7 +45,7 @@ class BareLoop:
         self._runner = ModelRunner(loaded.model, config.max_num_seqs, max_len)
         prefill = [Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
         last = [len(prompts[0]) * (slot + 1) - 1 for slot in range(len(prompts))]
-        self._first = most_likely(self._runner.forward([], prefill, last)).tolist()
+        self._first = greedy_sample(self._runner.forward([], prefill, last)).tolist()
         self._positions = range(len(prompts[0]), len(prompts[0]) + tokens)
 
     def seconds_per_step(self) -> float:
@@ -55,7 +55,7 @@ class BareLoop:
         for position in self._positions:
             began = perf_counter()
             chunks = [Chunk(slot, position, [token]) for slot, token in enumerate(token_ids)]
-            token_ids = most_likely(self._runner.forward(chunks, [], rows)).tolist()
+            token_ids = greedy_sample(self._runner.forward(chunks, [], rows)).tolist()
             taken.append(perf_counter() - began)
         return statistics.median(taken)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.device_tensor import TokenPositions, copies_to, token_positions
 from logitship.sampler.sampling_params import SamplingParams

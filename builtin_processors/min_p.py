@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.device_tensor import copies_to
 from logitship.sampler.ops.rows import row_parts

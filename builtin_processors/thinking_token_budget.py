@@ -23,7 +23,7 @@ import torch
 
 from logitship.builtin_processors.parts.state_history import StateHistory
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
-from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import ForcingLogitsProcessor
 from logitship.sampler.device_tensor import TokenPositions, copies_to

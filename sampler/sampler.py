@@ -14,14 +14,11 @@ from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.sampling_batch import LogprobRows, Penalties, PreparedRows, RandomRows, SamplingBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors, apply_to, take_faults
-from logitship.sampler.ops.draw import draw, draw_top_k_top_p, most_likely
 from logitship.sampler.ops.logprobs import RowLogprobs, look_up
 from logitship.sampler.ops.masks import mask_forbidden, mask_tokens
 from logitship.sampler.ops.penalties import apply_penalties
-from logitship.sampler.ops.rows import row_parts, take_rows
-from logitship.sampler.ops.scratch import Scratch
-from logitship.sampler.ops.temperature import apply_temperature
-from logitship.sampler.ops.threads import one_thread_for_few
+from logitship.sampler.ops.rows import Scratch, one_thread_for_few, row_parts, take_rows
+from logitship.sampler.ops.sample_tokens import apply_temperature, greedy_sample, random_sample, top_k_top_p_sample
 
 from .trace import RowTrace, StepTrace
 
@@ -180,7 +177,7 @@ class Sampler:
         with one_thread_for_few(logits):
             raw = self._all_logprobs(logits, batch.raw)
         trace = StepTrace(batch.traced)
-        trace.see("model", logits)
+        trace.record("model", logits)
 
         faults: dict[int, LogitshipError] = {}
 
@@ -196,7 +193,7 @@ class Sampler:
         # 4
         for processor in self._processors.forcing:
             logits = apply_to(processor, logits, chosen)
-        trace.see("request", logits)
+        trace.record("request", logits)
         # 5
         if self._shipped is not None:
             self._shipped.watch(trace)
@@ -219,7 +216,7 @@ class Sampler:
                 for drawing in (batch.unfiltered, batch.filtered):
                     if drawing.outputs:
                         tokens.index_copy_(0, drawing.rows, self._draw(logits, drawing, faults))
-            trace.see_drawn(logits, batch.params, tokens)
+            trace.record_sampled(logits, batch.params, tokens)
             # Also of those that did not run in this step: one may have failed when it was told what changed.
             for row, fault in take_faults(self._processors.all):
                 if row in place:
@@ -260,9 +257,9 @@ class Sampler:
             probabilities, kept = _probabilities(kept, rows, faults, out=self._probabilities.rows(0, len(kept), kept))
             if drawing.filters:
                 top_k, top_p = drawing.top_k[part], drawing.top_p[part]
-                tokens[part] = draw_top_k_top_p(kept, probabilities, top_k, top_p, uniform[part])
+                tokens[part] = top_k_top_p_sample(kept, probabilities, top_k, top_p, uniform[part])
             else:
-                tokens[part] = draw(probabilities, uniform[part])
+                tokens[part] = random_sample(probabilities, uniform[part])
         return tokens
 
     def _shipped_fault(self, rows: Sequence[int] | None, place: int, logits: torch.Tensor) -> ProcessorFault | None:
@@ -297,11 +294,11 @@ def _look_up(
 def _largest(logits: torch.Tensor, batch: PreparedRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's largest logit, [rows, 1], and the most likely tokens of the greedy rows, int64 [rows]."""
     if not batch.any_random:
-        tokens = most_likely(logits)
+        tokens = greedy_sample(logits)
         return logits.gather(-1, tokens[:, None]), tokens
     tokens = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
     if len(batch.greedy) > 0:
-        tokens[batch.greedy] = most_likely(logits[batch.greedy])
+        tokens[batch.greedy] = greedy_sample(logits[batch.greedy])
     return logits.amax(dim=-1, keepdim=True), tokens
 
 
@@ -326,7 +323,7 @@ def _check_rows(
     for row in unusable.tolist():
         empty = peak[row].isneginf()
         params = batch.params[row]
-        processors = [use.processor.name for use in params.processors]
+        processors = [attached.name for attached in params.processors]
         fault = NoTokenLeftError(params.forbidding) if empty else NonFiniteLogitsError(processors)
         faults.setdefault(row, shipped_fault(row, logits[row]) or fault)
     logits[unusable] = 0.0

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from logitship.sampler.processors.shipped_processors import ProcessorUse
+from typing import Any, Literal, Protocol
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -16,6 +13,15 @@ MOST_TRACED = 100
 """Most tokens of each stage that a trace shows."""
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+class AttachedProcessor(Protocol):
+    """A processor attached to a request: all that the parameters know of a `ProcessorUse`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the processor."""
+        ...
 
 
 class InvalidSamplingParams(ValueError):
@@ -132,7 +138,7 @@ class SamplingParams:
     custom_params: Mapping[str, Any] | None = None
     extra_args: Mapping[str, Any] | None = None
     """vLLM's `vllm_xargs`: parameters for installed batch processors."""
-    processors: tuple[ProcessorUse, ...] = ()
+    processors: tuple[AttachedProcessor, ...] = ()
     """The processors that the request carries, in the order in which they run."""
 
     def __post_init__(self) -> None:
@@ -204,7 +210,7 @@ class SamplingParams:
     @property
     def forbidding(self) -> tuple[str, ...]:
         """Names of what may forbid tokens in this request: fields, and the processors that it carries."""
-        return self.forbidding_fields + tuple(dict.fromkeys(use.processor.name for use in self.processors))
+        return self.forbidding_fields + tuple(dict.fromkeys(attached.name for attached in self.processors))
 
     @property
     def forbidding_fields(self) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ import torch
 
 from logitship.client.records import TraceStage
 from logitship.sampler.ops.candidates import top_candidates
-from logitship.sampler.ops.kept_tokens import kept_tokens
-from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.ops.top_k_top_p import kept_tokens
 
 from .sampling_params import SamplingParams
 
@@ -34,7 +33,7 @@ class RowTrace:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Snapshot:
     """A row at one stage.
 
     Attributes:
@@ -57,9 +56,9 @@ class StepTrace:
 
     def __init__(self, top: Mapping[int, int]) -> None:
         self.top = top
-        self._seen: dict[int, list[_Seen]] = {row: [] for row in top}
+        self._snapshots: dict[int, list[_Snapshot]] = {row: [] for row in top}
 
-    def see(self, stage: str, logits: torch.Tensor) -> None:
+    def record(self, stage: str, logits: torch.Tensor) -> None:
         """Keep what the traced rows are now.
 
         Args:
@@ -69,7 +68,7 @@ class StepTrace:
         for row in self.top:
             self._keep(row, TraceStage(stage), logits[row])
 
-    def see_processor(self, row: int, processor: LoadedProcessor, logits: torch.Tensor, *, again: bool) -> None:
+    def record_processor(self, row: int, name: str, digest: str, logits: torch.Tensor, *, again: bool) -> None:
         """Keep what a processor has made of a row. Harmless for rows that are not traced.
 
         Args:
@@ -77,9 +76,9 @@ class StepTrace:
             again: it is a mask that ran before the others already.
         """
         if row in self.top:
-            self._keep(row, TraceStage("processor", processor.name, processor.digest, again), logits)
+            self._keep(row, TraceStage("processor", name, digest, again), logits)
 
-    def see_drawn(self, logits: torch.Tensor, params: Sequence[SamplingParams], tokens: torch.Tensor) -> None:
+    def record_sampled(self, logits: torch.Tensor, params: Sequence[SamplingParams], tokens: torch.Tensor) -> None:
         """Keep what the tokens were drawn from.
 
         Args:
@@ -108,15 +107,15 @@ class StepTrace:
         """
         traces: list[RowTrace | None] = [None] * len(token_ids)
         for row in self.top.keys() - without.keys():
-            traces[row] = _trace(token_ids[row], self._seen[row], self.top[row])
+            traces[row] = _trace(token_ids[row], self._snapshots[row], self.top[row])
         return traces
 
     def _keep(self, row: int, stage: TraceStage, logits: torch.Tensor) -> None:
-        self._seen[row].append(_Seen(stage, logits.detach().to("cpu", copy=True)))
+        self._snapshots[row].append(_Snapshot(stage, logits.detach().to("cpu", copy=True)))
 
 
-def _trace(token_id: int, seen: Sequence[_Seen], top: int) -> RowTrace:
-    logprobs = torch.stack([each.logits for each in seen]).log_softmax(dim=-1)
+def _trace(token_id: int, snapshots: Sequence[_Snapshot], top: int) -> RowTrace:
+    logprobs = torch.stack([each.logits for each in snapshots]).log_softmax(dim=-1)
     values, token_ids = top_candidates(logprobs, top)
     found = token_ids[~values.isneginf()].tolist()
     of_model = logprobs[0]
@@ -128,6 +127,6 @@ def _trace(token_id: int, seen: Sequence[_Seen], top: int) -> RowTrace:
             logprobs=tuple(None if logprob == _NEGATIVE_INFINITY else logprob for logprob in row),
             num_allowed=num_allowed,
         )
-        for each, row, num_allowed in zip(seen, logprobs[:, candidates].tolist(), allowed, strict=True)
+        for each, row, num_allowed in zip(snapshots, logprobs[:, candidates].tolist(), allowed, strict=True)
     ]
     return RowTrace(token_id, tuple(candidates), tuple(stages))

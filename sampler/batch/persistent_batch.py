@@ -29,10 +29,10 @@ class BatchMember(Protocol):
         ...
 
 
-Member = TypeVar("Member", bound=BatchMember)
+MemberT = TypeVar("MemberT", bound=BatchMember)
 
 
-class PersistentBatch(Generic[Member]):
+class PersistentBatch(Generic[MemberT]):
     """Requests at fixed rows. A step is: `remove` those that ended, `add` new ones, `commit`.
 
     To reorder the batch, `condense` and then `swap` rows before `commit`.
@@ -51,7 +51,7 @@ class PersistentBatch(Generic[Member]):
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
-        self._rows: list[Member | None] = []
+        self._rows: list[MemberT | None] = []
         self._row_of: dict[int, int] = {}
         self._most_rows = 0
         self._changes = BatchUpdateBuilder()
@@ -65,14 +65,14 @@ class PersistentBatch(Generic[Member]):
         return bool(self._changes.has_removed() or self._changes.added or self._changes.moved)
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[MemberT]:
         """The requests in row order. A place in this list is a row only while there is no gap: after `condense`."""
         return [member for member in self._rows if member is not None]
 
-    def __contains__(self, member: Member) -> bool:
+    def __contains__(self, member: MemberT) -> bool:
         return id(member) in self._row_of
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: MemberT) -> None:
         """Free a request's row.
 
         Raises:
@@ -86,7 +86,7 @@ class PersistentBatch(Generic[Member]):
         del self._row_of[id(member)]
         self._rows[row] = None
 
-    def add(self, member: Member) -> int:
+    def add(self, member: MemberT) -> int:
         """Give a request the lowest freed row, or a new one at the end.
 
         Raises:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.ops.masks import BadWords, forbidden_tokens
 from logitship.sampler.ops.random_numbers import UniformNumbers
 from logitship.sampler.sampling_params import LogprobsMode, SamplingParams
 
-from .batch_rows import BatchRows
 from .token_counts import TokenCounts
 
 _INT64_MAX = 2**63 - 1

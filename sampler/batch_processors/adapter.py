@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
-from logitship.sampler.processors.author_code import call, edit, exception_fault, non_finite_fault
-from logitship.sampler.processors.callable_factory import CallableFactory
-from logitship.sampler.processors.request_callable import BoundCallable, RequestLogitsProcessor, bind
+from logitship.sampler.author_code.callable_factory import CallableFactory
+from logitship.sampler.author_code.calls import call, edit, exception_fault, non_finite_fault
+from logitship.sampler.author_code.request_callable import BoundCallable, RequestLogitsProcessor, bind
 from logitship.sampler.sampling_params import SamplingParams
 
+from .batch_rows import BatchRows, rows_of_drafts
 from .interface import BatchUpdate, LogitsProcessor
 
 __all__ = ["AdapterLogitsProcessor", "CallablesAdapter", "RequestLogitsProcessor"]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from logitship.client.errors import LogitshipError
-from logitship.sampler.batch.batch_rows import BatchRows
 from logitship.sampler.sampling_params import SamplingParams
 
+from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
 from .logits_processors import apply_to, take_faults
 

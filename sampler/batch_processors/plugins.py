@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.processors.callable_factory import CallableFactory
+from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.sampling_params import SamplingParams
 
 from .adapter import CallablesAdapter

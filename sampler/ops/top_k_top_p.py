@@ -9,8 +9,8 @@ All of it refers to one *ranking* of a row's tokens: descending logits, then asc
 - The draw inverts the cumulative distribution of the kept tokens, in the same ranking.
 
 So the token is a function of the row, the parameters and one random number. There are two ways to it, which agree on
-every number: `draw_from_candidates` looks at the most likely tokens alone and says where they do not decide, and
-`draw_from_all` takes one row's whole vocabulary.
+every number: `sample_from_candidates` looks at the most likely tokens alone and says where they do not decide, and
+`sample_from_all` takes one row's whole vocabulary.
 
 Probabilities become integer weights, in units of 2**-60. Integers add up to the same sum in any order, so that what a
 row draws cannot depend on how a kernel splits its work, and thus not on the other rows.
@@ -45,7 +45,7 @@ def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class CandidateDraw:
+class CandidateSample:
     """What a draw from candidates came to.
 
     Attributes:
@@ -57,9 +57,9 @@ class CandidateDraw:
     candidates_needed: float = 0
 
 
-def draw_from_candidates(
+def sample_from_candidates(
     logits: Sequence[float], weights: Sequence[int], complete: bool, top_k: int, top_p: float, uniform: float
-) -> CandidateDraw:
+) -> CandidateSample:
     """Apply top-k, then top-p, to the most likely tokens of a row, and draw, if these tokens are enough to tell.
 
     In Python numbers: there are few, and each of many small operations on arrays costs several times more.
@@ -74,7 +74,7 @@ def draw_from_candidates(
     """
     kept, total = len(logits), UNIT_WEIGHT
     if kept < max(1, top_k) and not complete:
-        return CandidateDraw(None, max(1, top_k))
+        return CandidateSample(None, max(1, top_k))
     sums = list(accumulate(weights))
     if top_k > 0:
         if top_k < kept:
@@ -88,14 +88,14 @@ def draw_from_candidates(
         if border == kept:
             if top_k == 0 and not complete:
                 # No token beyond the candidates weighs more than the last one.
-                return CandidateDraw(None, kept + (needed - sums[-1]) / max(1, weights[-1]))
+                return CandidateSample(None, kept + (needed - sums[-1]) / max(1, weights[-1]))
             border = kept - 1
     elif top_k == 0 and not complete:
-        return CandidateDraw(None, math.inf)
-    return CandidateDraw(bisect_right(sums, int(uniform * sums[border])))
+        return CandidateSample(None, math.inf)
+    return CandidateSample(bisect_right(sums, int(uniform * sums[border])))
 
 
-def draw_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, uniform: float) -> int:
+def sample_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, uniform: float) -> int:
     """Apply top-k, then top-p, to the whole vocabulary of one row, and draw.
 
     Args:
@@ -121,6 +121,34 @@ def draw_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p
             _, kept_weight = sums.first_above(needed - 1)
     token, _ = sums.first_above(int(uniform * kept_weight))
     return token
+
+
+def kept_tokens(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """The tokens of one row that may be drawn, by the rules of `top_k_top_p`.
+
+    Sorts the vocabulary where top-p is asked for.
+
+    Args:
+        logits: float32 [vocab], the largest of them finite.
+        top_k: 0 or less, or the vocabulary's size and more, for all tokens.
+        top_p: above 0 and at most 1.
+
+    Returns:
+        Bool [vocab].
+    """
+    weights = integer_weights(logits.softmax(dim=-1))
+    kept = ~logits.isneginf()
+    total = UNIT_WEIGHT
+    if 0 < top_k < len(logits):
+        kept &= logits >= logits.topk(top_k).values[-1]
+        weights = weights.masked_fill(~kept, 0)
+        total = int(weights.sum())
+    if top_p < 1:
+        ranking = logits.argsort(descending=True, stable=True)
+        sums = weights[ranking].cumsum(dim=0)
+        border = int((sums < max(1, math.ceil(total * top_p))).sum())
+        kept[ranking[border + 1 :]] = False
+    return kept
 
 
 class _RankedSums:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .author_code import edit
-from .callable_factory import duplicate_callable
+from logitship.sampler.author_code.callable_factory import duplicate_callable
+from logitship.sampler.author_code.calls import edit
+from logitship.sampler.author_code.request_callable import BoundCallable, RequestLogitsProcessor, bind
+
 from .executor import ExecutorSequence, LoadedProcessor
 from .local_executor import LocalExecutor, LocalRow
-from .request_callable import BoundCallable, RequestLogitsProcessor, bind
 
 if TYPE_CHECKING:
     from logitship.client.serialization.processor_string import ProcessorString

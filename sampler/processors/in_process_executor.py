@@ -11,8 +11,8 @@ from logitship.client.author_errors import error_message, error_text
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.loading import instantiate, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.author_code.calls import call, edit
 
-from .author_code import call, edit
 from .class_description import describe
 from .executor import LoadedProcessor
 from .local_executor import LocalExecutor

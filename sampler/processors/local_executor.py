@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.author_code.calls import duplicate
 
-from .author_code import duplicate
 from .executor import PREPARED_KEY, ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
 from .request_view import OutputFollower, RequestView
 

@@ -9,34 +9,17 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from .processor_use import CallCount, ProcessorUse
+
 if TYPE_CHECKING:
     from .executor import ExecutorRow, LoadedProcessor, RunOutcome
-    from .shipped_processors import ProcessorUse
 
 ObserveCall: TypeAlias = Callable[[int, float], None]
 """Takes the number of rows, and the seconds of a call."""
 
 
-@dataclass(eq=False)
-class CallCount:
-    """What a group's calls come to for each of its rows: one sum for all of them.
-
-    Attributes:
-        steps: decoding steps to which the processor was applied.
-        seconds: time spent: a call's time divided by its rows.
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, steps: int, seconds: float) -> None:
-        """Count a call, or the calls of another count."""
-        self.steps += steps
-        self.seconds += seconds
-
-
 @dataclass(frozen=True, eq=False)
-class Member:
+class GroupMember:
     """A use in its place, and the sequence at the processor's executor.
 
     Attributes:
@@ -45,12 +28,12 @@ class Member:
     """
 
     use: ProcessorUse
-    hosted: ExecutorRow
+    executor_row: ExecutorRow
     before: tuple[str, ...]
     is_last: bool
 
 
-class Group:
+class ProcessorGroup:
     """All rows of one processor, at one place in the order in which its requests' processors run.
 
     Args:
@@ -65,7 +48,7 @@ class Group:
     """
 
     def __init__(
-        self, processor: LoadedProcessor, again: bool, members: Mapping[int, Member], observe_call: ObserveCall
+        self, processor: LoadedProcessor, again: bool, members: Mapping[int, GroupMember], observe_call: ObserveCall
     ) -> None:
         self.processor = processor
         self.again = again
@@ -75,14 +58,14 @@ class Group:
         self.is_adjacent = self.rows[-1] - self.rows[0] + 1 == len(self.rows)
         self._index = slice(self.rows[0], self.rows[-1] + 1) if self.is_adjacent else self.rows
         self.is_last = all(member.is_last for member in self.members)
-        self.hosted = processor.executor.group(processor, [member.hosted for member in self.members])
+        self.executor_group = processor.executor.group(processor, [member.executor_row for member in self.members])
         self._count: CallCount | None = None
 
     def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
         """Its rows of the batch's logits."""
         return logits[self._index]
 
-    def count_together(self) -> None:
+    def share_count(self) -> None:
         """Count calls for all members at once from now on, until they are members of another group that does."""
         self._count = CallCount()
         for member in self.members:
@@ -102,24 +85,24 @@ class Group:
             if place not in faults:
                 member.use.own_count.add(steps, seconds)
 
-    def at(self, places: Mapping[int, int]) -> Group | None:
+    def at(self, places: Mapping[int, int]) -> ProcessorGroup | None:
         """Those of the rows that have a place, by their places; None if none has."""
         members = {places[row]: member for row, member in zip(self.rows, self.members, strict=True) if row in places}
-        return Group(self.processor, self.again, members, self.observe_call) if members else None
+        return ProcessorGroup(self.processor, self.again, members, self.observe_call) if members else None
 
 
-class Stage:
+class GroupStage:
     """Groups that have no row in common.
 
     Args:
         groups: in any order.
     """
 
-    def __init__(self, groups: Iterable[Group]) -> None:
+    def __init__(self, groups: Iterable[ProcessorGroup]) -> None:
         self.groups = sorted(groups, key=lambda group: group.rows[0])
         self._is_split = len(self.groups) > 1 and all(group.is_adjacent for group in self.groups)
         sizes: list[int] = []
-        self._pieces: list[tuple[Group, int]] = []
+        self._pieces: list[tuple[ProcessorGroup, int]] = []
         end = 0
         for group in self.groups:
             if group.rows[0] > end:
@@ -129,7 +112,7 @@ class Stage:
             end = group.rows[-1] + 1
         self._sizes, self._end = sizes, end
 
-    def rows_of(self, logits: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
+    def rows_of(self, logits: torch.Tensor) -> list[tuple[ProcessorGroup, torch.Tensor]]:
         """Each group's rows of the batch's logits: a view if they are adjacent, a copy if not."""
         if not self._is_split:
             return [(group, group.rows_of(logits)) for group in self.groups]
@@ -139,42 +122,46 @@ class Stage:
         pieces = torch.unsafe_split_with_sizes(logits.detach(), [*self._sizes, rest] if rest else self._sizes)
         return [(group, pieces[piece]) for group, piece in self._pieces]
 
-    def without(self, rows: Container[int]) -> Stage:
+    def without(self, rows: Container[int]) -> GroupStage:
         """The same without some rows."""
         return self.at({row: row for group in self.groups for row in group.rows if row not in rows})
 
-    def at(self, places: Mapping[int, int]) -> Stage:
+    def at(self, places: Mapping[int, int]) -> GroupStage:
         """Those of the rows that have a place, by their places."""
-        return Stage(there for group in self.groups if (there := group.at(places)) is not None)
+        return GroupStage(there for group in self.groups if (there := group.at(places)) is not None)
 
 
-def grouped(rows: Mapping[int, Sequence[Member]], observer: Callable[[LoadedProcessor], ObserveCall]) -> list[Stage]:
+def group_rows(
+    rows: Mapping[int, Sequence[GroupMember]], observer: Callable[[LoadedProcessor], ObserveCall]
+) -> list[GroupStage]:
     """The stages, in the order in which they run: what of a request runs first is in stage (False, 0).
 
     Args:
         rows: the members of each row, in run order.
         observer: what is told of a processor's calls.
     """
-    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, Member]]]
+    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, GroupMember]]]
     stages = defaultdict(lambda: defaultdict(dict))
     for row, members in sorted(rows.items()):
         for stage, member in _stages(members):
             processor = member.use.processor
             stages[stage][processor.group_name, row if processor.per_sequence else None][row] = member
     return [
-        Stage(_group(again, members, observer) for members in groups.values())
+        GroupStage(_group(again, members, observer) for members in groups.values())
         for (again, _), groups in sorted(stages.items(), key=lambda item: item[0])
     ]
 
 
-def _group(again: bool, members: Mapping[int, Member], observer: Callable[[LoadedProcessor], ObserveCall]) -> Group:
+def _group(
+    again: bool, members: Mapping[int, GroupMember], observer: Callable[[LoadedProcessor], ObserveCall]
+) -> ProcessorGroup:
     processor = next(iter(members.values())).use.processor
-    group = Group(processor, again, members, observer(processor))
-    group.count_together()
+    group = ProcessorGroup(processor, again, members, observer(processor))
+    group.share_count()
     return group
 
 
-def _stages(members: Sequence[Member]) -> Iterator[tuple[tuple[bool, int], Member]]:
+def _stages(members: Sequence[GroupMember]) -> Iterator[tuple[tuple[bool, int], GroupMember]]:
     """What runs on a row, each with its stage.
 
     Args:

@@ -92,7 +92,7 @@ class RequestView:
         del self._output_ids
 
 
-def _nothing() -> None:
+def _noop() -> None:
     pass
 
 
@@ -113,7 +113,7 @@ class OutputFollower:
     """
 
     def __init__(
-        self, view: RequestView, output_token_ids: list[int], on_first_use: Callable[[], None] = _nothing
+        self, view: RequestView, output_token_ids: list[int], on_first_use: Callable[[], None] = _noop
     ) -> None:
         self._view = view
         self._output_ids = view.output_ids

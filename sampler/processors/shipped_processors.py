@@ -8,100 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.client.records import Receipt
-from logitship.sampler.batch.batch_rows import BatchRows, rows_of_drafts
+from logitship.sampler.author_code.calls import non_finite_fault
+from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
-from .author_code import non_finite_fault
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
-from .processor_groups import CallCount, Group, Member, ObserveCall, Stage, grouped
+from .processor_groups import GroupMember, GroupStage, ObserveCall, ProcessorGroup, group_rows
+from .processor_use import ProcessorUse, in_run_order, uses_of
 from .request_view import ModelView
-
-
-@dataclass(eq=False)
-class ProcessorUse:
-    """One request's use of one processor. Not shared: the counters are this request's.
-
-    Attributes:
-        params: the request's parameters for it, `custom_params` in SGLang's words.
-        rid: the request id.
-        prepared: what an installed processor made of `params` at admission; None for all others.
-        own_count: its calls so far, without those in `shared_counts`.
-        shared_counts: those of the groups that it is or was in since the batch changed, which count for all members.
-        hosted: the sequence at the processor's executor, from when it gets a row of the batch.
-        forked: the same before, of a sequence that goes on from another one's history.
-    """
-
-    processor: LoadedProcessor
-    params: dict[str, Any]
-    rid: str
-    prepared: Any = None
-    own_count: CallCount = field(default_factory=CallCount)
-    shared_counts: list[CallCount] = field(default_factory=list)
-    hosted: ExecutorRow | None = None
-    forked: ExecutorRow | None = None
-
-    def fork(self, output_token_ids: list[int]) -> ProcessorUse:
-        """The use by another sequence, which goes on from this one's history: see `ExecutorRow.fork`.
-
-        This one has a row. The other one gets a row next, or is closed by `drop_fork`.
-
-        Raises:
-            ProcessorFault: what the processor keeps of the sequence cannot be copied.
-        """
-        assert self.hosted is not None
-        return replace(
-            self, own_count=self.count, shared_counts=[], hosted=None, forked=self.hosted.fork(output_token_ids)
-        )
-
-    def drop_fork(self) -> None:
-        """Close what `fork` made, if it has not got a row: it never will. Harmless otherwise."""
-        if self.forked is not None:
-            self.forked.close()
-            self.forked = None
-
-    def settle(self) -> None:
-        """Take over what was counted together with others: the batch has changed, and with it the groups."""
-        if self.shared_counts:
-            self.own_count, self.shared_counts = self.count, []
-
-    @property
-    def receipt(self) -> Receipt:
-        """What the response says of it."""
-        count = self.count
-        return Receipt(self.processor.digest, self.processor.name, count.steps, round(count.seconds * 1e3, 3))
-
-    @property
-    def count(self) -> CallCount:
-        """Its calls so far, as a copy."""
-        count = CallCount()
-        for each in (self.own_count, *self.shared_counts):
-            count.add(each.steps, each.seconds)
-        return count
-
 
 CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
 """Gives what is told of the calls of a processor."""
 
 
-def _never(use: ProcessorUse) -> bool:
+def _false(use: ProcessorUse) -> bool:
     return False
 
 
-def _nobody(processor: LoadedProcessor) -> ObserveCall:
-    return _ignore_call
+def _observe_nothing(processor: LoadedProcessor) -> ObserveCall:
+    return _noop
 
 
-def _ignore_call(num_rows: int, seconds: float) -> None:
+def _noop(num_rows: int, seconds: float) -> None:
     pass
 
 
@@ -112,7 +47,7 @@ class ShippedProcessors(LogitsProcessor):
         model: what they may know of the model.
         uses: finds a request's processors in its sampling params.
         is_kept: says of a use whose row went that the sequence will be back, perhaps in another row: it then finds its
-            state. That is looked at whenever the batch changes, and by `close_those_gone`.
+            state. That is looked at whenever the batch changes, and by `close_absent`.
         on_call: of each processor, what is told of its calls, after each. Asked when the batch changes.
         check_last: look at what the last processor of a row left, as at what the others do. False for a caller who
             looks at all rows anyway, and asks `fault_of` about those that have no finite logit, NaN or +inf.
@@ -125,9 +60,9 @@ class ShippedProcessors(LogitsProcessor):
         is_pin_memory: bool,
         *,
         model: ModelView,
-        uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = attrgetter("processors"),
-        is_kept: Callable[[ProcessorUse], bool] = _never,
-        on_call: CallObserver = _nobody,
+        uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = uses_of,
+        is_kept: Callable[[ProcessorUse], bool] = _false,
+        on_call: CallObserver = _observe_nothing,
         check_last: bool = True,
     ) -> None:
         self._model = model
@@ -135,9 +70,9 @@ class ShippedProcessors(LogitsProcessor):
         self._is_kept = is_kept
         self._on_call = on_call
         self._check_last = check_last
-        self._rows: BatchRows[list[Member]] = BatchRows(self._attach)
-        self._members: dict[ProcessorUse, Member] = {}
-        self._stages: list[Stage] = []
+        self._rows: BatchRows[list[GroupMember]] = BatchRows(self._attach)
+        self._members: dict[ProcessorUse, GroupMember] = {}
+        self._stages: list[GroupStage] = []
         self._faults: dict[int, ProcessorFault] = {}
         self._trace = StepTrace({})
 
@@ -148,16 +83,16 @@ class ShippedProcessors(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch."""
         if batch_update is not None and self._rows.update(batch_update):
-            self.close_those_gone()
+            self.close_absent()
             for use in self._members:
-                use.settle()
-            self._stages = grouped(self._rows, self._on_call)
+                use.merge_shared_counts()
+            self._stages = group_rows(self._rows, self._on_call)
 
-    def close_those_gone(self) -> None:
+    def close_absent(self) -> None:
         """Let go of the sequences that have no row and will not be back."""
         present = {member.use for members in self._rows.values() for member in members}
         for use in [use for use in self._members if use not in present and not self._is_kept(use)]:
-            self._members.pop(use).hosted.close()
+            self._members.pop(use).executor_row.close()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
@@ -189,12 +124,12 @@ class ShippedProcessors(LogitsProcessor):
         """Show what the processors make of the rows, in the calls from now on."""
         self._trace = trace
 
-    def _run(self, stages: Iterable[Stage], logits: torch.Tensor) -> None:
+    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor) -> None:
         self._faults = {}  # a step that failed elsewhere may have left some
         for stage in stages:
             if self._faults:
                 stage = stage.without(self._faults)
-            begun = [(group, rows, group.hosted.begin(rows)) for group, rows in stage.rows_of(logits)]
+            begun = [(group, rows, group.executor_group.begin(rows)) for group, rows in stage.rows_of(logits)]
             for group, rows, run in begun:
                 self._finish(group, rows, run.finish(), logits)
 
@@ -222,28 +157,28 @@ class ShippedProcessors(LogitsProcessor):
 
     def _attach(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-    ) -> list[Member] | None:
+    ) -> list[GroupMember] | None:
         uses = in_run_order(self._uses(params))
         masks = [use for use in uses if use.processor.is_mask]
         # Masks among others run again after these, and the sampler's own mask comes after all of them.
         is_edited_later = 0 < len(masks) < len(uses) or params.allowed_token_ids is not None
-        rows: list[Member] = []
+        rows: list[GroupMember] = []
         before = [*params.forbidding_fields]
         for use in uses:
             if use not in self._members:
-                hosted = self._hosted(use, params, prompt_token_ids, output_token_ids)
+                executor_row = self._row_at_executor(use, params, prompt_token_ids, output_token_ids)
                 is_last = use is uses[-1] and not is_edited_later
-                self._members[use] = Member(use, hosted, tuple(before), is_last)
+                self._members[use] = GroupMember(use, executor_row, tuple(before), is_last)
             rows.append(self._members[use])
             before.append(use.processor.name)
         return rows or None
 
-    def _hosted(
+    def _row_at_executor(
         self, use: ProcessorUse, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> ExecutorRow:
         """The sequence at the processor's executor: as it was forked, or new."""
-        use.hosted, use.forked = use.forked, None
-        if use.hosted is None:
+        use.executor_row, use.forked_row = use.forked_row, None
+        if use.executor_row is None:
             sequence = ExecutorSequence(
                 rid=use.rid,
                 params=use.params,
@@ -253,10 +188,10 @@ class ShippedProcessors(LogitsProcessor):
                 model=self._model,
                 prepared=use.prepared,
             )
-            use.hosted = use.processor.executor.attach(use.processor, sequence)
-        return use.hosted
+            use.executor_row = use.processor.executor.attach(use.processor, sequence)
+        return use.executor_row
 
-    def _finish(self, group: Group, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
+    def _finish(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
         """Take what a call left in a group's rows.
 
         Args:
@@ -270,9 +205,10 @@ class ShippedProcessors(LogitsProcessor):
             logits[group.rows] = rows
         if self._trace.top:
             for place, row in enumerate(group.rows):
-                self._trace.see_processor(row, group.processor, rows[place], again=group.again)
+                name, digest = group.processor.name, group.processor.digest
+                self._trace.record_processor(row, name, digest, rows[place], again=group.again)
 
-    def _check(self, group: Group, rows: torch.Tensor, outcome: RunOutcome) -> None:
+    def _check(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> None:
         """Put zeros into the rows that a processor failed on, or made unusable."""
         # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
         # only where nothing else is left.
@@ -286,11 +222,6 @@ class ShippedProcessors(LogitsProcessor):
                 rows[place] = 0.0
 
 
-def _non_finite_fault(logits: torch.Tensor, member: Member) -> ProcessorFault:
+def _non_finite_fault(logits: torch.Tensor, member: GroupMember) -> ProcessorFault:
     processor = member.use.processor
     return non_finite_fault(logits, name=processor.name, digest=processor.digest, before=member.before)
-
-
-def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
-    """A request's processors as they run: masks first. The masks run once more, after the others."""
-    return sorted(uses, key=lambda use: not use.processor.is_mask)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.processors.author_code import non_finite_fault
+from logitship.sampler.author_code.calls import non_finite_fault
 
 from .bench import Stage
 from .test_cases import Trial

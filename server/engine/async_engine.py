@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
-from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics

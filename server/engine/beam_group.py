@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs
-from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.sampler.processors.processor_use import ProcessorUse, uses_of
 from logitship.server.requests.beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, candidates_of, select
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
@@ -230,7 +230,7 @@ def _fork_processors(branched: list[tuple[Beam, Beam]]) -> None:
     try:
         for source, beam in branched:
             uses = []
-            for use in source.sampling_params.processors:
+            for use in uses_of(source.sampling_params):
                 uses.append(use.fork(beam.output_token_ids))
                 forked.append(uses[-1])
             beam.sampling_params = dataclasses.replace(source.sampling_params, processors=tuple(uses))

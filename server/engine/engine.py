@@ -11,8 +11,9 @@ import torch
 
 from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
-from logitship.sampler.batch.row_order import adjacent_swaps, group_key
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
+from logitship.sampler.processors.processor_use import uses_of
+from logitship.sampler.processors.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.model_runner import ModelRunner
@@ -294,7 +295,7 @@ class Engine:
     def _remove(self, sequence: Sequence) -> None:
         if sequence in self._batch:
             self._batch.remove(sequence)
-        for use in sequence.sampling_params.processors:
+        for use in uses_of(sequence.sampling_params):
             use.drop_fork()
         self._scheduler.remove(sequence)
 

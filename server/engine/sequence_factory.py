@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.requests.messages import GenerationRequest

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.batch_processors.interface import LogitsProcessor
 from logitship.sampler.batch_processors.plugins import resolve
 from logitship.sampler.processors.callable_executor import CallableExecutor
-from logitship.sampler.processors.callable_factory import CallableFactory
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.server.requests.messages import CallableRequest
 

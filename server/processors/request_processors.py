@@ -15,7 +15,7 @@ from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
-from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+from logitship.sampler.processors.processor_use import uses_of
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import RowTrace
 from logitship.server.tokenizer import Tokenizer
@@ -231,7 +232,7 @@ class Sequence:
                 prompt_tokens=self.num_prompt,
                 cached_tokens=self.num_copied,
                 completion_tokens=len(self.output_token_ids),
-                receipts=tuple(use.receipt for use in self.sampling_params.processors) if finished else (),
+                receipts=tuple(use.receipt for use in uses_of(self.sampling_params)) if finished else (),
             )
         )
 

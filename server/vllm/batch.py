@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.batch.batch_rows import BatchRows
+from logitship.sampler.author_code.calls import non_finite_fault
+from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
-from logitship.sampler.processors.author_code import non_finite_fault
+from logitship.sampler.processors.processor_use import ProcessorUse, uses_of
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 
 from .extra_args import has_processors
 from .log import logger
@@ -137,7 +138,7 @@ class ShippedBatch:
             request = running[row]
             if request.fault is None and not logits[row].amax().isfinite():
                 assert request.params is not None
-                last = request.params.processors[-1].processor
+                last = uses_of(request.params)[-1].processor
                 before = (*request.obeys, f"the reserved token {self._fault_token}")
                 request.fault = non_finite_fault(logits[row], name=last.name, digest=last.digest, before=before)
 
@@ -210,7 +211,7 @@ class ShippedBatch:
             return
         try:
             request.params = processors.load(params, request.rid)
-            self._kept.update(request.params.processors)
+            self._kept.update(uses_of(request.params))
         except ValueError as error:
             request.fail(str(error))
         except Exception:  # noqa: BLE001  # whatever it is, vLLM must not see it
@@ -230,9 +231,9 @@ class ShippedBatch:
         for row in rows:
             del self._running[row]
         params = [request.params for request in requests if request.params is not None]
-        self._kept.difference_update(use for each in params for use in each.processors)
+        self._kept.difference_update(use for each in params for use in uses_of(each))
         self._shipped.update_state(BatchUpdate(len(self._running), rows, [], []))
-        self._shipped.close_those_gone()  # those that were put aside had no row
+        self._shipped.close_absent()  # those that were put aside had no row
         for request in requests:
             del self._requests[request.rid]
         if self._processors is not None:

@@ -20,8 +20,8 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExecutor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processors.processor_use import ProcessorUse, uses_of
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
@@ -107,7 +107,7 @@ class RequestProcessors:
 
     def release(self, params: SamplingParams) -> None:
         """Say that a request is done with what `load` gave it."""
-        self._give_back(params.processors)
+        self._give_back(uses_of(params))
 
     def _use(self, request: ProcessorRequest, rid: str) -> ProcessorUse:
         try:

@@ -35,7 +35,7 @@ _BUILTIN = {
     "LogitBiasLogitsProcessor": "logitship.builtin_processors.logit_bias:LogitBiasLogitsProcessor",
     "MinPLogitsProcessor": "logitship.builtin_processors.min_p:MinPLogitsProcessor",
     "MinTokensLogitsProcessor": "logitship.builtin_processors.min_tokens:MinTokensLogitsProcessor",
-    "process_dict_updates": f"{_BATCH}.batch_rows:process_dict_updates",
+    "process_dict_updates": f"{_CONTRACT}.batch_rows:process_dict_updates",
 }
 _LOGITS_PROCESSOR = {
     **{name: _INTERFACE[name] for name in ("BatchUpdate", "LogitsProcessor", "MoveDirectionality")},

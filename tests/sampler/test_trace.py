@@ -16,8 +16,9 @@ from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.sampler.trace import RowTrace, StepTrace
@@ -169,8 +170,8 @@ def test_rows_of_drafts_are_traced_as_they_are_in_the_whole_batch(among: list[in
 def test_without_traced_rows_nothing_is_kept() -> None:
     trace = StepTrace({})
     logits = torch.zeros(2, VOCAB)
-    trace.see("model", logits)
-    trace.see_drawn(logits, [SamplingParams(), SamplingParams()], torch.zeros(2, dtype=torch.int64))
+    trace.record("model", logits)
+    trace.record_sampled(logits, [SamplingParams(), SamplingParams()], torch.zeros(2, dtype=torch.int64))
     assert trace.finish([1, 2], {}) == [None, None]
 
 

@@ -21,14 +21,15 @@ from logitship.builtin_processors.min_p import MinPLogitsProcessor
 from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch.persistent_batch import PersistentBatch
-from logitship.sampler.batch.row_order import adjacent_swaps, group_key
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.local_executor import LocalExecutor
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.processors.row_order import adjacent_swaps, group_key
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, CallablesAdapter, RequestLogitsProcessor
 from logitship.sampler.batch_processors.interface import LogitsProcessor
 from logitship.sampler.batch_processors.logits_processors import FaultSource
-from logitship.sampler.processors.callable_factory import CallableFactory
 from logitship.sampler.sampling_params import SamplingParams
 
 VOCAB = 6

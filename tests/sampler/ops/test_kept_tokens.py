@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from logitship.sampler.ops.kept_tokens import kept_tokens
-from logitship.sampler.ops.top_k_top_p import integer_weights
+from logitship.sampler.ops.top_k_top_p import integer_weights, kept_tokens
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
 

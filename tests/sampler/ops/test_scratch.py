@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from logitship.sampler.ops.scratch import Scratch
+from logitship.sampler.ops.rows import Scratch
 
 
 def rows(scratch: Scratch, start: int, count: int, columns: int) -> torch.Tensor:

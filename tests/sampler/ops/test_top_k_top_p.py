@@ -9,10 +9,10 @@ import torch
 from logitship.sampler.ops.candidates import row_candidates
 from logitship.sampler.ops.top_k_top_p import (
     UNIT_WEIGHT,
-    CandidateDraw,
-    draw_from_all,
-    draw_from_candidates,
+    CandidateSample,
     integer_weights,
+    sample_from_all,
+    sample_from_candidates,
 )
 
 DrawBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
@@ -35,12 +35,12 @@ def distributions(vocab_size: int) -> torch.Tensor:
 
 def candidate_draw(
     logits: torch.Tensor, width: int, top_k: int, top_p: float, number: float = 0.0
-) -> tuple[CandidateDraw, int | None]:
+) -> tuple[CandidateSample, int | None]:
     """The draw from the candidates of a row, and the token that it comes to if it decides."""
     token_ids, all_finite = row_candidates(logits.numpy(), width)
     weights = integer_weights(logits.softmax(-1))[token_ids].tolist()
     complete = all_finite or weights[-1:] == [0]
-    drawn = draw_from_candidates(logits[token_ids].tolist(), weights, complete, top_k, top_p, number)
+    drawn = sample_from_candidates(logits[token_ids].tolist(), weights, complete, top_k, top_p, number)
     return drawn, None if drawn.position is None else int(token_ids[drawn.position])
 
 
@@ -55,7 +55,7 @@ def test_draw_from_all_against_sorting(vocab_size: int, seed: int, draw_by_sorti
         for row in range(8):
             number = NUMBERS[row % len(NUMBERS)]
             expected = draw_by_sorting(logits[row], weights[row], top_k[row], top_p, number)
-            assert draw_from_all(logits[row], weights[row], top_k[row], top_p, number) == expected
+            assert sample_from_all(logits[row], weights[row], top_k[row], top_p, number) == expected
 
 
 LARGE = 3000
@@ -89,7 +89,7 @@ def test_draw_from_all_where_buckets_are_large(name: str, draw_by_sorting: DrawB
     for top_k, top_p in settings:
         for number in NUMBERS:
             expected = draw_by_sorting(logits, weights, top_k, top_p, number)
-            assert draw_from_all(logits, weights, top_k, top_p, number) == expected
+            assert sample_from_all(logits, weights, top_k, top_p, number) == expected
 
 
 @pytest.mark.parametrize("width", [64, 512])
@@ -105,7 +105,7 @@ def test_candidates_agree_with_the_whole_vocabulary(width: int, seed: int) -> No
             for row in range(8):
                 _, token = candidate_draw(logits[row], width, top_k[row], top_p, number)
                 if token is not None:
-                    assert token == draw_from_all(logits[row], weights[row], top_k[row], top_p, number)
+                    assert token == sample_from_all(logits[row], weights[row], top_k[row], top_p, number)
                     decided += 1
     assert decided > 60
 
@@ -140,7 +140,7 @@ def kept(logits: list[float], top_k: int, top_p: float) -> list[int]:
     """The tokens that some number draws."""
     row = torch.tensor(logits)
     weights = integer_weights(row.softmax(-1))
-    return sorted({draw_from_all(row, weights, top_k, top_p, number / 1000) for number in range(1000)})
+    return sorted({sample_from_all(row, weights, top_k, top_p, number / 1000) for number in range(1000)})
 
 
 def test_top_k_keeps_all_of_a_tie() -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.callable_executor import CallableExecutor
-from logitship.sampler.processors.callable_factory import CallableFactory
 from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -197,7 +198,7 @@ def test_of_a_callable_of_hugging_face_the_fork_has_its_own_tokens() -> None:
 
 
 class Closing:
-    """A hosted row that tells whether it was closed."""
+    """A executor_row row that tells whether it was closed."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -238,12 +239,12 @@ def test_a_row_takes_what_was_forked_for_it(load: Callable[..., LoadedProcessor]
 
 def test_a_fork_that_never_gets_a_row_is_closed_once(load: Callable[..., LoadedProcessor]) -> None:
     use = ProcessorUse(load(lambda logits, _: logits, "P"), {}, "r")
-    use.hosted = Closing()
+    use.executor_row = Closing()
     forked = use.fork([])
-    row = forked.forked
+    row = forked.forked_row
     assert isinstance(row, Closing)
     forked.drop_fork()
     forked.drop_fork()
     assert row.closed == 1
     use.drop_fork()  # it was not forked: its row is the batch's to close
-    assert use.hosted.closed == 0
+    assert use.executor_row.closed == 0

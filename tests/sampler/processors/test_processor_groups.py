@@ -9,18 +9,18 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor, RunOutcome
-from logitship.sampler.processors.processor_groups import Group, Member, grouped
+from logitship.sampler.processors.processor_groups import GroupMember, ProcessorGroup, group_rows
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 
 Load = Callable[..., LoadedProcessor]
 
 
-def member(processor: LoadedProcessor, *, is_last: bool = True) -> Member:
+def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupMember:
     use = ProcessorUse(processor, {}, "r")
     sequence = ExecutorSequence("r", {}, [], [], SamplingParams(), ModelView(4, frozenset(), None))
-    return Member(use, processor.executor.attach(processor, sequence), (), is_last)
+    return GroupMember(use, processor.executor.attach(processor, sequence), (), is_last)
 
 
 def ignore(processor: LoadedProcessor) -> Callable[[int, float], None]:
@@ -53,7 +53,7 @@ def test_rows_of_a_stage(
     """Adjacent rows are the batch's own memory, whatever stands between the groups."""
     rows = {row: [member(processors["ABC".index(name)])] for row, name in enumerate(names) if name != "."}
     logits = torch.arange(4.0 * (len(names) + more_rows)).view(-1, 4)
-    (stage,) = grouped(rows, ignore)
+    (stage,) = group_rows(rows, ignore)
     found = {group.processor.name: (group, rows_of) for group, rows_of in stage.rows_of(logits)}
     assert {name: group.rows for name, (group, _) in found.items()} == expected
     for name, (group, rows_of) in found.items():
@@ -63,19 +63,19 @@ def test_rows_of_a_stage(
 
 
 def test_only_some_rows(processors: Sequence[LoadedProcessor]) -> None:
-    (stage,) = grouped({row: [member(processors[row // 2])] for row in range(6)}, ignore)
+    (stage,) = group_rows({row: [member(processors[row // 2])] for row in range(6)}, ignore)
     assert [group.rows for group in stage.without({1, 2, 3}).groups] == [[0], [4, 5]]
     assert [group.rows for group in stage.at({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
 
 
-def use_of(group: Group, place: int) -> ProcessorUse:
+def use_of(group: ProcessorGroup, place: int) -> ProcessorUse:
     return group.members[place].use
 
 
 def test_calls_are_counted_once_for_all_and_failures_are_left_out(processors: Sequence[LoadedProcessor]) -> None:
     told: list[tuple[int, float]] = []
     rows = {row: [member(processors[0])] for row in range(4)}
-    (stage,) = grouped(rows, lambda processor: lambda num_rows, seconds: told.append((num_rows, seconds)))
+    (stage,) = group_rows(rows, lambda processor: lambda num_rows, seconds: told.append((num_rows, seconds)))
     (group,) = stage.groups
     uses = [use_of(group, place) for place in range(4)]
     group.count(RunOutcome(8.0))
@@ -86,7 +86,7 @@ def test_calls_are_counted_once_for_all_and_failures_are_left_out(processors: Se
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]
     assert [use.count.seconds for use in uses] == [4.0, 2.0, 3.0, 4.0]
     for use in uses:
-        use.settle()
+        use.merge_shared_counts()
     group.count(RunOutcome(8.0))  # another batch's: nobody is in this group any more
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]
 
@@ -97,6 +97,6 @@ def test_a_group_is_last_if_all_of_its_rows_are_done(processors: Sequence[Loaded
         1: [member(processors[0], is_last=False), member(processors[1])],
         2: [member(processors[2])],
     }
-    first, second = grouped(rows, ignore)
+    first, second = group_rows(rows, ignore)
     assert {group.processor.name: group.is_last for group in first.groups} == {"A": False, "C": True}
     assert [group.is_last for group in second.groups] == [True]

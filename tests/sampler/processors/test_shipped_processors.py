@@ -12,8 +12,9 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse, ShippedProcessors
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 
 VOCAB = 8
@@ -394,7 +395,7 @@ def test_a_sequence_that_will_be_back_keeps_its_state(load: Load) -> None:
         shipped.apply(logits_of(0))
     assert calls == [1, 2]
     kept.clear()
-    shipped.close_those_gone()
+    shipped.close_absent()
     shipped.update_state(BatchUpdate(1, [], [(0, params, [5], [])], []))
     shipped.apply(logits_of(1))
     assert calls == [1, 2, 1]

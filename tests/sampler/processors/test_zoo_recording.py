@@ -22,9 +22,9 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
+from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
-from logitship.sampler.processors.callable_factory import CallableFactory
 from logitship.sampler.sampling_params import SamplingParams
 
 Script = dict[str, Any]

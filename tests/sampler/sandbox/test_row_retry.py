@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.processors.author_code import edit
+from logitship.sampler.author_code.calls import edit
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.row_retry import RowRetry

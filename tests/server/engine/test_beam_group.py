@@ -731,7 +731,7 @@ def test_a_branch_that_is_cancelled_before_its_first_step_is_closed(
     def step_then_cancel() -> bool:
         worked = step()
         uses = [use for one in internal._scheduler.running for use in one.sampling_params.processors]
-        waiting.extend(use.forked for use in uses if use.forked is not None)
+        waiting.extend(use.forked_row for use in uses if use.forked_row is not None)
         if waiting:
             internal.abort(lambda sequence: True)
         return worked

@@ -15,7 +15,7 @@ from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
-from logitship.sampler.batch.batch_rows import BatchRows
+from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine

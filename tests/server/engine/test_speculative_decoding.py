@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
-from logitship.sampler.batch.batch_rows import BatchRows
+from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import build

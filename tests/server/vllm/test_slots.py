@@ -16,8 +16,8 @@ import torch
 
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.vllm.batch import ShippedBatch
 from logitship.server.vllm.processors import RequestProcessors

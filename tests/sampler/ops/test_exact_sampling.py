@@ -1,4 +1,4 @@
-"""What `draw_top_k_top_p` draws has exactly the distribution that sorting the vocabulary gives, without sorting it."""
+"""`top_k_top_p_sample` samples exactly from the distribution that sorting the vocabulary gives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitship.sampler.ops.draw import draw, draw_top_k_top_p
 from logitship.sampler.ops.random_numbers import uniform_numbers
+from logitship.sampler.ops.sample_tokens import random_sample, top_k_top_p_sample
 from logitship.sampler.ops.top_k_top_p import integer_weights
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
@@ -29,7 +29,7 @@ def draw_row(logits: torch.Tensor, top_k: int, top_p: float, numbers: torch.Tens
     count = len(numbers)
     probabilities = logits.softmax(-1).expand(count, -1)
     p = torch.full((count,), top_p, dtype=torch.float64)
-    return draw_top_k_top_p(logits.expand(count, -1), probabilities, torch.full((count,), top_k), p, numbers)
+    return top_k_top_p_sample(logits.expand(count, -1), probabilities, torch.full((count,), top_k), p, numbers)
 
 
 def adversarial_rows(vocab_size: int) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ def test_the_probabilities_are_those_of_sorting(
 def test_the_probabilities_without_top_k_and_top_p() -> None:
     logits = adversarial_rows(700)["ordinary"]
     weights = integer_weights(logits.softmax(-1)).tolist()
-    shares = drawn_shares(lambda numbers: draw(logits.softmax(-1).expand(len(numbers), -1), numbers))
+    shares = drawn_shares(lambda numbers: random_sample(logits.softmax(-1).expand(len(numbers), -1), numbers))
     for token, weight in enumerate(weights):
         assert abs(shares.get(token, Fraction(0)) - Fraction(weight, sum(weights))) <= Fraction(2, 2**36)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.processors.author_code import checked, edit, exception_fault, non_finite_fault
+from logitship.sampler.author_code.calls import checked, edit, exception_fault, non_finite_fault
 
 Edit = Callable[[torch.Tensor], object]
 

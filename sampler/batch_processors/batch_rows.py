@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
 from logitship.sampler.sampling_params import SamplingParams
+
+from .interface import BatchUpdate, MoveDirectionality
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ sums are exact (see `top_k_top_p`): the same row, parameters and number give the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from .candidates import row_candidates, top_candidates
 from .rows import row_parts
-from .top_k_top_p import UNIT_WEIGHT, draw_from_all, draw_from_candidates, integer_weights
+from .top_k_top_p import UNIT_WEIGHT, integer_weights, sample_from_all, sample_from_candidates
 
 _WIDTHS = (64, 512)
 """How many of the most likely tokens are looked at, before all of them."""
@@ -25,7 +26,25 @@ _BLOCK = 256
 """Tokens that a draw first looks at by the sum of their weights."""
 
 
-def most_likely(logits: torch.Tensor) -> torch.Tensor:
+def apply_temperature(logits: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> None:
+    """Divide each row by its temperature, in place.
+
+    A row whose largest logit would leave float32's range is first shifted so that it becomes 0: the probabilities are
+    the same, and a temperature close to 0 approaches the argmax instead of NaN.
+
+    Args:
+        logits: float32 [rows, vocab].
+        peak: float32 [rows, 1]: each row's largest logit, finite.
+        temperature: float32 [rows, 1], above 0.
+    """
+    scaled = peak / temperature
+    # One number tells that none overflows, mostly: a sum that does by itself only costs the closer look.
+    if not math.isfinite(scaled.sum()):
+        logits -= peak.where(~torch.isfinite(scaled), 0.0)
+    logits /= temperature
+
+
+def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     """Token id of each row's largest logit, the lowest id of a tie: int64 [rows] from float32 [rows, vocab]."""
     if logits.device.type == "cpu":
         # Ten times faster than torch.argmax on a CPU, which does not use vector instructions there.
@@ -33,7 +52,7 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def random_sample(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw one token a row from the whole distribution, in the order of token ids.
 
     Args:
@@ -70,7 +89,7 @@ def _block_sums(probabilities: torch.Tensor) -> torch.Tensor:
     return torch.cat([sums, weights[:, in_blocks:].sum(dim=-1, keepdim=True)], dim=-1)
 
 
-def draw_top_k_top_p(
+def top_k_top_p_sample(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
     top_k: torch.Tensor,
@@ -102,19 +121,19 @@ def draw_top_k_top_p(
     for width in _WIDTHS:
         rows = [row for row, needed in undecided.items() if needed <= width]
         for row, candidates in zip(rows, _candidates(logits, probabilities, rows, width), strict=True):
-            drawn = draw_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
+            drawn = sample_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
             if drawn.position is None:
                 undecided[row] = drawn.candidates_needed
             else:
                 tokens[row] = candidates.token_ids[drawn.position]
                 del undecided[row]
     for row in undecided:
-        tokens[row] = draw_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
+        tokens[row] = sample_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
     return torch.tensor(tokens).to(logits.device)
 
 
 class _Candidates(NamedTuple):
-    """Tokens of a row, and what `draw_from_candidates` asks of them."""
+    """Tokens of a row, and what `sample_from_candidates` asks of them."""
 
     token_ids: list[int]
     logits: list[float]

@@ -24,7 +24,7 @@ import torch
 
 from logitship.client.serialization.syntax import signature_of
 
-from .author_code import checked
+from .calls import checked
 
 RequestLogitsProcessor: TypeAlias = (
     Callable[[list[int], torch.Tensor], torch.Tensor]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from logitship.sampler.ops.draw import draw, draw_top_k_top_p, most_likely
+from logitship.sampler.ops.sample_tokens import greedy_sample, random_sample, top_k_top_p_sample
 from logitship.sampler.ops.top_k_top_p import integer_weights
 
 ALMOST_ONE = 1 - 2.0**-53
@@ -11,13 +11,13 @@ ALMOST_ONE = 1 - 2.0**-53
 
 def test_most_likely_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.randint(5, (50, 997)).float()
-    assert most_likely(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert greedy_sample(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def test_draw_inverts_the_distribution_in_token_order() -> None:
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, ALMOST_ONE], dtype=torch.float64)
-    assert draw(probabilities.expand(6, -1), numbers).tolist() == [0, 0, 2, 2, 3, 3]
+    assert random_sample(probabilities.expand(6, -1), numbers).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 511, 512, 70_000])
@@ -29,7 +29,7 @@ def test_draw_is_that_of_the_whole_cumulative_distribution(vocab_size: int, scal
     cumulative = integer_weights(probabilities).cumsum(-1)
     target = (uniform * cumulative[:, -1].double()).long()
     expected = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    assert draw(probabilities, uniform).tolist() == expected.tolist()
+    assert random_sample(probabilities, uniform).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 1000, 20_011])
@@ -42,10 +42,10 @@ def test_never_a_token_of_probability_zero(vocab_size: int, scale: float) -> Non
     probabilities = logits.softmax(-1)
     for number in (0.0, 2.0**-53, 0.5, 1 - 2.0**-52, ALMOST_ONE):
         uniform = torch.full((4,), number, dtype=torch.float64)
-        tokens = [draw(probabilities, uniform)]
+        tokens = [random_sample(probabilities, uniform)]
         for top_k, top_p in [(0, 0.999999999), (3, 1.0), (vocab_size, 0.5), (70, 0.99), (0, 1e-12), (0, 1.0)]:
             p = torch.full((4,), top_p, dtype=torch.float64)
-            tokens.append(draw_top_k_top_p(logits, probabilities, torch.full((4,), top_k), p, uniform))
+            tokens.append(top_k_top_p_sample(logits, probabilities, torch.full((4,), top_k), p, uniform))
         for drawn in tokens:
             assert (probabilities.gather(-1, drawn[:, None]) > 0).all()
 
@@ -56,7 +56,7 @@ def test_chi_square_with_random_numbers() -> None:
     points = 20_000
     uniform = torch.rand(points, dtype=torch.float64)
     expected = row.double().softmax(-1) * points
-    hits = torch.bincount(draw(row.softmax(-1).expand(points, -1), uniform), minlength=100)
+    hits = torch.bincount(random_sample(row.softmax(-1).expand(points, -1), uniform), minlength=100)
     # 99 degrees of freedom: mean 99, standard deviation 14.
     assert float(((hits - expected) ** 2 / expected).sum()) < 99 + 5 * 14
 
@@ -76,14 +76,16 @@ def test_a_row_draws_the_same_token_in_any_company(seed: int) -> None:
 
     def drawn(order: torch.Tensor) -> list[int]:
         part = logits[order]
-        return draw_top_k_top_p(part, part.softmax(-1), top_k[order], top_p[order], uniform[order]).tolist()
+        return top_k_top_p_sample(part, part.softmax(-1), top_k[order], top_p[order], uniform[order]).tolist()
 
     together = drawn(torch.arange(rows))
     assert [drawn(torch.tensor([row]))[0] for row in range(rows)] == together
     order = torch.randperm(rows)
     assert drawn(order) == [together[row] for row in order.tolist()]
-    plain = draw(logits.softmax(-1), uniform).tolist()
-    assert [draw(logits[row : row + 1].softmax(-1), uniform[row : row + 1]).item() for row in range(rows)] == plain
+    plain = random_sample(logits.softmax(-1), uniform).tolist()
+    assert [
+        random_sample(logits[row : row + 1].softmax(-1), uniform[row : row + 1]).item() for row in range(rows)
+    ] == plain
 
 
 def test_the_drawn_rows_are_left_as_they_were() -> None:
@@ -91,6 +93,6 @@ def test_the_drawn_rows_are_left_as_they_were() -> None:
     probabilities = logits.softmax(-1)
     before = logits.clone(), probabilities.clone()
     p = torch.full((3,), 0.9, dtype=torch.float64)
-    draw_top_k_top_p(logits, probabilities, torch.zeros(3, dtype=torch.int64), p, p)
+    top_k_top_p_sample(logits, probabilities, torch.zeros(3, dtype=torch.int64), p, p)
     assert torch.equal(logits, before[0])
     assert torch.equal(probabilities, before[1])

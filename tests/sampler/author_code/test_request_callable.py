@@ -11,7 +11,7 @@ from transformers import LogitsProcessor as HuggingFaceProcessor
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.processors.request_callable import Convention, bind, convention_of, name_of
+from logitship.sampler.author_code.request_callable import Convention, bind, convention_of, name_of
 
 
 def of_output(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

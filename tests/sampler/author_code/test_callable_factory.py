@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, MinLengthLogitsProcessor
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.processors.callable_factory import CallableFactory
+from logitship.sampler.author_code.callable_factory import CallableFactory
 
 
 class Tokenizer:

@@ -16,7 +16,7 @@ from logitship.client.author_errors import author_traceback, error_text
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.syntax import signature_of
 
-from .author_code import call
+from .calls import call
 from .request_callable import RequestLogitsProcessor, accepts, convention_of, name_of
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from logitship.sampler.processors.shipped_processors import in_run_order
+from .processor_use import in_run_order, uses_of
 
 if TYPE_CHECKING:
     from logitship.sampler.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ def group_key(params: SamplingParams) -> GroupKey:
     A processor that belongs to one sequence is a group of one row wherever that stands: "" holds its place, and is left
     out at the end.
     """
-    in_order = in_run_order(params.processors)
+    in_order = in_run_order(uses_of(params))
     names = ["" if use.processor.per_sequence else use.processor.group_name for use in in_order]
     while names and not names[-1]:
         names.pop()

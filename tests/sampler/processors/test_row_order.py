@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitship.sampler.batch.row_order import GroupKey, adjacent_swaps, group_key
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.shipped_processors import ProcessorUse
+from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.row_order import GroupKey, adjacent_swaps, group_key
 from logitship.sampler.sampling_params import SamplingParams
 
 A, B, C, NONE = ("a",), ("b",), ("c",), ()

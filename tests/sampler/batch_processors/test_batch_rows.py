@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from logitship.sampler.batch.batch_rows import BatchRows, process_dict_updates
+from logitship.sampler.batch_processors.batch_rows import BatchRows, process_dict_updates
 from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
 from logitship.sampler.sampling_params import SamplingParams
 
