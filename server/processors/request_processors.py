@@ -20,7 +20,8 @@ from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUn
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
 from .named_processors import InvalidName, NotDeletable
-from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from .processor_library import ProcessorLibrary
+from .processor_loader import InvalidParams, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
 
 

@@ -26,9 +26,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
-from logitship.server.processors.callable_library import CallableLibrary
-from logitship.server.processors.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
-from logitship.server.processors.registered_processors import RegisteredProcessors
+from logitship.server.processors.processor_loader import InvalidParams, ProcessorLoader, ProcessorNotAllowed
 from logitship.server.requests.messages import ProcessorRequest
 
 from .dry_run_executor import DryRunExecutor
@@ -68,13 +66,11 @@ class RequestProcessors:
         self.in_use = 0
         self._max_size = settings.max_processor_size
         self._eos_token_ids = model.eos_token_ids
-        self._library = ProcessorLibrary(
+        self._loader = ProcessorLoader(
             _registry(settings),
             ProcessorCache(executor, max_entries=max_entries, max_bytes=_CACHE_BYTES),
             InProcessExecutor(SGLANG_NAMES),
             model,
-            RegisteredProcessors(max_entries=1, max_bytes=1),
-            CallableLibrary(None, model.tokenizer),
             settings.allowed_digests,
         )
 
@@ -111,22 +107,22 @@ class RequestProcessors:
 
     def _use(self, request: ProcessorRequest, rid: str) -> ProcessorUse:
         try:
-            processor = self._library.acquire(request.string, tenant="")
+            processor = self._loader.acquire(request.string, tenant="")
         except ProcessorNotAllowed as refused:
             raise ValueError(str(refused).replace("--allow-processor", f"{PREFIX}ALLOW_PROCESSOR")) from None
         try:
-            prepared = self._library.prepare(processor, request.params, own=request.own)
+            prepared = self._loader.prepare(processor, request.params, own=request.own)
         except InvalidParams as error:
-            self._library.release(processor)
+            self._loader.release(processor)
             raise ValueError(f"parameters of {processor.name}: {error}") from None
         except BaseException:
-            self._library.release(processor)
+            self._loader.release(processor)
             raise
         return ProcessorUse(processor, dict(request.params or {}), rid, prepared)
 
     def _give_back(self, uses: Any) -> None:
         for use in uses:
-            self._library.release(use.processor)
+            self._loader.release(use.processor)
             self.in_use -= 1
 
 

@@ -26,7 +26,8 @@ from logitship.sampler.processors.processor_cache import ProcessorCache, Process
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.named_processors import InvalidName, NotDeletable
-from logitship.server.processors.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from logitship.server.processors.processor_library import ProcessorLibrary
+from logitship.server.processors.processor_loader import InvalidParams, ProcessorNotAllowed
 from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
 
 NAME = "disallowed_tokens"
