@@ -9,7 +9,7 @@ from functools import partial
 from logitship.builtin_processors.batch_processors import check_mode, make_logits_processors
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import Registry, installed_processors
-from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
@@ -50,9 +50,6 @@ from .scheduler import Scheduler
 from .timed_processors import TimedProcessors
 
 logger = logging.getLogger(__name__)
-
-_NAMES_IN_SANDBOXES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
-"""Where another process finds what `SGLANG_NAMES` is here."""
 
 
 def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> AsyncEngine:
@@ -192,7 +189,7 @@ def _start_template(config: ServerConfig) -> ZygoteProcess | None:
     if not config.enable_custom_logit_processor or config.processor_isolation == "none":
         return None
     template = ZygoteProcess(
-        names=_NAMES_IN_SANDBOXES, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory
+        names=SGLANG_NAMES_REFERENCE, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory
     )
     template.start()
     return template

@@ -12,7 +12,7 @@ from typing import Any
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.builtin_processors.registry import BUILTIN_PROCESSORS, Registry
-from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
@@ -26,6 +26,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
+from logitship.server.config import ServerConfig
 from logitship.server.processors.processor_loader import InvalidParams, ProcessorLoader, ProcessorNotAllowed
 from logitship.server.requests.messages import ProcessorRequest
 
@@ -39,9 +40,6 @@ SHIPPING_IS_OFF = (
     f"{PREFIX}ENABLE_CUSTOM_LOGIT_PROCESSOR=1"
 )
 
-_NAMES_IN_SANDBOXES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
-"""Where another process finds what `SGLANG_NAMES` is here."""
-_CACHE_BYTES = 64 << 20
 _TRIALS = 4096
 """Verdicts that the front end remembers."""
 
@@ -68,7 +66,7 @@ class RequestProcessors:
         self._eos_token_ids = model.eos_token_ids
         self._loader = ProcessorLoader(
             _registry(settings),
-            ProcessorCache(executor, max_entries=max_entries, max_bytes=_CACHE_BYTES),
+            ProcessorCache(executor, max_entries=max_entries, max_bytes=ServerConfig.processor_cache_bytes),
             InProcessExecutor(SGLANG_NAMES),
             model,
             settings.allowed_digests,
@@ -153,7 +151,7 @@ def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) 
     if settings.processor_isolation == "none":
         logger.warning("%sPROCESSOR_ISOLATION=none: code that comes with requests runs in this process", PREFIX)
         return InProcessExecutor(SGLANG_NAMES)
-    template = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=settings.sandbox_memory)
+    template = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=settings.sandbox_memory)
     template.start()
     try:
         protections = template.set_up(model)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from logitship.server.config import ServerConfig
 from logitship.server.processors.allowed_processors import read_allowed_digests
 
 PREFIX = "LOGITSHIP_VLLM_"
@@ -21,15 +22,15 @@ class PluginSettings:
     enable_custom_logit_processor: bool = False
     """Requests may ship code. Otherwise only the built-in processors run, by name."""
     processor_isolation: Literal["sandbox", "none"] = "sandbox"
-    max_processor_size: int = 1 << 20
+    max_processor_size: int = ServerConfig.max_processor_size
     """Longest processor string, in bytes."""
-    max_sandboxes: int = 64
+    max_sandboxes: int = ServerConfig.max_sandboxes
     """Most shipped processors kept loaded in an engine core."""
-    sandbox_memory: int = 1 << 30
+    sandbox_memory: int = ServerConfig.sandbox_memory
     """Bytes that a sandbox may take beyond what torch takes."""
-    sandbox_cpu_time: float = 2.0
+    sandbox_cpu_time: float = ServerConfig.sandbox_cpu_time
     """Seconds of CPU time that a sandbox may burn outside its calls."""
-    sandbox_step_timeout: float = 1.0
+    sandbox_step_timeout: float = ServerConfig.sandbox_step_timeout
     """Seconds that a call of a processor may take."""
     sandbox_load_timeout: float = 2.0
     """Seconds that it may take to load a processor. vLLM has no place to do that where nobody waits for it."""

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from logitship.sampler.sandbox.sandbox_executor import SandboxLimits
+from logitship.server.config import ServerConfig
 from logitship.server.vllm.settings import PluginSettings
 
 
@@ -12,6 +14,25 @@ def test_the_defaults_take_no_code() -> None:
     assert settings == PluginSettings()
     assert not settings.enable_custom_logit_processor
     assert settings.processor_isolation == "sandbox"
+
+
+def test_defaults_agree_with_the_server_and_the_sandbox() -> None:
+    server, plugin = ServerConfig(), PluginSettings()
+    for name in (
+        "allow_processor",
+        "enable_custom_logit_processor",
+        "max_processor_size",
+        "max_sandboxes",
+        "processor_isolation",
+        "sandbox_cpu_time",
+        "sandbox_memory",
+        "sandbox_step_timeout",
+    ):
+        assert getattr(plugin, name) == getattr(server, name), name
+    limits = SandboxLimits()
+    assert limits.cpu_time == server.sandbox_cpu_time
+    assert limits.step_timeout == server.sandbox_step_timeout
+    assert limits.load_timeout == server.sandbox_load_timeout
 
 
 def test_every_variable_is_read(tmp_path: Path) -> None:
