@@ -34,13 +34,13 @@ from logitship.server.model.model_loader import LoadedModel, load_model
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.model.prefix_cache import PrefixCache
 from logitship.server.model.reasoning_markers import resolve_reasoning_config
+from logitship.server.model.step_cost import measure_step_cost
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.registered_processors import RegisteredProcessors
 from logitship.server.processors.tree_files import attached_to_all, load_trees
 from logitship.server.refusals import SHIPPING_IS_OFF, StartError
-from logitship.server.speculation.speculation import NGramSpeculation
-from logitship.server.speculation.step_cost import measure_step_cost
+from logitship.server.speculation.ngram_speculation import NGramSpeculation
 from logitship.server.vllm_names import enable_vllm_names
 
 from .async_engine import AsyncEngine

@@ -10,8 +10,8 @@ from logitship.client.http.vllm_wire import PluginInfo
 
 from .callers import calling
 from .extra_args import has_processors, is_question
-from .model import fault_token, model_view
-from .processors import RequestProcessors, on_trial
+from .model_view import fault_token, model_view
+from .plugin_processors import PluginProcessors, for_admission
 from .settings import PluginSettings
 
 
@@ -24,7 +24,7 @@ class _FrontEnd:
     """
 
     vllm_config: Any
-    processors: RequestProcessors
+    processors: PluginProcessors
     fault_token: int
 
 
@@ -61,6 +61,6 @@ def _front_end() -> _FrontEnd:
     with _lock:  # the first request of each model starts what loads processors; others wait for that
         if id(config) not in _front_ends:
             model = model_view(config)
-            processors = on_trial(PluginSettings.from_environment(), model)
+            processors = for_admission(PluginSettings.from_environment(), model)
             _front_ends[id(config)] = _FrontEnd(config, processors, fault_token(model))
         return _front_ends[id(config)]

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyright: ignore[reportMissingImports]
 
-from .batch import ShippedBatch
+from .batch_requests import BatchRequests, missing
 from .callers import calling
-from .engine_state import EngineState, missing
 from .log import logger
-from .model import fault_token, model_view
+from .model_view import fault_token, model_view
 from .params_validation import admit
-from .processors import to_run
+from .plugin_processors import for_execution
 from .settings import PluginSettings
+from .shipped_batch import ShippedBatch
 from .tensor_parallel import TensorParallelRanks
 
 
@@ -37,12 +37,12 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
             ValueError: a setting is wrong, or vLLM was set up in a way in which processors would not see the output.
         """
         settings = PluginSettings.from_environment()
-        engine = EngineState(_model_runner(vllm_config))
+        engine = BatchRequests(_model_runner(vllm_config))
         model = model_view(vllm_config)
         ranks = TensorParallelRanks()
         # All ranks draw, and must draw the same: one runs the processors, and the others take its rows.
         max_rows = vllm_config.scheduler_config.max_num_seqs
-        processors = to_run(settings, model, max_rows) if ranks.is_first else None
+        processors = for_execution(settings, model, max_rows) if ranks.is_first else None
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
         self._batch = ShippedBatch(model, device, processors, engine, fault_token(model), ranks)

@@ -13,14 +13,14 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
     LogitsProcRequestState,
 )
 
-from .batch import ShippedBatch
 from .callers import argument_of_caller, calling
-from .model import fault_token, model_view
+from .model_view import fault_token, model_view
 from .params_validation import admit
-from .processors import to_run
+from .plugin_processors import for_execution
 from .settings import PluginSettings
+from .shipped_batch import ShippedBatch
+from .slot_batch import SlotBatch
 from .slot_requests import SlotRequests
-from .slots import SlotBatch
 from .tensor_parallel import TensorParallelRanks
 
 _SCHEDULED = "scheduler_output"
@@ -54,7 +54,7 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         ranks = TensorParallelRanks()
         # All ranks of the last stage draw, and must draw the same: one runs the processors, the others take its rows.
         runs = ranks.is_first and self._runner.is_last_pp_rank
-        processors = to_run(settings, model, req_states.max_num_reqs) if runs else None
+        processors = for_execution(settings, model, req_states.max_num_reqs) if runs else None
         requests = SlotRequests()
         batch = ShippedBatch(model, req_states.device, processors, requests, fault_token(model), ranks)
         self._slots = SlotBatch(req_states, requests, batch, reads=runs)

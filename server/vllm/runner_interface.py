@@ -20,8 +20,8 @@ class Ranks(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """What vLLM knows of its requests: `EngineState` for its model runner V1, `SlotRequests` for V2."""
+class RunnerRequests(Protocol):
+    """What vLLM knows of its requests: `BatchRequests` for its model runner V1, `SlotRequests` for V2."""
 
     def request_of(self, output_token_ids: list[int]) -> Any:
         """The record of the request that owns this very list."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from logitship.server.allowed_processors import read_allowed_digests
 from logitship.server.config import ServerConfig
-from logitship.server.processors.allowed_processors import read_allowed_digests
 
 PREFIX = "LOGITSHIP_VLLM_"
 

@@ -45,7 +45,7 @@ class SlotRequest:
 
 
 class SlotRequests:
-    """The requests that carry processors, by id. It tells `ShippedBatch` what `EngineState` tells it under V1."""
+    """The requests that carry processors, by id. It tells `ShippedBatch` what `BatchRequests` tells it under V1."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, SlotRequest] = {}
@@ -72,11 +72,11 @@ class SlotRequests:
         return request
 
     def request_of(self, output_token_ids: list[int]) -> SlotRequest:
-        """See `EngineState.request_of`."""
+        """See `BatchRequests.request_of`."""
         return self._by_output[id(output_token_ids)]
 
     def is_unfinished(self, request: SlotRequest) -> bool:
-        """See `EngineState.is_unfinished`."""
+        """See `BatchRequests.is_unfinished`."""
         return self._by_id.get(request.req_id) is request
 
     def without_a_token(self, num_rows: int) -> set[int]:

@@ -18,7 +18,7 @@ REMEMBERED = 600.0
 _MOST_REMEMBERED = 4096
 
 
-class DryRunExecutor:
+class AdmissionExecutor:
     """A `ProcessorExecutor` that loads processors and lets go of them at once.
 
     vLLM's front end waits for a trial on its event loop, with all its other requests. So a class that took long and

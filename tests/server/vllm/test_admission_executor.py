@@ -8,8 +8,8 @@ import pytest
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExecutor
-from logitship.server.vllm import dry_run_executor as trial_host
-from logitship.server.vllm.dry_run_executor import REMEMBERED, DryRunExecutor
+from logitship.server.vllm import admission_executor
+from logitship.server.vllm.admission_executor import REMEMBERED, AdmissionExecutor
 
 
 class FakeExecutor:
@@ -40,15 +40,15 @@ def executor() -> FakeExecutor:
 
 
 @pytest.fixture
-def trials(executor: FakeExecutor) -> DryRunExecutor:
-    return DryRunExecutor(cast(ProcessorExecutor, executor), lambda: executor.now)
+def trials(executor: FakeExecutor) -> AdmissionExecutor:
+    return AdmissionExecutor(cast(ProcessorExecutor, executor), lambda: executor.now)
 
 
 def string(number: int = 0) -> SourceProcessor:
     return SourceProcessor(f"class X{number}: pass", f"X{number}")
 
 
-def test_a_class_that_held_everybody_up_does_it_once(executor: FakeExecutor, trials: DryRunExecutor) -> None:
+def test_a_class_that_held_everybody_up_does_it_once(executor: FakeExecutor, trials: AdmissionExecutor) -> None:
     with pytest.raises(ProcessorLoadError, match=r"^gave no answer within 2 s$"):
         trials.load(string())
     executor.now += REMEMBERED - 1
@@ -60,7 +60,7 @@ def test_a_class_that_held_everybody_up_does_it_once(executor: FakeExecutor, tri
     assert executor.loads == 2
 
 
-def test_it_is_tried_again_later(executor: FakeExecutor, trials: DryRunExecutor) -> None:
+def test_it_is_tried_again_later(executor: FakeExecutor, trials: AdmissionExecutor) -> None:
     """The machine may have been busy."""
     with pytest.raises(ProcessorLoadError):
         trials.load(string())
@@ -70,17 +70,19 @@ def test_it_is_tried_again_later(executor: FakeExecutor, trials: DryRunExecutor)
     assert executor.loaded == 0
 
 
-def test_what_fails_at_once_may_be_tried_at_once(executor: FakeExecutor, trials: DryRunExecutor) -> None:
+def test_what_fails_at_once_may_be_tried_at_once(executor: FakeExecutor, trials: AdmissionExecutor) -> None:
     """There may have been no room for another process."""
-    executor.takes = trial_host.SLOW / 2
+    executor.takes = admission_executor.SLOW / 2
     with pytest.raises(ProcessorLoadError):
         trials.load(string())
     executor.reason = ""
     assert trials.load(string()).digest == string().digest
 
 
-def test_the_memory_is_bounded(executor: FakeExecutor, trials: DryRunExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_host, "_MOST_REMEMBERED", 2)
+def test_the_memory_is_bounded(
+    executor: FakeExecutor, trials: AdmissionExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_executor, "_MOST_REMEMBERED", 2)
     for number in (0, 1, 2):
         with pytest.raises(ProcessorLoadError):
             trials.load(string(number))

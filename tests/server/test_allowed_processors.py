@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from logitship.server.processors.allowed_processors import read_allowed_digests
+from logitship.server.allowed_processors import read_allowed_digests
 
 DIGESTS = ["sha256:" + digit * 64 for digit in "ab"]
 

@@ -19,10 +19,10 @@ from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.vllm.batch import ShippedBatch
-from logitship.server.vllm.processors import RequestProcessors
+from logitship.server.vllm.plugin_processors import PluginProcessors
+from logitship.server.vllm.shipped_batch import ShippedBatch
+from logitship.server.vllm.slot_batch import SlotBatch
 from logitship.server.vllm.slot_requests import SlotRequests
-from logitship.server.vllm.slots import SlotBatch
 
 VOCAB = 16
 FAULT = 15
@@ -117,7 +117,7 @@ class Runner:
         self.processors = Processors(call)
         ranks = ranks or Ranks()
         requests = SlotRequests()
-        processors = cast(RequestProcessors, self.processors) if ranks.is_first else None
+        processors = cast(PluginProcessors, self.processors) if ranks.is_first else None
         model = ModelView(VOCAB, frozenset({STOP}), None)
         batch = ShippedBatch(model, torch.device("cpu"), processors, requests, FAULT, ranks)
         self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first)

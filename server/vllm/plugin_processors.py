@@ -30,7 +30,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.processors.processor_loader import InvalidParams, ProcessorLoader, ProcessorNotAllowed
 from logitship.server.requests.messages import ProcessorRequest
 
-from .dry_run_executor import DryRunExecutor
+from .admission_executor import AdmissionExecutor
 from .extra_args import PROCESSORS, read_processors, sampling_params
 from .log import logger
 from .settings import PREFIX, PluginSettings
@@ -44,7 +44,7 @@ _TRIALS = 4096
 """Verdicts that the front end remembers."""
 
 
-class RequestProcessors:
+class PluginProcessors:
     """Loads what requests carry, and gives it back.
 
     Args:
@@ -124,20 +124,20 @@ class RequestProcessors:
             self.in_use -= 1
 
 
-def on_trial(settings: PluginSettings, model: ModelView) -> RequestProcessors:
+def for_admission(settings: PluginSettings, model: ModelView) -> PluginProcessors:
     """Loads a processor once, and remembers how that ended. Nothing is called."""
     executor = shipped_executor(settings, model, max_rows=1)
-    return RequestProcessors(settings, model, DryRunExecutor(executor), max_entries=_TRIALS)
+    return PluginProcessors(settings, model, AdmissionExecutor(executor), max_entries=_TRIALS)
 
 
-def to_run(settings: PluginSettings, model: ModelView, max_rows: int) -> RequestProcessors:
+def for_execution(settings: PluginSettings, model: ModelView, max_rows: int) -> PluginProcessors:
     """Keeps them loaded, to run them.
 
     Args:
         max_rows: rows of the batch.
     """
     executor = shipped_executor(settings, model, max_rows)
-    return RequestProcessors(settings, model, executor, max_entries=settings.max_sandboxes)
+    return PluginProcessors(settings, model, executor, max_entries=settings.max_sandboxes)
 
 
 def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) -> ProcessorExecutor:

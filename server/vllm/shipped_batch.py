@@ -30,8 +30,8 @@ from logitship.sampler.processors.shipped_processors import ProcessorUse, Shippe
 
 from .extra_args import has_processors
 from .log import logger
-from .processors import RequestProcessors
-from .runner_interface import Engine, Ranks
+from .plugin_processors import PluginProcessors
+from .runner_interface import Ranks, RunnerRequests
 from .tracked_request import INTERNAL_ERROR, TrackedRequest, carrying, failed
 
 
@@ -47,8 +47,8 @@ class ShippedBatch:
         self,
         model: ModelView,
         device: torch.device,
-        processors: RequestProcessors | None,
-        engine: Engine,
+        processors: PluginProcessors | None,
+        engine: RunnerRequests,
         fault_token: int,
         ranks: Ranks,
     ) -> None:
@@ -203,7 +203,7 @@ class ShippedBatch:
             self._load(request, params, self._processors)
         return request
 
-    def _load(self, request: TrackedRequest, params: Any, processors: RequestProcessors) -> None:
+    def _load(self, request: TrackedRequest, params: Any, processors: PluginProcessors) -> None:
         record = request.record
         if record.prompt_token_ids is None or not all(record.prompt_is_token_ids or ()):
             request.fail("its prompt holds embeddings, so that processors cannot know it")

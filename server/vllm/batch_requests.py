@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 
-class EngineState:
+class BatchRequests:
     """Reads the model runner.
 
     Args:
@@ -51,7 +51,7 @@ class EngineState:
 
 
 def missing(runner: type, batch: type) -> list[str]:
-    """What `EngineState` reads and the model runner of this vLLM does not have.
+    """What `BatchRequests` reads and the model runner of this vLLM does not have.
 
     The plugin is made by the constructor of the model runner, before that has made all of it. So the names are looked
     for in the code of the class. Better than at the first request: an error there is the end of the engine.

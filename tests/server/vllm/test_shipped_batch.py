@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.vllm.batch import ShippedBatch
-from logitship.server.vllm.engine_state import EngineState
-from logitship.server.vllm.processors import RequestProcessors, to_run
+from logitship.server.vllm.batch_requests import BatchRequests
+from logitship.server.vllm.plugin_processors import PluginProcessors, for_execution
 from logitship.server.vllm.settings import PluginSettings
+from logitship.server.vllm.shipped_batch import ShippedBatch
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -176,17 +176,17 @@ def alone(record: Record) -> list[int]:
 
 
 @pytest.fixture
-def processors(settings: PluginSettings, model: ModelView) -> RequestProcessors:
-    return to_run(settings, model, MAX_ROWS)
+def processors(settings: PluginSettings, model: ModelView) -> PluginProcessors:
+    return for_execution(settings, model, MAX_ROWS)
 
 
 MakeBatch = Callable[[Runner], ShippedBatch]
 
 
 @pytest.fixture
-def make_batch(model: ModelView, processors: RequestProcessors) -> MakeBatch:
+def make_batch(model: ModelView, processors: PluginProcessors) -> MakeBatch:
     def make(runner: Runner) -> ShippedBatch:
-        return ShippedBatch(model, torch.device("cpu"), processors, EngineState(runner), FAULT_TOKEN, OneRank())
+        return ShippedBatch(model, torch.device("cpu"), processors, BatchRequests(runner), FAULT_TOKEN, OneRank())
 
     return make
 
@@ -226,7 +226,7 @@ def test_histories_are_exact_whatever_is_scheduled(
     make_batch: MakeBatch,
     request_of: Callable[..., Record],
     vllm_params: MakeParams,
-    processors: RequestProcessors,
+    processors: PluginProcessors,
 ) -> None:
     """Chunks of prompts, requests put aside and back, moves, placeholders, a step too many; and faults among them."""
     rng = random.Random(seed)
@@ -402,7 +402,7 @@ def test_an_error_of_ours_ends_requests_and_raises_nothing(
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("logitship.server.vllm.batch.ShippedProcessors.apply", fail)
+    monkeypatch.setattr("logitship.server.vllm.shipped_batch.ShippedProcessors.apply", fail)
     batch.apply(logits)
     assert ends(logits)
 
@@ -415,15 +415,15 @@ def test_a_request_that_cannot_be_taken_in_ends_and_the_others_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And the rows behind it, and the moves of that step, are followed."""
-    request_of_list = EngineState.request_of
+    request_of_list = BatchRequests.request_of
 
-    def fail_for_one(self: EngineState, output_token_ids: list[int]) -> Any:
+    def fail_for_one(self: BatchRequests, output_token_ids: list[int]) -> Any:
         record = request_of_list(self, output_token_ids)
         if record.req_id == "broken":
             raise LookupError("a bug")
         return record
 
-    monkeypatch.setattr(EngineState, "request_of", fail_for_one)
+    monkeypatch.setattr(BatchRequests, "request_of", fail_for_one)
     for seed in range(8):
         runner = Runner(seed, is_async=bool(seed % 2))
         plain = Record("plain", vllm_params(max_tokens=8, stop_token_ids=[FAULT_TOKEN]), [7] * 3)
@@ -464,7 +464,7 @@ class Rank:
 
 
 def test_other_ranks_take_what_the_first_one_made(
-    model: ModelView, processors: RequestProcessors, request_of: Callable[..., Record]
+    model: ModelView, processors: PluginProcessors, request_of: Callable[..., Record]
 ) -> None:
     written: list[torch.Tensor] = []
     results = []
@@ -474,7 +474,7 @@ def test_other_ranks_take_what_the_first_one_made(
             model,
             torch.device("cpu"),
             processors if is_first else None,
-            EngineState(runner),
+            BatchRequests(runner),
             FAULT_TOKEN,
             Rank(is_first, written),
         )
