@@ -1,7 +1,7 @@
-"""The processors of requests to vLLM, loaded: the same library and the same executors as in logitship's own server.
+"""Loads the processors of requests to vLLM, with the loader and the executors of logitship's own server.
 
-Two processes load them. The front end does it on trial, to refuse a request before vLLM takes it. The engine core does
-it to run them.
+Two processes load them: the front end once at admission, to refuse a request before vLLM admits it, and the engine core
+to run them.
 """
 
 from __future__ import annotations
@@ -30,32 +30,28 @@ from logitship.server.config import ServerConfig
 from logitship.server.processors.processor_loader import InvalidParams, ProcessorLoader, ProcessorNotAllowed
 from logitship.server.requests.messages import ProcessorRequest
 
-from .admission_executor import AdmissionExecutor
+from .admission_executor import MAX_VERDICTS, AdmissionExecutor
 from .extra_args import PROCESSORS, read_processors, sampling_params
 from .log import logger
 from .settings import PREFIX, PluginSettings
 
 SHIPPING_IS_OFF = (
-    "this server does not take processors that come with requests: its operator has to set "
-    f"{PREFIX}ENABLE_CUSTOM_LOGIT_PROCESSOR=1"
+    f"this server does not accept shipped processors: its operator has to set {PREFIX}ENABLE_CUSTOM_LOGIT_PROCESSOR=1"
 )
-
-_TRIALS = 4096
-"""Verdicts that the front end remembers."""
 
 
 class PluginProcessors:
-    """Loads what requests carry, and gives it back.
+    """Loads and releases the processors of requests.
 
     Args:
-        executor: runs what was shipped.
-        max_entries: most shipped processors that are kept.
+        executor: runs the shipped processors.
+        max_entries: most shipped processors that are kept loaded.
 
     Attributes:
-        in_use: how many uses were loaded and not given back.
+        in_use: number of uses that were loaded and not released.
 
     Raises:
-        ValueError: a tree of the operator's cannot be read.
+        ValueError: a tree in the settings cannot be read.
     """
 
     def __init__(
@@ -73,35 +69,35 @@ class PluginProcessors:
         )
 
     def load(self, params: Any, rid: str) -> SamplingParams:
-        """Load the processors of a request; give them back with `release`.
+        """Load the processors of a request. Give them back with `release`.
 
         Args:
-            params: vLLM's `SamplingParams`, of a request that carries processors.
+            params: vLLM's `SamplingParams`, of a request with processors.
             rid: the request id.
 
         Returns:
             The request's parameters as processors see them, with `processors` ready to run.
 
         Raises:
-            ValueError: it cannot run with them; the message is for the client.
+            ValueError: a processor cannot be loaded or rejects its parameters; the message is for the client.
         """
-        carried = read_processors(params.extra_args, self._max_size)
+        requested = read_processors(params.extra_args, self._max_size)
         uses: list[ProcessorUse] = []
         try:
-            for place, request in enumerate(carried):
+            for index, request in enumerate(requested):
                 try:
                     uses.append(self._use(request, rid))
                     self.in_use += 1
                 except (ValueError, ProcessorLoadError, ProcessorCacheFull, PreparationUnavailable) as error:
-                    raise ValueError(f"{PROCESSORS}[{place}]: {error}" if len(carried) > 1 else str(error)) from None
+                    raise ValueError(f"{PROCESSORS}[{index}]: {error}" if len(requested) > 1 else str(error)) from None
             return sampling_params(params, uses, self._eos_token_ids)
         except BaseException:
-            self._give_back(uses)
+            self._release(uses)
             raise
 
     def release(self, params: SamplingParams) -> None:
-        """Say that a request is done with what `load` gave it."""
-        self._give_back(params.processors)
+        """Give back the processors that `load` returned."""
+        self._release(params.processors)
 
     def _use(self, request: ProcessorRequest, rid: str) -> ProcessorUse:
         try:
@@ -118,57 +114,53 @@ class PluginProcessors:
             raise
         return ProcessorUse(processor, dict(request.params or {}), rid, prepared)
 
-    def _give_back(self, uses: Any) -> None:
+    def _release(self, uses: Any) -> None:
         for use in uses:
             self._loader.release(use.processor)
             self.in_use -= 1
 
 
 def for_admission(settings: PluginSettings, model: ModelView) -> PluginProcessors:
-    """Loads a processor once, and remembers how that ended. Nothing is called."""
+    """Return the processors of the front end: each class is loaded once, and its verdict remembered. None runs."""
     executor = shipped_executor(settings, model, max_rows=1)
-    return PluginProcessors(settings, model, AdmissionExecutor(executor), max_entries=_TRIALS)
+    return PluginProcessors(settings, model, AdmissionExecutor(executor), max_entries=MAX_VERDICTS)
 
 
 def for_execution(settings: PluginSettings, model: ModelView, max_rows: int) -> PluginProcessors:
-    """Keeps them loaded, to run them.
-
-    Args:
-        max_rows: rows of the batch.
-    """
+    """Return the processors of the engine core, which keeps them loaded and runs them in up to `max_rows` rows."""
     executor = shipped_executor(settings, model, max_rows)
     return PluginProcessors(settings, model, executor, max_entries=settings.max_sandboxes)
 
 
 def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) -> ProcessorExecutor:
-    """Who runs what was shipped. Starts the template of the sandboxes: seconds.
+    """Return the executor of shipped processors. Starts the zygote of the sandboxes, which takes seconds.
 
     Raises:
-        ValueError: the kernel cannot lock shipped code in.
+        ValueError: the kernel lacks a feature that the sandbox needs.
     """
     if not settings.enable_custom_logit_processor:
         return DisabledExecutor(SHIPPING_IS_OFF)
     if settings.processor_isolation == "none":
-        logger.warning("%sPROCESSOR_ISOLATION=none: code that comes with requests runs in this process", PREFIX)
+        logger.warning("%sPROCESSOR_ISOLATION=none: shipped code runs in this process", PREFIX)
         return InProcessExecutor(SGLANG_NAMES)
-    template = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=settings.sandbox_memory)
-    template.start()
+    zygote = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=settings.sandbox_memory)
+    zygote.start()
     try:
-        protections = template.set_up(model)
+        protections = zygote.set_up(model)
     except ZygoteError as error:
-        template.close()
-        raise ValueError(f"processors that come with requests cannot be run in sandboxes: {error}") from error
+        zygote.close()
+        raise ValueError(f"shipped processors cannot run in sandboxes: {error}") from error
     logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
     limits = SandboxLimits(
         cpu_time=settings.sandbox_cpu_time,
         step_timeout=settings.sandbox_step_timeout,
         load_timeout=settings.sandbox_load_timeout,
     )
-    return SandboxExecutor(template, limits, max_rows, model.vocab_size, NUM_SPARES)
+    return SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)
 
 
 def _registry(settings: PluginSettings) -> Registry:
-    """What a request can ask for by name: all but grammars, which vLLM has itself (`structured_outputs`)."""
+    """Return the processors that requests can name: all but grammars, which vLLM has itself (`structured_outputs`)."""
     registry = Registry(processor for processor in BUILTIN_PROCESSORS if processor is not GrammarProcessor)
     trees = {name: _tree(file) for name, file in (settings.tree or {}).items()}
     registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))

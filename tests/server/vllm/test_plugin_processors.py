@@ -28,8 +28,8 @@ def shipped(condition: bool) -> dict[str, Any]:
     return {"custom_logit_processor": json.dumps({"source": source, "class_name": "Hangs"})}
 
 
-def test_a_trial_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> None:
-    """And its verdict: the second time, nothing is loaded."""
+def test_admission_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> None:
+    """The verdict is remembered: the second time, nothing is loaded."""
     settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=60.0)
     processors = for_admission(settings, model)
     loaded = [processors.load(vllm_params(shipped(False)), "admission") for _ in range(2)]
@@ -41,7 +41,7 @@ def test_a_trial_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> 
     assert processors.in_use == 0
 
 
-def test_what_takes_too_long_to_load(model: ModelView, vllm_params: MakeParams) -> None:
+def test_slow_load_is_refused_and_remembered(model: ModelView, vllm_params: MakeParams) -> None:
     settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=0.3)
     processors = for_admission(settings, model)
     with pytest.raises(ValueError, match=r"gave no answer within 0\.3 s"):
@@ -51,10 +51,10 @@ def test_what_takes_too_long_to_load(model: ModelView, vllm_params: MakeParams) 
     assert processors.in_use == 0
 
 
-def test_a_request_that_is_refused_holds_nothing(
+def test_refused_request_releases_its_processors(
     settings: PluginSettings, model: ModelView, vllm_params: MakeParams, processor_string: str
 ) -> None:
-    """The first of its processors could be loaded."""
+    """The first of its processors was loaded."""
     processors = for_execution(settings, model, max_rows=2)
     several = [{"processor": processor_string}, {"processor": {"name": "nothing"}}]
     with pytest.raises(ValueError, match=r"logits_processors\[1\]: no processor"):
@@ -64,7 +64,7 @@ def test_a_request_that_is_refused_holds_nothing(
     assert processors.in_use == 0
 
 
-def test_no_room_for_another(model: ModelView, vllm_params: MakeParams, processor_string: str) -> None:
+def test_all_sandboxes_in_use(model: ModelView, vllm_params: MakeParams, processor_string: str) -> None:
     settings = PluginSettings(enable_custom_logit_processor=True, processor_isolation="none", max_sandboxes=1)
     processors = for_execution(settings, model, max_rows=2)
     held = processors.load(vllm_params({"custom_logit_processor": processor_string}), "x")
@@ -74,7 +74,7 @@ def test_no_room_for_another(model: ModelView, vllm_params: MakeParams, processo
     processors.load(vllm_params(shipped(False)), "y")
 
 
-def test_what_cannot_be_prepared_now(
+def test_unavailable_preparation_is_refused(
     settings: PluginSettings, model: ModelView, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*_: object) -> None:

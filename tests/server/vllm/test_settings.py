@@ -9,7 +9,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.vllm.settings import PluginSettings
 
 
-def test_the_defaults_take_no_code() -> None:
+def test_defaults_accept_no_code() -> None:
     settings = PluginSettings.from_environment({"PATH": "/bin", "VLLM_HOST_IP": "::1"})
     assert settings == PluginSettings()
     assert not settings.enable_custom_logit_processor
@@ -83,6 +83,6 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         ("STEP_TIMEOUT", "1", "no such setting"),
     ],
 )
-def test_a_mistake_names_the_variable(name: str, value: str, expected: str) -> None:
+def test_error_names_the_variable(name: str, value: str, expected: str) -> None:
     with pytest.raises(ValueError, match=f"^LOGITSHIP_VLLM_{name}: .*{expected}"):
         PluginSettings.from_environment({f"LOGITSHIP_VLLM_{name}": value})
