@@ -63,6 +63,8 @@ class ProcessorLibrary(ProcessorLoader):
         The name is visible to its tenant only; other tenants may use the digest. Each tenant loads its own instance.
 
         Args:
+            string: the processor to keep.
+            tenant: who registers it.
             name: name of the registered processor; None: the name of its class.
 
         Raises:

@@ -22,7 +22,7 @@ from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCa
 from logitship.sampler.processors.request_view import ModelView
 
 from .processor_descriptions import installed_digest
-from .processor_names import why_missing
+from .processor_names import missing_message
 
 
 class InvalidParams(ValueError):
@@ -78,13 +78,15 @@ class ProcessorLoader:
         """Return what a built-in processor makes of a request's parameters; None for all other processors.
 
         Args:
+            processor: as `acquire` returned it.
+            params: the request's parameters for it.
             own: the parameters are for this processor alone, so an unknown one is an error.
 
         Raises:
             InvalidParams: the processor rejects the parameters.
             PreparationUnavailable: the parameters cannot be checked now.
         """
-        # Only of what is installed: what is shipped may derive from a built-in class, and is not run here.
+        # Installed processors only: a shipped class may derive from a built-in one, and must not run here.
         if processor is not self._installed.get(processor.name) or not isinstance(processor.instance, BuiltinProcessor):
             return None
         if own:
@@ -127,7 +129,7 @@ class ProcessorLoader:
 
     def _installed_processor(self, name: str) -> LoadedProcessor:
         if name not in self._registry:
-            raise ProcessorLoadError(why_missing(name, self._registry, {}))
+            raise ProcessorLoadError(missing_message(name, self._registry, {}))
         if name not in self._installed:
             instance = self._registry.make(name)
             builtin = instance if isinstance(instance, BuiltinProcessor) else None
@@ -139,7 +141,7 @@ class ProcessorLoader:
                 is_mask=builtin is not None and builtin.is_mask,
                 is_trusted=builtin is not None,
             )
-            self._installed.setdefault(name, made)  # another thread may have been faster: there is one of each
+            self._installed.setdefault(name, made)  # another thread may have been faster: one instance is kept
         return self._installed[name]
 
     def _installed_name(self, string: ProcessorString) -> str | None:

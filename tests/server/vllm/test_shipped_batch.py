@@ -285,7 +285,7 @@ def test_fault_is_logged_once(
 
 
 def test_request_id_is_reused(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
-    """The second is another request: vLLM may take the add_to_row_0 of the first in the same step."""
+    """The second is a new request: vLLM may replace the first in the same step."""
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
     assert run(runner, batch, request_of("x"))["x"] == list(range(2, 10))
