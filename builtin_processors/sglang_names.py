@@ -28,6 +28,8 @@ SGLANG_NAMES: Mapping[tuple[str, str], type] = MappingProxyType(
     {(SGLANG_MODULE, processor.__name__): processor for processor in _CLASSES}
 )
 """(module, class name) in SGLang -> our class of that name: what a shipped class may refer to."""
+SGLANG_NAMES_REFERENCE = f"{__name__}:SGLANG_NAMES"
+"""`module:attribute` under which a sandbox's process imports `SGLANG_NAMES`."""
 
 # The whole of a pickle that is one global reference. Written out, because `pickletools` reads what a pickle declares:
 # ten bytes that announce a bytearray of 8 GiB make it allocate 8 GiB.

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from logitship.sampler.sampling_params import LogprobsMode
-from logitship.server.processors.allowed_processors import read_allowed_digests
 
+from .allowed_processors import read_allowed_digests
 from .logs import LogFormat
 from .reasoning_config import ReasoningStrings, read_reasoning_config
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
 from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor, ProcessorExecutor
@@ -21,8 +21,6 @@ from logitship.server.check.checks.params_check import Params
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import StartError
-
-_NAMES_IN_SANDBOXES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Bench:
 
 
 def _sandbox_executor(config: ServerConfig, model: ModelView, max_rows: int) -> SandboxExecutor:
-    template = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=config.sandbox_memory)
+    template = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=config.sandbox_memory)
     template.start()
     try:
         template.set_up(model)

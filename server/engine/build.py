@@ -19,11 +19,11 @@ from logitship.server.model.model_loader import LoadedModel, load_model
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.model.prefix_cache import PrefixCache
 from logitship.server.model.reasoning_markers import resolve_reasoning_config
+from logitship.server.model.step_cost import measure_step_cost
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.processors.tree_files import attached_to_all, load_trees
 from logitship.server.requests.sequence import Sequence
-from logitship.server.speculation.speculation import NGramSpeculation
-from logitship.server.speculation.step_cost import measure_step_cost
+from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .active_requests import ActiveRequests
 from .async_engine import AsyncEngine

@@ -9,7 +9,7 @@ from functools import partial
 from logitship.builtin_processors.batch_processors import check_mode
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import Registry, installed_processors
-from logitship.builtin_processors.sglang_names import SGLANG_NAMES
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
@@ -31,9 +31,6 @@ from logitship.server.refusals import SHIPPING_IS_OFF, StartError
 from logitship.server.vllm_names import enable_vllm_names
 
 logger = logging.getLogger(__name__)
-
-_NAMES_IN_SANDBOXES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
-"""Where a sandbox imports `SGLANG_NAMES` from."""
 
 
 def load_batch_processors(config: ServerConfig) -> list[Plugin]:
@@ -70,7 +67,9 @@ def start_zygote(config: ServerConfig) -> ZygoteProcess | None:
     """Start the zygote of the sandboxes; None if the configuration has none."""
     if not config.enable_custom_logit_processor or config.processor_isolation == "none":
         return None
-    zygote = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory)
+    zygote = ZygoteProcess(
+        names=SGLANG_NAMES_REFERENCE, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory
+    )
     zygote.start()
     return zygote
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from logitship.server.model.kv_cache import SlotCache
 from logitship.server.model.prefix_cache import PrefixCache
 from logitship.server.requests.sequence import Sequence
-from logitship.server.speculation.speculation import NGramSpeculation
+from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
 from .plan import Plan, ScheduledChunk

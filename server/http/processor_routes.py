@@ -41,7 +41,7 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
     @router.get("", openapi_extra=operation(answer=ProcessorList))
     async def processors(request: Request) -> Response:
         """The installed processors, and those registered with this API key, each with the schema of its parameters."""
-        found = engine.processors.of(caller_of(request).tenant)
+        found = engine.processors.list_all(caller_of(request).tenant)
         return JSONResponse({"object": "list", "data": [_object(each) for each in found]})
 
     @router.post("", openapi_extra=operation(body=PROCESSOR_SCHEMA, answer=ProcessorObject))

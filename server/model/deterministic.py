@@ -6,7 +6,7 @@ instructions that round differently. So the bits of a row depend on how many row
 them: on the other requests, on the chunks of a prompt, on drafts.
 
 Here every module that computes rows by such means gets a fixed number of rows at a time, and rotary positions are
-computed token by token. Attention is in `deterministic_attention`. What a model does besides (additions and products
+computed token by token. Attention is a call per token. What a model does besides (additions and products
 of single numbers, copies, lookups) rounds each number by itself. `deterministic_check` tries the result out.
 
 The idea, that results do not depend on the batch if every kernel reduces in an order that does not: "Defeating
@@ -20,12 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from logitship.server.refusals import UnsupportedModel
 
-from .deterministic_attention import DETERMINISTIC_ATTENTION_NAME, register
+from .attention import layer_index, no_mask, refuse_what_is_not_computed, store
+from .step_layout import StepLayout
+
+DETERMINISTIC_ATTENTION_NAME = "logitship_slots_token_by_token"
 
 TILE = 16
 """Rows that a linear layer or a norm computes at a time. Fewer would read the weights more often for a prompt, more
@@ -85,6 +89,52 @@ class TokenByToken(nn.Module):
         return tuple(torch.cat(parts, dim=-2) for parts in zip(*of_tokens, strict=True))
 
 
+def token_by_token_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    step: StepLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention that computes each token by itself: its bits depend on its own sequence and position alone.
+
+    `slot_attention` chooses masks and shapes by what else is in a step, and the order of its additions follows. Here
+    each token is a call of its own, with one query and exactly the keys that it sees. Its shapes follow from the
+    token's position. Several queries in one call would be faster, and are not the same: with two threads and more,
+    PyTorch splits the work by how many there are.
+
+    Arguments, results and errors are those of `slot_attention`.
+    """
+    refuse_what_is_not_computed(others)
+    # Contiguous, so that a query's strides do not depend on the number of tokens either.
+    queries, new_keys, new_values = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+    keys, values = store(layer_index(module), new_keys, new_values, step)
+    places = [(s.slot, position) for s in (*step.decode, *step.prefill) for position in range(s.start, s.end)]
+    outputs = []
+    for token, (slot, position) in enumerate(places):
+        begin = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
+        output = scaled_dot_product_attention(
+            queries[token, None, :, None],
+            keys[slot, None, :, begin : position + 1],
+            values[slot, None, :, begin : position + 1],
+            scale=scaling,
+            enable_gqa=True,
+        )
+        outputs.append(output[:, :, 0])
+    return torch.stack(outputs, dim=1), None
+
+
+def _register_attention() -> None:
+    """Make the function known to transformers under `DETERMINISTIC_ATTENTION_NAME`."""
+    AttentionInterface.register(DETERMINISTIC_ATTENTION_NAME, token_by_token_attention)
+    AttentionMaskInterface.register(DETERMINISTIC_ATTENTION_NAME, no_mask)
+
+
 def make_deterministic(model: PreTrainedModel) -> None:
     """Replace modules and the attention function of a model, in place. Its parameters stay what they are.
 
@@ -93,7 +143,7 @@ def make_deterministic(model: PreTrainedModel) -> None:
     """
     if model.device.type == "cuda":
         os.environ.setdefault(*_CUBLAS_WORKSPACE)
-    register()
+    _register_attention()
     model.set_attn_implementation(DETERMINISTIC_ATTENTION_NAME)
     for name, module in [*model.named_modules(remove_duplicate=False)]:
         parent, _, child = name.rpartition(".")

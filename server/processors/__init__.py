@@ -1,1 +1,1 @@
-"""The processors of requests: registered, installed, named, and loaded."""
+"""The processors of requests: installed, registered, resolved by name, and loaded."""

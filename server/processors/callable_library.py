@@ -1,4 +1,4 @@
-"""Request-level callables of the server's own, for requests that name them: vLLM V0's interface, which V1 dropped."""
+"""Request-level callables on the server, named by requests: vLLM V0's interface, which V1 dropped."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from logitship.server.requests.messages import CallableRequest
 class CallableLibrary:
     """Makes the callables that requests name.
 
-    A name is imported, which runs its module: so only names that the operator allowed are.
+    Importing a name runs its module, so only names that the operator allowed are imported.
 
     Args:
-        pattern: regular expression that a qualified name must match in full; None: no name is allowed.
-        tokenizer: for classes that want one and were not given it.
+        pattern: regular expression that qualified names must match in full; None: no name is allowed.
+        tokenizer: passed to classes whose constructor takes one, if the request does not.
     """
 
     def __init__(self, pattern: str | None, tokenizer: Any) -> None:
@@ -34,10 +34,10 @@ class CallableLibrary:
         self._executor = CallableExecutor()
 
     def check_allowed(self, target: object) -> None:
-        """Refuse a name that the operator did not allow. Objects come from the operator's own process.
+        """Refuse a name that the operator did not allow. Objects are always allowed: they come from this process.
 
         Raises:
-            ProcessorLoadError: in vLLM's words.
+            ProcessorLoadError: with vLLM's message.
         """
         if not isinstance(target, str):
             return
@@ -53,10 +53,10 @@ class CallableLibrary:
             )
 
     def make(self, wanted: CallableRequest) -> LoadedProcessor:
-        """A callable for one sequence. Runs its constructor, which may take long.
+        """Make a callable for one sequence. Runs its constructor, which may take long.
 
         Raises:
-            ProcessorLoadError: it is not allowed, cannot be found, or cannot be made.
+            ProcessorLoadError: it is not allowed, cannot be found, or its constructor failed.
         """
         self.check_allowed(wanted.target)
         name = wanted.target if isinstance(wanted.target, str) else _name(wanted.target)
@@ -72,14 +72,14 @@ class CallableLibrary:
         return LoadedProcessor(_digest(wanted, name), name, self._executor, made, per_sequence=True)
 
     def _find(self, name: str) -> Any:
-        """The object of an allowed name.
+        """Import the object of an allowed name.
 
         Raises:
-            ImportError: there is none, or it is something that an allowed module only imported.
+            ImportError: it does not exist, or an allowed module imported it from one that is not allowed.
         """
         assert self._pattern is not None
         if "." in name.partition(":")[2]:
-            raise ImportError("a request names something that stands in a module, not something inside that")
+            raise ImportError("a request can name an attribute of a module only, not one of a class")
         target = resolve(name)
         if isinstance(target, type) or inspect.isroutine(target):
             # `allowed_module.Popen` would start programs, with the client's arguments.
@@ -99,8 +99,8 @@ def _name(target: Any) -> str:
 
 
 def _digest(wanted: CallableRequest, name: str) -> str:
-    """Identity of what the request asked for. The objects made of it are one a sequence, and have no identity."""
-    # Of arguments that are no JSON, which only come from the operator's own process, the type is all that lasts.
+    """Return the digest of the requested callable and its arguments, the same for all sequences."""
+    # Arguments that are not JSON come only from this process. Of them, only the type is stable.
     options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
     text = orjson.dumps([name, wanted.args, wanted.kwargs], default=_name, option=options)
     return f"sha256:{hashlib.sha256(b'callable:' + text).hexdigest()}"

@@ -1,4 +1,4 @@
-"""What the names and digests in requests stand for: installed processors, and those that clients registered."""
+"""Names and digests of processors in requests, resolved to installed and registered processors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .processor_descriptions import (
     registered_details,
     registered_info,
 )
-from .processor_names import NAME_RULE, is_name, why_missing
+from .processor_names import NAME_RULE, is_name, missing_message
 from .registered_processors import NotRegistered, RegisteredProcessors
 
 
@@ -22,11 +22,11 @@ class InvalidName(ValueError):
 
 
 class NotDeletable(Exception):
-    """It is the operator's, not a client's."""
+    """The processor is installed by the operator, so clients cannot delete it."""
 
 
 class NamedProcessors:
-    """A name is that of an installed processor if there is one, else of what its tenant registered.
+    """Resolves a name to the installed processor, if there is one, else to the tenant's registered one.
 
     Args:
         installed: the installed processors.
@@ -37,68 +37,69 @@ class NamedProcessors:
         self._installed = installed
         self._registered = registered
 
-    def of(self, tenant: str) -> list[ProcessorInfo]:
-        """The installed processors by name, then the tenant's own by name and version."""
+    def list_all(self, tenant: str) -> list[ProcessorInfo]:
+        """Return the installed processors by name, then the tenant's own by name and version."""
         installed = [installed_info(name, self._installed.get(name)) for name in self._installed]
-        return installed + [registered_info(each) for each in self._registered.of(tenant)]
+        return installed + [registered_info(each) for each in self._registered.list_own(tenant)]
 
     def details(self, reference: str, tenant: str) -> ProcessorDetails:
-        """What a name, a name and version, or a digest stands for, with its source.
+        """Describe a processor by its name, name and version, or digest, with its source.
 
         Raises:
-            NotRegistered: nothing that this tenant may see.
+            NotRegistered: the tenant has no such processor.
         """
         if name := self._installed_name(reference):
             return installed_details(name, self._installed.get(name))
-        if own := self._registered.own(reference, tenant):
+        if own := self._registered.find_own(reference, tenant):
             return registered_details(own[-1])
         raise self._missing(reference, tenant)
 
     def delete(self, reference: str, tenant: str) -> list[str]:
-        """Drop a version of the tenant's, or all versions of a name or of a digest.
+        """Delete a version that the tenant registered, or all versions of a name or of a digest.
 
         Returns:
             Their ids.
 
         Raises:
-            NotRegistered: there are none.
+            NotRegistered: the tenant has no such processor.
             NotDeletable: it is installed.
         """
         if removed := self._registered.remove(reference, tenant):
             return [each.id for each in removed]
         if name := self._installed_name(reference):
-            raise NotDeletable(f"{name} is installed: only the server's operator can take it away")
+            raise NotDeletable(f"{name} is installed: only the server's operator can remove it")
         raise self._missing(reference, tenant)
 
     def find(self, string: ProcessorString, tenant: str) -> ProcessorString:
-        """As `resolve`, without counting as a use; the string itself if it stands for nothing."""
+        """As `resolve`, but do not count it as a use, and return the string itself if nothing is registered."""
         reference = self._reference(string)
         found = None if reference is None else self._registered.find(reference, tenant)
         return string if found is None else found.upload.string
 
     def resolve(self, string: ProcessorString, tenant: str) -> ProcessorString:
-        """What a registered one's name or digest stands for now. A string that says all itself stands for itself.
+        """Replace the name or digest of a registered processor by its string. Return all other strings unchanged.
 
         Raises:
-            NotRegistered: it stands for nothing.
+            NotRegistered: no such processor is registered.
         """
         reference = self._reference(string)
         if reference is None:
             return string
         if isinstance(string, RegisteredProcessor):
-            return self._registered.with_digest(reference, tenant).upload.string
-        if found := self._registered.named(reference, tenant):
+            return self._registered.use_digest(reference, tenant).upload.string
+        if found := self._registered.use_name(reference, tenant):
             return found.upload.string
         raise self._missing(reference, tenant)
 
     def check_name(self, name: str, installed: str | None) -> None:
-        """Refuse a name that no request could mean.
+        """Refuse a name that requests could not use.
 
         Args:
-            installed: the name of the installed processor that is to be registered; None: it is another's code.
+            name: the name to register under.
+            installed: the name of the installed processor that is to be registered; None: it is not an installed one.
 
         Raises:
-            InvalidName: says why.
+            InvalidName: it is malformed, or the name of another processor that is installed.
         """
         if not is_name(name):
             raise InvalidName(f"{name[:80]!r} is not a name for a registered processor, which has {NAME_RULE}")
@@ -108,7 +109,7 @@ class NamedProcessors:
             )
 
     def _reference(self, string: ProcessorString) -> str | None:
-        """What a registered processor is asked for by; None for all other strings."""
+        """Return the digest or name of a registered processor; None for all other strings."""
         if isinstance(string, RegisteredProcessor):
             return string.digest
         if isinstance(string, InstalledProcessor) and string.name not in self._installed:
@@ -119,4 +120,4 @@ class NamedProcessors:
         return next((name for name in self._installed if reference in (name, installed_digest(name))), None)
 
     def _missing(self, reference: str, tenant: str) -> NotRegistered:
-        return NotRegistered(why_missing(reference, self._installed, self._registered.names(tenant)))
+        return NotRegistered(missing_message(reference, self._installed, self._registered.names(tenant)))

@@ -1,4 +1,4 @@
-"""What clients are told of installed and registered processors."""
+"""Descriptions of installed and registered processors for clients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .registration import Registration
 
 _INSTALLED = "it is installed on the server: its code did not come from a client"
 _NO_SOURCE = "the processor string holds a pickle and no source"
-_CLAIMED = "as the processor string says: what runs is the pickle beside it"
+_CLAIMED = "according to the processor string: what runs is the pickle next to it"
 _CAPTURED = "the values that it captured when it was serialized are not shown"
 
 
 def installed_digest(name: str) -> str:
-    """The digest of an installed processor, which has no payload."""
+    """Return the digest of an installed processor, which has no payload: that of its name."""
     return f"sha256:{sha256(f'installed:{name}'.encode()).hexdigest()}"
 
 
 def installed_info(name: str, cls: type[CustomLogitProcessor]) -> ProcessorInfo:
-    """What there is to say of an installed processor."""
+    """Describe an installed processor."""
     schema = cls.params_schema
     return ProcessorInfo(
         id=name,
@@ -38,12 +38,12 @@ def installed_info(name: str, cls: type[CustomLogitProcessor]) -> ProcessorInfo:
 
 
 def installed_details(name: str, cls: type[CustomLogitProcessor]) -> ProcessorDetails:
-    """The same for one of them."""
+    """Describe an installed processor in detail."""
     return ProcessorDetails(**vars(installed_info(name, cls)), source_note=_INSTALLED)
 
 
 def registered_info(registration: Registration) -> ProcessorInfo:
-    """What there is to say of a registered processor."""
+    """Describe a registered processor."""
     upload = registration.upload
     return ProcessorInfo(
         id=registration.id,
@@ -61,7 +61,7 @@ def registered_info(registration: Registration) -> ProcessorInfo:
 
 
 def registered_details(registration: Registration) -> ProcessorDetails:
-    """The same with its source."""
+    """Describe a registered processor with its source."""
     source, note = _source(registration.upload.string)
     return ProcessorDetails(
         **vars(registered_info(registration)),
@@ -82,7 +82,7 @@ def _form(string: ProcessorString) -> str:
 
 
 def _source(string: ProcessorString) -> tuple[SourceProcessor | None, str | None]:
-    """The source in a string, and what to know of it."""
+    """Return the source in a string, and a note about it."""
     if isinstance(string, PickledProcessor):
         return string.source, _NO_SOURCE if string.source is None else _CLAIMED
     if isinstance(string, SourceProcessor):

@@ -1,11 +1,11 @@
-"""The processors that a request carries, as JSON, read without loading anything.
+"""Parses the processors of a request from JSON. Loads nothing.
 
 An entry of the list `logits_processors` is one of:
 
 ```
-{"processor": <processor string, or its JSON object>, "params": {…}}     contract 1, with parameters of its own
-{"qualname": "module.Class", "args": […], "kwargs": {…}}                 a request-level callable of the server's
-"module.function"                                                        the same, without a constructor's arguments
+{"processor": <processor string, or its JSON object>, "params": {…}}     a processor, with its own parameters
+{"qualname": "module.Class", "args": […], "kwargs": {…}}                 a request-level callable on the server
+"module.function"                                                        the same, without constructor arguments
 ```
 """
 
@@ -23,18 +23,19 @@ from logitship.server.refusals import BadRequest, RequestTooLarge
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
 
 RESERVED_KEY = "__req__"
-"""What a processor finds its request under, beside its parameters."""
+"""Key of the request among the parameters that a processor gets."""
 
 
 def read_entries(
     entries: Sequence[Any], at: str, *, max_processor_size: int, params: Mapping[str, Any] | None = None
 ) -> tuple[AttachedProcessor, ...]:
-    """The list `logits_processors`, in the order in which they run.
+    """Parse the list `logits_processors`, in the order in which they run.
 
     Args:
+        entries: the list.
         at: path of the list in the request.
         max_processor_size: longest processor string, in bytes.
-        params: of entries that have none of their own: the request's `custom_params`.
+        params: parameters of entries without their own: the request's `custom_params`.
 
     Raises:
         BadRequest: an entry is malformed; names it.
@@ -49,7 +50,7 @@ def read_entries(
 def read_entry(
     entry: Any, at: str, *, max_processor_size: int, params: Mapping[str, Any] | None = None
 ) -> AttachedProcessor:
-    """One entry, see `read_entries`."""
+    """Parse one entry, see `read_entries`."""
     if isinstance(entry, str):
         return CallableRequest(_qualname(entry, at))
     if not isinstance(entry, Mapping):
@@ -73,10 +74,10 @@ def read_entry(
 def read_processor(
     value: Any, params: Mapping[str, Any] | None, at: str, *, max_processor_size: int
 ) -> ProcessorRequest:
-    """A processor string, or its JSON object, with its parameters.
+    """Parse a processor string, or its JSON object.
 
     Raises:
-        BadRequest: it is neither, or none of the four forms.
+        BadRequest: it is neither, or has none of the four forms.
         RequestTooLarge: it is over the limit.
     """
     return ProcessorRequest(_parse(value, max_processor_size, at), params)
@@ -106,7 +107,7 @@ def _qualname(value: Any, at: str) -> str:
 def _only(entry: Mapping[str, Any], at: str, *known: str) -> None:
     unknown = sorted(set(entry) - set(known))
     if unknown:
-        raise BadRequest(f"{at}: has an unknown key {unknown[0][:80]!r} beside {', '.join(known)}", param=at)
+        raise BadRequest(f"{at}: has an unknown key {unknown[0][:80]!r} besides {', '.join(known)}", param=at)
 
 
 def _parse(value: Any, limit: int, at: str) -> ProcessorString:
@@ -126,5 +127,5 @@ def _parse(value: Any, limit: int, at: str) -> ProcessorString:
 def _dumps(value: dict[str, Any], at: str) -> bytes:
     try:
         return orjson.dumps(value)
-    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+    except orjson.JSONEncodeError as error:  # orjson parses deeper nesting than it writes
         raise BadRequest(f"{at}: {error}", param=at) from None

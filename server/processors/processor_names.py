@@ -1,4 +1,4 @@
-"""The names of registered processors: `Lipogram` is the newest version, `Lipogram@2` the second."""
+"""Names of registered processors: `Lipogram` is the newest version, `Lipogram@2` the second."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NAME_RULE = "a letter or '_', then at most 63 letters, digits, '_', '.' and '-'"
 _NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _REFERENCE = re.compile(rf"({_NAME})(?:@([1-9][0-9]{{0,8}}))?")
 _SHOWN = 80
-"""Characters of what a client wrote that go into a message."""
+"""Most characters of a client's text in a message."""
 _LISTED = 20
-"""Names in a message."""
+"""Most names in a message."""
 
 
 @dataclass(frozen=True)
 class Versions:
-    """What is known of a name.
+    """Versions of a name.
 
     Attributes:
         kept: the versions that are registered now, the oldest first.
-        last: the highest number that was given out.
+        last: the highest version number used so far.
     """
 
     kept: tuple[int, ...]
@@ -31,23 +31,23 @@ class Versions:
 
 
 def is_name(text: str) -> bool:
-    """Whether a processor may be registered under it."""
+    """Return whether a processor may be registered under this name."""
     return re.fullmatch(_NAME, text) is not None
 
 
 def split_reference(text: str) -> tuple[str, int | None] | None:
-    """Name and version of `Lipogram@2`, name and None of `Lipogram`; None if it is neither."""
+    """Return the name and version of `Lipogram@2`, the name and None of `Lipogram`; None if the text is neither."""
     match = _REFERENCE.fullmatch(text)
     return None if match is None else (match[1], int(match[2]) if match[2] else None)
 
 
-def why_missing(reference: str, installed: Iterable[str], registered: Mapping[str, Versions]) -> str:
-    """What a client is told of a name that stands for no processor.
+def missing_message(reference: str, installed: Iterable[str], registered: Mapping[str, Versions]) -> str:
+    """Return the error message for a name or digest without a processor.
 
     Args:
-        reference: what it wrote.
+        reference: the client's text.
         installed: the names of the installed processors.
-        registered: the names that its own processors have, or had.
+        registered: the names that the tenant's processors have, or had.
     """
     name, version = split_reference(reference) or (reference.partition("@")[0], None)
     known = registered.get(name)
@@ -58,7 +58,7 @@ def why_missing(reference: str, installed: Iterable[str], registered: Mapping[st
     kept = ", ".join(f"{name}@{number}" for number in known.kept[-_LISTED:])
     if "@" in reference and version is None:
         return f"{reference[:_SHOWN]!r} names no version: write a number after the @. Registered are: {kept or 'none'}"
-    return f"{reference} is not registered any more: it was deleted, or dropped to make room for others. " + (
+    return f"{reference} is not registered any more: it was deleted, or evicted to make space for others. " + (
         f"Registered are: {kept}" if kept else "Register it again, or send the whole processor string"
     )
 

@@ -1,4 +1,4 @@
-"""Processors that were uploaded once, for requests that name them by `name@version`, by name or by digest."""
+"""Registered processors: uploaded once, and requested by `name@version`, by name or by digest."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from .processor_names import Versions
 from .registration import Registration, Upload
 from .tenant_registrations import TenantRegistrations
 
-_FORGOTTEN_NAMES = 1024
-"""Names of a tenant's that are remembered beyond those in use."""
+_UNUSED_NAMES = 1024
+"""Names of a tenant without a registration whose last version number is remembered."""
 
 
 class RegistryFull(Exception):
-    """The room is others', who have no more than this tenant would."""
+    """The registry is full, and no other tenant uses more of it than this one would."""
 
 
 class NotRegistered(ProcessorLoadError):
-    """Nothing is registered there, or not any more."""
+    """No processor is registered under a name or digest, or not any more."""
 
 
 class RegisteredProcessors:
     """Registrations by tenant, bounded. Safe to use from several threads.
 
-    They outlive their loaded processors: one that is named after its processor has left the cache is loaded again.
+    Registrations outlive loaded processors: after the processor was evicted from the cache, it is loaded again.
 
     Guarantees:
-    * A name and version of a tenant's stands for one digest, for ever.
-    * Where room is needed, whoever takes most of it gives way, with the least recently used of their own. Nobody who
-      has less than an equal share loses anything to another.
+    * A tenant's name and version always refers to the same digest.
+    * Where space is needed, the tenant that uses most of it loses its least recently used registration. A tenant with
+      less than an equal share never loses one to another tenant.
 
     Args:
-        max_entries: most registrations that are kept, of all tenants together.
-        max_bytes: most bytes that they count for.
-        clock: seconds since 1970.
+        max_entries: most registrations, of all tenants together.
+        max_bytes: most bytes of all registrations together.
+        clock: returns seconds since 1970.
     """
 
     def __init__(self, *, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
@@ -53,29 +53,29 @@ class RegisteredProcessors:
             return sum(map(len, self._tenants.values()))
 
     def add(self, upload: Upload, tenant: str = "") -> Registration:
-        """Keep an upload as a new version of its name, or as the version that runs the same already.
+        """Keep an upload as a new version of its name, or as the existing version with the same digest.
 
         Raises:
-            ProcessorLoadError: it is larger than all of them together may be.
-            RegistryFull: it would have to push out somebody who has no more.
+            ProcessorLoadError: it is larger than `max_bytes`.
+            RegistryFull: it would evict a registration of a tenant that uses no more space.
         """
         size = upload.size
         if size > self._max_bytes:
             raise ProcessorLoadError(
-                f"the processor string counts for {size} bytes, more than the {self._max_bytes} that the server keeps "
-                "of all registered ones together: send it with each request"
+                f"the processor string takes {size} bytes, more than the {self._max_bytes} that this server keeps "
+                "for all registered processors together: send it with each request"
             )
         with self._lock:
             own = self._tenants[tenant]
             old = own.same_as(upload)
-            for owner, each in self._making_way(tenant, size, old):
+            for owner, each in self._evictions(tenant, size, old):
                 self._tenants[owner].remove(each)
             if old is None:
                 return own.add(upload, size, int(self._clock()))
             return own.replace(old, upload, size)
 
-    def named(self, reference: str, tenant: str = "") -> Registration | None:
-        """The tenant's own `name@version`, or its newest `name`. Counts as a use."""
+    def use_name(self, reference: str, tenant: str = "") -> Registration | None:
+        """Return the tenant's own `name@version`, or its newest `name`. Counts as a use."""
         with self._lock:
             own = self._tenants[tenant]
             found = own.get(reference)
@@ -84,11 +84,13 @@ class RegisteredProcessors:
             own.use(found[-1])
             return found[-1]
 
-    def with_digest(self, digest: str, tenant: str = "") -> Registration:
-        """One that runs this: the tenant's own, else another's, who may have told its digest. Counts as a use.
+    def use_digest(self, digest: str, tenant: str = "") -> Registration:
+        """Return a registration with this digest: the tenant's own, else another tenant's. Counts as a use.
+
+        Whoever knows the digest may use the processor.
 
         Raises:
-            NotRegistered: there is none, or none any more.
+            NotRegistered: there is none, or not any more.
         """
         with self._lock:
             for owner in self._own_first(tenant):
@@ -96,30 +98,30 @@ class RegisteredProcessors:
                     owner.use(found[-1])
                     return found[-1]
         raise NotRegistered(
-            f"no processor {digest} is registered: it never was, or it was deleted, or dropped to make room for "
+            f"no processor {digest} is registered: it never was, or it was deleted, or evicted to make space for "
             "others. Register it again, or send the whole processor string"
         )
 
     def find(self, reference: str, tenant: str = "") -> Registration | None:
-        """What a request with this digest, name or `name@version` would get, without counting as a use."""
+        """Return the registration for a digest, name or `name@version`. Does not count as a use."""
         with self._lock:
             is_digest = reference.startswith("sha256:")
             owners = self._own_first(tenant) if is_digest else [self._tenants[tenant]]
             return next((found[-1] for owner in owners if (found := owner.get(reference))), None)
 
-    def of(self, tenant: str = "") -> list[Registration]:
-        """The tenant's own, by name and version."""
+    def list_own(self, tenant: str = "") -> list[Registration]:
+        """Return the tenant's own registrations, by name and version."""
         with self._lock:
             own = list(self._tenants[tenant])
         return sorted(own, key=lambda each: (each.upload.name, each.version))
 
-    def own(self, reference: str, tenant: str = "") -> list[Registration]:
-        """The tenant's own of `name@version`, of `name` (the oldest version first) or of a digest."""
+    def find_own(self, reference: str, tenant: str = "") -> list[Registration]:
+        """Return the tenant's own registrations of `name@version`, `name` (the oldest version first) or a digest."""
         with self._lock:
             return self._tenants[tenant].get(reference)
 
     def remove(self, reference: str, tenant: str = "") -> list[Registration]:
-        """Drop what `own` gives."""
+        """Remove and return the registrations that `find_own` returns."""
         with self._lock:
             own = self._tenants[tenant]
             removed = own.get(reference)
@@ -128,39 +130,39 @@ class RegisteredProcessors:
             return removed
 
     def names(self, tenant: str = "") -> dict[str, Versions]:
-        """The names that the tenant's own have, or had."""
+        """Return the names that the tenant's registrations have, or had."""
         with self._lock:
             return self._tenants[tenant].names()
 
     def _new_tenant(self) -> TenantRegistrations:
-        return TenantRegistrations(self._max_entries + _FORGOTTEN_NAMES)
+        return TenantRegistrations(self._max_entries + _UNUSED_NAMES)
 
     def _own_first(self, tenant: str) -> Iterator[TenantRegistrations]:
         yield self._tenants[tenant]
         yield from (owner for name, owner in self._tenants.items() if name != tenant)
 
-    def _making_way(self, tenant: str, size: int, old: Registration | None) -> list[tuple[str, Registration]]:
-        """Who makes way for one more of this size, and whose it is. `old` goes anyway.
+    def _evictions(self, tenant: str, size: int, old: Registration | None) -> list[tuple[str, Registration]]:
+        """Return the registrations to evict for one more of this size, each with its tenant. `old` is replaced anyway.
 
         Raises:
-            RegistryFull: it would have to be that of somebody with no more.
+            RegistryFull: one of a tenant that uses no more space would have to be evicted.
         """
         entries = {name: len(owner) for name, owner in self._tenants.items()}
         sizes = {name: owner.bytes for name, owner in self._tenants.items()}
         entries[tenant] += old is None
         sizes[tenant] += size - (0 if old is None else old.size)
         candidates = {name: iter([each for each in owner if each is not old]) for name, owner in self._tenants.items()}
-        making_way = []
+        evicted = []
         while (too_many := sum(entries.values()) > self._max_entries) or sum(sizes.values()) > self._max_bytes:
-            taken = entries if too_many else sizes
-            loser = max(taken, key=lambda name: (taken[name], name == tenant))
+            used = entries if too_many else sizes
+            loser = max(used, key=lambda name: (used[name], name == tenant))
             each = next(candidates[loser], None)
-            if each is None:  # it is the newcomer, with nothing else to lose
+            if each is None:  # the tenant itself, without another registration to evict
                 raise RegistryFull(
-                    "the room for registered processors is taken by other API keys, none of which has more of it: "
-                    "send the processor with each request"
+                    "the space for registered processors is used by other API keys, none of which uses more than this "
+                    "one would: send the processor with each request"
                 )
             entries[loser] -= 1
             sizes[loser] -= each.size
-            making_way.append((loser, each))
-        return making_way
+            evicted.append((loser, each))
+        return evicted

@@ -1,4 +1,4 @@
-"""A registered processor: what was uploaded, and as what it is kept."""
+"""A registered processor: the upload, and its registration under a name and version."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from logitship.client.serialization.processor_string import (
 
 @dataclass(frozen=True)
 class Upload:
-    """What a tenant registers.
+    """A processor that a tenant registers.
 
     Attributes:
-        name: what it goes by.
-        digest: identity of what it runs.
-        string: a string of exactly that.
-        description: what it does, in a sentence or two; "" if its class does not say.
+        name: name to register it under.
+        digest: digest of the code that runs.
+        string: the string of exactly this code.
+        description: what it does, in a sentence or two; "" if its class has no docstring.
         params_schema: JSON Schema of its parameters, or None.
     """
 
@@ -37,23 +37,23 @@ class Upload:
 
     @property
     def size(self) -> int:
-        """Bytes that it counts for.
+        """Size in bytes, as counted against the limit.
 
         Raises:
-            ProcessorLoadError: it holds something that cannot be measured.
+            ProcessorLoadError: `params_schema` is nested too deeply to be measured.
         """
         return _string_size(self.string) + len(self.description.encode()) + _schema_size(self.params_schema)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """An upload as it is kept.
+    """An upload that is kept.
 
     Attributes:
-        upload: what was uploaded.
+        upload: the upload.
         version: its number under its name: 1, 2, …
-        size: bytes that it counts for.
-        created: when this version was first uploaded, in seconds since 1970.
+        size: bytes, as counted against the limit.
+        created: time of the first upload of this version, in seconds since 1970.
     """
 
     upload: Upload
@@ -77,7 +77,7 @@ def _string_size(string: ProcessorString) -> int:
         case InstalledProcessor():
             return len(string.name)
         case _:
-            raise TypeError(f"a registration cannot stand for a {type(string).__name__}")
+            raise TypeError(f"a registration cannot hold a {type(string).__name__}")
 
 
 def _schema_size(schema: Mapping[str, Any] | None) -> int:
@@ -85,5 +85,5 @@ def _schema_size(schema: Mapping[str, Any] | None) -> int:
         return 0
     try:
         return len(orjson.dumps(schema))
-    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+    except orjson.JSONEncodeError as error:  # orjson parses deeper nesting than it writes
         raise ProcessorLoadError(f"'params_schema': {error}") from None

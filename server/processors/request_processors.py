@@ -1,4 +1,4 @@
-"""The processors that requests carry, name and register: every mistake in them is a refusal."""
+"""The processors that requests attach, name and register, with every error as a refusal."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUn
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
 from .named_processors import InvalidName, NotDeletable
-from .processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from .processor_library import ProcessorLibrary
+from .processor_loader import InvalidParams, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
 
 
 class RequestProcessors:
-    """Asks the library on behalf of requests, and answers with refusals that name the request's field.
+    """Loads, registers and lists processors for requests. Errors are refusals that name the request's field.
 
     Args:
-        library: where processors come from.
-        load_time: of each processor that a request carries.
+        library: loads the processors.
+        load_time: histogram of the load time of each of a request's processors.
     """
 
     def __init__(self, library: ProcessorLibrary, load_time: Histogram) -> None:
         self._library = library
         self._load_time = load_time
 
-    def of(self, tenant: str) -> list[ProcessorInfo]:
-        """The processors that a tenant's request can ask for by name."""
-        return self._library.names.of(tenant)
+    def list_all(self, tenant: str) -> list[ProcessorInfo]:
+        """Return the processors that a tenant's requests can name."""
+        return self._library.names.list_all(tenant)
 
     def details(self, reference: str, tenant: str) -> ProcessorDetails:
-        """One of them by its name, its name and version, or its digest.
+        """Describe a processor by its name, its name and version, or its digest.
 
         Raises:
             NotFound: there is none.
@@ -52,9 +53,9 @@ class RequestProcessors:
             raise NotFound(str(error), param="id") from error
 
     def delete(self, reference: str, tenant: str) -> list[str]:
-        """Delete a version of what the tenant registered, or all versions of a name or a digest.
+        """Delete a version that the tenant registered, or all versions of a name or a digest.
 
-        Requests that were admitted keep it.
+        Requests that were admitted keep the processor.
 
         Returns:
             Their ids.
@@ -71,7 +72,7 @@ class RequestProcessors:
             raise Forbidden(str(error), param="id") from error
 
     def register(self, string: ProcessorString, tenant: str, name: str | None) -> ProcessorInfo:
-        """Keep a processor: see `AsyncEngine.register`. Waits until it is loaded."""
+        """Register a processor: see `AsyncEngine.register`. Waits until it is loaded."""
         try:
             with _load_errors_refused(param=None):
                 return self._library.register(string, tenant, name)
@@ -81,59 +82,61 @@ class RequestProcessors:
             raise ServiceUnavailable(str(error)) from error
 
     def ships_code(self, string: ProcessorString, tenant: str) -> bool:
-        """True if a request with this processor needs `--enable-custom-logit-processor`."""
+        """Return True if a request with this processor needs `--enable-custom-logit-processor`."""
         return self._library.ships_code(string, tenant)
 
     def check_callable(self, wanted: CallableRequest) -> None:
-        """Refuse a callable by a name that the operator did not allow.
+        """Refuse a callable whose name the operator did not allow.
 
         Raises:
-            ProcessorLoadError: says how it is allowed.
+            ProcessorLoadError: it is not allowed; the message names the flag.
         """
         self._library.callables.check_allowed(wanted.target)
 
     def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
-        """A request with what its names of processors stand for now.
+        """Return the request with the names of its processors resolved.
 
-        Without this, `submit` looks that up for each request, and those of a batch may get different versions.
+        Otherwise `submit` resolves them for each request, and requests of a batch may get different versions.
 
         Args:
-            pins: what the names stand for that were looked up for the same batch before; more are added.
+            request: the request.
+            pins: names that were resolved for the same batch before; new ones are added.
 
         Raises:
-            BadRequest: a name stands for nothing; `param` is `processors[i]`.
+            BadRequest: no processor has that name; `param` is `processors[i]`.
         """
         processors = list(request.processors)
-        for place, wanted in enumerate(processors):
+        for index, wanted in enumerate(processors):
             if isinstance(wanted, ProcessorRequest) and isinstance(
                 wanted.string, RegisteredProcessor | InstalledProcessor
             ):
-                with _load_errors_refused(param=f"processors[{place}]"):
+                with _load_errors_refused(param=f"processors[{index}]"):
                     pins[wanted.string] = pins.get(wanted.string) or self._library.names.resolve(
                         wanted.string, request.tenant
                     )
-                processors[place] = dataclasses.replace(wanted, string=pins[wanted.string])
+                processors[index] = dataclasses.replace(wanted, string=pins[wanted.string])
         return dataclasses.replace(request, processors=tuple(processors))
 
     def load(self, request: GenerationRequest, held: list[LoadedProcessor]) -> list[list[ProcessorUse]]:
-        """Of each sequence, its uses of the request's processors, in order.
+        """Load the request's processors, and return the uses of each sequence in order.
 
         Args:
-            held: each one that is loaded is added, at once; the caller gives them back with `release`.
+            request: the request.
+            held: each processor is added as soon as it is loaded; the caller gives them back with `release`.
 
         Raises:
-            RequestRefused: one cannot be loaded, or does not take its parameters.
+            RequestRefused: a processor cannot be loaded, or rejects its parameters.
         """
         uses: list[list[ProcessorUse]] = [[] for _ in range(request.num_started)]
         prepared: dict[tuple[int, int], Any] = {}
-        for place, wanted in enumerate(request.processors):
-            with self._load_time.time(), _load_errors_refused(param=f"processors[{place}]"):
+        for index, wanted in enumerate(request.processors):
+            with self._load_time.time(), _load_errors_refused(param=f"processors[{index}]"):
                 for sequence_uses, use in zip(uses, self._uses(request, held, wanted, prepared), strict=True):
                     sequence_uses.append(use)
         return uses
 
     def release(self, held: list[LoadedProcessor]) -> None:
-        """Give back what `load` has loaded."""
+        """Give back the processors that `load` added to `held`."""
         for processor in held:
             self._library.release(processor)
 
@@ -144,10 +147,13 @@ class RequestProcessors:
         wanted: AttachedProcessor,
         prepared: dict[tuple[int, int], Any],
     ) -> list[ProcessorUse]:
-        """A use for each sequence, of the same processor, or of a callable of its own.
+        """Return a use for each sequence, of the same processor, or of its own callable.
 
         Args:
-            prepared: what processors made of parameters for this request so far, by the identity of both.
+            request: the request.
+            held: see `load`.
+            wanted: the processor or callable.
+            prepared: results of `prepare` for this request so far, by the identities of processor and parameters.
         """
         if isinstance(wanted, CallableRequest):
             made = [self._library.callables.make(wanted) for _ in range(request.num_started)]
@@ -163,7 +169,7 @@ class RequestProcessors:
 
 @contextlib.contextmanager
 def _load_errors_refused(param: str | None) -> Iterator[None]:
-    """Turn what prevents a processor from being loaded into refusals of the field `param`."""
+    """Turn load errors into refusals of the field `param`."""
     try:
         yield
     except InvalidParams as error:

@@ -1,4 +1,4 @@
-"""What one tenant has registered: versions by name, in the order of their use."""
+"""The registrations of one tenant: versions by name, in the order of their use."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import TypeAlias
 from .processor_names import Versions, split_reference
 from .registration import Registration, Upload
 
-_Place: TypeAlias = tuple[str, int]
+_Key: TypeAlias = tuple[str, int]
 """Name and version."""
 
 
 class TenantRegistrations:
-    """Versions are numbered 1, 2, … under each name, and no number is given out twice.
+    """Registrations by name and version. Versions are numbered 1, 2, … under each name, and no number is reused.
 
     Args:
-        max_names: most names whose last number is remembered. The tenant never has as many at a time. Numbers under a
-            forgotten name go on above the highest forgotten one.
+        max_names: most names whose last number is remembered, more than the tenant can use at a time. The numbers of a
+            name that was dropped continue above the highest number of all dropped names.
 
     Attributes:
-        bytes: what all of them count for.
+        bytes: size of all registrations.
     """
 
     def __init__(self, max_names: int) -> None:
         self.bytes = 0
         self._max_names = max_names
-        self._by_place: OrderedDict[_Place, Registration] = OrderedDict()  # the least recently used first
+        self._by_key: OrderedDict[_Key, Registration] = OrderedDict()  # the least recently used first
         self._by_name: dict[str, dict[int, Registration]] = {}  # the oldest version first
         self._by_digest: dict[str, list[Registration]] = {}
-        self._last: OrderedDict[str, int] = OrderedDict()  # the name that was registered last at the end
-        self._forgotten = 0
+        self._last: OrderedDict[str, int] = OrderedDict()  # the most recently registered name last
+        self._last_dropped = 0
 
     def __len__(self) -> int:
-        return len(self._by_place)
+        return len(self._by_key)
 
     def __iter__(self) -> Iterator[Registration]:
-        """The least recently used first."""
-        return iter(self._by_place.values())
+        """Iterate over the registrations, the least recently used first."""
+        return iter(self._by_key.values())
 
     def get(self, reference: str) -> list[Registration]:
-        """Those of `name@version`, of `name` (the oldest version first), or of a digest."""
+        """Return the registrations of `name@version`, `name` (the oldest version first), or a digest."""
         if reference.startswith("sha256:"):
             return list(self._by_digest.get(reference, ()))
         name, version = split_reference(reference) or ("", None)
@@ -51,45 +51,45 @@ class TenantRegistrations:
         return [versions[version]] if version in versions else []
 
     def same_as(self, upload: Upload) -> Registration | None:
-        """The version under the upload's name that runs the same."""
+        """Return the version under the upload's name that has the same digest."""
         return next((each for each in self.get(upload.digest) if each.upload.name == upload.name), None)
 
     def names(self) -> dict[str, Versions]:
-        """The names that they have, or had."""
+        """Return the names that the registrations have, or had."""
         return {name: Versions(tuple(self._by_name.get(name, ())), last) for name, last in self._last.items()}
 
     def use(self, registration: Registration) -> None:
-        """Note that it was asked for."""
-        self._by_place.move_to_end(_place(registration))
+        """Mark a registration as the most recently used."""
+        self._by_key.move_to_end(_key(registration))
 
     def add(self, upload: Upload, size: int, now: int) -> Registration:
-        """Keep an upload under the next number."""
+        """Register an upload under the next number."""
         name = upload.name
-        version = self._last.pop(name, self._forgotten) + 1
+        version = self._last.pop(name, self._last_dropped) + 1
         self._last[name] = version
         registration = Registration(upload, version, size, now)
         self._by_name.setdefault(name, {})[version] = registration
-        self._by_place[name, version] = registration
+        self._by_key[name, version] = registration
         self._by_digest.setdefault(upload.digest, []).append(registration)
         self.bytes += size
-        self._forget_a_name()
+        self._drop_a_name()
         return registration
 
     def replace(self, old: Registration, upload: Upload, size: int) -> Registration:
-        """Keep another string of the same digest in the old one's place."""
+        """Replace a registration by an upload of the same digest."""
         registration = Registration(upload, old.version, size, old.created)
         self._by_name[upload.name][old.version] = registration
-        self._by_place[_place(old)] = registration
-        runs_the_same = self._by_digest[upload.digest]
-        runs_the_same[runs_the_same.index(old)] = registration
+        self._by_key[_key(old)] = registration
+        same_digest = self._by_digest[upload.digest]
+        same_digest[same_digest.index(old)] = registration
         self.bytes += size - old.size
         self.use(registration)
         return registration
 
     def remove(self, registration: Registration) -> None:
-        """Drop one."""
+        """Remove a registration."""
         name, digest = registration.upload.name, registration.upload.digest
-        del self._by_place[_place(registration)]
+        del self._by_key[_key(registration)]
         del self._by_name[name][registration.version]
         if not self._by_name[name]:
             del self._by_name[name]
@@ -98,11 +98,11 @@ class TenantRegistrations:
             del self._by_digest[digest]
         self.bytes -= registration.size
 
-    def _forget_a_name(self) -> None:
+    def _drop_a_name(self) -> None:
         if len(self._last) > self._max_names:
             name = next(name for name in self._last if name not in self._by_name)
-            self._forgotten = max(self._forgotten, self._last.pop(name))
+            self._last_dropped = max(self._last_dropped, self._last.pop(name))
 
 
-def _place(registration: Registration) -> _Place:
+def _key(registration: Registration) -> _Key:
     return registration.upload.name, registration.version

@@ -1,4 +1,4 @@
-"""The trees of tokens that the operator names, read before the model is loaded."""
+"""Loads the operator's token trees, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ logger = logging.getLogger(__name__)
 
 
 def load_trees(config: ServerConfig) -> dict[str, TokenTree]:
-    """The trees that requests can ask for, by name; among them the one that all requests follow, if there is one.
+    """Load the trees that requests can name, and the one that all requests follow, if it is set.
 
-    RTP-LLM looks for that one beside the model, logs an error if it cannot read it, and serves without. Here a file
-    that is not beside the model may lie anywhere else, and one that cannot be read stops the start: what comes out of a
-    server without its tree looks like an answer.
+    RTP-LLM looks for the latter next to the model, logs an error if it cannot read it, and serves without it. Here it
+    may also be anywhere else, and a file that cannot be read stops the start: the output of a server without its tree
+    looks valid.
 
     Raises:
-        StartError: a file cannot be read, or holds no tree.
+        StartError: a file cannot be read, or is not a tree.
     """
     trees = {name: _load("tree", file, [Path(file)]) for name, file in config.named_trees.items()}
-    everyones = config.tree_decode_config
-    if everyones:
-        beside_model = [Path(config.model_path, everyones)] if Path(config.model_path).is_dir() else []
-        trees[everyones] = _load("tree_decode_config", everyones, [*beside_model, Path(everyones)])
+    shared = config.tree_decode_config
+    if shared:
+        in_model_folder = [Path(config.model_path, shared)] if Path(config.model_path).is_dir() else []
+        trees[shared] = _load("tree_decode_config", shared, [*in_model_folder, Path(shared)])
     return trees
 
 
 def attached_to_all(config: ServerConfig) -> tuple[ProcessorRequest, ...]:
-    """What every request carries beside its own processors: the tree that all requests follow."""
+    """Return the processors that are attached to every request: the tree that all requests follow."""
     if not config.tree_decode_config:
         return ()
     params = {"tree": config.tree_decode_config}
     return (ProcessorRequest(InstalledProcessor(TreeLogitsProcessor.name), params, own=True),)
 
 
-def _load(setting: str, file: str, places: list[Path]) -> TokenTree:
-    """Read the tree at the first of some places where there is a file."""
-    place = next((place for place in places if place.exists()), places[-1])
+def _load(setting: str, file: str, candidates: list[Path]) -> TokenTree:
+    """Read the tree at the first path where there is a file."""
+    path = next((path for path in candidates if path.exists()), candidates[-1])
     try:
-        tree = load_tree(place)
+        tree = load_tree(path)
     except OSError as error:
-        tried = "; tried " + " and ".join(map(str, places)) if len(places) > 1 else ""
+        tried = "; tried " + " and ".join(map(str, candidates)) if len(candidates) > 1 else ""
         raise StartError(f"{setting}: {file} cannot be read: {error.strerror}{tried}") from error
     except TreeFormatError as error:
-        raise StartError(f"{setting}: {place} holds no tree: {error}") from error
-    logger.info("loaded the tree %s of %d paths", place, len(tree))
+        raise StartError(f"{setting}: {path} holds no tree: {error}") from error
+    logger.info("loaded the tree %s of %d paths", path, len(tree))
     return tree

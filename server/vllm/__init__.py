@@ -1,6 +1,6 @@
 """logitship inside vLLM: `vllm serve MODEL --logits-processors logitship.server.vllm:LogitshipLogitsProcessor`.
 
-The same groups, sandboxes and built-in processors as in logitship's own server; vLLM runs the model. See docs/vllm.md.
+Groups, sandboxes and built-in processors are those of logitship's own server; vLLM runs the model. See docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MODEL_RUNNER_V2 = "vllm.v1.worker.gpu."
 
 
 def __getattr__(name: str) -> Any:
-    # Later, because the plugin's base class is vLLM's: everything else here can be imported without it.
+    # Lazily, because the plugin's base class is vLLM's: all other modules here can be imported without vLLM.
     if name != "LogitshipLogitsProcessor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # vLLM chooses between two model runners by itself. Each has an interface of its own and refuses the other's, so
-    # the class under this name is the one for the runner that asks.
+    # vLLM chooses one of its two model runners itself. Each has its own plugin interface and rejects the other's, so
+    # this name resolves to the class for the model runner that imports it.
     if sys._getframe(1).f_globals.get("__name__", "").startswith(_MODEL_RUNNER_V2):
         from .plugin_v2 import LogitshipLogitsProcessorV2
 

@@ -1,7 +1,7 @@
-"""Finds the object of vLLM's that called.
+"""Access to the vLLM objects that call the plugin.
 
-vLLM gives a plugin's class method a request's parameters and nothing of the model, and its constructor nothing of the
-batch that it will follow. Both callers stand on the stack, and there is no other way to them.
+vLLM passes a plugin's class method the parameters of a request and nothing about the model, and its constructor nothing
+about the batch. Both are attributes of callers on the stack, and there is no other way to reach them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 
-def calling(class_name: str) -> Any:
-    """The `self` of the nearest caller whose class, or a base class of it, has this name; None if there is none."""
+def find_caller(class_name: str) -> Any:
+    """Return the `self` of the nearest caller whose class, or a base class of it, has this name; else None."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -21,8 +21,8 @@ def calling(class_name: str) -> Any:
     return None
 
 
-def argument_of_caller(name: str) -> Any:
-    """The value of the argument of this name that the nearest caller with such a one was given; None if none was."""
+def find_caller_argument(name: str) -> Any:
+    """Return the argument of this name of the nearest caller that has one; None if no caller has."""
     frame = sys._getframe(1)
     while frame is not None:
         if name in frame.f_locals:

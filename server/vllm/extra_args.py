@@ -1,8 +1,8 @@
-"""What a request to vLLM carries for logitship, in `vllm_xargs` (`extra_args` of its `SamplingParams`).
+"""The processors in a request to vLLM: `vllm_xargs` in JSON, `extra_args` of its `SamplingParams`.
 
 `custom_logit_processor` is a processor string, `custom_params` the JSON text of its parameters; or `logits_processors`
-is the JSON text of a list of `{"processor": …, "params": …}`. Text, because vLLM takes nothing but text, numbers and
-lists of them there; offline, where it takes anything, the values themselves may stand there too.
+is the JSON text of a list of `{"processor": …, "params": …}`. They are text, because `vllm_xargs` takes only text,
+numbers and lists of them. Offline, `extra_args` takes anything, so the values themselves are accepted too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROCESSORS = "logits_processors"
 
 
 def has_processors(params: Any) -> bool:
-    """True if a request carries processors, whatever else is to be said of them.
+    """Return True if a request has processors, valid or not.
 
     Args:
         params: vLLM's `SamplingParams`.
@@ -35,16 +35,17 @@ def has_processors(params: Any) -> bool:
     return bool(extra_args) and (extra_args.get(PROCESSOR) is not None or extra_args.get(PROCESSORS) is not None)
 
 
-def is_question(params: Any) -> bool:
-    """True if a client only wants to know whether logitship is here: it must not generate."""
+def asks_for_plugin_info(params: Any) -> bool:
+    """Return True if a client only asks whether the plugin is there. Such a request must not generate."""
     extra_args = params.extra_args
     return bool(extra_args) and PROBE.items() <= extra_args.items()
 
 
 def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> tuple[ProcessorRequest, ...]:
-    """The processors that a request carries, in the order in which they run; not loaded.
+    """Parse the processors of a request, in the order in which they run. Loads nothing.
 
     Args:
+        extra_args: the request's.
         max_processor_size: longest processor string, in bytes.
 
     Raises:
@@ -54,24 +55,24 @@ def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> t
     if one is not None and several is not None:
         raise ValueError(f"{PROCESSORS}: give either this or {PROCESSOR}, not both")
     params = _read_params(extra_args.get(PARAMS))
-    carried: Sequence[AttachedProcessor]
+    attached: Sequence[AttachedProcessor]
     try:
         if several is not None:
-            entries = _decoded(several, PROCESSORS)
+            entries = _decode(several, PROCESSORS)
             if not isinstance(entries, list):
                 raise ValueError(f"{PROCESSORS}: must be a list, as JSON text")
-            carried = read_entries(entries, PROCESSORS, max_processor_size=max_processor_size, params=params)
+            attached = read_entries(entries, PROCESSORS, max_processor_size=max_processor_size, params=params)
         else:
-            carried = [read_processor(one, params, PROCESSOR, max_processor_size=max_processor_size)]
+            attached = [read_processor(one, params, PROCESSOR, max_processor_size=max_processor_size)]
     except RequestRefused as refused:
         raise ValueError(refused.message) from None
-    return tuple(map(_checked, carried))
+    return tuple(map(_checked, attached))
 
 
 def _read_params(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-    params = _decoded(value, PARAMS)
+    params = _decode(value, PARAMS)
     if not isinstance(params, dict):
         raise ValueError(f"{PARAMS}: must be an object, as JSON text")
     if RESERVED_KEY in params:
@@ -79,7 +80,7 @@ def _read_params(value: Any) -> dict[str, Any] | None:
     return params
 
 
-def _decoded(value: Any, at: str) -> Any:
+def _decode(value: Any, at: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -88,26 +89,26 @@ def _decoded(value: Any, at: str) -> Any:
         raise ValueError(f"{at}: is not JSON: {error}") from None
 
 
-def _checked(carried: AttachedProcessor) -> ProcessorRequest:
-    if isinstance(carried, CallableRequest):
+def _checked(attached: AttachedProcessor) -> ProcessorRequest:
+    if isinstance(attached, CallableRequest):
         raise ValueError(f"{PROCESSORS}: callables by name are not taken inside vLLM; send a processor")
-    if isinstance(carried.string, RegisteredProcessor):
+    if isinstance(attached.string, RegisteredProcessor):
         raise ValueError(
-            f"{carried.string.digest}: no processors are registered inside vLLM; send the whole processor string"
+            f"{attached.string.digest}: no processors are registered inside vLLM; send the whole processor string"
         )
-    return carried
+    return attached
 
 
 def sampling_params(params: Any, uses: Sequence[ProcessorUse], eos_token_ids: frozenset[int]) -> SamplingParams:
-    """What the processors of a request see as its sampling parameters.
+    """Return the sampling parameters of a request as its processors see them.
 
     Args:
         params: vLLM's `SamplingParams`.
-        uses: the processors.
+        uses: the request's processors.
         eos_token_ids: the model's end tokens.
 
     Raises:
-        ValueError: a value is one that vLLM takes and logitship does not; names it.
+        ValueError: vLLM accepts a value that logitship does not; names it.
     """
     return SamplingParams(
         temperature=params.temperature,

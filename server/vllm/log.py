@@ -5,4 +5,4 @@ from __future__ import annotations
 import logging
 
 logger = logging.getLogger("vllm.logitship")
-"""Below vLLM's own, which is the only one that `vllm serve` prints."""
+"""A child of vLLM's logger, the only one that `vllm serve` prints."""

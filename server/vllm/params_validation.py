@@ -1,4 +1,4 @@
-"""Refuses requests in vLLM's front end, where that is a 400. In the engine core it would be the end of the engine."""
+"""Validation of requests in vLLM's front end, where an error is a 400. In the engine core it would stop the engine."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from logitship.client.http.vllm_handshake import PluginInfo
 
-from .callers import calling
-from .extra_args import has_processors, is_question
-from .model import fault_token, model_view
-from .processors import RequestProcessors, on_trial
+from .callers import find_caller
+from .extra_args import asks_for_plugin_info, has_processors
+from .model_view import fault_token, model_view
+from .plugin_processors import PluginProcessors, for_admission
 from .settings import PluginSettings
 
 
 @dataclass(frozen=True)
 class _FrontEnd:
-    """What the front end of one model knows.
+    """The front end's state for one model.
 
     Attributes:
-        vllm_config: kept, so that no other configuration gets its `id`.
+        vllm_config: referenced, so that no other configuration gets the same `id`.
     """
 
     vllm_config: Any
-    processors: RequestProcessors
+    processors: PluginProcessors
     fault_token: int
 
 
@@ -33,19 +33,20 @@ _lock = threading.Lock()
 
 
 def admit(params: Any) -> None:
-    """Check what a request carries, by loading it on trial, and make it one that the plugin can end.
+    """Check the processors of a request by loading them once, and add the stop token with which the plugin ends it.
 
     Args:
-        params: vLLM's `SamplingParams`; gets another stop token if the request carries processors.
+        params: vLLM's `SamplingParams`; gets another stop token if the request has processors.
 
     Raises:
-        ValueError: it carries something that cannot run, or asks what the plugin is; the message is for the client.
+        ValueError: a processor cannot run, or the request asks for the plugin's description; the message is for the
+            client.
     """
-    asked = is_question(params)
-    if not asked and not has_processors(params):
+    asks = asks_for_plugin_info(params)
+    if not asks and not has_processors(params):
         return
     front_end = _front_end()
-    if asked:
+    if asks:
         raise ValueError(PluginInfo(front_end.fault_token).to_message())
     front_end.processors.release(front_end.processors.load(params, "admission"))
     stop_token_ids = params.stop_token_ids or []
@@ -54,13 +55,13 @@ def admit(params: Any) -> None:
 
 
 def _front_end() -> _FrontEnd:
-    caller = calling("InputProcessor")
+    caller = find_caller("InputProcessor")
     if caller is None:
-        raise ValueError("this version of vLLM is one that logitship does not know: it cannot find the model's name")
+        raise ValueError("logitship does not support this version of vLLM: it cannot find the model's configuration")
     config = caller.vllm_config
-    with _lock:  # the first request of each model starts what loads processors; others wait for that
+    with _lock:  # the first request of each model starts the sandboxes; others wait for that
         if id(config) not in _front_ends:
             model = model_view(config)
-            processors = on_trial(PluginSettings.from_environment(), model)
+            processors = for_admission(PluginSettings.from_environment(), model)
             _front_ends[id(config)] = _FrontEnd(config, processors, fault_token(model))
         return _front_ends[id(config)]

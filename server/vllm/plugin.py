@@ -1,4 +1,4 @@
-"""The plugin for vLLM's model runner V1, in vLLM's own interface."""
+"""The plugin for vLLM's model runner V1."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyright: ignore[reportMissingImports]
 
-from .batch import ShippedBatch
-from .callers import calling
-from .engine_state import EngineState, missing
+from .batch_requests import BatchRequests, missing_attributes
+from .callers import find_caller
 from .log import logger
-from .model import fault_token, model_view
+from .model_view import fault_token, model_view
 from .params_validation import admit
-from .processors import to_run
+from .plugin_processors import for_execution
 from .settings import PluginSettings
+from .shipped_batch import ShippedBatch
 from .tensor_parallel import TensorParallelRanks
 
 
 class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Runs the processors that came with requests, each on the rows of its own requests."""
+    """Runs the processors of requests, each on the rows of its own requests."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Called in the front end, before vLLM takes a request.
+        """Check a request in the front end, before vLLM admits it.
 
         Raises:
-            ValueError: it is refused with status 400 and this message.
+            ValueError: the request is refused with status 400 and this message.
         """
         admit(sampling_params)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """Start what processors run in.
+        """Start the executor of the processors.
 
         Raises:
-            ValueError: a setting is wrong, or vLLM was set up in a way in which processors would not see the output.
+            ValueError: a setting is wrong, or vLLM is configured so that processors would not see the output.
         """
         settings = PluginSettings.from_environment()
-        engine = EngineState(_model_runner(vllm_config))
+        requests = BatchRequests(_model_runner(vllm_config))
         model = model_view(vllm_config)
         ranks = TensorParallelRanks()
-        # All ranks draw, and must draw the same: one runs the processors, and the others take its rows.
+        # All ranks sample, and must sample the same: the first one runs the processors and broadcasts its rows.
         max_rows = vllm_config.scheduler_config.max_num_seqs
-        processors = to_run(settings, model, max_rows) if ranks.is_first else None
+        processors = for_execution(settings, model, max_rows) if ranks.is_first else None
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
-        self._batch = ShippedBatch(model, device, processors, engine, fault_token(model), ranks)
+        self._batch = ShippedBatch(model, device, processors, requests, fault_token(model), ranks)
 
     def is_argmax_invariant(self) -> bool:
-        """False: a shipped processor may do anything to its rows."""
+        """Return False: a shipped processor may change its rows in any way."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch."""
+        """Apply the changes of the batch."""
         self._batch.update_state(batch_update)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -62,21 +62,21 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
 
 
 def _model_runner(vllm_config: Any) -> Any:
-    """The model runner that makes the plugin.
+    """Return the model runner that makes the plugin.
 
     Raises:
-        ValueError: there is none that logitship knows, or it will not fill in the tokens that processors must see.
+        ValueError: logitship does not know it, or it will not fill in the tokens that processors must see.
     """
     if vllm_config.scheduler_config.async_scheduling and not vllm_config.model_config.logits_processors:
         raise ValueError(
-            "logitship must be named with --logits-processors: with asynchronous scheduling, vLLM does not tell "
-            "plugins that it found by itself which tokens were drawn"
+            "logitship must be named with --logits-processors: with asynchronous scheduling, vLLM does not show the "
+            "sampled tokens to plugins that it found through an entry point"
         )
-    # Here, because the front end imports this module as well and runs no model.
+    # Imported here, because the front end imports this module as well and runs no model.
     from vllm.v1.worker.gpu_input_batch import InputBatch  # pyright: ignore[reportMissingImports]
 
-    runner = calling("GPUModelRunner")
-    unknown = ["GPUModelRunner"] if runner is None else missing(type(runner), InputBatch)
+    runner = find_caller("GPUModelRunner")
+    unknown = ["GPUModelRunner"] if runner is None else missing_attributes(type(runner), InputBatch)
     if unknown:
         raise ValueError(
             f"logitship does not know the model runner of this vLLM: it knows that of 0.32, with {', '.join(unknown)}"

@@ -1,4 +1,4 @@
-"""What the batch needs of vLLM, whichever model runner there is."""
+"""Protocols of the model runner: `ShippedBatch` needs these of V1 and V2."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 
 
 class Ranks(Protocol):
-    """The processes that draw the same tokens, each with the same logits: vLLM's tensor-parallel ranks."""
+    """The processes that sample the same tokens from the same logits: vLLM's tensor-parallel ranks."""
 
     @property
     def is_first(self) -> bool:
-        """True in the one whose processors run."""
+        """True on the rank that runs the processors."""
         ...
 
-    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Overwrite some rows of the logits with those of the first one. All call it together, for the same rows."""
+    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Overwrite some rows of the logits with those of the first rank. All ranks call it for the same rows."""
         ...
 
 
-class Engine(Protocol):
-    """What vLLM knows of its requests: `EngineState` for its model runner V1, `SlotRequests` for V2."""
+class RunnerRequests(Protocol):
+    """The model runner's requests: `BatchRequests` for model runner V1, `SlotRequests` for V2."""
 
     def request_of(self, output_token_ids: list[int]) -> Any:
-        """The record of the request that owns this very list."""
+        """Return the record of the request that owns this very list."""
         ...
 
     def is_unfinished(self, request: Any) -> bool:
-        """True if the request is in the batch, or was put aside and will be again."""
+        """Return True if the request is in the batch, or preempted."""
         ...
 
-    def without_a_token(self, num_rows: int) -> set[int]:
-        """Rows for which nothing is drawn in this step."""
+    def discarded_rows(self, num_rows: int) -> set[int]:
+        """Return the rows whose token is discarded in this step."""
         ...

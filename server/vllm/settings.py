@@ -1,4 +1,4 @@
-"""How the operator sets the plugin up: environment variables, because vLLM passes no arguments on to plugins."""
+"""The plugin's settings: environment variables, because vLLM passes no arguments to plugins."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from logitship.server.processors.allowed_processors import read_allowed_digests
+from logitship.server.allowed_processors import read_allowed_digests
+from logitship.server.config import ServerConfig
 
 PREFIX = "LOGITSHIP_VLLM_"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginSettings:
-    """The settings. Each is read from the variable of the same name in capitals, after `LOGITSHIP_VLLM_`."""
+    """Settings of the plugin. Each is read from the variable of the same name in capitals, after `LOGITSHIP_VLLM_`."""
 
     enable_custom_logit_processor: bool = False
     """Requests may ship code. Otherwise only the built-in processors run, by name."""
     processor_isolation: Literal["sandbox", "none"] = "sandbox"
-    max_processor_size: int = 1 << 20
+    max_processor_size: int = ServerConfig.max_processor_size
     """Longest processor string, in bytes."""
-    max_sandboxes: int = 64
+    max_sandboxes: int = ServerConfig.max_sandboxes
     """Most shipped processors kept loaded in an engine core."""
-    sandbox_memory: int = 1 << 30
-    """Bytes that a sandbox may take beyond what torch takes."""
-    sandbox_cpu_time: float = 2.0
-    """Seconds of CPU time that a sandbox may burn outside its calls."""
-    sandbox_step_timeout: float = 1.0
+    sandbox_memory: int = ServerConfig.sandbox_memory
+    """Bytes that a sandbox may use beyond what torch uses."""
+    sandbox_cpu_time: float = ServerConfig.sandbox_cpu_time
+    """CPU seconds that a sandbox may use outside its calls."""
+    sandbox_step_timeout: float = ServerConfig.sandbox_step_timeout
     """Seconds that a call of a processor may take."""
     sandbox_load_timeout: float = 2.0
-    """Seconds that it may take to load a processor. vLLM has no place to do that where nobody waits for it."""
+    """Seconds that loading a processor may take. Shorter than the server's: in vLLM other requests wait meanwhile."""
     allow_processor: str | None = None
-    """A file with the digests that alone may run as shipped code. None: any may."""
+    """A file with the digests of the only shipped processors that may run. None: any may."""
     tree: Mapping[str, str] | None = None
-    """Trees that requests can ask for: name → file. In the environment `NAME=FILE`, several with commas between."""
+    """Trees that requests can name: name → file. In the environment `NAME=FILE`, several separated by commas."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PluginSettings:
-        """The settings of this process.
+        """Read the settings of this process.
 
         Raises:
-            ValueError: a variable has a value that it cannot have, or there is none of that name; names it.
+            ValueError: the value of a variable is invalid, or there is no such setting; names the variable.
         """
         values: dict[str, Any] = {}
         for variable, text in environment.items():
@@ -58,12 +59,12 @@ class PluginSettings:
             except ValueError as error:
                 raise ValueError(f"{variable}: {error}, not {text!r}") from None
         settings = cls(**values)
-        settings.allowed_digests  # noqa: B018  # reads the file: its mistakes should show at the start
+        settings.allowed_digests  # noqa: B018  # reads the file now, so that its errors show at start
         return settings
 
     @cached_property
     def allowed_digests(self) -> frozenset[str] | None:
-        """What stands in `allow_processor`; None: there is no such file."""
+        """The digests in the file `allow_processor`; None: no file is set."""
         if self.allow_processor is None:
             return None
         try:
@@ -105,7 +106,7 @@ def _trees(text: str) -> dict[str, str]:
     for entry in text.split(","):
         name, _, file = entry.strip().partition("=")
         if not name or not file or name in trees:
-            raise ValueError("must be NAME=FILE, several with commas between, each name once")
+            raise ValueError("must be NAME=FILE, several separated by commas, each name once")
         trees[name] = file
     return trees
 

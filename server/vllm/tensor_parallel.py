@@ -1,6 +1,6 @@
-"""vLLM's tensor-parallel ranks: each has all the logits, and each draws the same tokens from them.
+"""vLLM's tensor-parallel ranks: each computes all logits and samples the same tokens from them.
 
-With pipeline parallelism, only the ranks of the last stage do.
+With pipeline parallelism, only the ranks of the last stage sample.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from vllm.distributed import get_pp_group, get_tp_group  # pyright: ignore[repor
 
 
 class TensorParallelRanks:
-    """The ranks of this process's group. See `Ranks`."""
+    """The ranks of this process's tensor-parallel group. Implements `Ranks`."""
 
     def __init__(self) -> None:
         self._group = get_tp_group()
 
     @property
     def is_first(self) -> bool:
-        """True in the one whose processors run."""
+        """True on the rank that runs the processors."""
         return bool(self._group.rank_in_group == 0 and get_pp_group().is_last_rank)
 
-    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
         """Overwrite some rows of the logits with those of the first rank."""
         if self._group.world_size > 1:
             logits[rows] = self._group.broadcast(logits[rows], src=0)

@@ -22,7 +22,7 @@ from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.requests.messages import GenerationRequest, ProcessorRequest
 from logitship.server.requests.sequence import Sequence
-from logitship.server.speculation.speculation import NGramSpeculation
+from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text())[
     "strings"

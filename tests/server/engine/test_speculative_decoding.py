@@ -22,7 +22,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import StartError
 from logitship.server.requests.messages import AttachedProcessor, FinishReason, GenerationRequest, ProcessorRequest
 from logitship.server.requests.sequence import Sequence
-from logitship.server.speculation.speculation import NGramSpeculation
+from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 BuildEngine = Callable[..., AsyncEngine]
 

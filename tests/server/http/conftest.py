@@ -184,7 +184,7 @@ class FakeProcessors(RequestProcessors):
     def ships_code(self, string: ProcessorString, tenant: str) -> bool:
         return not isinstance(string, InstalledProcessor)
 
-    def of(self, tenant: str) -> list[ProcessorInfo]:
+    def list_all(self, tenant: str) -> list[ProcessorInfo]:
         return [BAN, MINE]
 
     def details(self, reference: str, tenant: str) -> ProcessorDetails:

@@ -31,8 +31,13 @@ from transformers import (
 
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
-from logitship.server.model.deterministic import TILE, RowTiles, TokenByToken, make_deterministic
-from logitship.server.model.deterministic_attention import DETERMINISTIC_ATTENTION_NAME
+from logitship.server.model.deterministic import (
+    DETERMINISTIC_ATTENTION_NAME,
+    TILE,
+    RowTiles,
+    TokenByToken,
+    make_deterministic,
+)
 from logitship.server.model.deterministic_check import NotDeterministic, check_determinism
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import Chunk, ModelRunner

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+
 import pytest
 import torch
 from torch import nn
 
-from logitship.server.model.packed_linear import PackedLinear, can_pack
+from logitship.server.model.packed_linear import PackedLinear, can_pack, collapse
 
 ROWS = (1, 3, 8, 33)
+HUGE_PAGE = 1 << 21
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -39,3 +44,20 @@ def test_what_gains_by_packing() -> None:
     assert can_pack(torch.device("cpu"), torch.float32) == torch.backends.mkldnn.is_available()
     assert not can_pack(torch.device("cpu"), torch.float16)
     assert not can_pack(torch.device("meta"), torch.float32)
+
+
+def test_what_stands_there_stays() -> None:
+    memory = mmap.mmap(-1, 4 * HUGE_PAGE)
+    content = os.urandom(len(memory))
+    memory[:] = content
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    # Not on a border: both ends lie within a page.
+    moved = collapse(start + 5000, len(memory) - 10_000)
+    assert moved % HUGE_PAGE == 0
+    assert 0 <= moved <= len(memory) + HUGE_PAGE
+    assert memory[:] == content
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 0), (0, 1), (1 << 46, HUGE_PAGE)])
+def test_memory_that_is_not_there_is_left_alone(address: int, nbytes: int) -> None:
+    assert collapse(address, nbytes) == 0

@@ -17,7 +17,7 @@ def read(*entries: Any, **options: Any) -> tuple[Any, ...]:
     return read_entries(entries, AT, **({"max_processor_size": 1000} | options))
 
 
-def test_each_kind_in_order() -> None:
+def test_all_kinds_of_entries() -> None:
     first, second, third, fourth = read(
         {"processor": SOURCE, "params": {"a": 1}},
         {"qualname": "zoo.Cite", "args": [1], "kwargs": {"boost": 2.0}},
@@ -30,7 +30,7 @@ def test_each_kind_in_order() -> None:
     assert fourth == ProcessorRequest(InstalledProcessor("disallowed_tokens"), None)
 
 
-def test_the_requests_parameters_stand_in_for_those_that_are_left_out() -> None:
+def test_missing_params_default_to_those_of_the_request() -> None:
     shared = {"a": 1}
     own, left_out, null = read(
         {"processor": SOURCE, "params": {}},
@@ -39,7 +39,7 @@ def test_the_requests_parameters_stand_in_for_those_that_are_left_out() -> None:
         params=shared,
     )
     assert (own.params, left_out.params, null.params) == ({}, shared, shared)
-    assert left_out.params is shared  # so that it is checked and prepared once
+    assert left_out.params is shared  # the same object, so that it is checked and prepared once
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_requests_parameters_stand_in_for_those_that_are_left_out() -> None:
         ({}, "", "has neither 'processor' nor 'qualname'"),
         ({"processor": None}, "", "has neither"),
         ({"processor": SOURCE, "param": {}}, "", "unknown key 'param'"),
-        ({"processor": SOURCE, "qualname": "a.b"}, "", "unknown key 'processor' beside qualname"),
+        ({"processor": SOURCE, "qualname": "a.b"}, "", "unknown key 'processor' besides qualname"),
         ({"processor": SOURCE, "params": []}, ".params", "must be an object"),
         ({"processor": SOURCE, "params": {"__req__": 1}}, ".params", "the server's own"),
         ({"processor": 5}, ".processor", "must be a processor string"),
@@ -74,7 +74,7 @@ def test_malformed_entries(entry: Any, at: str, reason: str) -> None:
     assert reason in caught.value.message
 
 
-def test_a_processor_string_over_the_limit() -> None:
+def test_processor_string_over_the_limit() -> None:
     with pytest.raises(RequestTooLarge) as caught:
         read({"processor": SOURCE}, max_processor_size=10)
     assert caught.value.param == f"{AT}[0].processor"

@@ -26,7 +26,8 @@ from logitship.sampler.processors.processor_cache import ProcessorCache, Process
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.named_processors import InvalidName, NotDeletable
-from logitship.server.processors.processor_library import InvalidParams, ProcessorLibrary, ProcessorNotAllowed
+from logitship.server.processors.processor_library import ProcessorLibrary
+from logitship.server.processors.processor_loader import InvalidParams, ProcessorNotAllowed
 from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
 
 NAME = "disallowed_tokens"
@@ -66,7 +67,7 @@ class {name}(CustomLogitProcessor):
     return SourceProcessor(source, name)
 
 
-def test_an_installed_processor_by_name(new_library: NewLibrary) -> None:
+def test_installed_processor_by_name(new_library: NewLibrary) -> None:
     library = new_library()
     processor = library.acquire(InstalledProcessor(NAME), "")
     assert processor.name == NAME
@@ -77,7 +78,7 @@ def test_an_installed_processor_by_name(new_library: NewLibrary) -> None:
     assert library.cache_stats().entries == 0
 
 
-def test_its_parameters_are_checked(new_library: NewLibrary) -> None:
+def test_params_of_installed_processors_are_checked(new_library: NewLibrary) -> None:
     library = new_library()
     processor = library.acquire(InstalledProcessor(NAME), "")
     assert library.prepare(processor, {"token_ids": [3]}).token_ids == [3]
@@ -88,7 +89,7 @@ def test_its_parameters_are_checked(new_library: NewLibrary) -> None:
     assert library.prepare(library.acquire(shipped(NAME), ""), None) is None
 
 
-def test_parameters_of_its_own_are_all_known(new_library: NewLibrary) -> None:
+def test_unknown_own_params_are_refused(new_library: NewLibrary) -> None:
     library = new_library()
     processor = library.acquire(InstalledProcessor(NAME), "")
     library.prepare(processor, {"token_ids": [3], "other": 1})
@@ -98,24 +99,24 @@ def test_parameters_of_its_own_are_all_known(new_library: NewLibrary) -> None:
         library.prepare(processor, {"x": 1}, own=True)
 
 
-def test_what_is_installed_is_listed_with_its_schema(new_library: NewLibrary) -> None:
-    listed = {each.name: each for each in new_library().names.of("")}
+def test_installed_processors_are_listed_with_their_schema(new_library: NewLibrary) -> None:
+    listed = {each.name: each for each in new_library().names.list_all("")}
     assert list(listed) == list(installed_processors())
     assert listed[NAME].description.startswith("Sets the logits of `token_ids` to -inf")
     assert listed[NAME].params_schema == installed_processors().get(NAME).params_schema
 
 
-def test_an_unknown_name_lists_the_known_ones(new_library: NewLibrary) -> None:
+def test_unknown_name_lists_the_known_ones(new_library: NewLibrary) -> None:
     with pytest.raises(ProcessorLoadError, match=f"'nonsense'; installed are: .*{NAME}"):
         new_library().acquire(InstalledProcessor("nonsense"), "")
 
 
-def test_an_unknown_digest(new_library: NewLibrary) -> None:
+def test_unknown_digest(new_library: NewLibrary) -> None:
     with pytest.raises(ProcessorLoadError, match="is registered"):
         new_library().acquire(RegisteredProcessor(f"sha256:{'0' * 64}"), "")
 
 
-def test_sglangs_reference_to_its_own_ships_no_code(new_library: NewLibrary) -> None:
+def test_sglang_reference_ships_no_code(new_library: NewLibrary) -> None:
     recorded = json.loads((Path(__file__).parents[2] / "data" / "sglang_strings.json").read_text())
     library = new_library()
     texts = [value for value in strings_in(recorded) if "callable" in value]
@@ -128,7 +129,7 @@ def test_sglangs_reference_to_its_own_ships_no_code(new_library: NewLibrary) -> 
 
 
 def strings_in(value: Any) -> list[str]:
-    """Every string in a JSON document."""
+    """Return every string in a JSON document."""
     if isinstance(value, dict):
         return [text for item in value.values() for text in strings_in(item)]
     if isinstance(value, list):
@@ -136,7 +137,7 @@ def strings_in(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> None:
+def test_shipped_processors_are_cached(new_library: NewLibrary) -> None:
     library = new_library(max_entries=1)
     assert library.ships_code(shipped("A"), "")
     processor = library.acquire(shipped("A"), "")
@@ -149,7 +150,7 @@ def test_a_shipped_processor_goes_through_the_cache(new_library: NewLibrary) -> 
     assert library.cache_stats().entries == 0
 
 
-def test_one_that_is_shipped_under_an_installed_name_is_another(new_library: NewLibrary) -> None:
+def test_shipped_class_with_an_installed_name_is_distinct(new_library: NewLibrary) -> None:
     library = new_library()
     installed = library.acquire(InstalledProcessor(NAME), "")
     impostor = library.acquire(shipped(NAME), "")
@@ -160,14 +161,14 @@ def test_one_that_is_shipped_under_an_installed_name_is_another(new_library: New
     assert library.cache_stats().entries == 0
 
 
-def test_threads_that_come_together_get_the_same_installed_one(new_library: NewLibrary) -> None:
-    together = threading.Barrier(2)
+def test_concurrent_threads_get_the_same_installed_processor(new_library: NewLibrary) -> None:
+    barrier = threading.Barrier(2)
     base = installed_processors().get(NAME)
 
     class Slow(base):  # type: ignore[valid-type, misc]
         def __init__(self) -> None:
             super().__init__()
-            together.wait(60)  # both threads have found that it is not there
+            barrier.wait(60)  # both threads have found that it is not loaded
 
     library = new_library(Registry([Slow]))
     with ThreadPoolExecutor(2) as pool:
@@ -178,7 +179,7 @@ def test_threads_that_come_together_get_the_same_installed_one(new_library: NewL
     library.release(second)
 
 
-def test_tenants_have_an_instance_each_of_a_shipped_class_and_share_installed_ones(new_library: NewLibrary) -> None:
+def test_tenants_share_installed_processors_only(new_library: NewLibrary) -> None:
     library = new_library()
     one, two = (library.acquire(shipped("A"), tenant) for tenant in ("one", "two"))
     assert one.digest == two.digest
@@ -192,7 +193,7 @@ def test_tenants_have_an_instance_each_of_a_shipped_class_and_share_installed_on
     assert library.cache_stats().entries == 0
 
 
-def test_a_registered_string_is_loaded_for_each_tenant_that_knows_its_digest(new_library: NewLibrary) -> None:
+def test_registered_string_is_loaded_for_each_tenant(new_library: NewLibrary) -> None:
     library = new_library()
     library.register(shipped("A"), "one")
     by_digest = RegisteredProcessor(shipped("A").digest)
@@ -204,7 +205,7 @@ def test_a_registered_string_is_loaded_for_each_tenant_that_knows_its_digest(new
         library.acquire(InstalledProcessor("A"), "two")
 
 
-def test_a_name_stands_for_its_newest_version_and_keeps_what_it_stood_for(new_library: NewLibrary) -> None:
+def test_name_resolves_to_its_newest_version(new_library: NewLibrary) -> None:
     library = new_library()
     first, second = shipped("A"), replace(shipped("A"), source=shipped("A").source + "# more")
     assert library.register(first, "").id == "A@1"
@@ -220,12 +221,12 @@ def test_a_name_stands_for_its_newest_version_and_keeps_what_it_stood_for(new_li
     assert library.names.delete("A", "") == ["A@1", "A@2"]
     library.release(loaded)
     for gone in (InstalledProcessor("A"), InstalledProcessor("A@2"), RegisteredProcessor(second.digest)):
-        with pytest.raises(NotRegistered, match="deleted, or dropped to make room"):
+        with pytest.raises(NotRegistered, match="deleted, or evicted to make space"):
             library.acquire(gone, "")
         assert library.names.find(gone, "") is gone
 
 
-def test_what_stands_for_code_ships_code(new_library: NewLibrary) -> None:
+def test_ships_code(new_library: NewLibrary) -> None:
     library = new_library()
     library.register(shipped("A"), "one")
     library.register(InstalledProcessor(NAME), "one", "Alias")
@@ -238,7 +239,7 @@ def test_what_stands_for_code_ships_code(new_library: NewLibrary) -> None:
 
 
 @pytest.mark.parametrize(
-    ("string", "name", "says"),
+    ("string", "name", "expected"),
     [
         (shipped("A"), "a b", "'a b' is not a name for a registered processor, which has a letter"),
         (shipped("A"), "A@1", "'A@1' is not a name"),
@@ -249,29 +250,29 @@ def test_what_stands_for_code_ships_code(new_library: NewLibrary) -> None:
         (InstalledProcessor("grammar"), NAME, f"'{NAME}' is the name of an installed processor"),
     ],
 )
-def test_a_name_that_no_request_could_mean(
-    string: ProcessorString, name: str | None, says: str, new_library: NewLibrary
+def test_unusable_name_is_refused(
+    string: ProcessorString, name: str | None, expected: str, new_library: NewLibrary
 ) -> None:
     library = new_library()
-    with pytest.raises(InvalidName, match=says):
+    with pytest.raises(InvalidName, match=expected):
         library.register(string, "", name)
-    assert [each.kind for each in library.names.of("")] == ["installed"] * len(installed_processors())
+    assert [each.kind for each in library.names.list_all("")] == ["installed"] * len(installed_processors())
     library.clear()
     assert library.cache_stats().entries == 0  # nothing is in use
 
 
-def test_a_bad_name_is_refused_before_the_code_runs(new_library: NewLibrary) -> None:
+def test_invalid_name_is_refused_before_the_code_runs(new_library: NewLibrary) -> None:
     library = new_library()
     with pytest.raises(InvalidName):
         library.register(shipped("A"), "", "a b")
     assert library.cache_stats().misses == 0
 
 
-def test_an_installed_processor_keeps_its_name(new_library: NewLibrary) -> None:
+def test_installed_processor_keeps_its_name(new_library: NewLibrary) -> None:
     library = new_library()
     assert library.register(InstalledProcessor(NAME), "").id == f"{NAME}@1"
     library.register(parse(installed_processors().get(NAME).to_str()), "")
-    assert [each.id for each in library.names.of("") if each.name == NAME] == [NAME, f"{NAME}@1"]
+    assert [each.id for each in library.names.list_all("") if each.name == NAME] == [NAME, f"{NAME}@1"]
     installed = library.acquire(InstalledProcessor(NAME), "")
     assert library.acquire(InstalledProcessor(f"{NAME}@1"), "") is installed
     assert library.names.delete(NAME, "") == [f"{NAME}@1"]
@@ -287,7 +288,7 @@ ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A")
 
 
 @pytest.mark.parametrize("string", [shipped("A"), ANOTHER_PYTHON])
-def test_only_what_is_allowed_is_loaded(string: ProcessorString, new_library: NewLibrary) -> None:
+def test_only_allowed_digests_are_loaded(string: ProcessorString, new_library: NewLibrary) -> None:
     library = new_library(allowed_digests=frozenset({shipped("A").digest}))
     library.release(library.acquire(string, ""))
     registered = library.register(string, "")
@@ -300,8 +301,8 @@ def test_only_what_is_allowed_is_loaded(string: ProcessorString, new_library: Ne
     assert library.cache_stats().misses == 1
 
 
-def test_what_counts_is_what_runs(new_library: NewLibrary) -> None:
-    """The pickle is allowed, but the string has the server run its source."""
+def test_allow_list_checks_the_code_that_runs(new_library: NewLibrary) -> None:
+    """The pickle is allowed, but the server runs the source in the string."""
     harmless = PickledProcessor(b"harmless", python="3.1", source=shipped("A"))
     library = new_library(allowed_digests=frozenset({harmless.digest}))
     for string in (harmless, replace(harmless, source=shipped("B"))):
@@ -310,7 +311,7 @@ def test_what_counts_is_what_runs(new_library: NewLibrary) -> None:
     assert library.cache_stats().misses == 0
 
 
-def test_installed_processors_need_no_permission(new_library: NewLibrary) -> None:
+def test_installed_processors_are_always_allowed(new_library: NewLibrary) -> None:
     library = new_library(allowed_digests=frozenset())
     installed = library.acquire(InstalledProcessor(NAME), "")
     by_reference = library.acquire(parse(installed_processors().get(NAME).to_str()), "")

@@ -30,39 +30,39 @@ def ids(registrations: list[Registration]) -> list[str]:
 
 
 def digests(registered: RegisteredProcessors, tenant: str = "") -> str:
-    return "".join(sorted(each.upload.digest.removeprefix("sha256:") for each in registered.of(tenant)))
+    return "".join(sorted(each.upload.digest.removeprefix("sha256:") for each in registered.list_own(tenant)))
 
 
-def test_a_version_comes_back_by_its_names() -> None:
+def test_find_by_version_name_and_digest() -> None:
     times = iter((7.9, 8.0))
     registered = RegisteredProcessors(max_entries=9, max_bytes=100, clock=lambda: next(times))
     first, second = registered.add(upload("a")), registered.add(upload("b", 2))
     assert (first.id, first.version, first.size, first.created) == ("A@1", 1, 1, 7)
     assert (second.id, second.version, second.size, second.created) == ("A@2", 2, 2, 8)
-    assert registered.named("A") == registered.named("A@2") == registered.with_digest("sha256:b") == second
-    assert registered.named("A@1") == registered.find("A@1") == registered.find("sha256:a") == first
-    assert registered.own("A") == [first, second]
+    assert registered.use_name("A") == registered.use_name("A@2") == registered.use_digest("sha256:b") == second
+    assert registered.use_name("A@1") == registered.find("A@1") == registered.find("sha256:a") == first
+    assert registered.find_own("A") == [first, second]
     assert len(registered) == 2
 
 
-def test_the_same_again_is_the_same_version() -> None:
+def test_same_digest_is_the_same_version() -> None:
     registered = RegisteredProcessors(max_entries=2, max_bytes=100)
     first, other_name = registered.add(upload("a")), registered.add(upload("a", name="B"))
     again = registered.add(Upload("A", "sha256:a", SourceProcessor("described", "X"), "better"))
     assert (again.id, again.created, again.upload.description) == (first.id, first.created, "better")
-    assert registered.of() == [again, other_name]
+    assert registered.list_own() == [again, other_name]
     assert registered.names() == {"A": Versions((1,), 1), "B": Versions((1,), 1)}
 
 
-def test_an_unknown_digest_says_what_to_do() -> None:
+def test_unknown_digest() -> None:
     registered = RegisteredProcessors(max_entries=2, max_bytes=100)
-    with pytest.raises(NotRegistered, match=r"no processor sha256:b is registered: .*deleted, or dropped.*Register it"):
-        registered.with_digest("sha256:b")
-    assert registered.named("A") is registered.find("A") is registered.find("sha256:b") is None
-    assert registered.own("A") == registered.remove("A") == registered.of() == []
+    with pytest.raises(NotRegistered, match=r"no processor sha256:b is registered: .*deleted, or evicted.*Register it"):
+        registered.use_digest("sha256:b")
+    assert registered.use_name("A") is registered.find("A") is registered.find("sha256:b") is None
+    assert registered.find_own("A") == registered.remove("A") == registered.list_own() == []
 
 
-def test_what_is_deleted_is_gone_and_its_number_too() -> None:
+def test_deleted_version_numbers_are_not_reused() -> None:
     registered = RegisteredProcessors(max_entries=9, max_bytes=100)
     for digest in "abc":
         registered.add(upload(digest))
@@ -75,17 +75,17 @@ def test_what_is_deleted_is_gone_and_its_number_too() -> None:
     assert (len(registered), registered.names()) == (0, {"A": Versions((), 4), "B": Versions((), 1)})
 
 
-# --- room ---
+# --- limits ---
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     registered = RegisteredProcessors(max_entries=3, max_bytes=100)
     for digest in "abc":
         registered.add(upload(digest))
-    registered.with_digest("sha256:a")
-    registered.named("A@2")
-    registered.find("A@3")  # is no use
-    registered.own("A@3")
+    registered.use_digest("sha256:a")
+    registered.use_name("A@2")
+    registered.find("A@3")  # does not count as a use
+    registered.find_own("A@3")
     registered.add(upload("d"))
     assert digests(registered) == "abd"
 
@@ -99,15 +99,15 @@ def test_bytes_are_bounded() -> None:
     assert digests(registered) == "d"
 
 
-def test_a_string_larger_than_all_may_be_is_refused_and_nothing_is_dropped() -> None:
+def test_string_over_the_limit_is_refused_without_eviction() -> None:
     registered = RegisteredProcessors(max_entries=9, max_bytes=10)
     registered.add(upload("a", 10))
-    with pytest.raises(ProcessorLoadError, match="counts for 11 bytes, more than the 10"):
+    with pytest.raises(ProcessorLoadError, match="takes 11 bytes, more than the 10"):
         registered.add(upload("b", 11))
     assert digests(registered) == "a"
 
 
-def test_a_longer_string_in_its_own_place() -> None:
+def test_longer_string_of_the_same_digest() -> None:
     registered = RegisteredProcessors(max_entries=2, max_bytes=10)
     registered.add(upload("a", 4))
     registered.add(upload("b", 4))
@@ -115,7 +115,7 @@ def test_a_longer_string_in_its_own_place() -> None:
     assert digests(registered) == "ab"
     registered.add(upload("b", 7))
     assert digests(registered) == "b"
-    assert ids(registered.of()) == ["A@2"]
+    assert ids(registered.list_own()) == ["A@2"]
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_a_longer_string_in_its_own_place() -> None:
         (InstalledProcessor("min_p"), 5),
     ],
 )
-def test_what_a_string_counts_for(string: ProcessorString, size: int) -> None:
+def test_upload_size(string: ProcessorString, size: int) -> None:
     assert Upload("A", "sha256:a", string).size == size
     assert Upload("A", "sha256:a", string, "é", {}).size == size + 4
 
 
-def test_a_schema_too_deep_to_be_measured_is_refused() -> None:
+def test_too_deep_schema_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(300):
         schema = {"properties": schema}
@@ -144,7 +144,7 @@ def test_a_schema_too_deep_to_be_measured_is_refused() -> None:
             RegisteredProcessors(max_entries=2, max_bytes=100).add(deep)
 
 
-def test_a_digest_stands_for_no_other_digest() -> None:
+def test_registration_cannot_hold_a_digest() -> None:
     with pytest.raises(TypeError, match="RegisteredProcessor"):
         _ = Upload("A", "sha256:a", RegisteredProcessor("sha256:b")).size
 
@@ -152,29 +152,29 @@ def test_a_digest_stands_for_no_other_digest() -> None:
 # --- tenants ---
 
 
-def test_names_are_a_tenants_own_and_digests_can_be_told() -> None:
+def test_names_are_private_and_digests_are_shared() -> None:
     registered = RegisteredProcessors(max_entries=9, max_bytes=100)
-    theirs, mine = registered.add(upload("a", 2), "one"), registered.add(upload("b"), "two")
-    assert (theirs.id, mine.id) == ("A@1", "A@1")
-    assert registered.named("A", "two") == mine
-    assert registered.with_digest("sha256:a", "two") == registered.find("sha256:a", "two") == theirs
+    other, own = registered.add(upload("a", 2), "one"), registered.add(upload("b"), "two")
+    assert (other.id, own.id) == ("A@1", "A@1")
+    assert registered.use_name("A", "two") == own
+    assert registered.use_digest("sha256:a", "two") == registered.find("sha256:a", "two") == other
     for missing in ("sha256:a", "A@2"):
-        assert registered.own(missing, "two") == registered.remove(missing, "two") == []
-    assert registered.named("A", "three") is None
-    assert registered.remove("A", "two") == [mine]
-    assert registered.of("one") == [theirs]
+        assert registered.find_own(missing, "two") == registered.remove(missing, "two") == []
+    assert registered.use_name("A", "three") is None
+    assert registered.remove("A", "two") == [own]
+    assert registered.list_own("one") == [other]
 
 
-def test_ones_own_comes_before_anothers_of_the_same_digest() -> None:
+def test_own_registration_is_preferred_for_a_digest() -> None:
     registered = RegisteredProcessors(max_entries=9, max_bytes=100)
     for tenant in ("one", "two", "three"):
         registered.add(upload("a", name=tenant), tenant)
-    assert registered.with_digest("sha256:a", "two").upload.name == "two"
+    assert registered.use_digest("sha256:a", "two").upload.name == "two"
     registered.remove("two", "two")
-    assert registered.with_digest("sha256:a", "two").upload.name == "one"
+    assert registered.use_digest("sha256:a", "two").upload.name == "one"
 
 
-def test_a_tenant_that_fills_the_room_pushes_out_its_own() -> None:
+def test_tenant_that_fills_the_registry_evicts_its_own() -> None:
     registered = RegisteredProcessors(max_entries=6, max_bytes=100)
     for digest in "ab":
         registered.add(upload(digest), "quiet")
@@ -183,7 +183,7 @@ def test_a_tenant_that_fills_the_room_pushes_out_its_own() -> None:
     assert (digests(registered, "quiet"), digests(registered, "busy")) == ("ab", "fghi")
 
 
-def test_one_who_has_less_takes_from_one_who_has_more() -> None:
+def test_tenant_with_less_evicts_from_tenant_with_more() -> None:
     registered = RegisteredProcessors(max_entries=4, max_bytes=100)
     for digest in "abcd":
         registered.add(upload(digest), "busy")
@@ -192,7 +192,7 @@ def test_one_who_has_less_takes_from_one_who_has_more() -> None:
     assert (digests(registered, "busy"), digests(registered, "new")) == ("cd", "fg")
 
 
-def test_large_ones_push_out_the_tenants_own_too() -> None:
+def test_eviction_by_size_is_fair() -> None:
     registered = RegisteredProcessors(max_entries=9, max_bytes=20)
     registered.add(upload("a", 6), "quiet")
     for digest in "bcd":
@@ -200,12 +200,12 @@ def test_large_ones_push_out_the_tenants_own_too() -> None:
     assert (digests(registered, "quiet"), digests(registered, "busy")) == ("a", "cd")
     registered.add(upload("e", 13), "busy")
     assert (digests(registered, "quiet"), digests(registered, "busy")) == ("a", "e")
-    with pytest.raises(RegistryFull, match="taken by other API keys"):
+    with pytest.raises(RegistryFull, match="used by other API keys"):
         registered.add(upload("f", 15), "busy")
     assert (digests(registered, "quiet"), digests(registered, "busy")) == ("a", "e")
 
 
-def test_who_finds_no_room_without_taking_it_from_equals_is_refused() -> None:
+def test_full_registry_of_equal_tenants_refuses() -> None:
     registered = RegisteredProcessors(max_entries=2, max_bytes=100)
     for tenant in ("one", "two"):
         registered.add(upload("a"), tenant)
@@ -214,26 +214,26 @@ def test_who_finds_no_room_without_taking_it_from_equals_is_refused() -> None:
     assert [digests(registered, tenant) for tenant in ("one", "two", "three")] == ["a", "a", ""]
 
 
-def test_nobody_within_an_equal_share_loses_anything() -> None:
+def test_tenant_within_its_share_loses_nothing() -> None:
     rng = random.Random(0)
     tenants = ["one", "two", "three"]
     registered = RegisteredProcessors(max_entries=9, max_bytes=60)
     for _ in range(3000):
         tenant = rng.choice(tenants)
-        before = {other: registered.of(other) for other in tenants}
+        before = {other: registered.list_own(other) for other in tenants}
         try:
             registered.add(upload(rng.choice("abcdefghij"), rng.randint(1, 15), rng.choice("ABC")), tenant)
         except RegistryFull:
-            assert {other: registered.of(other) for other in tenants} == before
+            assert {other: registered.list_own(other) for other in tenants} == before
         for other in set(tenants) - {tenant}:
-            lost = len(before[other]) - len(registered.of(other))
+            lost = len(before[other]) - len(registered.list_own(other))
             within = len(before[other]) <= 9 / 3 and sum(each.size for each in before[other]) <= 60 / 3
             assert lost == 0 or not within
         assert len(registered) <= 9
-        assert sum(each.size for other in tenants for each in registered.of(other)) <= 60
+        assert sum(each.size for other in tenants for each in registered.list_own(other)) <= 60
 
 
-def test_one_tenant_against_a_plain_dictionary() -> None:
+def test_single_tenant_matches_an_lru_dictionary() -> None:
     rng = random.Random(0)
     registered = RegisteredProcessors(max_entries=4, max_bytes=20)
     expected: OrderedDict[str, int] = OrderedDict()
@@ -246,17 +246,17 @@ def test_one_tenant_against_a_plain_dictionary() -> None:
                 expected.popitem(last=False)
             expected[digest] = size
         elif digest in expected:
-            assert registered.with_digest(f"sha256:{digest}").size == expected[digest]
+            assert registered.use_digest(f"sha256:{digest}").size == expected[digest]
             expected.move_to_end(digest)
         assert digests(registered) == "".join(sorted(expected))
 
 
-def test_threads() -> None:
+def test_concurrent_registrations() -> None:
     registered = RegisteredProcessors(max_entries=64, max_bytes=1000)
-    together = threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
     def register(worker: int) -> list[int]:
-        together.wait(60)
+        barrier.wait(60)
         return [registered.add(upload(f"{worker}-{number}")).version for number in range(50)]
 
     with ThreadPoolExecutor(4) as pool:

@@ -1,4 +1,4 @@
-"""Processors that are registered with the engine and then named: by name, version or digest."""
+"""Processors registered with the engine and requested by name, version or digest."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ assert isinstance(PLAIN, PickledProcessor)
 
 
 def variant(number: int) -> SourceProcessor:
-    """The same processor under another digest."""
+    """Return the same processor with another digest."""
     return SourceProcessor(f"{FORCE}\n# {number}", "Force")
 
 
@@ -68,7 +68,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def generate(
     engine: AsyncEngine, string: ProcessorString, params: dict[str, Any], rid: str = "r"
 ) -> tuple[list[int], tuple[Receipt, ...]]:
-    """Three tokens under a processor, and its receipts."""
+    """Generate three tokens with a processor, and return them with its receipts."""
     request = GenerationRequest(
         rid=rid,
         prompt_token_ids=[10, 11],
@@ -80,13 +80,13 @@ async def generate(
 
 
 async def register(engine: AsyncEngine, string: ProcessorString) -> str:
-    """Its digest."""
+    """Register a processor, and return its digest."""
     digest = (await engine.register(string)).digest
     assert digest is not None
     return digest
 
 
-def test_a_digest_runs_what_was_registered(make_engine: BuildEngine) -> None:
+def test_request_by_digest(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         registered = await engine.register(SOURCE)
@@ -100,7 +100,7 @@ def test_a_digest_runs_what_was_registered(make_engine: BuildEngine) -> None:
     run(scenario())
 
 
-def test_registering_again_changes_nothing_and_loads_nothing(make_engine: BuildEngine) -> None:
+def test_registering_again_changes_nothing(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         answers = await asyncio.gather(*(engine.register(SOURCE) for _ in range(5)))
@@ -112,7 +112,7 @@ def test_registering_again_changes_nothing_and_loads_nothing(make_engine: BuildE
     run(scenario())
 
 
-def test_a_registered_string_outlives_its_loaded_processor(make_engine: BuildEngine) -> None:
+def test_registration_outlives_its_loaded_processor(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         await engine.register(SOURCE)
@@ -124,8 +124,8 @@ def test_a_registered_string_outlives_its_loaded_processor(make_engine: BuildEng
     run(scenario())
 
 
-def test_the_digest_is_that_of_what_runs(make_engine: BuildEngine) -> None:
-    """A pickle of another Python runs from its source, and that is what is registered."""
+def test_digest_is_that_of_the_code_that_runs(make_engine: BuildEngine) -> None:
+    """A pickle of another Python version runs from its source, so the source is registered."""
     source = replace(SOURCE, python="3.1")
     string = PickledProcessor(b"another Python's", python="3.1", source=source, name="Claimed")
 
@@ -140,7 +140,7 @@ def test_the_digest_is_that_of_what_runs(make_engine: BuildEngine) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"processor_cache_entries": 2}, {"processor_cache_bytes": 2 * len(FORCE) + 20}])
-def test_what_was_dropped_is_refused_and_says_so(make_engine: BuildEngine, limits: dict[str, int]) -> None:
+def test_evicted_registration_is_refused(make_engine: BuildEngine, limits: dict[str, int]) -> None:
     async def scenario() -> None:
         engine = make_engine(**limits)
         digests = [await register(engine, variant(number)) for number in range(2)]
@@ -148,7 +148,7 @@ def test_what_was_dropped_is_refused_and_says_so(make_engine: BuildEngine, limit
         digests.append(await register(engine, variant(2)))
         for digest in (digests[0], digests[2]):
             assert (await generate(engine, RegisteredProcessor(digest), {"token_id": 42}))[0] == [42, 42, 42]
-        with pytest.raises(BadRequest, match=r"dropped to make room for others\. Register it again") as refused:
+        with pytest.raises(BadRequest, match=r"evicted to make space for others\. Register it again") as refused:
             await generate(engine, RegisteredProcessor(digests[1]), {"token_id": 42})
         assert refused.value.param == "processors[0]"
         await engine.register(variant(1))
@@ -157,8 +157,8 @@ def test_what_was_dropped_is_refused_and_says_so(make_engine: BuildEngine, limit
     run(scenario())
 
 
-def test_what_does_not_load_is_not_registered(make_engine: BuildEngine) -> None:
-    broken = SourceProcessor("raise RuntimeError('no such luck')", "Force")
+def test_load_error_registers_nothing(make_engine: BuildEngine) -> None:
+    broken = SourceProcessor("raise RuntimeError('broken')", "Force")
 
     async def scenario() -> None:
         engine = make_engine()
@@ -176,14 +176,14 @@ def test_what_does_not_load_is_not_registered(make_engine: BuildEngine) -> None:
     run(scenario())
 
 
-def test_an_installed_processor_by_reference(make_engine: BuildEngine) -> None:
-    """Ships no code, so that its digest needs no flag either."""
+def test_register_installed_processor_by_reference(make_engine: BuildEngine) -> None:
+    """It ships no code, so its digest needs no flag either."""
     string = parse(DisallowedTokensLogitsProcessor.to_str())
 
     async def scenario() -> None:
         engine = make_engine()
         digest = await register(engine, string)
-        assert engine.processors.of("")[-1].id == "disallowed_tokens@1"
+        assert engine.processors.list_all("")[-1].id == "disallowed_tokens@1"
         assert not engine.processors.ships_code(RegisteredProcessor(digest), "")
         plain, _ = await generate(engine, RegisteredProcessor(digest), {"token_ids": []})
         tokens, (receipt,) = await generate(engine, RegisteredProcessor(digest), {"token_ids": plain})
@@ -196,7 +196,7 @@ def test_an_installed_processor_by_reference(make_engine: BuildEngine) -> None:
     run(scenario())
 
 
-def test_an_engine_that_ends_registers_nothing(make_engine: BuildEngine) -> None:
+def test_engine_that_shuts_down_registers_nothing(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         await engine.shutdown(1)
@@ -210,7 +210,7 @@ def test_an_engine_that_ends_registers_nothing(make_engine: BuildEngine) -> None
 
 
 def gated(token_id: int, gate: Path) -> SourceProcessor:
-    """Forces one token, the third time not before the gate is there."""
+    """Return a processor that forces one token, from the third call on only once the file `gate` exists."""
     return SourceProcessor(
         f"""
 import pathlib, time
@@ -219,7 +219,7 @@ from logitship import CustomLogitProcessor
 class Gated(CustomLogitProcessor):
     '''Forces a token.
 
-    More of this.'''
+    More details.'''
     params_schema = {{"type": "object"}}
 
     def __call__(self, logits, custom_param_list=None):
@@ -233,9 +233,7 @@ class Gated(CustomLogitProcessor):
     )
 
 
-def test_running_requests_keep_the_version_that_they_were_admitted_with(
-    make_engine: BuildEngine, tmp_path: Path
-) -> None:
+def test_running_requests_keep_their_version(make_engine: BuildEngine, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     first, second = gated(41, gate), gated(42, gate)
 
@@ -243,18 +241,18 @@ def test_running_requests_keep_the_version_that_they_were_admitted_with(
         engine = make_engine()
         assert (await engine.register(first)).id == "Gated@1"
         names = ("Gated", "Gated@1", first.digest)
-        streams = [await stream_of(engine, name, f"r{place}") for place, name in enumerate(names)]
+        streams = [await stream_of(engine, name, f"r{index}") for index, name in enumerate(names)]
         running = [aiter(stream) for stream in streams]
-        begun = (await anext(running[0])).token_ids  # it runs, and cannot end; the others run or wait
+        begun = (await anext(running[0])).token_ids  # it runs and cannot end; the others run or wait
         assert engine.processors.delete("Gated", "") == ["Gated@1"]
         assert (await engine.register(second)).id == "Gated@2"
         newer = aiter(await stream_of(engine, "Gated", "newer"))
         with pytest.raises(BadRequest, match=r"Gated@1 is not registered any more: .*Registered are: Gated@2"):
             await stream_of(engine, "Gated@1", "refused")
         gate.touch()
-        for place, chunks in enumerate(running):
+        for index, chunks in enumerate(running):
             tokens, receipt = await rest(chunks)
-            assert (tokens if place else begun + tokens) == [41] * 5
+            assert (tokens if index else begun + tokens) == [41] * 5
             assert (receipt.digest, receipt.steps) == (first.digest, 5)
         tokens, receipt = await rest(newer)
         assert (tokens, receipt.digest) == ([42] * 5, second.digest)
@@ -263,7 +261,7 @@ def test_running_requests_keep_the_version_that_they_were_admitted_with(
 
 
 async def stream_of(engine: AsyncEngine, name: str, rid: str) -> GenerationStream:
-    """Five tokens under a registered processor."""
+    """Submit a request for five tokens with a registered processor."""
     string = RegisteredProcessor(name) if name.startswith("sha256:") else InstalledProcessor(name)
     return await engine.submit(
         GenerationRequest(
@@ -276,13 +274,13 @@ async def stream_of(engine: AsyncEngine, name: str, rid: str) -> GenerationStrea
 
 
 async def rest(chunks: AsyncIterator[GenerationChunk]) -> tuple[list[int], Receipt]:
-    """What is left of a stream, and its receipt."""
+    """Return the remaining tokens of a stream, and its receipt."""
     left = [chunk async for chunk in chunks]
     (receipt,) = left[-1].receipts
     return [token for chunk in left for token in chunk.token_ids], receipt
 
 
-def test_a_batch_gets_one_version(make_engine: BuildEngine) -> None:
+def test_pins_resolve_a_batch_to_one_version(make_engine: BuildEngine) -> None:
     def batch(rid: str) -> GenerationRequest:
         return GenerationRequest(
             rid=rid,
@@ -308,12 +306,12 @@ def test_a_batch_gets_one_version(make_engine: BuildEngine) -> None:
     run(scenario())
 
 
-def test_what_is_told_of_them(make_engine: BuildEngine, tmp_path: Path) -> None:
+def test_descriptions(make_engine: BuildEngine, tmp_path: Path) -> None:
     string = gated(41, tmp_path)
 
     async def scenario() -> None:
         engine = make_engine()
-        known = len(engine.processors.of(""))
+        known = len(engine.processors.list_all(""))
         info = await engine.register(string, "one", name="Short")
         assert (info.id, info.kind, info.name, info.version, info.form) == (
             "Short@1",
@@ -324,8 +322,8 @@ def test_what_is_told_of_them(make_engine: BuildEngine, tmp_path: Path) -> None:
         )
         assert (info.description, info.params_schema) == ("Forces a token.", {"type": "object"})
         assert (info.size, info.is_mask, info.python) == (len(string.source) + len("Forces a token.") + 17, False, None)
-        assert engine.processors.of("one")[known:] == [info]
-        assert len(engine.processors.of("two")) == known
+        assert engine.processors.list_all("one")[known:] == [info]
+        assert len(engine.processors.list_all("two")) == known
         details = engine.processors.details("Short", "one")
         assert (details.source, details.class_name, details.source_note) == (string.source, "Gated", None)
         assert engine.processors.details(string.digest, "one") == engine.processors.details("Short@1", "one") == details
@@ -344,7 +342,7 @@ def test_what_is_told_of_them(make_engine: BuildEngine, tmp_path: Path) -> None:
         assert (described.id, described.form, described.python) == ("Ban@1", "pickled", PYTHON)
         details = engine.processors.details("Ban", "")
         assert "class Ban" in str(details.source)
-        assert details.source_note == "as the processor string says: what runs is the pickle beside it"
+        assert details.source_note == "according to the processor string: what runs is the pickle next to it"
         bare = await engine.register(PickledProcessor(PLAIN.payload), name="Bare")
         details = engine.processors.details(bare.id, "")
         assert (details.source, details.source_note) == (None, "the processor string holds a pickle and no source")
@@ -355,7 +353,7 @@ def test_what_is_told_of_them(make_engine: BuildEngine, tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_a_name_is_refused_as_the_field_that_it_is(make_engine: BuildEngine) -> None:
+def test_invalid_name_is_refused_as_a_field(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         foreign = SourceProcessor(FORCE.replace("Force", "Größe"), "Größe")
@@ -367,11 +365,11 @@ def test_a_name_is_refused_as_the_field_that_it_is(make_engine: BuildEngine) -> 
     run(scenario())
 
 
-def test_a_full_registry_is_busy(make_engine: BuildEngine) -> None:
+def test_full_registry_is_service_unavailable(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine(processor_cache_entries=1)
         await engine.register(SOURCE, "one")
-        with pytest.raises(ServiceUnavailable, match="taken by other API keys"):
+        with pytest.raises(ServiceUnavailable, match="used by other API keys"):
             await engine.register(SOURCE, "two")
 
     run(scenario())

@@ -14,7 +14,7 @@ def ids(registrations: list[Registration]) -> list[str]:
     return [each.id for each in registrations]
 
 
-def test_versions_count_up_and_are_not_used_again() -> None:
+def test_version_numbers_are_not_reused() -> None:
     own = TenantRegistrations(max_names=9)
     first, second = own.add(upload("A", "1"), 5, 100), own.add(upload("A", "2"), 6, 101)
     assert (first.id, second.id, own.bytes, len(own)) == ("A@1", "A@2", 11, 2)
@@ -26,7 +26,7 @@ def test_versions_count_up_and_are_not_used_again() -> None:
     assert own.add(upload("A", "1"), 1, 103).id == "A@4"
 
 
-def test_what_a_reference_means() -> None:
+def test_get_by_reference() -> None:
     own = TenantRegistrations(max_names=9)
     for name, digest in (("A", "1"), ("B", "1"), ("A", "2")):
         own.add(upload(name, digest), 1, 0)
@@ -37,7 +37,7 @@ def test_what_a_reference_means() -> None:
         assert own.get(nothing) == []
 
 
-def test_the_least_recently_used_stands_first() -> None:
+def test_iteration_starts_with_the_least_recently_used() -> None:
     own = TenantRegistrations(max_names=9)
     first, second = own.add(upload("A", "1"), 1, 0), own.add(upload("B", "2"), 1, 0)
     own.use(first)
@@ -48,7 +48,7 @@ def test_the_least_recently_used_stands_first() -> None:
     assert own.get("B") == own.get("B@1") == own.get("sha256:2") == [replaced]
 
 
-def test_a_forgotten_name_goes_on_above_what_it_had() -> None:
+def test_dropped_name_continues_above_its_last_number() -> None:
     own = TenantRegistrations(max_names=2)
     for digest in "123":
         own.add(upload("A", digest), 1, 0)
@@ -56,7 +56,7 @@ def test_a_forgotten_name_goes_on_above_what_it_had() -> None:
         own.remove(each)
     kept = own.add(upload("B", "4"), 1, 0)
     assert own.names() == {"A": Versions((), 3), "B": Versions((1,), 1)}
-    assert own.add(upload("C", "5"), 1, 0).id == "C@1"  # and A is forgotten: B is in use
+    assert own.add(upload("C", "5"), 1, 0).id == "C@1"  # and A is dropped: B is in use
     assert list(own.names()) == ["B", "C"]
     own.remove(kept)
     assert own.add(upload("A", "6"), 1, 0).id == "A@4"

@@ -1,4 +1,4 @@
-"""What tenants have in common: the engine and its queue, and nothing else."""
+"""Isolation of tenants: they share the engine and its queue, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNTS = SourceProcessor(
 from logitship import CustomLogitProcessor
 
 class Counts(CustomLogitProcessor):
-    '''Forces the number of rows that this class has seen.'''
+    '''Forces a token with the number of rows that this class has seen.'''
     seen = 10
     def __call__(self, logits, custom_param_list=None):
         for row in logits:
@@ -41,7 +41,7 @@ class Counts(CustomLogitProcessor):
 
 
 def request(rid: str, tenant: str, string: ProcessorString | None = None, **fields: Any) -> GenerationRequest:
-    """Three tokens, or `max_tokens`."""
+    """Return a request for three tokens, or `max_tokens`."""
     max_tokens = fields.pop("max_tokens", 3)
     return GenerationRequest(
         rid=rid,
@@ -54,7 +54,7 @@ def request(rid: str, tenant: str, string: ProcessorString | None = None, **fiel
 
 
 async def tokens_of(chunks: AsyncIterator[GenerationChunk]) -> tuple[list[int], FinishReason | None]:
-    """The tokens of the first continuation, and why it ended."""
+    """Return the tokens of the first continuation, and its finish reason."""
     tokens: list[int] = []
     reason = None
     async for chunk in chunks:
@@ -76,7 +76,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-def test_what_a_class_keeps_on_itself_links_no_two_tenants(make_engine: BuildEngine) -> None:
+def test_class_attributes_are_not_shared_between_tenants(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         assert await generate(engine, request("r", "one", COUNTS)) == [10, 11, 12]
@@ -87,7 +87,7 @@ def test_what_a_class_keeps_on_itself_links_no_two_tenants(make_engine: BuildEng
     run(scenario())
 
 
-def test_not_in_one_step_either(make_engine: BuildEngine) -> None:
+def test_class_attributes_are_not_shared_within_a_step(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         await engine.register(COUNTS, "one")
@@ -100,7 +100,7 @@ def test_not_in_one_step_either(make_engine: BuildEngine) -> None:
     run(scenario())
 
 
-def test_tenants_may_use_the_same_id(make_engine: BuildEngine) -> None:
+def test_tenants_may_use_the_same_request_id(make_engine: BuildEngine) -> None:
     async def scenario() -> None:
         engine = make_engine()
         streams = [await engine.submit(request("r", tenant, max_tokens=5 + i)) for i, tenant in enumerate(["", "a"])]
@@ -108,20 +108,20 @@ def test_tenants_may_use_the_same_id(make_engine: BuildEngine) -> None:
             await engine.submit(request("r", "a"))
         answers = [await tokens_of(aiter(stream)) for stream in streams]
         assert [len(tokens) for tokens, _ in answers] == [5, 6]
-        assert await engine.flush_cache()  # nobody is left in the books
+        assert await engine.flush_cache()  # no request is left
 
     run(scenario())
 
 
 @pytest.mark.parametrize("rid", ["r", "batch", "r_1", None])
-def test_abort_stays_at_home(rid: str | None, make_engine: BuildEngine) -> None:
-    """By the request's id, its batch's, one continuation's, and all."""
+def test_abort_affects_its_tenant_only(rid: str | None, make_engine: BuildEngine) -> None:
+    """Abort by the ids of the request, its batch and one continuation, and abort all."""
     fields: dict[str, Any] = {"n": 2, "batch_rid": "batch", "max_tokens": 400}
 
     async def scenario() -> None:
         engine = make_engine()
         streams = [await engine.submit(request("r", tenant, **fields)) for tenant in ("one", "two")]
-        engine.abort(rid, "nobody")
+        engine.abort(rid, "three")
         engine.abort(rid)
         engine.abort(rid, "one")
 
@@ -136,7 +136,7 @@ def test_abort_stays_at_home(rid: str | None, make_engine: BuildEngine) -> None:
     run(scenario())
 
 
-def test_abort_of_what_is_being_loaded_stays_at_home(make_engine: BuildEngine, tmp_path: Path) -> None:
+def test_abort_while_loading_affects_its_tenant_only(make_engine: BuildEngine, tmp_path: Path) -> None:
     go = tmp_path / "go"
     wait = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n"
     slow = SourceProcessor(wait + COUNTS.source, "Counts")
@@ -148,7 +148,7 @@ def test_abort_of_what_is_being_loaded_stays_at_home(make_engine: BuildEngine, t
             return (await tokens_of(aiter(await engine.submit(request("r", tenant, slow, max_tokens=100)))))[1]
 
         running = [asyncio.create_task(end(tenant)) for tenant in ("one", "two")]
-        await asyncio.sleep(0)  # both are admitted now, and wait for the file
+        await asyncio.sleep(0)  # both are admitted now and wait for the file
         engine.abort("r", "one")
         go.touch()
         assert await asyncio.gather(*running) == [FinishReason("abort"), FinishReason("length")]
@@ -156,7 +156,7 @@ def test_abort_of_what_is_being_loaded_stays_at_home(make_engine: BuildEngine, t
     run(scenario())
 
 
-def test_only_what_the_operator_allows_runs(make_engine: BuildEngine, tmp_path: Path) -> None:
+def test_allow_list(make_engine: BuildEngine, tmp_path: Path) -> None:
     file = tmp_path / "allowed"
     file.write_text(f"{COUNTS.digest}  # counts rows\n")
     other = SourceProcessor(COUNTS.source + "# more", "Counts")
@@ -170,6 +170,6 @@ def test_only_what_the_operator_allows_runs(make_engine: BuildEngine, tmp_path: 
         with pytest.raises(Forbidden) as refused:
             await engine.register(other)
         assert refused.value.param is None
-        assert await engine.flush_cache()  # the refused request left nothing behind
+        assert await engine.flush_cache()  # the refused request holds nothing
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""Trees of tokens that the operator names: how they are found, and what they do to requests."""
+"""The operator's token trees: where they are found, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tuple[list[int]
     return asyncio.run(together())
 
 
-def test_a_named_tree(make_engine: BuildEngine, tree_file: Path) -> None:
+def test_named_tree(make_engine: BuildEngine, tree_file: Path) -> None:
     engine = make_engine(tree=f"numbers={tree_file}")
     *in_tree, (plain, last) = run(engine, *(tree_request(str(i), "numbers") for i in range(3)), request("plain"))
     assert all(tokens in PATHS for tokens, _ in in_tree)
@@ -74,7 +74,7 @@ def test_a_named_tree(make_engine: BuildEngine, tree_file: Path) -> None:
     assert plain not in PATHS
 
 
-def test_trees_of_the_requests_own(make_engine: BuildEngine) -> None:
+def test_tree_in_the_request(make_engine: BuildEngine) -> None:
     engine = make_engine()
     other = {"start_token_id": 7, "end_token_id": END, "prefix_dict": {"7": [80], "7_80": [END]}}
     (one, _), (two, _) = run(engine, tree_request("one", TREE), tree_request("two", other))
@@ -85,7 +85,7 @@ def test_trees_of_the_requests_own(make_engine: BuildEngine) -> None:
     assert refused.value.param == "processors[0].params"
 
 
-def test_a_tree_for_all_requests(make_engine: BuildEngine, tree_file: Path) -> None:
+def test_tree_for_all_requests(make_engine: BuildEngine, tree_file: Path) -> None:
     engine = make_engine(tree_decode_config=str(tree_file))
     forbidding = ProcessorRequest(InstalledProcessor("disallowed_tokens"), {"token_ids": [50, 61]})
     (plain, last), (narrowed, other) = run(engine, request("plain"), request("narrowed", forbidding))
@@ -96,8 +96,8 @@ def test_a_tree_for_all_requests(make_engine: BuildEngine, tree_file: Path) -> N
     assert [receipt.steps for receipt in other.receipts] == [3, 3]
 
 
-def test_forcing_obeys_the_tree(make_engine: BuildEngine, tree_file: Path) -> None:
-    """What a request forces is drawn where the tree allows it; where it does not, the request ends and says so."""
+def test_forced_token_obeys_the_tree(make_engine: BuildEngine, tree_file: Path) -> None:
+    """A forced token is sampled where the tree allows it; elsewhere the request ends with an error."""
     engine = make_engine(tree_decode_config=str(tree_file))
     within = ProcessorRequest(
         InstalledProcessor("think_mode"), {"max_thinking_tokens": 1, "end_think_token_ids": [60, 62]}
@@ -112,15 +112,15 @@ def test_forcing_obeys_the_tree(make_engine: BuildEngine, tree_file: Path) -> No
     assert "think_mode" in ended.finish_reason.error.message
 
 
-def test_a_refusal_names_the_requests_own_place(make_engine: BuildEngine, tree_file: Path) -> None:
+def test_refusal_names_the_index_in_the_request(make_engine: BuildEngine, tree_file: Path) -> None:
     engine = make_engine(tree_decode_config=str(tree_file))
     with pytest.raises(BadRequest) as refused:
         run(engine, request("a", ProcessorRequest(InstalledProcessor("disallowed_tokens"), {})))
     assert refused.value.param == "processors[0].params"
 
 
-def test_where_the_file_is_looked_for(tmp_path: Path, tree_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the model, as RTP-LLM does, then as a path."""
+def test_search_path_of_the_file(tmp_path: Path, tree_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the model's folder first, as RTP-LLM does, then as a path."""
     model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
     for folder in (model, elsewhere):
         folder.mkdir()
@@ -138,7 +138,7 @@ def test_where_the_file_is_looked_for(tmp_path: Path, tree_file: Path, monkeypat
 
 
 @pytest.mark.parametrize("setting", ["tree", "tree_decode_config"])
-def test_what_cannot_be_loaded_stops_the_start(setting: str, tmp_path: Path, make_engine: BuildEngine) -> None:
+def test_load_error_stops_the_start(setting: str, tmp_path: Path, make_engine: BuildEngine) -> None:
     file = tmp_path / "tree.json"
     value = f"cities={file}" if setting == "tree" else str(file)
     with pytest.raises(StartError, match=f"^{setting}: {file} cannot be read: No such file or directory"):
@@ -149,12 +149,12 @@ def test_what_cannot_be_loaded_stops_the_start(setting: str, tmp_path: Path, mak
         make_engine(**{setting: value})
 
 
-def test_the_places_that_were_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_lists_the_paths_that_were_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     with pytest.raises(StartError, match=r"directory; tried model/tree.json and tree.json$"):
         load_trees(ServerConfig(model_path="model", tree_decode_config="tree.json"))
 
 
-def test_no_tree_is_named() -> None:
+def test_no_trees_by_default() -> None:
     assert load_trees(ServerConfig()) == {}

@@ -1,4 +1,4 @@
-"""Stand-ins for what the plugin sees of vLLM."""
+"""Fakes of the parts of vLLM that the plugin reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKS_HISTORY = '''
 from logitship import CustomLogitProcessor
 
 class ChecksHistory(CustomLogitProcessor):
-    """The n-th call forces token first + n, and fails unless its history is what it forced so far."""
+    """The n-th call forces token first + n, and fails unless its history is the tokens it forced so far."""
     def __call__(self, logits, custom_param_list=None):
         for row, params in enumerate(custom_param_list):
             request = params["__req__"]
@@ -29,7 +29,7 @@ class ChecksHistory(CustomLogitProcessor):
             if list(request.output_ids) != expected or request.origin_input_ids != [7] * params["prompt"]:
                 raise AssertionError(f"call {calls} saw {request.output_ids}")
             if calls == params.get("fails_at"):
-                raise RuntimeError("as asked")
+                raise RuntimeError("requested")
             logits[row] = -float("inf")
             logits[row, params["first"] + calls] = 0.0
         return logits
@@ -38,7 +38,7 @@ class ChecksHistory(CustomLogitProcessor):
 
 @pytest.fixture
 def processor_string() -> str:
-    """`ChecksHistory` in source form; its parameters: `first`, `prompt` (its length), `fails_at`."""
+    """`ChecksHistory` in source form, with parameters `first`, `prompt` (its length) and `fails_at`."""
     return json.dumps({"source": CHECKS_HISTORY, "class_name": "ChecksHistory"})
 
 
@@ -49,13 +49,13 @@ def model() -> ModelView:
 
 @pytest.fixture
 def settings() -> PluginSettings:
-    """Shipping is on, in this process: sandboxes take seconds to start."""
+    """Settings that run shipped code in this process, because sandboxes take seconds to start."""
     return PluginSettings(enable_custom_logit_processor=True, processor_isolation="none")
 
 
 @pytest.fixture
 def vllm_params() -> Callable[..., Any]:
-    """Makes something like vLLM's `SamplingParams`."""
+    """Factory of fakes of vLLM's `SamplingParams`."""
 
     def make(extra_args: dict[str, Any] | None = None, **fields: Any) -> Any:
         defaults: dict[str, Any] = {

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from logitship.server.vllm.callers import calling
+from logitship.server.vllm.callers import find_caller
 
 
 class Base:
     def call(self) -> Any:
-        return calling("Base"), calling("Derived"), calling("Nobody")
+        return find_caller("Base"), find_caller("Derived"), find_caller("Unknown")
 
 
 class Derived(Base):
@@ -16,10 +16,10 @@ class Derived(Base):
 
 class Outer:
     def call(self, inner: Base) -> Any:
-        return [calling("Outer"), *inner.call()]
+        return [find_caller("Outer"), *inner.call()]
 
 
-def test_the_nearest_caller_of_a_class() -> None:
+def test_find_caller_returns_nearest_instance_of_class() -> None:
     outer, base, derived = Outer(), Base(), Derived()
     assert base.call() == (base, None, None)
     assert derived.call() == (derived, derived, None)

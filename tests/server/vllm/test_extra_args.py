@@ -8,36 +8,36 @@ import pytest
 
 from logitship.client.http.vllm_handshake import PROBE
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
-from logitship.server.vllm.extra_args import has_processors, is_question, read_processors, sampling_params
+from logitship.server.vllm.extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
 
 TREE = json.dumps({"name": "tree"})
 MakeParams = Callable[..., Any]
 
 
-def test_who_carries_processors(vllm_params: MakeParams) -> None:
+def test_has_processors(vllm_params: MakeParams) -> None:
     assert not has_processors(vllm_params())
     assert not has_processors(vllm_params({}))
-    assert not has_processors(vllm_params({"custom_params": "{}", "somebody_elses": 1}))
+    assert not has_processors(vllm_params({"custom_params": "{}", "unrelated": 1}))
     assert not has_processors(vllm_params({"custom_logit_processor": None}))
     assert has_processors(vllm_params({"custom_logit_processor": ""}))
     assert has_processors(vllm_params({"logits_processors": []}))
 
 
-def test_the_question(vllm_params: MakeParams) -> None:
-    assert is_question(vllm_params({**PROBE}))
-    assert not is_question(vllm_params({"logitship": "other"}))
-    assert not is_question(vllm_params())
+def test_asks_for_plugin_info(vllm_params: MakeParams) -> None:
+    assert asks_for_plugin_info(vllm_params({**PROBE}))
+    assert not asks_for_plugin_info(vllm_params({"logitship": "other"}))
+    assert not asks_for_plugin_info(vllm_params())
 
 
-def test_one_processor(processor_string: str) -> None:
+def test_single_processor(processor_string: str) -> None:
     extra_args = {"custom_logit_processor": processor_string, "custom_params": '{"first": 3}', "others": [1]}
-    (carried,) = read_processors(extra_args, 10_000)
-    assert isinstance(carried.string, SourceProcessor)
-    assert carried.params == {"first": 3}
-    assert not carried.own
+    (attached,) = read_processors(extra_args, 10_000)
+    assert isinstance(attached.string, SourceProcessor)
+    assert attached.params == {"first": 3}
+    assert not attached.own
 
 
-def test_several_as_text_or_as_they_are(processor_string: str) -> None:
+def test_list_of_processors_as_text_or_as_values(processor_string: str) -> None:
     several = [{"processor": processor_string, "params": {"first": 3}}, {"processor": TREE}]
     for value in (json.dumps(several), several):
         first, second = read_processors({"logits_processors": value, "custom_params": {"all": 1}}, 10_000)
@@ -61,12 +61,12 @@ def test_several_as_text_or_as_they_are(processor_string: str) -> None:
         ({"custom_logit_processor": TREE + " " * 1000}, "takes at most 1000"),
     ],
 )
-def test_what_is_malformed(extra_args: dict[str, Any], expected: str) -> None:
+def test_malformed_arguments_are_refused(extra_args: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         read_processors(extra_args, 1000)
 
 
-def test_what_processors_see(vllm_params: MakeParams) -> None:
+def test_sampling_params_seen_by_processors(vllm_params: MakeParams) -> None:
     params = vllm_params(
         temperature=0.5, top_k=3, min_tokens=2, stop=["x"], stop_token_ids=[5], logit_bias={4: 1.0}, bad_words=["b"]
     )
@@ -75,6 +75,6 @@ def test_what_processors_see(vllm_params: MakeParams) -> None:
     assert (seen.stop, seen.all_stop_token_ids, seen.logit_bias) == (("x",), {1, 5}, {4: 1.0})
 
 
-def test_what_logitship_does_not_take(vllm_params: MakeParams) -> None:
+def test_unsupported_sampling_params_are_refused(vllm_params: MakeParams) -> None:
     with pytest.raises(ValueError, match="repetition_penalty: must be from"):
         sampling_params(vllm_params(repetition_penalty=1000.0), (), frozenset())

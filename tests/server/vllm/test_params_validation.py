@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
-from logitship.server.vllm import params_validation as admission
+from logitship.server.vllm import params_validation
 from logitship.server.vllm.params_validation import admit
 
 MakeParams = Callable[..., Any]
@@ -16,7 +16,7 @@ FAULT_TOKEN = 63
 
 
 class InputProcessor:
-    """vLLM's, as far as it matters: what calls the plugin."""
+    """Fake of vLLM's class of this name, which calls the plugin."""
 
     def __init__(self) -> None:
         config = SimpleNamespace(
@@ -32,21 +32,21 @@ class InputProcessor:
 def front_end(monkeypatch: pytest.MonkeyPatch) -> InputProcessor:
     monkeypatch.setenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR", "1")
     monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
-    monkeypatch.setattr(admission, "_front_ends", {})
+    monkeypatch.setattr(params_validation, "_front_ends", {})
     return InputProcessor()
 
 
-def test_requests_without_processors_are_left_alone(vllm_params: MakeParams) -> None:
-    params = vllm_params({"somebody_elses": 1}, stop_token_ids=[3])
-    admit(params)  # whoever calls
+def test_request_without_processors_is_unchanged(vllm_params: MakeParams) -> None:
+    params = vllm_params({"unrelated": 1}, stop_token_ids=[3])
+    admit(params)  # from any caller
     assert params.stop_token_ids == [3]
 
 
-def test_the_fault_token_becomes_a_stop_token_once(
+def test_fault_token_is_added_to_stop_tokens_once(
     front_end: InputProcessor, vllm_params: MakeParams, processor_string: str
 ) -> None:
     params = vllm_params({"custom_logit_processor": processor_string}, stop_token_ids=[3])
-    for _ in range(2):  # offline, the same object may go with several prompts
+    for _ in range(2):  # offline, several prompts may share the object
         front_end.admit(params)
         assert params.stop_token_ids == [3, FAULT_TOKEN]
     without = vllm_params({"custom_logit_processor": processor_string}, stop_token_ids=None)
@@ -54,10 +54,10 @@ def test_the_fault_token_becomes_a_stop_token_once(
     assert without.stop_token_ids == [FAULT_TOKEN]
 
 
-def test_the_question_is_answered(front_end: InputProcessor, vllm_params: MakeParams) -> None:
+def test_plugin_info_is_returned(front_end: InputProcessor, vllm_params: MakeParams) -> None:
     with pytest.raises(ValueError, match="logitship") as caught:
         front_end.admit(vllm_params({**PROBE}))
-    assert PluginInfo.from_message(f"vLLM says: {caught.value}") == PluginInfo(FAULT_TOKEN)
+    assert PluginInfo.from_message(f"vLLM: {caught.value}") == PluginInfo(FAULT_TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_question_is_answered(front_end: InputProcessor, vllm_params: MakePa
         ),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_invalid_processors_are_refused(
     front_end: InputProcessor, vllm_params: MakeParams, extra_args: dict[str, Any], expected: str
 ) -> None:
     params = vllm_params(extra_args)
@@ -107,7 +107,7 @@ def test_shipping_is_off_by_default(
     front_end.admit(vllm_params(installed))
 
 
-def test_the_operators_list(
+def test_allow_list(
     front_end: InputProcessor,
     vllm_params: MakeParams,
     processor_string: str,
@@ -120,7 +120,7 @@ def test_the_operators_list(
         front_end.admit(vllm_params({"custom_logit_processor": processor_string}))
 
 
-def test_trees_of_the_operators(
+def test_named_trees(
     front_end: InputProcessor, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     tree = tmp_path / "tree.json"
@@ -132,15 +132,15 @@ def test_trees_of_the_operators(
         front_end.admit(vllm_params({**named, "custom_params": '{"tree": "other"}'}))
 
 
-def test_a_tree_that_is_not_there(
-    front_end: InputProcessor, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tree_file(front_end: InputProcessor, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGITSHIP_VLLM_TREE", "mine=/does/not/exist")
     with pytest.raises(ValueError, match="LOGITSHIP_VLLM_TREE: /does/not/exist cannot be read"):
         front_end.admit(vllm_params({"custom_logit_processor": '{"name": "tree"}'}))
 
 
-def test_each_model_has_its_own(front_end: InputProcessor, vllm_params: MakeParams, processor_string: str) -> None:
+def test_each_model_has_its_own_front_end(
+    front_end: InputProcessor, vllm_params: MakeParams, processor_string: str
+) -> None:
     other = InputProcessor()
     other.vllm_config.model_config.get_vocab_size = lambda: 32
     params = vllm_params({"custom_logit_processor": processor_string})
@@ -149,6 +149,6 @@ def test_each_model_has_its_own(front_end: InputProcessor, vllm_params: MakePara
     assert params.stop_token_ids == [31, FAULT_TOKEN]
 
 
-def test_an_unknown_caller(front_end: InputProcessor, vllm_params: MakeParams, processor_string: str) -> None:
+def test_unknown_caller_is_refused(front_end: InputProcessor, vllm_params: MakeParams, processor_string: str) -> None:
     with pytest.raises(ValueError, match="this version of vLLM"):
         admit(vllm_params({"custom_logit_processor": processor_string}))

@@ -1,4 +1,4 @@
-"""The plugin's class, with stand-ins for the few names that it imports from vLLM."""
+"""The plugin's class, with fakes of the names that it imports from vLLM."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ VOCAB_SIZE = 64
 
 
 class LogitsProcessor:
-    """vLLM's base class."""
+    """Fake of vLLM's base class."""
 
 
 class Group:
-    """vLLM's group of tensor-parallel ranks, seen from one of them."""
+    """Fake of vLLM's group of tensor-parallel ranks, on one of them."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank_in_group = rank
@@ -32,7 +32,7 @@ class Group:
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, imported beside a vLLM with one rank."""
+    """The module, imported with a fake vLLM of one rank."""
     interface = ModuleType("vllm.v1.sample.logits_processor")
     interface.LogitsProcessor = LogitsProcessor  # type: ignore[attr-defined]
     interface.BatchUpdate = object  # type: ignore[attr-defined]
@@ -45,16 +45,16 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for module in (interface, distributed, input_batch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    ours = [f"logitship.server.vllm.{name}" for name in ("plugin", "tensor_parallel")]
-    for name in ours:
+    modules = [f"logitship.server.vllm.{name}" for name in ("plugin", "tensor_parallel")]
+    for name in modules:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(ours[0])
-    for name in ours:
+    yield importlib.import_module(modules[0])
+    for name in modules:
         sys.modules.pop(name, None)
 
 
 class InputBatch:
-    """vLLM's persistent batch."""
+    """Fake of vLLM's persistent batch."""
 
     def __init__(self) -> None:
         self._req_ids: list[str] = []
@@ -66,7 +66,7 @@ class InputBatch:
 
 
 class GPUModelRunner:
-    """vLLM's, which makes the plugin and holds it."""
+    """Fake of vLLM's class of this name, which makes the plugin and holds it."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
@@ -85,13 +85,13 @@ class GPUModelRunner:
         return plugin.LogitshipLogitsProcessor(config, torch.device("cpu"), False)
 
 
-def test_the_name_that_operators_write(plugin: ModuleType) -> None:
+def test_public_import_path(plugin: ModuleType) -> None:
     package = importlib.import_module("logitship.server.vllm")
     assert package.LogitshipLogitsProcessor.__name__ == "LogitshipLogitsProcessor"
     assert not hasattr(package, "Nothing")
 
 
-def test_without_a_request_it_does_nothing(plugin: ModuleType) -> None:
+def test_logits_are_unchanged_without_requests(plugin: ModuleType) -> None:
     runner = GPUModelRunner()
     processor = runner.make(plugin)
     assert not processor.is_argmax_invariant()
@@ -102,27 +102,25 @@ def test_without_a_request_it_does_nothing(plugin: ModuleType) -> None:
     assert torch.equal(logits, before)
 
 
-def test_tokens_that_stay_unknown_are_refused_at_start(plugin: ModuleType) -> None:
-    """vLLM fills them in where a logits processor is named, not where an entry point brought it."""
+def test_unnamed_plugin_with_async_scheduling_is_refused_at_start(plugin: ModuleType) -> None:
+    """Sampled tokens are filled in for named plugins, not for those found through an entry point."""
     with pytest.raises(ValueError, match="named with --logits-processors"):
         GPUModelRunner().make(plugin, logits_processors=None)
     GPUModelRunner().make(plugin, logits_processors=None, async_scheduling=False)
 
 
-def test_an_unknown_model_runner_is_refused_at_start(plugin: ModuleType) -> None:
+def test_unknown_model_runner_is_refused_at_start(plugin: ModuleType) -> None:
     class TPUModelRunner(GPUModelRunner):
         pass
 
-    TPUModelRunner().make(plugin)  # one of the same family
+    TPUModelRunner().make(plugin)  # a subclass
     other = type("Other", (), {"make": GPUModelRunner.make})
     with pytest.raises(ValueError, match=r"the model runner of this vLLM: .* 0\.32, with GPUModelRunner"):
         other().make(plugin)
 
 
-def test_a_model_runner_that_was_changed_is_refused_at_start(
-    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plugin is made while the constructor runs: what that makes later is found in the code of the class."""
+def test_changed_model_runner_is_refused_at_start(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is made while the constructor runs: attributes set later are found in the code of the class."""
 
     def other_names(self: Any) -> None:
         self.states: dict[str, Any] = {}
@@ -139,7 +137,7 @@ def test_a_model_runner_that_was_changed_is_refused_at_start(
         GPUModelRunner()
 
 
-def test_ranks(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_ranks(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_of = sys.modules["logitship.server.vllm.tensor_parallel"]
     results = []
     for rank in (0, 1):
@@ -147,9 +145,9 @@ def test_ranks(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         ranks = ranks_of.TensorParallelRanks()
         assert ranks.is_first == (rank == 0)
         logits = torch.zeros(3, 2)
-        ranks.share(logits, [0, 2])
+        ranks.broadcast(logits, [0, 2])
         results.append(logits.tolist())
     assert results == [[[0.0, 0.0]] * 3, [[5.0, 5.0], [0.0, 0.0], [5.0, 5.0]]]
     monkeypatch.setattr(ranks_of, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
     monkeypatch.setattr(ranks_of, "get_tp_group", lambda: Group(0, 1))
-    assert not ranks_of.TensorParallelRanks().is_first  # no rank of an earlier stage draws
+    assert not ranks_of.TensorParallelRanks().is_first  # ranks of earlier stages do not sample

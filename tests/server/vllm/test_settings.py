@@ -4,14 +4,35 @@ from pathlib import Path
 
 import pytest
 
+from logitship.sampler.sandbox.sandbox_executor import SandboxLimits
+from logitship.server.config import ServerConfig
 from logitship.server.vllm.settings import PluginSettings
 
 
-def test_the_defaults_take_no_code() -> None:
+def test_defaults_accept_no_code() -> None:
     settings = PluginSettings.from_environment({"PATH": "/bin", "VLLM_HOST_IP": "::1"})
     assert settings == PluginSettings()
     assert not settings.enable_custom_logit_processor
     assert settings.processor_isolation == "sandbox"
+
+
+def test_defaults_agree_with_the_server_and_the_sandbox() -> None:
+    server, plugin = ServerConfig(), PluginSettings()
+    for name in (
+        "allow_processor",
+        "enable_custom_logit_processor",
+        "max_processor_size",
+        "max_sandboxes",
+        "processor_isolation",
+        "sandbox_cpu_time",
+        "sandbox_memory",
+        "sandbox_step_timeout",
+    ):
+        assert getattr(plugin, name) == getattr(server, name), name
+    limits = SandboxLimits()
+    assert limits.cpu_time == server.sandbox_cpu_time
+    assert limits.step_timeout == server.sandbox_step_timeout
+    assert limits.load_timeout == server.sandbox_load_timeout
 
 
 def test_every_variable_is_read(tmp_path: Path) -> None:
@@ -62,6 +83,6 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         ("STEP_TIMEOUT", "1", "no such setting"),
     ],
 )
-def test_a_mistake_names_the_variable(name: str, value: str, expected: str) -> None:
+def test_error_names_the_variable(name: str, value: str, expected: str) -> None:
     with pytest.raises(ValueError, match=f"^LOGITSHIP_VLLM_{name}: .*{expected}"):
         PluginSettings.from_environment({f"LOGITSHIP_VLLM_{name}": value})

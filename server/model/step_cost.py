@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from logitship.server.model.model_runner import Chunk, ModelRunner
+from .model_runner import Chunk, ModelRunner
 
 _ROUNDS = 3
 """Each number is measured so often; the fastest counts, which other work on the machine disturbed least."""

@@ -1,4 +1,4 @@
-"""The plugin on a stand-in for vLLM's model runner V1, that schedules at random as vLLM may."""
+"""The plugin on a fake of vLLM's model runner V1 that schedules at random, as vLLM may."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.vllm.batch import ShippedBatch
-from logitship.server.vllm.engine_state import EngineState
-from logitship.server.vllm.processors import RequestProcessors, to_run
+from logitship.server.vllm.batch_requests import BatchRequests
+from logitship.server.vllm.plugin_processors import PluginProcessors, for_execution
 from logitship.server.vllm.settings import PluginSettings
+from logitship.server.vllm.shipped_batch import ShippedBatch
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -38,13 +38,13 @@ class Direction(Enum):
 class OneRank:
     is_first = True
 
-    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Nobody else is there."""
+    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Do nothing: there is no other rank."""
 
 
 @dataclass(eq=False)
 class Record:
-    """vLLM's `CachedRequestState`, and below it what the scheduler knows."""
+    """Fake of vLLM's `CachedRequestState`, followed by the scheduler's state."""
 
     req_id: str
     sampling_params: Any
@@ -52,10 +52,10 @@ class Record:
     output_token_ids: list[int] = field(default_factory=list)
     prompt_is_token_ids: list[bool] | None = None
 
-    drawn: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
     computed: int = 0
     late: int = 0
-    """Steps that were still computed after the end."""
+    """Steps computed after the end."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,13 +64,13 @@ class Record:
     @property
     def ended(self) -> bool:
         params = self.sampling_params
-        return bool(self.drawn) and (
-            len(self.drawn) == params.max_tokens or self.drawn[-1] in {EOS, *params.stop_token_ids}
+        return bool(self.sampled) and (
+            len(self.sampled) == params.max_tokens or self.sampled[-1] in {EOS, *params.stop_token_ids}
         )
 
 
 class Runner:
-    """vLLM's model runner V1, as far as the plugin sees it, and its scheduler.
+    """Fake of vLLM's scheduler, and of its model runner V1 as far as the plugin reads it.
 
     Args:
         is_async: a step is scheduled before the tokens of the one before are known.
@@ -87,22 +87,22 @@ class Runner:
         self.finished: dict[str, list[int]] = {}
 
     def step(self, batch: ShippedBatch) -> None:
-        """Schedule, and compute what was scheduled."""
+        """Schedule and compute a step."""
         update = self._reschedule()
         self.input_batch.req_ids = [record.req_id for record in self.rows]
         self.input_batch.req_output_token_ids = [record.output_token_ids for record in self.rows]
         batch.update_state(update)
         for row, record in enumerate(self.rows):
-            tokens = record.num_prompt_tokens + len(record.drawn)
+            tokens = record.num_prompt_tokens + len(record.sampled)
             missing = tokens - record.computed
             record.computed += self.random.randint(1, missing) if missing > 1 else missing
             self.discard_request_mask.np[row] = record.computed < tokens
-        if self.is_async:  # the tokens of the step before, just before they are needed
+        if self.is_async:  # the tokens of the step before, filled in at the last moment
             for record in self.rows:
-                record.output_token_ids[:] = record.drawn
-        self._draw(batch)
+                record.output_token_ids[:] = record.sampled
+        self._sample(batch)
 
-    def _draw(self, batch: ShippedBatch) -> None:
+    def _sample(self, batch: ShippedBatch) -> None:
         logits = torch.stack([model(record) for record in self.rows]) if self.rows else torch.zeros(0, VOCAB_SIZE)
         before = logits.clone()
         batch.apply(logits)
@@ -115,28 +115,28 @@ class Runner:
             if record.ended:
                 record.late += 1
                 continue
-            record.drawn.append(int(logits[row].argmax()))
-            record.output_token_ids.append(-1 if self.is_async else record.drawn[-1])
+            record.sampled.append(int(logits[row].argmax()))
+            record.output_token_ids.append(-1 if self.is_async else record.sampled[-1])
 
     def _reschedule(self) -> Any:
-        """Finish, put aside and let in requests, and close the gaps."""
+        """Finish, preempt and admit requests, and close the gaps."""
         gone = []
         for row, record in enumerate(self.rows):
             if record.ended and record.late == self.is_async:
-                self.finished[record.req_id] = record.drawn
+                self.finished[record.req_id] = record.sampled
                 del self.requests[record.req_id]
                 gone.append(row)
             elif not record.ended and self.random.random() < 0.1:
                 if self.random.random() < 0.5:
-                    record.computed = 0  # preempted, and not merely left out of one step
+                    record.computed = 0  # preempted, not only left out of one step
                 self.waiting.append(record)
                 gone.append(row)
         rows: list[Record | None] = [None if row in gone else record for row, record in enumerate(self.rows)]
         added = []
         while self.waiting and len(rows) - rows.count(None) < MAX_ROWS and self.random.random() < 0.7:
             record = self.waiting.pop(0)
-            if self.is_async and record.drawn:
-                record.output_token_ids = list(record.drawn)
+            if self.is_async and record.sampled:
+                record.output_token_ids = list(record.sampled)
             self.requests[record.req_id] = record
             row = rows.index(None) if None in rows else len(rows)
             rows[row : row + 1] = [record]
@@ -160,40 +160,43 @@ class Runner:
 
 
 def model(record: Record) -> torch.Tensor:
-    """Logits that depend on the whole history, and no end token."""
-    generator = torch.Generator().manual_seed(hash((record.req_id, *record.drawn)) % (1 << 31))
+    """Logits that depend on the whole history, without the end token."""
+    generator = torch.Generator().manual_seed(hash((record.req_id, *record.sampled)) % (1 << 31))
     logits = torch.randn(VOCAB_SIZE, generator=generator)
     logits[EOS] = -torch.inf
     return logits
 
 
 def alone(record: Record) -> list[int]:
-    """What a request without processors draws."""
+    """Tokens sampled for a request without processors."""
     copy = Record(record.req_id, record.sampling_params, record.prompt_token_ids)
     while not copy.ended:
-        copy.drawn.append(int(model(copy).argmax()))
-    return copy.drawn
+        copy.sampled.append(int(model(copy).argmax()))
+    return copy.sampled
 
 
 @pytest.fixture
-def processors(settings: PluginSettings, model: ModelView) -> RequestProcessors:
-    return to_run(settings, model, MAX_ROWS)
+def processors(settings: PluginSettings, model: ModelView) -> PluginProcessors:
+    return for_execution(settings, model, MAX_ROWS)
 
 
 MakeBatch = Callable[[Runner], ShippedBatch]
 
 
 @pytest.fixture
-def make_batch(model: ModelView, processors: RequestProcessors) -> MakeBatch:
+def make_batch(model: ModelView, processors: PluginProcessors) -> MakeBatch:
     def make(runner: Runner) -> ShippedBatch:
-        return ShippedBatch(model, torch.device("cpu"), processors, EngineState(runner), FAULT_TOKEN, OneRank())
+        return ShippedBatch(model, torch.device("cpu"), processors, BatchRequests(runner), FAULT_TOKEN, OneRank())
 
     return make
 
 
 @pytest.fixture
 def request_of(processor_string: str, vllm_params: MakeParams) -> Callable[..., Record]:
-    """A request with `ChecksHistory`. One that fails has a class of its own: in this process, whole calls fail."""
+    """Factory of requests with `ChecksHistory`.
+
+    One that fails gets its own class, because without a sandbox a fault fails the whole call.
+    """
 
     def make(req_id: str, prompt: int = 3, tokens: int = 8, **params: Any) -> Record:
         custom_params = {"first": 2, "prompt": prompt, **params}
@@ -212,23 +215,23 @@ def run(runner: Runner, batch: ShippedBatch, *records: Record) -> dict[str, list
     wanted = {record.req_id for record in records}
     for _ in range(5000):
         if wanted <= runner.finished.keys():
-            runner.step(batch)  # so that the last ones are seen to be gone
+            runner.step(batch)  # so that the last ones are dropped
             return runner.finished
         runner.step(batch)
-    raise AssertionError("it takes too long")
+    raise AssertionError("the requests did not finish")
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_histories_are_exact_whatever_is_scheduled(
+def test_histories_are_exact_in_every_schedule(
     seed: int,
     is_async: bool,
     make_batch: MakeBatch,
     request_of: Callable[..., Record],
     vllm_params: MakeParams,
-    processors: RequestProcessors,
+    processors: PluginProcessors,
 ) -> None:
-    """Chunks of prompts, requests put aside and back, moves, placeholders, a step too many; and faults among them."""
+    """Covers prompt chunks, preempted requests, moves, placeholders, one step too many, and faults."""
     rng = random.Random(seed)
     runner = Runner(seed, is_async)
     records: list[Record] = []
@@ -252,14 +255,14 @@ def test_histories_are_exact_whatever_is_scheduled(
 
 
 @pytest.mark.parametrize(("tokens", "stop"), [(4, []), (8, [5])], ids=["its_length", "a_stop_token"])
-def test_nobody_is_called_after_the_end(
+def test_processor_is_not_called_after_the_end(
     make_batch: MakeBatch,
     request_of: Callable[..., Record],
     tokens: int,
     stop: list[int],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """vLLM computes one step more than it needs, before it knows the token that ended the request."""
+    """The engine computes one step more than it needs, before it knows the token that ended the request."""
     runner = Runner(0, is_async=True)
     record = request_of("x", tokens=tokens, fails_at=4)
     record.sampling_params.stop_token_ids += stop
@@ -267,22 +270,22 @@ def test_nobody_is_called_after_the_end(
     assert not caplog.messages
 
 
-def test_a_fault_is_told_to_the_operator_once(
+def test_fault_is_logged_once(
     make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(0, is_async=True)
     with caplog.at_level(logging.ERROR, "vllm.logitship"):
         finished = run(runner, make_batch(runner), request_of("r-1", fails_at=2))
     assert finished["r-1"] == [2, 3, FAULT_TOKEN]
-    (told,) = caplog.messages
-    assert told.startswith(
-        "request r-1 ends with stop_reason 63: processor ChecksHistory raised RuntimeError: as asked"
+    (message,) = caplog.messages
+    assert message.startswith(
+        "request r-1 ends with stop_reason 63: processor ChecksHistory raised RuntimeError: requested"
     )
-    assert "Traceback" in told
+    assert "Traceback" in message
 
 
-def test_the_same_id_twice(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
-    """The second is another request: vLLM may take the place of the first in the same step."""
+def test_request_id_is_reused(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
+    """The second is a new request: vLLM may replace the first in the same step."""
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
     assert run(runner, batch, request_of("x"))["x"] == list(range(2, 10))
@@ -290,8 +293,8 @@ def test_the_same_id_twice(make_batch: MakeBatch, request_of: Callable[..., Reco
     assert run(runner, batch, request_of("x", prompt=5))["x"] == list(range(2, 10))
 
 
-def place(runner: Runner, batch: ShippedBatch, record: Record) -> torch.Tensor:
-    """A request in row 0, whose prompt is computed; its logits, which are all 0."""
+def add_to_row_0(runner: Runner, batch: ShippedBatch, record: Record) -> torch.Tensor:
+    """Add a request with a computed prompt to row 0, and return its logits, which are all 0."""
     runner.requests[record.req_id] = record
     runner.input_batch.req_ids = [record.req_id]
     runner.input_batch.req_output_token_ids = [record.output_token_ids]
@@ -300,37 +303,37 @@ def place(runner: Runner, batch: ShippedBatch, record: Record) -> torch.Tensor:
     return torch.zeros(1, VOCAB_SIZE)
 
 
-def ends(logits: torch.Tensor) -> bool:
-    """True if nothing but the fault token can be drawn."""
+def is_ended(logits: torch.Tensor) -> bool:
+    """Return True if only the fault token can be sampled."""
     return logits[0].isfinite().nonzero().tolist() == [[FAULT_TOKEN]]
 
 
-def test_a_placeholder_is_shown_to_nobody(
+def test_placeholder_ends_the_request(
     make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(0, is_async=True)
     batch = make_batch(runner)
     record = request_of("x")
-    batch.apply(place(runner, batch, record))
+    batch.apply(add_to_row_0(runner, batch, record))
     record.output_token_ids.append(-1)
     logits = torch.zeros(1, VOCAB_SIZE)
     batch.update_state(None)
     batch.apply(logits)
-    assert ends(logits)
+    assert is_ended(logits)
     assert "--logits-processors" in caplog.text
 
 
-def test_an_output_that_was_taken_back(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
+def test_shortened_output_ends_the_request(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
     record = request_of("x")
-    batch.apply(place(runner, batch, record))
+    batch.apply(add_to_row_0(runner, batch, record))
     record.output_token_ids.append(2)
     batch.apply(torch.zeros(1, VOCAB_SIZE))
     record.output_token_ids.clear()
     logits = torch.zeros(1, VOCAB_SIZE)
     batch.apply(logits)
-    assert ends(logits)
+    assert is_ended(logits)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +343,7 @@ def test_an_output_that_was_taken_back(make_batch: MakeBatch, request_of: Callab
         {"prompt_is_token_ids": [True, False, True]},
     ],
 )
-def test_a_prompt_of_embeddings(
+def test_prompt_embeddings_end_the_request(
     make_batch: MakeBatch, request_of: Callable[..., Record], change: dict[str, Any]
 ) -> None:
     runner = Runner(0, is_async=False)
@@ -348,82 +351,82 @@ def test_a_prompt_of_embeddings(
     record = request_of("x")
     for name, value in change.items():
         setattr(record, name, value)
-    logits = place(runner, batch, record)
+    logits = add_to_row_0(runner, batch, record)
     batch.apply(logits)
-    assert ends(logits)
+    assert is_ended(logits)
 
 
-def test_what_cannot_be_loaded_any_more_ends(
+def test_load_error_ends_the_request(
     make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
     record = request_of("x")
     record.sampling_params.extra_args = {"custom_logit_processor": '{"name": "nothing"}'}
-    logits = place(runner, batch, record)
+    logits = add_to_row_0(runner, batch, record)
     batch.apply(logits)
-    assert ends(logits)
+    assert is_ended(logits)
     assert "no processor is installed or registered as 'nothing'" in caplog.text
 
 
-def test_the_fault_token_is_nobodys_to_give(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
-    """Neither the model's, nor the processor's; who gives nothing else has given nothing."""
+def test_processor_cannot_force_the_fault_token(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
+    """Neither the model nor a processor may choose it; without another token, the request ends."""
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
-    logits = place(runner, batch, request_of("x", first=FAULT_TOKEN))
+    logits = add_to_row_0(runner, batch, request_of("x", first=FAULT_TOKEN))
     batch.apply(logits)
-    assert ends(logits)
+    assert is_ended(logits)
 
 
 @pytest.mark.parametrize("is_hard", [True, False])
-def test_forcing_obeys_hard_masks(
+def test_forced_token_obeys_hard_masks(
     make_batch: MakeBatch, request_of: Callable[..., Record], is_hard: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM has applied its mask before."""
+    """The mask of vLLM was applied before."""
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
     record = request_of("x", first=4)
     record.sampling_params.allowed_token_ids = [5, 6] if is_hard else None
-    logits = place(runner, batch, record)
+    logits = add_to_row_0(runner, batch, record)
     logits[0, :5] = -torch.inf
     batch.apply(logits)
-    assert ends(logits) == is_hard
+    assert is_ended(logits) == is_hard
     assert (logits[0, 4] == 0) == (not is_hard)
     assert ("left no token of those that allowed_token_ids" in caplog.text) == is_hard
 
 
-def test_an_error_of_ours_ends_requests_and_raises_nothing(
+def test_internal_error_ends_requests_and_is_not_raised(
     make_batch: MakeBatch, request_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
-    logits = place(runner, batch, request_of("x"))
+    logits = add_to_row_0(runner, batch, request_of("x"))
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("logitship.server.vllm.batch.ShippedProcessors.apply", fail)
+    monkeypatch.setattr("logitship.server.vllm.shipped_batch.ShippedProcessors.apply", fail)
     batch.apply(logits)
-    assert ends(logits)
+    assert is_ended(logits)
 
 
-def test_a_request_that_cannot_be_taken_in_ends_and_the_others_run(
+def test_untrackable_request_ends_and_others_run(
     make_batch: MakeBatch,
     request_of: Callable[..., Record],
     vllm_params: MakeParams,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And the rows behind it, and the moves of that step, are followed."""
-    request_of_list = EngineState.request_of
+    """The rows after it and the moves of that step are applied."""
+    request_of_list = BatchRequests.request_of
 
-    def fail_for_one(self: EngineState, output_token_ids: list[int]) -> Any:
+    def fail_for_one(self: BatchRequests, output_token_ids: list[int]) -> Any:
         record = request_of_list(self, output_token_ids)
         if record.req_id == "broken":
             raise LookupError("a bug")
         return record
 
-    monkeypatch.setattr(EngineState, "request_of", fail_for_one)
+    monkeypatch.setattr(BatchRequests, "request_of", fail_for_one)
     for seed in range(8):
         runner = Runner(seed, is_async=bool(seed % 2))
         plain = Record("plain", vllm_params(max_tokens=8, stop_token_ids=[FAULT_TOKEN]), [7] * 3)
@@ -438,33 +441,33 @@ def test_a_request_that_cannot_be_taken_in_ends_and_the_others_run(
     assert "request (unknown) ends with stop_reason 63" in caplog.text
 
 
-def test_an_engine_that_does_not_say_whose_prompt_is_computed(
+def test_missing_discard_mask_ends_the_request(
     make_batch: MakeBatch, request_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(0, is_async=False)
     batch = make_batch(runner)
-    logits = place(runner, batch, request_of("x"))
+    logits = add_to_row_0(runner, batch, request_of("x"))
     del runner.discard_request_mask
     batch.apply(logits)
-    assert ends(logits)
+    assert is_ended(logits)
 
 
 class Rank:
-    """One of two ranks: `share` gives what the first one wrote to the other."""
+    """One of two ranks: `broadcast` copies the rows of the first to the other."""
 
     def __init__(self, is_first: bool, written: list[torch.Tensor]) -> None:
         self.is_first = is_first
         self._written = written
 
-    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
         if self.is_first:
             self._written.append(logits[rows].clone())
         else:
             logits[rows] = self._written.pop(0)
 
 
-def test_other_ranks_take_what_the_first_one_made(
-    model: ModelView, processors: RequestProcessors, request_of: Callable[..., Record]
+def test_other_ranks_receive_the_rows_of_the_first(
+    model: ModelView, processors: PluginProcessors, request_of: Callable[..., Record]
 ) -> None:
     written: list[torch.Tensor] = []
     results = []
@@ -474,12 +477,12 @@ def test_other_ranks_take_what_the_first_one_made(
             model,
             torch.device("cpu"),
             processors if is_first else None,
-            EngineState(runner),
+            BatchRequests(runner),
             FAULT_TOKEN,
             Rank(is_first, written),
         )
         record = request_of("x", fails_at=1)
-        steps = [place(runner, batch, record)]
+        steps = [add_to_row_0(runner, batch, record)]
         batch.apply(steps[0])
         record.output_token_ids.append(int(steps[0].argmax()))
         steps.append(torch.zeros(1, VOCAB_SIZE))

@@ -1,6 +1,6 @@
 """The operator's list of shipped processors that may run: `--allow-processor`.
 
-One digest a line, as `sha256:` and 64 hexadecimal digits. Blank lines are ignored, and so is what follows a `#`.
+One digest per line, `sha256:` and 64 hexadecimal digits. Blank lines are ignored, as is text after a `#`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def read_allowed_digests(path: str) -> frozenset[str]:
-    """The digests in a file. An empty file allows nothing.
+    """Read the digests in a file. An empty file allows no processor.
 
     Raises:
-        ValueError: the file cannot be read, or a line is no digest; names the file and the line.
+        ValueError: the file cannot be read, or a line is not a digest; names the file and the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()

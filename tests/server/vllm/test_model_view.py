@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.vllm.model import fault_token, model_view
+from logitship.server.vllm.model_view import fault_token, model_view
 
 
 class FakeTokenizer:
-    """A tokenizer with `size` tokens, of which some are special."""
+    """A tokenizer with `size` tokens, some of them special."""
 
     def __init__(self, size: int, special: set[int]) -> None:
         self.added_tokens_decoder = {token: SimpleNamespace(special=True) for token in special}
@@ -21,22 +21,22 @@ class FakeTokenizer:
         return {str(token): token for token in range(self._size)}
 
 
-def test_a_column_without_a_token_is_the_first_choice() -> None:
+def test_fault_token_prefers_a_column_without_a_token() -> None:
     assert fault_token(ModelView(10, frozenset({0}), FakeTokenizer(8, {0, 3}))) == 9
 
 
-def test_then_a_special_token_that_ends_nothing() -> None:
+def test_fault_token_then_prefers_a_special_token_that_does_not_end() -> None:
     assert fault_token(ModelView(8, frozenset({5}), FakeTokenizer(8, {0, 3, 5}))) == 3
     assert fault_token(ModelView(8, frozenset({5}), FakeTokenizer(12, {0, 3, 5, 11}))) == 3
 
 
-def test_then_the_last_one() -> None:
+def test_fault_token_defaults_to_the_last_token() -> None:
     assert fault_token(ModelView(8, frozenset({5}), FakeTokenizer(8, {5}))) == 7
     assert fault_token(ModelView(8, frozenset({5}), None)) == 7
 
 
 @pytest.mark.parametrize(("generation_config", "expected"), [({}, set()), ({"eos_token_id": 4}, {4})])
-def test_without_a_tokenizer(generation_config: dict[str, Any], expected: set[int]) -> None:
+def test_model_view_without_tokenizer(generation_config: dict[str, Any], expected: set[int]) -> None:
     config = SimpleNamespace(
         skip_tokenizer_init=True,
         get_vocab_size=lambda: 10,
@@ -46,7 +46,7 @@ def test_without_a_tokenizer(generation_config: dict[str, Any], expected: set[in
     assert (view.vocab_size, view.eos_token_ids, view.tokenizer) == (10, expected, None)
 
 
-def test_several_end_tokens(tmp_path: Any) -> None:
+def test_model_view_with_several_end_tokens(tmp_path: Any) -> None:
     config = SimpleNamespace(
         skip_tokenizer_init=False,
         tokenizer=str(tmp_path),
@@ -57,4 +57,4 @@ def test_several_end_tokens(tmp_path: Any) -> None:
     )
     view = model_view(SimpleNamespace(model_config=config))
     assert view.eos_token_ids == {4, 5}
-    assert view.tokenizer is None  # there is none in that folder: a warning says so
+    assert view.tokenizer is None  # the folder holds none, which is logged as a warning

@@ -7,9 +7,9 @@ import pytest
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
+from logitship.server.model.step_cost import StepCost, measure_step_cost
 from logitship.server.requests.sequence import Sequence
-from logitship.server.speculation.speculation import NGramSpeculation
-from logitship.server.speculation.step_cost import StepCost, measure_step_cost
+from logitship.server.speculation.ngram_speculation import NGramSpeculation
 from logitship.server.tokenizer import Tokenizer
 
 

@@ -1,7 +1,7 @@
-"""What vLLM's model runner V1 knows of its requests and does not tell its logits processors.
+"""The requests in the batch of vLLM's model runner V1, read from the model runner.
 
-`BatchUpdate` has no request ids, does not tell a request that finished from one that was put aside, and does not say
-whose prompt is only partly computed. A processor with state needs all three.
+`BatchUpdate` has no request ids, does not distinguish finished requests from preempted ones, and does not say which
+prompts are only partly computed. A processor with state needs all three.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from types import FunctionType
 from typing import Any
 
 
-class EngineState:
-    """Reads the model runner.
+class BatchRequests:
+    """Reads the requests from the model runner. Implements `RunnerRequests`.
 
     Args:
-        runner: vLLM's `GPUModelRunner`, or another class of its shape.
+        runner: vLLM's `GPUModelRunner`, or a class with the same attributes.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner = weakref.ref(runner)  # it holds the plugin
 
     def request_of(self, output_token_ids: list[int]) -> Any:
-        """The model runner's record of the request that owns this very list of output tokens; in the batch now.
+        """Return the model runner's record of the request in the batch that owns this very list of output tokens.
 
         Raises:
             LookupError: no request of the batch does.
@@ -36,11 +36,11 @@ class EngineState:
         raise LookupError("vLLM's batch has no request with these output tokens")
 
     def is_unfinished(self, request: Any) -> bool:
-        """True if the request is in the batch, or was put aside and will be again."""
+        """Return True if the request is in the batch, or preempted."""
         return self._live.requests.get(request.req_id) is request
 
-    def without_a_token(self, num_rows: int) -> set[int]:
-        """Rows whose prompt is only partly computed in this step: what is drawn for them is thrown away."""
+    def discarded_rows(self, num_rows: int) -> set[int]:
+        """Return the rows whose prompt is only partly computed in this step: vLLM discards the token sampled there."""
         return set(self._live.discard_request_mask.np[:num_rows].nonzero()[0].tolist())
 
     @property
@@ -50,14 +50,14 @@ class EngineState:
         return runner
 
 
-def missing(runner: type, batch: type) -> list[str]:
-    """What `EngineState` reads and the model runner of this vLLM does not have.
+def missing_attributes(runner: type, batch: type) -> list[str]:
+    """Return the attributes that `BatchRequests` reads and this vLLM's classes do not have.
 
-    The plugin is made by the constructor of the model runner, before that has made all of it. So the names are looked
-    for in the code of the class. Better than at the first request: an error there is the end of the engine.
+    The model runner's constructor makes the plugin before it has set all attributes, so their names are looked up in
+    the code of the class. This check at start prevents an error at the first request, which would stop the engine.
 
     Args:
-        runner: its class.
+        runner: the model runner's class.
         batch: the class of its `input_batch`.
     """
     wanted = {

@@ -8,23 +8,23 @@ import pytest
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExecutor
-from logitship.server.vllm import dry_run_executor as trial_host
-from logitship.server.vllm.dry_run_executor import REMEMBERED, DryRunExecutor
+from logitship.server.vllm import admission_executor
+from logitship.server.vllm.admission_executor import REFUSAL_TTL, AdmissionExecutor
 
 
 class FakeExecutor:
-    """Loads nothing; takes as long as it is told, and fails if it is told a reason."""
+    """Loads nothing; takes `seconds` of fake time, and fails if `reason` is set."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.takes = 2.0
+        self.seconds = 2.0
         self.reason = "gave no answer within 2 s"
         self.loads = 0
         self.loaded = 0
 
     def load(self, string: SourceProcessor, tenant: str = "") -> LoadedProcessor:
         self.loads += 1
-        self.now += self.takes
+        self.now += self.seconds
         if self.reason:
             raise ProcessorLoadError(self.reason)
         self.loaded += 1
@@ -40,51 +40,53 @@ def executor() -> FakeExecutor:
 
 
 @pytest.fixture
-def trials(executor: FakeExecutor) -> DryRunExecutor:
-    return DryRunExecutor(cast(ProcessorExecutor, executor), lambda: executor.now)
+def admission(executor: FakeExecutor) -> AdmissionExecutor:
+    return AdmissionExecutor(cast(ProcessorExecutor, executor), lambda: executor.now)
 
 
 def string(number: int = 0) -> SourceProcessor:
     return SourceProcessor(f"class X{number}: pass", f"X{number}")
 
 
-def test_a_class_that_held_everybody_up_does_it_once(executor: FakeExecutor, trials: DryRunExecutor) -> None:
+def test_slow_failure_is_refused_without_another_load(executor: FakeExecutor, admission: AdmissionExecutor) -> None:
     with pytest.raises(ProcessorLoadError, match=r"^gave no answer within 2 s$"):
-        trials.load(string())
-    executor.now += REMEMBERED - 1
+        admission.load(string())
+    executor.now += REFUSAL_TTL - 1
     with pytest.raises(ProcessorLoadError, match=r"gave no answer within 2 s \(as it was; it is tried again in 1 s\)"):
-        trials.load(string())
+        admission.load(string())
     assert executor.loads == 1
     with pytest.raises(ProcessorLoadError):
-        trials.load(string(1))
+        admission.load(string(1))
     assert executor.loads == 2
 
 
-def test_it_is_tried_again_later(executor: FakeExecutor, trials: DryRunExecutor) -> None:
+def test_refusal_expires(executor: FakeExecutor, admission: AdmissionExecutor) -> None:
     """The machine may have been busy."""
     with pytest.raises(ProcessorLoadError):
-        trials.load(string())
-    executor.now += REMEMBERED
+        admission.load(string())
+    executor.now += REFUSAL_TTL
     executor.reason = ""
-    assert trials.load(string()).digest == string().digest
+    assert admission.load(string()).digest == string().digest
     assert executor.loaded == 0
 
 
-def test_what_fails_at_once_may_be_tried_at_once(executor: FakeExecutor, trials: DryRunExecutor) -> None:
-    """There may have been no room for another process."""
-    executor.takes = trial_host.SLOW / 2
+def test_fast_failure_may_be_retried_at_once(executor: FakeExecutor, admission: AdmissionExecutor) -> None:
+    """The limit of processes may have been reached."""
+    executor.seconds = admission_executor.SLOW_LOAD / 2
     with pytest.raises(ProcessorLoadError):
-        trials.load(string())
+        admission.load(string())
     executor.reason = ""
-    assert trials.load(string()).digest == string().digest
+    assert admission.load(string()).digest == string().digest
 
 
-def test_the_memory_is_bounded(executor: FakeExecutor, trials: DryRunExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_host, "_MOST_REMEMBERED", 2)
+def test_number_of_remembered_refusals_is_bounded(
+    executor: FakeExecutor, admission: AdmissionExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_executor, "MAX_VERDICTS", 2)
     for number in (0, 1, 2):
         with pytest.raises(ProcessorLoadError):
-            trials.load(string(number))
+            admission.load(string(number))
     for number, loads in zip((2, 1, 0), itertools.chain((3, 3), (4,)), strict=True):
         with pytest.raises(ProcessorLoadError):
-            trials.load(string(number))
+            admission.load(string(number))
         assert executor.loads == loads

@@ -9,7 +9,7 @@ import pytest
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.vllm.processors import on_trial, to_run
+from logitship.server.vllm.plugin_processors import for_admission, for_execution
 from logitship.server.vllm.settings import PluginSettings
 
 MakeParams = Callable[..., Any]
@@ -28,10 +28,10 @@ def shipped(condition: bool) -> dict[str, Any]:
     return {"custom_logit_processor": json.dumps({"source": source, "class_name": "Hangs"})}
 
 
-def test_a_trial_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> None:
-    """And its verdict: the second time, nothing is loaded."""
+def test_admission_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> None:
+    """The verdict is remembered: the second time, nothing is loaded."""
     settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=60.0)
-    processors = on_trial(settings, model)
+    processors = for_admission(settings, model)
     loaded = [processors.load(vllm_params(shipped(False)), "admission") for _ in range(2)]
     (first,), (second,) = (params.processors for params in loaded)
     assert first.processor is second.processor
@@ -41,9 +41,9 @@ def test_a_trial_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> 
     assert processors.in_use == 0
 
 
-def test_what_takes_too_long_to_load(model: ModelView, vllm_params: MakeParams) -> None:
+def test_slow_load_is_refused_and_remembered(model: ModelView, vllm_params: MakeParams) -> None:
     settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=0.3)
-    processors = on_trial(settings, model)
+    processors = for_admission(settings, model)
     with pytest.raises(ValueError, match=r"gave no answer within 0\.3 s"):
         processors.load(vllm_params(shipped(True)), "admission")
     with pytest.raises(ValueError, match=r"gave no answer within 0\.3 s.* it is tried again in 600 s"):
@@ -51,11 +51,11 @@ def test_what_takes_too_long_to_load(model: ModelView, vllm_params: MakeParams) 
     assert processors.in_use == 0
 
 
-def test_a_request_that_is_refused_holds_nothing(
+def test_refused_request_releases_its_processors(
     settings: PluginSettings, model: ModelView, vllm_params: MakeParams, processor_string: str
 ) -> None:
-    """The first of its processors could be loaded."""
-    processors = to_run(settings, model, max_rows=2)
+    """The first of its processors was loaded."""
+    processors = for_execution(settings, model, max_rows=2)
     several = [{"processor": processor_string}, {"processor": {"name": "nothing"}}]
     with pytest.raises(ValueError, match=r"logits_processors\[1\]: no processor"):
         processors.load(vllm_params({"logits_processors": several}), "x")
@@ -64,9 +64,9 @@ def test_a_request_that_is_refused_holds_nothing(
     assert processors.in_use == 0
 
 
-def test_no_room_for_another(model: ModelView, vllm_params: MakeParams, processor_string: str) -> None:
+def test_all_sandboxes_in_use(model: ModelView, vllm_params: MakeParams, processor_string: str) -> None:
     settings = PluginSettings(enable_custom_logit_processor=True, processor_isolation="none", max_sandboxes=1)
-    processors = to_run(settings, model, max_rows=2)
+    processors = for_execution(settings, model, max_rows=2)
     held = processors.load(vllm_params({"custom_logit_processor": processor_string}), "x")
     with pytest.raises(ValueError, match="try again later"):
         processors.load(vllm_params(shipped(False)), "y")
@@ -74,14 +74,14 @@ def test_no_room_for_another(model: ModelView, vllm_params: MakeParams, processo
     processors.load(vllm_params(shipped(False)), "y")
 
 
-def test_what_cannot_be_prepared_now(
+def test_unavailable_preparation_is_refused(
     settings: PluginSettings, model: ModelView, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*_: object) -> None:
         raise PreparationUnavailable("try again later")
 
     monkeypatch.setattr(DisallowedTokensLogitsProcessor, "prepare", busy)
-    processors = to_run(settings, model, max_rows=2)
+    processors = for_execution(settings, model, max_rows=2)
     wanted = {"logits_processors": [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [3]}}]}
     with pytest.raises(ValueError, match="try again later"):
         processors.load(vllm_params(wanted), "x")

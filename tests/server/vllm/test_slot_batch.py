@@ -1,4 +1,4 @@
-"""Model runner V2 follows slots; the histories that processors see are checked against a slow, simple scheduler."""
+"""`SlotBatch` on a fake of model runner V2; histories are compared with a slow, simple scheduler."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.vllm.batch import ShippedBatch
-from logitship.server.vllm.processors import RequestProcessors
+from logitship.server.vllm.plugin_processors import PluginProcessors
+from logitship.server.vllm.shipped_batch import ShippedBatch
+from logitship.server.vllm.slot_batch import SlotBatch
 from logitship.server.vllm.slot_requests import SlotRequests
-from logitship.server.vllm.slots import SlotBatch
 
 VOCAB = 16
 FAULT = 15
@@ -39,7 +39,7 @@ class Ranks:
 
     is_first = True
 
-    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
+    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
         assert logits[rows].shape == (len(rows), VOCAB)
 
 
@@ -48,10 +48,10 @@ class OtherRank(Ranks):
 
 
 class Processors:
-    """Loads one processor for every request, and counts."""
+    """Loads one processor for every request, and tracks the uses."""
 
     def __init__(self, call: Call) -> None:
-        self._host = InProcessExecutor({})
+        self._executor = InProcessExecutor({})
         self._call = call
         self.in_use: list[str] = []
 
@@ -59,7 +59,7 @@ class Processors:
         name = params.extra_args["custom_logit_processor"]
         if name == "none of this name":
             raise ValueError(name)
-        loaded = LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, self._host, self._call)
+        loaded = LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, self._executor, self._call)
         self.in_use.append(rid)
         return SamplingParams(processors=(ProcessorUse(loaded, {}, rid),))
 
@@ -81,7 +81,7 @@ def params_of(processor: str | None) -> Any:
 
 @dataclass(eq=False)
 class Request:
-    """A request of the stand-in scheduler, whose lists are the truth."""
+    """A request of the fake scheduler, whose lists are the expected history."""
 
     req_id: str
     processor: str | None
@@ -102,7 +102,7 @@ class Request:
 
 
 class Runner:
-    """What vLLM's model runner V2 does with slots and buffers, in plain Python."""
+    """Fake of vLLM's model runner V2: slots and buffers, in plain Python."""
 
     def __init__(self, call: Call, ranks: Ranks | None = None) -> None:
         self.free = list(range(SLOTS))
@@ -117,7 +117,7 @@ class Runner:
         self.processors = Processors(call)
         ranks = ranks or Ranks()
         requests = SlotRequests()
-        processors = cast(RequestProcessors, self.processors) if ranks.is_first else None
+        processors = cast(PluginProcessors, self.processors) if ranks.is_first else None
         model = ModelView(VOCAB, frozenset({STOP}), None)
         batch = ShippedBatch(model, torch.device("cpu"), processors, requests, FAULT, ranks)
         self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first)
@@ -127,14 +127,14 @@ class Runner:
         request.prefill_len, request.computed = len(request.tokens), 0
         self.buffers.prompt_len.np[slot] = len(request.prompt)
         self.buffers.prefill_len.np[slot] = request.prefill_len
-        carries = self.slots.add_request(slot, request.req_id, params_of(request.processor))
-        assert carries is (request.processor is not None)
+        has_processors = self.slots.add_request(slot, request.req_id, params_of(request.processor))
+        assert has_processors is (request.processor is not None)
         self.buffers.all_token_ids.gpu[slot] = 0
         self.buffers.all_token_ids.gpu[slot, : request.prefill_len] = torch.tensor(request.tokens)
         self.buffers.total_len.gpu[slot] = request.prefill_len
 
     def remove(self, request: Request) -> None:
-        """It finished, or it is put aside."""
+        """It finished, or it is put preempted."""
         assert request.slot is not None
         self.free.append(request.slot)
         request.slot = None
@@ -144,7 +144,7 @@ class Runner:
         slots = [request.slot for request, _ in scheduled]
         for request, count in scheduled:
             request.computed += count
-        padding = [0, 0]  # as vLLM pads it for a graph
+        padding = [0, 0]  # as vLLM pads it for a CUDA graph
         ctx = SimpleNamespace(
             idx_mapping_np=np.array(slots, dtype=np.intp),
             expanded_idx_mapping=torch.tensor(slots),
@@ -154,7 +154,7 @@ class Runner:
         return logits
 
     def commit(self, request: Request, token: int) -> None:
-        """A token was drawn."""
+        """Append a sampled token."""
         assert request.slot is not None
         self.buffers.all_token_ids.gpu[request.slot, len(request.tokens)] = token
         request.output.append(token)
@@ -162,7 +162,7 @@ class Runner:
 
 
 class Recorder:
-    """A processor that notes the histories that it sees and adds a number that depends on them, and on its state."""
+    """A processor that records the histories it sees, and adds a number that depends on them and on its state."""
 
     def __init__(self) -> None:
         self.seen: defaultdict[str, list[History]] = defaultdict(list)
@@ -183,7 +183,7 @@ def added_by(history: History, calls: int) -> torch.Tensor:
 
 
 def expected_logits(request: Request, logits: torch.Tensor) -> torch.Tensor:
-    """What the row must be, by the scheduler's own lists."""
+    """Return the expected row, from the scheduler's own lists."""
     history = tuple(request.prompt), tuple(request.output)
     request.expected.append(history)
     row = logits + added_by(history, len(request.expected))
@@ -196,35 +196,35 @@ def test_histories_are_exact_in_every_schedule(seed: int) -> None:
     rng = random.Random(seed)
     recorder = Recorder()
     runner = Runner(recorder)
-    everybody: list[Request] = []
+    requests: list[Request] = []
     running: list[Request] = []
-    aside: list[Request] = []
+    preempted: list[Request] = []
     for step in range(60):
         finished = [each for each in running if each.ended and rng.random() < 0.7]
         finished += [each for each in running if not each.ended and rng.random() < 0.05]  # aborted
         for request in finished:
             running.remove(request)
             runner.remove(request)
-        gone_while_aside = [each for each in aside if rng.random() < 0.1]
+        aborted_while_preempted = [each for each in preempted if rng.random() < 0.1]
         preempted = [each for each in running if not each.ended and rng.random() < 0.1]
         for request in preempted:
             running.remove(request)
             runner.remove(request)
-        aside = [each for each in aside if each not in gone_while_aside]
-        for request in [each for each in aside if rng.random() < 0.5 and runner.free]:
+        preempted = [each for each in preempted if each not in aborted_while_preempted]
+        for request in [each for each in preempted if rng.random() < 0.5 and runner.free]:
             if runner.free:
-                aside.remove(request)
+                preempted.remove(request)
                 runner.add(request)
                 running.append(request)
-        aside += preempted
+        preempted += preempted
         while runner.free and rng.random() < 0.5:
             processor = rng.choice([None, "a", "b"])
             prompt = [rng.randrange(10) for _ in range(rng.randrange(1, 9))]
-            request = Request(f"r{len(everybody)}", processor, prompt)
-            everybody.append(request)
+            request = Request(f"r{len(requests)}", processor, prompt)
+            requests.append(request)
             runner.add(request)
             running.append(request)
-        runner.slots.forget({each.req_id for each in finished + gone_while_aside})
+        runner.slots.remove_finished({each.req_id for each in finished + aborted_while_preempted})
 
         scheduled = [(each, 0) for each in running if rng.random() < 0.8]
         rng.shuffle(scheduled)
@@ -233,39 +233,39 @@ def test_histories_are_exact_in_every_schedule(seed: int) -> None:
             continue
         logits = torch.randn(len(scheduled), VOCAB, generator=torch.Generator().manual_seed(step))
         expected = logits.clone()
-        drawn: list[Request] = []
+        sampled: list[Request] = []
         for row, (request, count) in enumerate(scheduled):
             if request.computed + count >= request.prefill_len:
-                drawn.append(request)
+                sampled.append(request)
                 if request.processor is not None and not request.ended:
                     expected[row] = expected_logits(request, logits[row])
         result = runner.step(scheduled, logits)
         assert torch.equal(result, expected)
-        for request in drawn:
+        for request in sampled:
             if len(request.tokens) < MAX_LEN and not request.ended:
                 runner.commit(request, STOP if rng.random() < 0.1 else rng.randrange(10))
             else:  # vLLM computed a step more than it needed
                 request.computed -= 1
-    carrying = [each for each in everybody if each.processor is not None]
-    assert {each.req_id: each.expected for each in carrying if each.expected} == dict(recorder.seen)
-    assert sum(len(each.expected) for each in carrying) > 20
-    runner.slots.forget({each.req_id for each in everybody})
+    with_processors = [each for each in requests if each.processor is not None]
+    assert {each.req_id: each.expected for each in with_processors if each.expected} == dict(recorder.seen)
+    assert sum(len(each.expected) for each in with_processors) > 20
+    runner.slots.remove_finished({each.req_id for each in requests})
     assert runner.processors.in_use == []
 
 
 def started(runner: Runner, req_id: str = "r", processor: str = "a") -> Request:
     request = Request(req_id, processor, [1, 2])
     runner.add(request)
-    runner.slots.forget(())
+    runner.slots.remove_finished(())
     return request
 
 
 def is_ended(row: torch.Tensor) -> bool:
-    """The fault token is all that is left."""
+    """Return True if only the fault token is left."""
     return torch.equal(row.isfinite().nonzero().flatten(), torch.tensor([FAULT]))
 
 
-def test_a_processor_that_fails_ends_its_row_and_no_other() -> None:
+def test_fault_ends_its_row_and_no_other() -> None:
     def fails_for_b(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         if any(param["__req__"].rid == "b" for param in params):
             raise RuntimeError("not b")
@@ -278,18 +278,18 @@ def test_a_processor_that_fails_ends_its_row_and_no_other() -> None:
     assert logits[1, :FAULT].tolist() == [1.0] * FAULT
     runner.commit(a, 5)
     runner.commit(b, FAULT)
-    runner.slots.forget({"b"})
+    runner.slots.remove_finished({"b"})
     logits = runner.step([(a, 1)], torch.zeros(1, VOCAB))
     assert logits[0, :FAULT].tolist() == [1.0] * FAULT
 
 
-def test_a_processor_that_cannot_be_loaded_ends_its_request() -> None:
+def test_load_error_ends_the_request() -> None:
     runner = Runner(Recorder())
     request = started(runner, processor="none of this name")
     assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB))[0])
 
 
-def test_a_history_of_another_length_is_never_shown() -> None:
+def test_history_of_wrong_length_ends_the_request() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     request = started(runner)
@@ -298,7 +298,7 @@ def test_a_history_of_another_length_is_never_shown() -> None:
     assert recorder.seen == {}
 
 
-def test_buffers_that_cannot_be_read_end_the_requests() -> None:
+def test_unreadable_buffers_end_the_requests() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     request = started(runner)
@@ -307,7 +307,7 @@ def test_buffers_that_cannot_be_read_end_the_requests() -> None:
     assert recorder.seen == {}
 
 
-def test_several_rows_a_request_end_it() -> None:
+def test_several_rows_per_request_end_it() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     request = started(runner)
@@ -322,17 +322,17 @@ def test_several_rows_a_request_end_it() -> None:
     assert recorder.seen == {}
 
 
-def test_a_request_that_comes_back_after_its_state_was_dropped_ends() -> None:
+def test_resumed_request_without_state_ends() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     request = Request("r", "a", [1, 2], output=[3])
     runner.add(request)
-    runner.slots.forget(())
+    runner.slots.remove_finished(())
     assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
     assert recorder.seen == {}
 
 
-def test_a_request_that_comes_back_without_some_of_its_tokens_ends() -> None:
+def test_resumed_request_with_fewer_tokens_ends() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     request = started(runner)
@@ -342,12 +342,12 @@ def test_a_request_that_comes_back_without_some_of_its_tokens_ends() -> None:
     runner.remove(request)
     del request.output[1:]
     runner.add(request)
-    runner.slots.forget(())
+    runner.slots.remove_finished(())
     assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
     assert len(recorder.seen["r"]) == 3
 
 
-def test_an_id_that_ended_and_came_again_in_the_same_step_is_new() -> None:
+def test_request_id_reused_in_the_same_step_is_a_new_request() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     first = started(runner)
@@ -356,7 +356,7 @@ def test_an_id_that_ended_and_came_again_in_the_same_step_is_new() -> None:
     runner.remove(first)
     again = Request("r", "a", [4, 5, 6])
     runner.add(again)
-    runner.slots.forget({"r"})
+    runner.slots.remove_finished({"r"})
     runner.step([(again, 3)], torch.zeros(1, VOCAB))
     assert recorder.seen["r"] == [((1, 2), ()), ((4, 5, 6), ())]
     assert runner.processors.in_use == ["r"]
@@ -372,7 +372,7 @@ def test_other_ranks_run_no_processors() -> None:
     assert runner.processors.in_use == []
 
 
-def test_nothing_is_read_while_no_request_carries_processors() -> None:
+def test_buffers_are_not_read_without_processors() -> None:
     runner = Runner(Recorder())
     request = Request("r", None, [1, 2])
     runner.add(request)
