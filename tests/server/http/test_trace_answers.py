@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from logitship.client.http.responses import parse_generate, parse_openai
-from logitship.client.http.sse import OpenAIDialect, SGLangDialect
+from logitship.client.http.sse import OpenAIStream, SGLangStream
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
 
@@ -71,7 +71,7 @@ def test_a_stream_brings_the_same(route: str, http: TestClient) -> None:
     body = {**ROUTES[route], "trace": {"top": 3}}
     whole = http.post(route, json=body).json()
     parsed: Any = parse_generate(whole, many=False) if route == "/generate" else parse_openai(whole, many=False)
-    dialect = SGLangDialect() if route == "/generate" else OpenAIDialect()
+    dialect = SGLangStream() if route == "/generate" else OpenAIStream()
     with http.stream("POST", route, json={**body, "stream": True}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
     chunks = [chunk for line in lines for chunk, _ in dialect.chunks(orjson.loads(line))]
