@@ -199,7 +199,7 @@ def test_clone_comes_first() -> None:
         (
             Phrase,
             (),
-            r"^Phrase\(phrase: .* cannot make a request-level callable .*: missing a required argument: 'phrase'",
+            r"^Phrase\(phrase: .* cannot create a request-level callable .*: missing a required argument: 'phrase'",
         ),
         (Phrase, ("end",), "missing a required argument: 'tokenizer'"),
         (Counter, (1.0, [], 2), "too many positional arguments"),
@@ -239,7 +239,7 @@ def test_what_a_constructor_raises_is_a_load_error(error: BaseException) -> None
         def __init__(self) -> None:
             raise error
 
-    with pytest.raises(ProcessorLoadError, match=f"Broken cannot be made: {type(error).__name__}") as raised:
+    with pytest.raises(ProcessorLoadError, match=f"Broken cannot be created: {type(error).__name__}") as raised:
         CallableFactory(Broken)()
     assert ", in __init__\n" in str(raised.value)
     assert "in construct" not in str(raised.value)
@@ -255,7 +255,7 @@ def test_an_abstract_class_cannot_be_made() -> None:
     class Unfinished(CustomLogitProcessor):
         pass
 
-    with pytest.raises(ProcessorLoadError, match="Unfinished cannot be made: TypeError: Can't instantiate"):
+    with pytest.raises(ProcessorLoadError, match="Unfinished cannot be created: TypeError: Can't instantiate"):
         CallableFactory(Unfinished)()
 
 

@@ -102,7 +102,7 @@ def test_the_signature_tells_the_convention(function: object, convention: Conven
         (with_option, "with two arguments and with three: .* Give further parameters their values with functools"),
         (lambda input_ids, scores, k: scores, r"takes \(input_ids, scores, k\), more than input_ids and scores"),
         (Methods, "Methods is a class: expected .* such as an object of the class"),
-        (min, "min has no signature to be told by: wrap it in a function"),
+        (min, "min has no signature: wrap it in a function"),
         ([of_output], "list is not callable: expected"),
         (None, "NoneType is not callable: expected"),
         (RowLevel(), "RowLevel is a row-level processor, not a request-level callable"),

@@ -41,7 +41,7 @@ def test_no_removal_after_the_removals_were_read(read: str) -> None:
     value: Any = getattr(builder, read)
     if callable(value):
         value()
-    with pytest.raises(RuntimeError, match="row 7 cannot be removed any more in this step"):
+    with pytest.raises(RuntimeError, match="row 7 can no longer be removed in this step"):
         builder.removed_append(7)
     assert 7 not in builder.removed
 

@@ -127,7 +127,7 @@ def test_rows_are_freed_before_they_are_given_out(new_request: NewRequest) -> No
     batch.add(second)
     with pytest.raises(RuntimeError, match="before its first addition"):
         batch.remove(first)
-    with pytest.raises(RuntimeError, match="has a row already"):
+    with pytest.raises(RuntimeError, match="already has a row"):
         batch.add(first)
     batch.commit()
     batch.swap(0, 1)
@@ -152,7 +152,7 @@ def test_no_row_is_freed_after_condensing(new_request: NewRequest) -> None:
     batch.commit()
     batch.remove(requests[2])
     batch.condense()
-    with pytest.raises(RuntimeError, match="row 0 cannot be removed any more in this step"):
+    with pytest.raises(RuntimeError, match="row 0 can no longer be removed in this step"):
         batch.remove(requests[0])
     assert batch.members == requests[:2]
     assert requests[0] in batch

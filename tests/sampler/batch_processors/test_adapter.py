@@ -315,7 +315,7 @@ def test_an_installed_callable_that_cannot_be_made(new_request: NewRequest) -> N
 
     installed = CallablesAdapter(CallableFactory(Broken), "mine:Broken")
     _, faults = Batch(installed, new_request()).step(torch.zeros(1, 2))
-    assert "Broken cannot be made: ValueError: not today" in faults[0].message
+    assert "Broken cannot be created: ValueError: not today" in faults[0].message
 
 
 def test_it_is_a_batch_processor_that_tells_its_faults(adapter: Adapter) -> None:

@@ -111,7 +111,7 @@ def test_constructor(module: str, qualname: str, as_text: bool) -> None:
     [
         ("no_such_module:Shift", "no_such_module"),
         ("my_plugins:Missing", "Missing"),
-        ("my_plugins:number", "an object of type int edits no logits"),
+        ("my_plugins:number", "an object of type int is not a logits processor"),
         ("broken_plugin:Shift", "no licence"),
         ("Shift", "not of the form 'module:Class'"),
         (":Shift", "not of the form"),
@@ -119,8 +119,8 @@ def test_constructor(module: str, qualname: str, as_text: bool) -> None:
         ({"qualname": 5}, "expected 'qualname' (text)"),
         ({"qualname": "my_plugins:Shift", "arguments": []}, "expected 'qualname' (text)"),
         ({"qualname": "my_plugins:Shift", "args": {"by": 1}}, "expected 'qualname' (text)"),
-        ({"qualname": "my_plugins:Row", "kwargs": {"by": 1}}, "made without arguments"),
-        ("{nonsense", "is not JSON"),
+        ({"qualname": "my_plugins:Row", "kwargs": {"by": 1}}, "takes no constructor arguments"),
+        ("{nonsense", "not valid JSON"),
     ],
 )
 def test_what_does_not_load_is_named(module: str, spec: Any, reason: str) -> None:
@@ -144,7 +144,7 @@ def test_what_cannot_be_made_is_named(module: str) -> None:
 
 
 def test_an_object_of_a_batch_processor_is_refused(module: str) -> None:
-    with pytest.raises(PluginLoadError, match="name the class"):
+    with pytest.raises(PluginLoadError, match="give its class"):
         load_plugin(make("my_plugins:Shift"))
 
 

@@ -158,7 +158,7 @@ def test_one_that_is_larger_than_the_cache_is_refused_for_good() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=10, max_bytes=10)
     use_once(cache, "A", 2)
-    with pytest.raises(ProcessorLoadError, match="counts for 11 bytes, more than the 10"):
+    with pytest.raises(ProcessorLoadError, match="has 11 bytes, more than the server"):
         cache.acquire(string("B", 11))
     assert cache.stats().entries == 1
     assert executor.loads == ["A"]

@@ -276,7 +276,9 @@ def test_constructors_that_raise(script: Script, tokenizers: dict[bool | None, A
     factory = factory_of(script, 0, tokenizers)
     with pytest.raises(ProcessorLoadError) as error:
         factory()
-    assert str(error.value).startswith(f"{script['processor']} cannot be made: {raised['type']}: {raised['message']}")
+    assert str(error.value).startswith(
+        f"{script['processor']} cannot be created: {raised['type']}: {raised['message']}"
+    )
 
 
 def test_nothing_of_the_recording_is_forgotten() -> None:
