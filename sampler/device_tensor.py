@@ -1,4 +1,4 @@
-"""Numbers that the host knows, brought to where the logits are without waiting for that device."""
+"""Asynchronous copies of NumPy arrays to the device of the logits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy.typing as npt
 import torch
 
 ToDevice: TypeAlias = Callable[[npt.NDArray[Any]], torch.Tensor]
-"""An array as a tensor of the same shape and dtype, on the device."""
+"""Converts an array to a tensor of the same shape and dtype on the device."""
 
 TokenPositions: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Rows and, for each, a token id: int64 [n] both. An index into logits."""
+"""Rows and token ids, int64 [n] each: an index into logits."""
 
 
 def copies_to(device: torch.device, pin_memory: bool) -> ToDevice:
-    """A function that copies arrays to `device`, in order with the work that is queued there.
+    """Return a function that copies arrays to `device`, in order with the work queued there.
 
     Args:
         device: the target. On "cpu" the tensor shares the array's memory.
-        pin_memory: copy out of page-locked memory. Only then does a GPU fetch it while the host goes on; PyTorch keeps
-            such memory until the copy is through.
+        pin_memory: copy from page-locked memory, without which a copy to a GPU is not asynchronous. PyTorch keeps such
+            memory until the copy is complete.
     """
 
     def to_device(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -35,10 +35,11 @@ def copies_to(device: torch.device, pin_memory: bool) -> ToDevice:
 
 
 def token_positions(tokens_of: Mapping[int, npt.NDArray[np.int64]], to_device: ToDevice) -> TokenPositions:
-    """Every token of every row, rows one after the other.
+    """Return the positions of every token of every row, row by row.
 
     Args:
         tokens_of: row → token ids, int64 [any]. Not empty.
+        to_device: see `copies_to`.
     """
     rows = np.repeat(np.array(list(tokens_of), dtype=np.int64), [len(tokens) for tokens in tokens_of.values()])
     return to_device(rows), to_device(np.concatenate(list(tokens_of.values())))

@@ -1,4 +1,4 @@
-"""Contract 4: from the model's logits to the next tokens, one step of the batch."""
+"""The sampler (contract 4): from the model's logits to the next tokens of the batch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from logitship.sampler.ops.sample_tokens import apply_temperature, greedy_sample
 from .trace import RowTrace, StepTrace
 
 _PART_SIZE = 2**20
-"""How many probabilities are worked on at a time."""
+"""Number of probabilities that are processed at a time."""
 
 
 class NoTokenLeftError(LogitshipError):
     """Every token of the row is forbidden.
 
     Args:
-        forbidding: names of what forbids tokens in the request: its fields and processors.
+        forbidding: names of the request's fields and processors that forbid tokens.
     """
 
     def __init__(self, forbidding: Sequence[str] = ()) -> None:
         who = ", ".join(forbidding) or "the model or an installed batch processor"
         super().__init__(
-            f"no token is left to draw: every logit is -inf. Together, {who} forbid the whole vocabulary: forbid less"
+            f"no token is left to sample: every logit is -inf. Together, {who} forbid the whole vocabulary: forbid less"
         )
 
 
@@ -44,21 +44,21 @@ class NonFiniteLogitsError(LogitshipError):
     """The row has a logit that is NaN or +inf.
 
     Args:
-        processors: names of those that the request carries.
+        processors: names of the request's processors.
     """
 
     def __init__(self, processors: Sequence[str] = ()) -> None:
         who = ", ".join(["logit_bias", "a penalty", *processors])
         super().__init__(
-            f"the logits hold NaN or +inf: either the model's own do, or one of {who} took one out of float32's range"
+            f"the logits contain NaN or +inf: either the model's own do, or one of {who} exceeded float32's range"
         )
 
 
 class ShippedStage(Protocol):
-    """What step 5 needs: the batch processor `ShippedProcessors`, or what takes its place."""
+    """The batch processor of step 5: `ShippedProcessors` or a replacement."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch. Once a step."""
+        """Apply the changes of the batch. Once a step."""
         ...
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -66,22 +66,22 @@ class ShippedStage(Protocol):
         ...
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
-        """The same on some rows of the batch: those with a 1. See `apply_to`."""
+        """Run them on the rows of the batch that have a 1. See `apply_to`."""
         ...
 
     def watch(self, trace: StepTrace) -> None:
-        """Show the trace what processors make of its rows, in the calls from now on."""
+        """Record the rows in `trace` after each processor, from the next call on."""
         ...
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
-        """(row of the batch, fault) of the processors that failed in the last call."""
+        """Return (row of the batch, fault) of the processors that failed in the last call."""
         ...
 
     def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
-        """Whose fault it is that a row is not finite, if nobody looked at it after the last processor's call.
+        """Return the fault of the processor that left a row not finite, if its last call was not checked.
 
         Args:
-            row: of the batch.
+            row: row of the batch.
             logits: float32 [vocab].
         """
         ...
@@ -89,13 +89,13 @@ class ShippedStage(Protocol):
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One step's result, one entry a row of the logits.
+    """Result of a step, one entry per row of the logits.
 
     Attributes:
-        token_ids: the next tokens. That of a row in `faults` has no meaning.
-        logprobs: for rows that asked, None for the others and for those in `faults`.
-        faults: (row, why it has no next token), in row order.
-        traces: for rows that asked, None for the others and for those in `faults`.
+        token_ids: next tokens. The token of a row in `faults` is meaningless.
+        logprobs: log-probabilities of the rows that asked for them; None for other rows and those in `faults`.
+        faults: (row, fault) of the rows without a next token, in row order.
+        traces: traces of the rows that asked for them; None for other rows and those in `faults`.
     """
 
     token_ids: list[int]
@@ -105,31 +105,31 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Turns logits into next tokens, in this order (`sample` keeps the numbers):
+    """Samples the next tokens from the logits. `sample` numbers its steps alike.
 
-    1. Forbid all but `allowed_token_ids`, and what would complete a bad word.
-    2. Batch processors that can change the most likely token: min-tokens, logit bias, installed ones. The rows on which
-       an installed one fails end their requests, here and in step 9.
+    1. Mask the tokens outside `allowed_token_ids`, and those that would complete a bad word.
+    2. Batch processors that can change the most likely token: min-tokens, logit bias, installed ones. If an installed
+       one fails on a row, here or in step 9, that request ends.
     3. Repetition, frequency and presence penalties.
     4. Batch processors that force tokens: the thinking budget.
-    5. Shipped and built-in processors, group by group: first the masks among a request's (grammars, trees), then the
-       others in the order of its list, then the masks again.
-    6. Forbid all but `allowed_token_ids` again: forcing a token obeys masks. Then each row must have a finite logit and
-       neither NaN nor +inf; one that fails ends its own request, and zeros take its place in the steps below.
-    7. Greedy rows take the most likely token.
+    5. Shipped and built-in processors, group by group: first a request's masks (grammars, trees), then its other
+       processors in list order, then the masks again.
+    6. Mask the tokens outside `allowed_token_ids` again: forced tokens obey masks. Then check that each row has a
+       finite logit and neither NaN nor +inf. A row that fails ends its own request, and is zero in the steps below.
+    7. Take the most likely token of greedy rows.
     8. Temperature.
     9. Batch processors that never change the most likely token: min-p, installed ones. Only if some row is random.
-    10. Top-k, then top-p, then the draw.
-    11. Log-probabilities: raw (the logits before step 1) or processed (after step 6 for greedy rows, after step 9 for
-        random ones), as each request asks.
+    10. Top-k, then top-p, then sample.
+    11. Log-probabilities as each request asks: raw (the logits before step 1) or processed (after step 6 for greedy
+        rows, after step 9 for random ones).
 
-    A row's token depends on its own logits, parameters, history and seed, and not on the rows beside it.
+    Batch-invariant: a row's token depends only on its own logits, parameters, history and seed.
 
     Args:
-        vocab_size: width of the logits.
-        device: where the logits are.
+        vocab_size: number of columns of the logits.
+        device: device of the logits.
         logits_processors: the installed batch processors.
-        shipped: the processors that came with requests; None if there can't be any.
+        shipped: the batch processor that runs the requests' processors; None if requests cannot have any.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class Sampler:
         self._probabilities = Scratch()
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch. Once a step, before `sample`; None if no row came, went or moved.
+        """Apply the changes of the batch. Once a step, before `sample`; None if no row changed.
 
         Raises:
-            ValueError: a request that draws at random came without a seed.
+            ValueError: a request with random sampling has no seed.
         """
         self._batch.update_state(batch_update)
         self._processors.update_state(batch_update)
@@ -158,20 +158,20 @@ class Sampler:
             self._shipped.update_state(batch_update)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int] | None = None) -> SamplerOutput:
-        """Choose the next token of every row, or of some.
+        """Sample the next token of every row, or of some.
 
         Args:
             logits: float32 [rows, vocab]; edited in place.
-            rows: rows of the batch, ascending, that the logits are of; None: all. The others draw nothing, and nothing
-                of theirs is called. The batch processors must then be `SpeculativeLogitsProcessor`s.
+            rows: rows of the batch that the logits belong to, ascending; None for all. The processors of other rows are
+                not called. With `rows`, the batch processors must be `SpeculativeLogitsProcessor`s.
 
         Raises:
-            ValueError: the logits' shape is not that of the rows.
+            ValueError: the shape of the logits does not match the rows.
         """
         batch = self._batch.prepared if rows is None else self._batch.prepare(rows)
         if logits.shape != (len(batch), self._vocab_size):
             raise ValueError(f"logits: expected shape ({len(batch)}, {self._vocab_size}), got {tuple(logits.shape)}")
-        # What processors are told of some rows, and the places of what they tell of them.
+        # Batch processors number rows by the batch, the logits by place.
         place = range(len(batch)) if rows is None else {row: place for place, row in enumerate(rows)}
         chosen = None if rows is None else [int(row in place) for row in range(self._batch.size)]
         with one_thread_for_few(logits):
@@ -189,7 +189,7 @@ class Sampler:
         for processor in self._processors.non_argmax_invariant:
             logits = apply_to(processor, logits, chosen)
         # 3
-        _penalise(logits, batch.penalties())
+        _penalize(logits, batch.penalties())
         # 4
         for processor in self._processors.forcing:
             logits = apply_to(processor, logits, chosen)
@@ -213,11 +213,11 @@ class Sampler:
                 for processor in self._processors.argmax_invariant:
                     logits = apply_to(processor, logits, chosen)
                 # 10
-                for drawing in (batch.unfiltered, batch.filtered):
-                    if drawing.outputs:
-                        tokens.index_copy_(0, drawing.rows, self._draw(logits, drawing, faults))
+                for random in (batch.unfiltered, batch.filtered):
+                    if random.outputs:
+                        tokens.index_copy_(0, random.rows, self._sample_random(logits, random, faults))
             trace.record_sampled(logits, batch.params, tokens)
-            # Also of those that did not run in this step: one may have failed when it was told what changed.
+            # Includes processors that did not run in this step: `update_state` may have failed.
             for row, fault in take_faults(self._processors.all):
                 if row in place:
                     faults.setdefault(place[row], fault)
@@ -236,27 +236,31 @@ class Sampler:
             return SamplerOutput(token_ids, logprobs, in_row_order, trace.finish(token_ids, faults))
 
     def _all_logprobs(self, logits: torch.Tensor, asking: LogprobRows, start: int = 0) -> torch.Tensor | None:
-        """The log-probabilities of all tokens as they are now, in the rows that ask for them; None without such rows.
+        """Return the current log-probabilities of all tokens for the rows that ask for them; None if none does.
 
         Args:
-            start: how many rows' log-probabilities of this step are still needed.
+            logits: float32 [rows, vocab].
+            asking: the rows.
+            start: number of rows in the buffer that this step still needs.
         """
         if len(asking) == 0:
             return None
         out = self._logprobs.rows(start, len(asking), logits)
         return torch.log_softmax(take_rows(logits, asking.rows), dim=-1, out=out)
 
-    def _draw(self, logits: torch.Tensor, drawing: RandomRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
-        """Draw a token for each of some rows, int64 [n], from float32 [rows, vocab]."""
-        uniform = drawing.uniform()
-        tokens = torch.zeros_like(drawing.rows)
+    def _sample_random(
+        self, logits: torch.Tensor, random: RandomRows, faults: dict[int, LogitshipError]
+    ) -> torch.Tensor:
+        """Sample a token for each random row, int64 [n], from float32 [rows, vocab]."""
+        uniform = random.uniform()
+        tokens = torch.zeros_like(random.rows)
         for part in row_parts(len(uniform), logits, _PART_SIZE):
-            rows = drawing.rows[part]
-            # A view where these are all rows.
-            kept = logits[part] if len(drawing.rows) == len(logits) else logits[rows]
+            rows = random.rows[part]
+            # A view if these are all rows.
+            kept = logits[part] if len(random.rows) == len(logits) else logits[rows]
             probabilities, kept = _probabilities(kept, rows, faults, out=self._probabilities.rows(0, len(kept), kept))
-            if drawing.filters:
-                top_k, top_p = drawing.top_k[part], drawing.top_p[part]
+            if random.filters:
+                top_k, top_p = random.top_k[part], random.top_p[part]
                 tokens[part] = top_k_top_p_sample(kept, probabilities, top_k, top_p, uniform[part])
             else:
                 tokens[part] = random_sample(probabilities, uniform[part])
@@ -268,7 +272,7 @@ class Sampler:
         return self._shipped.fault_of(place if rows is None else rows[place], logits)
 
 
-def _penalise(logits: torch.Tensor, penalties: Penalties | None) -> None:
+def _penalize(logits: torch.Tensor, penalties: Penalties | None) -> None:
     if penalties is not None:
         apply_penalties(
             logits,
@@ -284,7 +288,7 @@ def _penalise(logits: torch.Tensor, penalties: Penalties | None) -> None:
 def _look_up(
     found: list[RowLogprobs | None], logprobs: torch.Tensor | None, token_ids: Sequence[int], asking: LogprobRows
 ) -> None:
-    """Write the records of the rows that ask to their places in `found`."""
+    """Write the log-probabilities of the rows that ask for them into `found`."""
     if logprobs is not None:
         records = look_up(logprobs, [token_ids[row] for row in asking.numbers], asking.top)
         for row, record in zip(asking.numbers, records, strict=True):
@@ -292,7 +296,7 @@ def _look_up(
 
 
 def _largest(logits: torch.Tensor, batch: PreparedRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest logit, [rows, 1], and the most likely tokens of the greedy rows, int64 [rows]."""
+    """Return each row's largest logit, [rows, 1], and the most likely tokens of the greedy rows, int64 [rows]."""
     if not batch.any_random:
         tokens = greedy_sample(logits)
         return logits.gather(-1, tokens[:, None]), tokens
@@ -309,14 +313,18 @@ def _check_rows(
     faults: dict[int, LogitshipError],
     shipped_fault: Callable[[int, torch.Tensor], ProcessorFault | None],
 ) -> None:
-    """Replace unusable rows by zeros, also in `peak`, and add them to `faults`.
+    """Set unusable rows to zero, also in `peak`, and add them to `faults`.
 
     Args:
-        peak: float32 [rows, 1]: each row's largest logit. It is NaN or +inf if there is one, and -inf if there is
-            nothing else.
-        shipped_fault: takes a row's place and its logits: whether a shipped processor left them so.
+        logits: float32 [rows, vocab].
+        peak: float32 [rows, 1]: each row's largest logit. NaN or +inf if the row has one, -inf if it has nothing else.
+        batch: the rows.
+        faults: faults by row; edited in place.
+        shipped_fault: takes a row's place and its logits, and returns the fault of a shipped processor that left them
+            so, or None.
     """
-    # One number tells that all are finite, mostly: a sum that overflows by itself only costs the closer look.
+    # A finite sum shows at once that all rows are finite. A sum of finite values that overflows only costs the check
+    # below.
     if math.isfinite(peak.sum()):
         return
     unusable = (~torch.isfinite(peak)).nonzero()[:, 0]
@@ -333,14 +341,17 @@ def _check_rows(
 def _probabilities(
     logits: torch.Tensor, rows: torch.Tensor, faults: dict[int, LogitshipError], out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities of some rows, and the logits that they are of.
+    """Return the probabilities of some rows, and the logits that they belong to.
 
     Args:
-        rows: int64 [n]: where in `faults` they belong.
-        out: float32, as the logits: where the probabilities may be written.
+        logits: float32 [n, vocab].
+        rows: int64 [n]: keys of the rows in `faults`.
+        faults: faults by row; edited in place.
+        out: buffer for the probabilities, float32 in the shape of the logits.
     """
     probabilities = torch.softmax(logits, dim=-1, out=out)
-    # Softmax spreads what an installed processor may have broken at step 9 over the whole row: one column shows it.
+    # An installed processor may have left a non-finite logit at step 9. Softmax spreads it over the whole row, so one
+    # column shows it.
     if math.isfinite(probabilities[:, 0].sum()):
         return probabilities, logits
     broken = probabilities[:, 0].isnan()

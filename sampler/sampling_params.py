@@ -1,4 +1,4 @@
-"""What one request asks of the sampler, checked at construction."""
+"""Sampling parameters of a request, validated at construction."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 MOST_TRACED = 100
-"""Most tokens of each stage that a trace shows."""
+"""Maximum number of tokens per stage in a trace."""
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class AttachedProcessor(Protocol):
-    """A processor attached to a request: all that the parameters know of a `ProcessorUse`."""
+    """A processor attached to a request: the part of `ProcessorUse` that the parameters need."""
 
     @property
     def name(self) -> str:
@@ -25,11 +25,11 @@ class AttachedProcessor(Protocol):
 
 
 class InvalidSamplingParams(ValueError):
-    """A sampling parameter is out of its range.
+    """A sampling parameter is out of range.
 
     Attributes:
         field: name of the `SamplingParams` field.
-        reason: what is wrong with its value.
+        reason: why its value is invalid.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -71,7 +71,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "logit_bias": _biases,
     "thinking_token_budget": _budget,
 }
-"""Callers write lists and single strings, as vLLM takes them; what is kept can neither change nor be shared."""
+"""Callers may pass lists and single strings, as in vLLM; the stored values are copies."""
 
 
 def _require(condition: bool, field: str, reason: str) -> None:
@@ -81,7 +81,7 @@ def _require(condition: bool, field: str, reason: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one sequence are drawn and when it ends.
+    """Sampling and stopping parameters of one sequence.
 
     Names are vLLM's where it has one, because its batch processors read them; else SGLang's. Token ids are checked
     against the vocabulary at admission, not here.
@@ -91,7 +91,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 draws the most likely token (greedy)."""
+    """0 takes the most likely token (greedy)."""
     top_p: float = 1.0
     top_k: int = -1
     """-1 or 0: all tokens."""
@@ -100,19 +100,19 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int | None = None
-    """Same seed, prompt and parameters: same tokens, whatever else is in the batch. None: the engine draws one."""
+    """The same seed, prompt and parameters give the same tokens in any batch. None: the engine chooses a seed."""
 
     max_tokens: int | None = None
-    """None: up to the model's length. 0: draw nothing, which is how a prompt's log-probabilities are asked for."""
+    """None: up to the model's length. 0: generate nothing, for a prompt's log-probabilities alone."""
     min_tokens: int = 0
     """No end token and no stop token before this many output tokens."""
     thinking_token_budget: int | None = None
-    """Most tokens between the start and the end of the model's thinking; then its end is forced. None or -1: any
-    number. Needs a server that knows how the model writes start and end."""
+    """Maximum number of tokens between the start and the end of the model's thinking; then its end is forced. None or
+    -1: no limit. Needs a server that knows the model's markers for start and end."""
     stop: Sequence[str] = ()
     stop_token_ids: Collection[int] = frozenset()
     eos_token_ids: Collection[int] = frozenset()
-    """The model's end tokens, filled in at admission."""
+    """End-of-sequence tokens of the model, filled in at admission."""
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
 
@@ -122,7 +122,7 @@ class SamplingParams:
     """Token sequences that must not be completed."""
 
     logprobs: int | None = None
-    """None: none. k: the drawn token's log-probability and the k most likely ones."""
+    """None: none. k: log-probabilities of the sampled token and of the k most likely ones."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
@@ -130,7 +130,7 @@ class SamplingParams:
     """Raw: before any edit. Processed: after all of them, temperature and min-p included."""
 
     trace: int | None = None
-    """None: no trace. k: the k most likely tokens, before and after all that edits the logits."""
+    """None: no trace. k: the k most likely tokens before and after each edit of the logits."""
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -139,7 +139,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = None
     """vLLM's `vllm_xargs`: parameters for installed batch processors."""
     processors: tuple[AttachedProcessor, ...] = ()
-    """The processors that the request carries, in the order in which they run."""
+    """The request's processors, in list order."""
 
     def __post_init__(self) -> None:
         for name, convert in _CONVERSIONS.items():
@@ -190,26 +190,26 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is taken, without drawing."""
+        """True if the most likely token is taken instead of sampling."""
         return self.temperature == 0
 
     @property
     def all_stop_token_ids(self) -> frozenset[int]:
-        """Every token that may end the sequence: the model's end tokens and the request's own."""
+        """All tokens that may end the sequence: the model's end tokens and the request's stop tokens."""
         return frozenset((*self.stop_token_ids, *self.eos_token_ids))
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """The tokens that do end it: all of those, or with `ignore_eos` the request's own."""
+        """The tokens that end the sequence: `all_stop_token_ids`, or with `ignore_eos` the request's stop tokens."""
         return frozenset(self.stop_token_ids) if self.ignore_eos else self.all_stop_token_ids
 
     def is_end_token(self, token_id: int) -> bool:
-        """Whether a token is one of `end_token_ids`."""
+        """Return whether a token is one of `end_token_ids`."""
         return token_id in self.stop_token_ids or (token_id in self.eos_token_ids and not self.ignore_eos)
 
     @property
     def forbidding(self) -> tuple[str, ...]:
-        """Names of what may forbid tokens in this request: fields, and the processors that it carries."""
+        """Names of the fields and processors of this request that may forbid tokens."""
         return self.forbidding_fields + tuple(dict.fromkeys(attached.name for attached in self.processors))
 
     @property

@@ -1,4 +1,4 @@
-"""What happened to a row's candidates on their way through a step, for the requests that ask for it."""
+"""Traces of a row's candidates through the stages of a step, for the requests that ask for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _NEGATIVE_INFINITY = float("-inf")
 
 @dataclass(frozen=True)
 class RowTrace:
-    """The trace of one token.
+    """Trace of one token.
 
     Attributes:
-        token_id: the token that was drawn.
-        candidates: the most likely tokens of each stage, and the one that was drawn; the most likely of the model
-            first.
-        stages: in the order in which they ran. Their log-probabilities are those of the candidates.
+        token_id: the sampled token.
+        candidates: the sampled token and the most likely tokens of each stage, by descending probability of the model.
+        stages: stages in the order in which they ran, with the log-probabilities of the candidates.
     """
 
     token_id: int
@@ -37,8 +36,8 @@ class _Snapshot:
     """A row at one stage.
 
     Attributes:
-        stage: without its numbers.
-        logits: float32 [vocab], on the host.
+        stage: the stage, without its numbers.
+        logits: float32 [vocab], on the CPU.
     """
 
     stage: TraceStage
@@ -46,12 +45,12 @@ class _Snapshot:
 
 
 class StepTrace:
-    """The rows of one step that are traced. Without such rows, all of it does nothing.
+    """The traced rows of one step. Does nothing if there are none.
 
-    What is seen is kept on the host, a vocabulary for each row and stage, until `finish`.
+    Keeps the logits of each traced row and stage on the CPU until `finish`.
 
     Args:
-        top: how many of the most likely tokens each traced row asks for, by its place among the step's rows.
+        top: number of most likely tokens to show, by place of the traced row among the step's rows.
     """
 
     def __init__(self, top: Mapping[int, int]) -> None:
@@ -59,7 +58,7 @@ class StepTrace:
         self._snapshots: dict[int, list[_Snapshot]] = {row: [] for row in top}
 
     def record(self, stage: str, logits: torch.Tensor) -> None:
-        """Keep what the traced rows are now.
+        """Record the current logits of the traced rows.
 
         Args:
             stage: `model` or `request`, see `TraceStage`.
@@ -69,41 +68,44 @@ class StepTrace:
             self._keep(row, TraceStage(stage), logits[row])
 
     def record_processor(self, row: int, name: str, digest: str, logits: torch.Tensor, *, again: bool) -> None:
-        """Keep what a processor has made of a row. Harmless for rows that are not traced.
+        """Record a row after a processor. Does nothing for rows that are not traced.
 
         Args:
+            row: place of the row among the step's rows.
+            name: name of the processor.
+            digest: digest of the processor.
             logits: float32 [vocab].
-            again: it is a mask that ran before the others already.
+            again: True if it is a mask that has already run before the other processors.
         """
         if row in self.top:
             self._keep(row, TraceStage("processor", name, digest, again), logits)
 
     def record_sampled(self, logits: torch.Tensor, params: Sequence[SamplingParams], tokens: torch.Tensor) -> None:
-        """Keep what the tokens were drawn from.
+        """Record the distributions that the tokens were sampled from.
 
         Args:
-            logits: float32 [rows, vocab]: of the random rows, as softmax takes them.
-            params: of each row.
-            tokens: int64 [rows].
+            logits: float32 [rows, vocab]: for random rows, the input of softmax.
+            params: sampling parameters of each row.
+            tokens: sampled tokens, int64 [rows].
         """
         for row in self.top:
-            drawn_from = logits[row].cpu()
+            row_logits = logits[row].cpu()
             if params[row].greedy:
-                kept = torch.zeros_like(drawn_from, dtype=torch.bool)
+                kept = torch.zeros_like(row_logits, dtype=torch.bool)
                 kept[tokens[row]] = True
             else:
-                kept = kept_tokens(drawn_from, params[row].top_k, params[row].top_p)
-            self._keep(row, TraceStage("sampling"), drawn_from.masked_fill(~kept, _NEGATIVE_INFINITY))
+                kept = kept_tokens(row_logits, params[row].top_k, params[row].top_p)
+            self._keep(row, TraceStage("sampling"), row_logits.masked_fill(~kept, _NEGATIVE_INFINITY))
 
     def finish(self, token_ids: Sequence[int], without: Mapping[int, object]) -> list[RowTrace | None]:
-        """The traces.
+        """Return the traces.
 
         Args:
-            token_ids: of each row, what was drawn.
-            without: rows that have no token.
+            token_ids: sampled token of each row.
+            without: rows without a token.
 
         Returns:
-            One entry a row; None for those that are not traced.
+            One entry per row; None for rows that are not traced.
         """
         traces: list[RowTrace | None] = [None] * len(token_ids)
         for row in self.top.keys() - without.keys():

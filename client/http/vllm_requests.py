@@ -149,14 +149,14 @@ def _xargs(body: dict[str, Any]) -> dict[str, Any]:
     for entry in several or ():
         if isinstance(entry, Mapping):
             _refuse_registered("logits_processors", entry.get("processor"))
-    ours = {
+    processors = {
         "custom_logit_processor": processor,
         "custom_params": None if params is None else orjson.dumps(params).decode(),
         "logits_processors": None if several is None else orjson.dumps(several).decode(),
     }
-    xargs = {name: value for name, value in ours.items() if value is not None}
-    if twice := xargs.keys() & given.keys():
-        raise ValueError(f"vllm_xargs: {min(twice)} is also given by a separate argument")
+    xargs = {name: value for name, value in processors.items() if value is not None}
+    if duplicates := xargs.keys() & given.keys():
+        raise ValueError(f"vllm_xargs: {min(duplicates)} is also given by a separate argument")
     return {**given, **xargs}
 
 

@@ -36,8 +36,8 @@ class ShippedNames:
         """Return the object for `module.name`.
 
         Raises:
-            KeyError: the table does not have the module.
-            ImportError: the table has the module, but not the name.
+            KeyError: the table does not replace the module, so import it normally.
+            ImportError: the table replaces the module and does not have the name.
         """
         if (module, name) in self._names:
             return self._names[module, name]

@@ -1,4 +1,4 @@
-"""Makes request-level callables, one for each sequence, so that the state of one never reaches another."""
+"""Factory of request-level callables: one per sequence, so that sequences never share state."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from .request_callable import RequestLogitsProcessor, accepts, convention_of, na
 
 
 class CallableFactory:
-    """Called without arguments, it gives the callable of one sequence.
+    """Creates the callable of one sequence when called without arguments.
 
     | target | the callable |
     |---|---|
-    | a class | an object of its own for each sequence, made with `args` and `kwargs` |
-    | a function with `args` or `kwargs`, or one that cannot be a callable itself | what the function returns |
-    | any other function | the function itself, shared: what it keeps in globals is its own affair |
+    | a class | a new object for each sequence, created with `args` and `kwargs` |
+    | a function with `args` or `kwargs`, or one that cannot be a callable itself | the function's return value |
+    | any other function | the function itself, shared, including its global state |
     | an object | a copy for each sequence: `clone()` if it has that, as in vLLM V0, else a deep copy |
 
-    Copies share tokenizers and `torch.nn.Module`s, which are large and hold nothing of a sequence's. Where the
-    constructor has a parameter `tokenizer` that was not given, it gets `tokenizer`; `batch_size`, if it must be given
-    and was not, is 1. The classes of logits-processor-zoo want both.
+    Copies share tokenizers and `torch.nn.Module`s, which are large and have no per-sequence state. If the constructor
+    has a parameter `tokenizer` that was not given, it gets `tokenizer`; a required `batch_size` that was not given is
+    1. The classes of logits-processor-zoo need both.
 
     Args:
-        target: of the kinds above.
+        target: see above.
         args: positional arguments of the constructor. Each sequence gets copies.
         kwargs: keyword arguments of the constructor. Each sequence gets copies.
-        tokenizer: for constructors that want one.
+        tokenizer: tokenizer for constructors that need one.
 
     Raises:
-        TypeError: the target cannot give callables: it is none, does not take these arguments, or cannot be copied.
+        TypeError: the target is not callable, does not take these arguments, or cannot be copied.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class CallableFactory:
             self._make = _duplicator(target)
 
     def __call__(self) -> RequestLogitsProcessor:
-        """A callable for one sequence. Runs the author's constructor, which may take long.
+        """Create the callable of one sequence. Runs the author's constructor, which may be slow.
 
         Raises:
-            ProcessorLoadError: the constructor raised. The message names it, and holds its traceback.
-            TypeError: what it made follows none of the conventions of `request_callable.py`.
+            ProcessorLoadError: the constructor raised. The message names it and includes its traceback.
+            TypeError: the result follows none of the conventions of `request_callable.py`.
         """
         try:
             made: RequestLogitsProcessor = call(self._make)
-        # An author's code may raise anything; the engine's thread must not end by it.
+        # An author's code may raise anything, which must not end the engine's thread.
         except BaseException as error:  # noqa: BLE001
-            message = f"{self.name} cannot be made: {error_text(error)}\n{author_traceback(error)}"
+            message = f"{self.name} cannot be created: {error_text(error)}\n{author_traceback(error)}"
             raise ProcessorLoadError(message.rstrip()) from None
         convention_of(made)
         return made
 
 
 def duplicate_callable(target: Any) -> Any:
-    """A copy of a sequence's callable with what it has learnt so far; a function is its own copy."""
+    """Copy a sequence's callable with its current state. A function is its own copy."""
     return _copier_of(target)()
 
 
@@ -91,7 +91,7 @@ def _without_partial(target: Any) -> Any:
 
 
 def _is_factory(function: Callable[..., Any], tokenizer: Any) -> bool:
-    """True if a function cannot be a request-level callable itself, and can be called as it is."""
+    """Return whether a function cannot be a request-level callable itself, but can be called without arguments."""
     try:
         signature = signature_of(function)
     except ValueError:
@@ -108,10 +108,10 @@ def _is_factory(function: Callable[..., Any], tokenizer: Any) -> bool:
 def _constructor(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tokenizer: Any
 ) -> Callable[[], Any]:
-    """What calls `target` with copies of the arguments.
+    """Return a function that calls `target` with copies of the arguments.
 
     Raises:
-        TypeError: the arguments don't fit.
+        TypeError: the arguments do not match its signature.
     """
     with contextlib.suppress(ValueError):  # some classes written in C have no signature
         signature = signature_of(target)
@@ -120,7 +120,7 @@ def _constructor(
             signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{name_of(target)}{signature} cannot make a request-level callable of the arguments given: {error}"
+                f"{name_of(target)}{signature} cannot create a request-level callable with the given arguments: {error}"
             ) from None
     copied = _copier((target, args, kwargs), tokenizer)
 
@@ -132,18 +132,18 @@ def _constructor(
 
 
 def _duplicator(target: Any) -> Callable[[], Any]:
-    """What copies an object; a function is its own copy.
+    """Return a function that copies an object. A function is its own copy.
 
     Raises:
-        TypeError: it cannot be copied.
+        TypeError: the object cannot be copied.
     """
     duplicate = _copier_of(target)
     try:
         duplicate()
     except Exception as error:
         raise TypeError(
-            f"{name_of(target)} cannot be copied, and each sequence needs one of its own: {error_text(error)}. Give "
-            "its class and arguments, or give it a method clone()"
+            f"{name_of(target)} cannot be copied, and each sequence needs its own copy: {error_text(error)}. Give the "
+            "class and its arguments instead, or add a method clone()"
         ) from error
     return duplicate
 
@@ -154,7 +154,7 @@ def _copier_of(target: Any) -> Callable[[], Any]:
 
 
 def _defaults(signature: inspect.Signature, given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The parameters that need not be given."""
+    """Return the arguments to fill in for parameters that were not given."""
     open_parameters = {name: value.default for name, value in signature.parameters.items() if name not in given}
     required = {name for name, default in open_parameters.items() if default is inspect.Parameter.empty}
     defaults: dict[str, Any] = {}
@@ -166,16 +166,16 @@ def _defaults(signature: inspect.Signature, given: Mapping[str, Any], tokenizer:
 
 
 def _copier(value: Any, *shared: Any) -> Callable[[], Any]:
-    """What deep-copies `value`, all but its tokenizers, its modules and `shared`."""
+    """Return a function that deep-copies `value`, but shares its tokenizers, its modules and `shared`."""
     kept = {id(part): part for part in (*shared, *_shared_parts(value))}
-    # deepcopy() takes what its memo holds under an object's id to be the copy of it.
+    # deepcopy() uses the memo's entry for an object's id as its copy.
     return lambda: copy.deepcopy(value, dict(kept))
 
 
 def _shared_parts(value: Any) -> list[Any]:
-    """The tokenizers and modules within a value, not the value itself."""
+    """Return the tokenizers and modules within a value, without the value itself."""
     found: list[Any] = []
-    seen: dict[int, Any] = {}  # by id, with the object: an id means something only while its object lives
+    seen: dict[int, Any] = {}  # keeps the objects alive: an id is only unique during an object's lifetime
     waiting = list(_parts(value))
     while waiting:
         part = waiting.pop()
@@ -196,7 +196,7 @@ def _is_shared(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What an object holds, as far as deepcopy() follows it in practice."""
+    """Return the objects that an object refers to, as far as deepcopy() follows them in practice."""
     if isinstance(value, str | bytes | int | float | torch.Tensor | type | ModuleType | FunctionType):
         return ()
     if isinstance(value, MethodType):

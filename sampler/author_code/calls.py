@@ -1,6 +1,6 @@
-"""Runs an author's code on logits: whatever it does wrong becomes a `ProcessorFault`.
+"""Guarded calls of an author's code on logits: its errors become `ProcessorFault`s.
 
-What is caught here is what a careless author does. Code that means harm has the whole process in its hands.
+This catches careless code, not malicious code, which controls the whole process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class BadResult(TypeError):
-    """What a processor returned is not what it must return; the message says what it is."""
+    """A processor returned an invalid result; the message describes it."""
 
 
 def edit(
@@ -33,39 +33,40 @@ def edit(
     digest: str = "",
     shipped_class: type | None = None,
 ) -> None:
-    """Call an author's function on logits, and write what it returns into them.
+    """Call an author's function on logits, and write its result into them.
 
     Args:
-        function: gets the logits; may edit them in place, and must return them or a new tensor.
-        logits: of any shape.
-        arguments: what else the function gets.
-        name: of the processor, for people.
-        digest: its identity, if it has one.
-        shipped_class: the class, if it came with a request: explains names that did not travel with it.
+        function: takes the logits; may edit them in place, and must return them or a new tensor.
+        logits: logits of any shape; edited in place.
+        *arguments: further arguments of the function.
+        name: name of the processor, for people.
+        digest: digest of the processor, if it has one.
+        shipped_class: the class, if it came with a request. Used to explain names that were not serialized with it.
 
     Raises:
-        ProcessorFault: it raised, or returned something other than a float tensor of that shape on that device.
+        ProcessorFault: the function raised, or did not return a float tensor of that shape on that device.
     """
-    # Another tensor on the same memory: whatever becomes of its shape, type or gradient, `logits` stays as it is.
+    # Another tensor on the same memory: changes of its shape, dtype or gradient do not affect `logits`.
     given = logits.detach()
     try:
         result = call(function, given, *arguments)
-        # In here too: what it returned may be a subclass of Tensor, whose methods are the author's code.
+        # Inside the try: the result may be a subclass of Tensor, whose methods are the author's code.
         if result is not given or given.dtype is not logits.dtype or not given.is_set_to(logits):
             _take_over(result, logits)
     except BadResult as bad:
         fault = ProcessorFault(f"processor {name} returned {bad}", digest=digest, name=name, kind="bad_result")
-    # Whatever it raises, `SystemExit` included, must not end the engine's thread.
+    # No exception, not even `SystemExit`, must end the engine's thread.
     except BaseException as error:  # noqa: BLE001
         fault = exception_fault(error, name=name, digest=digest, shipped_class=shipped_class)
     else:
         return
-    # Out here, so that the fault does not keep the author's exception, and with it the tensors in its frames.
+    # Outside the except block, so that the fault does not reference the author's exception and the tensors in its
+    # frames.
     raise fault
 
 
 def call(function: Callable[..., T], *arguments: Any) -> T:
-    """Run an author's code, and undo what it may have set for all that runs after it without meaning to."""
+    """Run an author's code, then restore PyTorch's global settings that it may have changed by accident."""
     grad, dtype, modes = is_grad_enabled(), get_default_dtype(), _len_torch_function_stack()
     try:
         return function(*arguments)
@@ -74,32 +75,31 @@ def call(function: Callable[..., T], *arguments: Any) -> T:
             torch.set_grad_enabled(grad)
         if get_default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
-        # The default device is such a mode. Counting them is far cheaper than asking for it.
+        # The default device is such a mode. Counting the modes is far cheaper than reading it.
         if _len_torch_function_stack() != modes:
             torch.set_default_device(None)
 
 
 def duplicate(value: T, shared: Iterable[object], *, name: str, digest: str = "") -> T:
-    """Copy what a processor keeps of a sequence, for another sequence that goes on from the same history.
-
-    A deep copy: objects that stand in several places of `value` do so in the copy.
+    """Deep-copy a processor's state of a sequence, for another sequence that continues from the same history.
 
     Args:
-        shared: objects that are not copied, wherever they stand.
-        name: of the processor, for people.
-        digest: its identity, if it has one.
+        value: the state.
+        shared: objects that are not copied, wherever they occur in `value`.
+        name: name of the processor, for people.
+        digest: digest of the processor, if it has one.
 
     Raises:
-        ProcessorFault: something in it cannot be copied.
+        ProcessorFault: part of the state cannot be copied.
     """
     try:
-        # deepcopy() takes what its memo holds under an object's id to be the copy of it.
+        # deepcopy() uses the memo's entry for an object's id as its copy.
         copied: T = call(copy.deepcopy, value, {id(each): each for each in shared})
     # A `__deepcopy__` is the author's code too.
     except BaseException as error:  # noqa: BLE001
         fault = ProcessorFault(
-            f"processor {name} keeps something of a sequence that cannot be copied, as beam search needs it: "
-            f"{error_text(error)}. Keep plain values in __req__.state, or give it a __deepcopy__",
+            f"processor {name} keeps state of a sequence that cannot be copied, which beam search requires: "
+            f"{error_text(error)}. Keep plain values in __req__.state, or define __deepcopy__",
             digest=digest,
             name=name,
             kind="uncopyable",
@@ -111,17 +111,17 @@ def duplicate(value: T, shared: Iterable[object], *, name: str, digest: str = ""
 
 
 def checked(result: object, logits: torch.Tensor) -> torch.Tensor:
-    """What a processor returned for `logits`: a dense float tensor of their shape and device, in their dtype.
+    """Convert a processor's result, a dense float tensor of the shape and device of `logits`, to their dtype.
 
     Raises:
-        BadResult: it is something else.
+        BadResult: the result is anything else.
     """
     if result is None:
         raise BadResult("NoneType, not a tensor (a processor that edits in place must return the logits too)")
     if type(result) is CoroutineType:
-        result.close()  # else Python warns that nobody awaited it
+        result.close()  # otherwise Python warns that it was never awaited
         raise BadResult("a coroutine, not a tensor: __call__ must not be async")
-    # Not isinstance(), which believes what an object says of its class.
+    # Not isinstance(), which trusts the object's `__class__`.
     if not issubclass(type(result), torch.Tensor):
         raise BadResult(f"{class_name(type(result))}, not a tensor")
     with torch._C.DisableTorchFunctionSubclass():
@@ -138,11 +138,11 @@ def checked(result: object, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _take_over(result: object, logits: torch.Tensor) -> None:
-    """Write what a processor returned into `logits`."""
+    """Write a processor's result into `logits`."""
     plain = checked(result, logits)
     if plain.is_set_to(logits):
         return
-    # What shares memory with `logits` may overlap the place that it is written to.
+    # A result that shares memory with `logits` may overlap its destination.
     shared = plain.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
     logits.copy_(plain.clone() if shared else plain)
 
@@ -150,7 +150,7 @@ def _take_over(result: object, logits: torch.Tensor) -> None:
 def exception_fault(
     error: BaseException, *, name: str, digest: str = "", shipped_class: type | None = None
 ) -> ProcessorFault:
-    """The fault of a processor that raised, see `edit`. Holds text only, and nothing of the author's alive."""
+    """Return the fault of a processor that raised, see `edit`. It has only text and references no author's object."""
     message = f"processor {name} raised {error_text(error)}"
     hint = _hint(error, shipped_class)
     return ProcessorFault(
@@ -163,10 +163,13 @@ def exception_fault(
 
 
 def non_finite_fault(row: torch.Tensor, *, name: str, digest: str = "", before: Sequence[str] = ()) -> ProcessorFault:
-    """The fault of a processor that left a row [vocab] with NaN, with +inf, or with -inf alone.
+    """Return the fault of a processor that left a row with NaN, with +inf, or with -inf only.
 
     Args:
-        before: names of what may have forbidden tokens before it.
+        row: logits [vocab].
+        name: name of the processor, for people.
+        digest: digest of the processor, if it has one.
+        before: names of fields and processors that may have forbidden tokens before it.
     """
     if row.isnan().any():
         found = "returned NaN"
@@ -179,11 +182,11 @@ def non_finite_fault(row: torch.Tensor, *, name: str, digest: str = "", before: 
 
 
 def _hint(error: BaseException, shipped_class: type | None) -> str | None:
-    """What more there is to tell the author."""
+    """Return advice for the author; None if there is none."""
     if type(error) is not NameError or shipped_class is None:
         return None
     try:
         return explain_name_error(error, shipped_class)
-    # It reads attributes of the exception and of the class.
+    # Reading attributes of the exception and the class may run the author's code.
     except BaseException:  # noqa: BLE001
         return None

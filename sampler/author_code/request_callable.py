@@ -1,6 +1,6 @@
-"""Request-level callables: functions of one sequence's tokens and of its logits.
+"""Request-level callables: functions of one sequence's tokens and logits.
 
-Three conventions are in use, and each is told by the callable's signature:
+Three conventions are in use. The callable's signature determines which one it follows:
 
 | a callable of | gets | from |
 |---|---|---|
@@ -8,8 +8,8 @@ Three conventions are in use, and each is told by the callable's signature:
 | three parameters | `(prompt_token_ids: list[int], output_token_ids: list[int], logits [vocab])` | the same |
 | `input_ids` and `scores` | `(int64 [1, tokens], float32 [1, vocab])` | Hugging Face transformers |
 
-All return the logits, edited in place or new. `bind` ties a callable to a sequence; `callable_factory.py` makes one
-callable for each.
+All return the logits, edited in place or new. `bind` binds a callable to a sequence; `callable_factory.py` creates one
+callable per sequence.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ RequestLogitsProcessor: TypeAlias = (
 """A request-level callable of any convention."""
 
 BoundCallable: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A callable that was tied to a sequence: logits [vocab] to logits [vocab]."""
+"""A callable bound to a sequence: logits [vocab] to logits [vocab]."""
 
 
 class Convention(Enum):
-    """What a request-level callable takes."""
+    """The parameters of a request-level callable."""
 
     OUTPUT = "(output_token_ids, logits)"
     PROMPT_AND_OUTPUT = "(prompt_token_ids, output_token_ids, logits)"
@@ -51,19 +51,20 @@ _EXPECTED = "expected a callable of " + ", ".join(convention.value for conventio
 def bind(
     function: RequestLogitsProcessor, prompt_token_ids: list[int] | None, output_token_ids: list[int]
 ) -> BoundCallable:
-    """Tie a callable to a sequence.
+    """Bind a callable to a sequence.
 
     Args:
-        prompt_token_ids: the sequence's prompt; None if it is not known as tokens.
-        output_token_ids: the sequence's own list: tokens are appended to it while it is generated.
+        function: the callable.
+        prompt_token_ids: token ids of the prompt; None if it has none.
+        output_token_ids: the sequence's live list: tokens are appended to it during generation.
 
     Returns:
-        A function from logits [vocab] to a float tensor of the same shape, dtype and device: the same one where the
-        callable edited it in place. It raises what the callable raises, and TypeError if that returned anything else.
+        A function from logits [vocab] to a float tensor of the same shape, dtype and device: the same tensor if the
+        callable edited it in place. It raises the callable's exceptions, and TypeError for any other result.
 
     Raises:
         TypeError: the callable follows none of the three conventions.
-        ValueError: it needs the prompt, and there is none.
+        ValueError: the callable needs the prompt's token ids, and the request has none.
     """
     convention = convention_of(function)
     apply: Callable[..., object] = function
@@ -72,7 +73,7 @@ def bind(
     if prompt_token_ids is None:
         raise ValueError(
             f"{name_of(function)} takes the prompt's token ids, and this request has none; "
-            f"a callable of {Convention.OUTPUT.value} does without them"
+            f"use a callable of {Convention.OUTPUT.value} instead"
         )
     if convention is Convention.PROMPT_AND_OUTPUT:
         return partial(_apply, partial(apply, prompt_token_ids, output_token_ids))
@@ -80,10 +81,10 @@ def bind(
 
 
 def convention_of(function: object) -> Convention:
-    """The convention that a callable follows.
+    """Return the convention that a callable follows.
 
     Raises:
-        TypeError: none, or its signature does not tell; the message says what is expected.
+        TypeError: it follows none, or its signature is ambiguous; the message says what is expected.
     """
     name = name_of(function)
     if isinstance(function, type):
@@ -93,7 +94,7 @@ def convention_of(function: object) -> Convention:
     try:
         signature = signature_of(function)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} has no signature to be told by: wrap it in a function; {_EXPECTED}") from None
+        raise TypeError(f"{name} has no signature: wrap it in a function; {_EXPECTED}") from None
     if "custom_param_list" in signature.parameters:
         raise TypeError(f"{name} is a row-level processor, not a request-level callable: give its class, or ship it")
     two, three = accepts(signature, 2), accepts(signature, 3)
@@ -112,7 +113,7 @@ def convention_of(function: object) -> Convention:
 
 
 def name_of(target: object) -> str:
-    """What to call a class, a function or an object, for people."""
+    """Return the display name of a class, a function or an object."""
     if isinstance(target, partial):
         return name_of(target.func)
     named = target if hasattr(target, "__qualname__") else type(target)
@@ -120,7 +121,7 @@ def name_of(target: object) -> str:
 
 
 def accepts(signature: inspect.Signature, count: int) -> bool:
-    """True if it can be called with so many positional arguments and nothing else."""
+    """Return whether a function can be called with `count` positional arguments and nothing else."""
     try:
         signature.bind(*[None] * count)
     except TypeError:
@@ -149,9 +150,9 @@ def _apply_hugging_face(function: Callable[..., object], input_ids: _InputIds, l
 
 
 class _InputIds:
-    """A sequence's prompt and output as a tensor, to which new tokens are appended: O(new tokens) a step.
+    """A sequence's prompt and output as a tensor. Appends new tokens: O(new tokens) per step.
 
-    What is written stays: a tensor of an earlier step keeps its tokens, because callables keep it.
+    Tokens are never overwritten, because callables may keep the tensor of an earlier step.
     """
 
     def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
@@ -161,7 +162,7 @@ class _InputIds:
         self._length = 0
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """int64 [1, tokens]. `device` is the same on every call."""
+        """Return all tokens, int64 [1, tokens]. `device` is the same in every call."""
         if self._buffer is None:
             self._buffer = torch.empty(0, dtype=torch.int64, device=device)
             self._buffer = self._with(self._buffer, self._prompt)
@@ -169,7 +170,7 @@ class _InputIds:
         return self._buffer[: self._length].unsqueeze(0)
 
     def _with(self, buffer: torch.Tensor, token_ids: list[int]) -> torch.Tensor:
-        """The buffer with these tokens at its end; a larger one if it was full."""
+        """Return the buffer with these tokens appended; a larger buffer if it was full."""
         end = self._length + len(token_ids)
         if end > len(buffer):
             grown = buffer.new_empty(2 * end)

@@ -1,1 +1,1 @@
-"""The persistent batch: rows, their order, and what changed since the last step."""
+"""The persistent batch: its rows and the changes of each step."""

@@ -1,4 +1,4 @@
-"""Collects what happens to the persistent batch in a step, and makes a `BatchUpdate` of it."""
+"""Builder of a step's `BatchUpdate`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpda
 
 
 class BatchUpdateBuilder:
-    """The changes of one step, under the names of vLLM's class of the same name.
+    """Collects the changes of one step. Names are those of vLLM's class of the same name.
 
     A step first registers all removals. It then fills freed rows: an addition, or a move from the end of the batch,
-    takes the lowest one with `pop_removed`. What is left in `removed` at the end was filled by nobody.
+    takes the lowest one with `pop_removed`. The rows left in `removed` at the end were not filled again.
 
     Assumptions:
-    * A step registers its last removal before it first reads `removed`, or peeks at or pops one. `removed_append`
-      refuses a later one.
+    * A step registers its last removal before it first reads, peeks at or pops `removed`. `removed_append` raises on a
+      later one.
     * Only `removed_append` and `pop_removed` change `removed`; `added` and `moved` are appended to.
 
     Guarantees:
-    * `removed` descends, without what was popped. So a row that a request was added to, or moved to, is not in it, and
-      it makes no difference whether removals or additions are processed first.
-    * `peek_removed` and `pop_removed` give the lowest freed row.
-    * The lists of an update belong to that update: those of the next step are new ones.
+    * `removed` is descending and has no popped rows. So a row that a request was added or moved to is not in it, and
+      removals and additions may be processed in either order.
+    * `peek_removed` and `pop_removed` return the lowest freed row.
+    * The lists of an update are not reused: the next step has new ones.
 
     Args:
         removed: rows freed so far, in any order.
@@ -28,9 +28,9 @@ class BatchUpdateBuilder:
         moved: moves so far.
 
     Attributes:
-        added: additions, in their order.
-        moved: moves, in their order.
-        batch_changed: True from the first removal on. Whoever adds without an entry in `added` sets it, as vLLM does
+        added: additions, in order.
+        moved: moves, in order.
+        batch_changed: True from the first removal on. Callers that add without an entry in `added` set it, as vLLM does
             for pooling models.
     """
 
@@ -48,7 +48,7 @@ class BatchUpdateBuilder:
 
     @property
     def removed(self) -> list[RemovedRequest]:
-        """The rows that were freed and not filled, descending."""
+        """Rows that were freed and not filled again, descending."""
         if not self._removed_was_read:
             self._removed.sort(reverse=True)
             self._removed_was_read = True
@@ -58,33 +58,33 @@ class BatchUpdateBuilder:
         """Register that row `index` was freed.
 
         Raises:
-            RuntimeError: the removals of this step were read already.
+            RuntimeError: the removals of this step were already read.
         """
         if self._removed_was_read:
             raise RuntimeError(
-                f"row {index} cannot be removed any more in this step: its removals were read, and rows filled "
-                "accordingly. Register all removals first"
+                f"row {index} can no longer be removed in this step: its removals were already read. Register all "
+                "removals first"
             )
         self._removed.append(index)
         self.batch_changed = True
 
     def has_removed(self) -> bool:
-        """True if some freed row is not filled."""
+        """Return whether some freed row is not filled."""
         return bool(self._removed)
 
     def peek_removed(self) -> int | None:
-        """The lowest freed row; None if there is none."""
+        """Return the lowest freed row; None if there is none."""
         return self.removed[-1] if self._removed else None
 
     def pop_removed(self) -> int | None:
-        """The lowest freed row, for the caller to fill; None if there is none."""
+        """Return the lowest freed row, for the caller to fill; None if there is none."""
         return self.removed.pop() if self._removed else None
 
     def reset(self) -> bool:
-        """Forget the changes of this step.
+        """Drop the changes of this step.
 
         Returns:
-            `batch_changed`, as it was before.
+            `batch_changed` before the call.
         """
         batch_changed = self.batch_changed
         self._removed.clear()
@@ -94,7 +94,7 @@ class BatchUpdateBuilder:
         return batch_changed
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """The update of this step, and a new beginning.
+        """Return the update of this step, and start the next step.
 
         Args:
             batch_size: number of requests in the batch now.

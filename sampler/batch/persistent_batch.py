@@ -1,4 +1,4 @@
-"""The persistent batch: each request keeps its row from step to step, and the changes of a step are a `BatchUpdate`."""
+"""The persistent batch: requests keep their rows from step to step, and each step's changes are a `BatchUpdate`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .batch_update_builder import BatchUpdateBuilder
 
 
 class BatchMember(Protocol):
-    """What a request must have to hold a row."""
+    """A request that can hold a row."""
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """What it asks of the sampler."""
+        """Sampling parameters of the request."""
         ...
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Its prompt."""
+        """Token ids of the prompt."""
         ...
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Its output so far: one list, which grows."""
+        """Token ids of the output so far: always the same list, which grows."""
         ...
 
 
@@ -33,19 +33,19 @@ MemberT = TypeVar("MemberT", bound=BatchMember)
 
 
 class PersistentBatch(Generic[MemberT]):
-    """Requests at fixed rows. A step is: `remove` those that ended, `add` new ones, `commit`.
+    """Requests at fixed rows. In each step, `remove` finished requests, `add` new ones, then `commit`.
 
     To reorder the batch, `condense` and then `swap` rows before `commit`.
 
     Assumptions:
-    * All removals of a step come before its first addition, and both before the first row that moves: that is the
-      order in which an update is followed. A call that comes too late is refused.
+    * All removals of a step come before its first addition, and both before its first move, because updates are
+      processed in this order. A call out of order raises.
 
     Guarantees (after `commit`, as in vLLM's `InputBatch`):
     * The rows in use are 0 to size - 1: a new request takes the lowest freed row, and rows that stay free are filled
       by one-way moves from the end.
-    * `removed` holds the rows that nothing filled. It is disjoint from the rows of `added`, so that it does not matter
-      which of the two is processed first.
+    * `removed` has the rows that were not filled again. It is disjoint from the rows of `added`, so that the two may be
+      processed in either order.
     * `added` refers to the request's own output list: it grows with the output.
     """
 
@@ -61,12 +61,12 @@ class PersistentBatch(Generic[MemberT]):
 
     @property
     def changed(self) -> bool:
-        """True if a request came, went or moved since the last `commit`."""
+        """True if a request was added, removed or moved since the last `commit`."""
         return bool(self._changes.has_removed() or self._changes.added or self._changes.moved)
 
     @property
     def members(self) -> list[MemberT]:
-        """The requests in row order. A place in this list is a row only while there is no gap: after `condense`."""
+        """Requests in row order. Indices equal rows only without gaps, that is, after `condense`."""
         return [member for member in self._rows if member is not None]
 
     def __contains__(self, member: MemberT) -> bool:
@@ -76,11 +76,11 @@ class PersistentBatch(Generic[MemberT]):
         """Free a request's row.
 
         Raises:
-            KeyError: it has none.
-            RuntimeError: something was added, condensed or moved in this step already.
+            KeyError: the request has no row.
+            RuntimeError: this step has already added, condensed or moved rows.
         """
         if self._changes.added or self._changes.moved:
-            raise RuntimeError("all removals of a step come before its first addition and its first move")
+            raise RuntimeError("all removals of a step must come before its first addition and its first move")
         row = self._row_of[id(member)]
         self._changes.removed_append(row)
         del self._row_of[id(member)]
@@ -90,12 +90,12 @@ class PersistentBatch(Generic[MemberT]):
         """Give a request the lowest freed row, or a new one at the end.
 
         Raises:
-            RuntimeError: the batch is full, it has the request already, or something was moved in this step already.
+            RuntimeError: the batch is full or already has the request, or this step has already moved rows.
         """
         if self._changes.moved:
-            raise RuntimeError("all additions of a step come before its first move")
+            raise RuntimeError("all additions of a step must come before its first move")
         if member in self:
-            raise RuntimeError("the request has a row already")
+            raise RuntimeError("the request already has a row")
         if len(self) == self.max_num_seqs:
             raise RuntimeError(f"the batch is full: it has {self.max_num_seqs} rows")
         freed = self._changes.pop_removed()
@@ -109,10 +109,10 @@ class PersistentBatch(Generic[MemberT]):
         return row
 
     def clear(self) -> None:
-        """Drop every request, and every change that was not committed: for when a step failed half-way.
+        """Drop every request and every uncommitted change, after a step that failed midway.
 
-        Nobody knows which batch processor followed the last update then. So the next one removes every row that any
-        of them could hold state for, rows that are free already among them.
+        It is then unknown which batch processors have applied the last update. So the next update removes every row
+        that any of them could hold state for, including rows that are already free.
         """
         self._rows, self._row_of = [], {}
         self._changes.reset()
@@ -120,14 +120,14 @@ class PersistentBatch(Generic[MemberT]):
             self._changes.removed_append(row)
 
     def swap(self, row_1: int, row_2: int) -> None:
-        """Let two requests change places.
+        """Swap the requests of two rows.
 
         Raises:
             IndexError: a row is not in use.
-            RuntimeError: there are gaps: `condense` comes first.
+            RuntimeError: the batch has gaps: call `condense` first.
         """
         if len(self._rows) != len(self):
-            raise RuntimeError("close the gaps before rows are swapped: call condense()")
+            raise RuntimeError("the batch has gaps: call condense() before swap()")
         if not (0 <= row_1 < len(self) and 0 <= row_2 < len(self)):
             raise IndexError(f"cannot swap rows {row_1} and {row_2}: the batch has {len(self)}")
         if row_1 == row_2:
@@ -138,12 +138,12 @@ class PersistentBatch(Generic[MemberT]):
         self._changes.moved.append((row_1, row_2, MoveDirectionality.SWAP))
 
     def commit(self) -> BatchUpdate | None:
-        """Close the gaps and say what changed since the last call; None if nothing did."""
+        """Close the gaps and return the changes since the last call; None if nothing changed."""
         self.condense()
         return self._changes.get_and_reset(len(self))
 
     def condense(self) -> None:
-        """Fill each free row, lowest first, with the last request. Does nothing where there is no gap."""
+        """Fill each free row, lowest first, with the last request. Does nothing without gaps."""
         self._drop_free_rows_at_the_end()
         while (gap := self._changes.peek_removed()) is not None and gap < len(self._rows):
             self._changes.pop_removed()

@@ -1,4 +1,4 @@
-"""What the sampler knows of each row: parameters as tensors, made when the batch changes, and histories, which grow."""
+"""The sampler's state of each row: parameters as tensors, rebuilt when the batch changes, and live histories."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class SamplingRow:
     """One request in the batch.
 
     Attributes:
+        params: sampling parameters.
         output_token_ids: the live output.
-        counts: of prompt and output; None if the request asks for no penalty.
+        counts: token counts of prompt and output; None without penalties.
         forbidden: bool [vocab], the tokens outside `allowed_token_ids`; None if all are allowed.
-        bad_words: None if there are none.
+        bad_words: bad words; None if there are none.
     """
 
     params: SamplingParams
@@ -40,15 +41,15 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Rows that draw at random.
+    """Rows with random sampling.
 
     Attributes:
         rows: int64 [n], ascending.
         top_k: int64 [n]; 0 for all tokens.
         top_p: float64 [n].
-        numbers: the random numbers of their seeds.
+        numbers: random numbers from the rows' seeds.
         outputs: the live outputs.
-        filters: they ask for top-k or top-p.
+        filters: True if the rows use top-k or top-p.
     """
 
     rows: torch.Tensor
@@ -59,7 +60,7 @@ class RandomRows:
     filters: bool
 
     def uniform(self) -> torch.Tensor:
-        """This step's random number of each row: float64 [n], in [0, 1)."""
+        """Return this step's random number of each row: float64 [n], in [0, 1)."""
         positions = np.array([len(output) for output in self.outputs], dtype=np.int64)
         return torch.from_numpy(self.numbers.at(positions)).to(self.rows.device)
 
@@ -70,8 +71,8 @@ class LogprobRows:
 
     Attributes:
         rows: int64 [n], ascending.
-        numbers: the same on the host.
-        top: how many of the most likely tokens each asks for.
+        numbers: the same as Python integers.
+        top: number of most likely tokens that each row asks for.
     """
 
     rows: torch.Tensor
@@ -79,7 +80,7 @@ class LogprobRows:
     top: list[int]
 
     def __len__(self) -> int:
-        """How many ask."""
+        """Return the number of rows."""
         return len(self.numbers)
 
 
@@ -96,21 +97,21 @@ class Penalties:
 
 
 class PreparedRows:
-    """Some rows of the batch, sorted by what they need, so that a step looks only at those that need something.
+    """Rows of the batch, sorted by the features they use, so that a step skips rows that need nothing.
 
-    Valid until the batch changes. Rows are numbered here by their places among these rows.
+    Valid until the batch changes. Rows are numbered by their places among these rows.
 
     Attributes:
-        params: of each row.
+        params: sampling parameters of each row.
         temperature: float32 [rows, 1]; 1 for greedy rows.
         greedy: int64 [n]: rows that take the most likely token.
         unfiltered: random rows without top-k and top-p.
-        filtered: random rows with one of them, or both.
+        filtered: random rows with top-k, top-p or both.
         raw: rows that ask for log-probabilities before any edit.
-        processed_greedy: greedy rows that ask for them after the edits.
-        processed_random: random rows that do.
+        processed_greedy: greedy rows that ask for log-probabilities after the edits.
+        processed_random: random rows that ask for log-probabilities after the edits.
         forbidden: row to bool [vocab], the tokens outside its `allowed_token_ids`.
-        traced: row to how many of the most likely tokens its trace shows.
+        traced: row to the number of most likely tokens in its trace.
     """
 
     def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
@@ -148,7 +149,7 @@ class PreparedRows:
 
     @property
     def any_random(self) -> bool:
-        """True if some row draws at random."""
+        """True if some row is sampled at random."""
         return bool(self.unfiltered.outputs or self.filtered.outputs)
 
     @property
@@ -157,7 +158,7 @@ class PreparedRows:
         return bool(self._bad_words)
 
     def bad_word_endings(self) -> tuple[list[int], list[int]]:
-        """Rows and, for each, a token that would complete a bad word there now."""
+        """Return rows and, for each, a token that would complete a bad word there now."""
         rows: list[int] = []
         tokens: list[int] = []
         for row, (bad_words, output) in self._bad_words.items():
@@ -167,7 +168,7 @@ class PreparedRows:
         return rows, tokens
 
     def penalties(self) -> Penalties | None:
-        """What the penalised rows hold now; None without such rows."""
+        """Return the current token counts and penalties of the rows that have any; None if none has."""
         if not self._counts:
             return None
         for counts in self._counts.values():
@@ -189,7 +190,7 @@ class SamplingBatch:
 
     Attributes:
         size: number of rows.
-        prepared: all of them.
+        prepared: all rows, prepared.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -200,10 +201,10 @@ class SamplingBatch:
         self.prepared = self.prepare(range(0))
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch. Once a step.
+        """Apply the changes of the batch. Once a step.
 
         Raises:
-            ValueError: a request that draws at random came without a seed.
+            ValueError: a request with random sampling has no seed.
         """
         if batch_update is not None:
             self._rows.update(batch_update)
@@ -211,19 +212,19 @@ class SamplingBatch:
             self.prepared = self.prepare(range(self.size))
 
     def prepare(self, rows: Iterable[int]) -> PreparedRows:
-        """Some of the rows."""
+        """Prepare some of the rows."""
         return PreparedRows([self._rows[row] for row in rows], self._vocab_size, self._device)
 
     def _new_row(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> SamplingRow:
         if params.seed is None and not params.greedy:
-            raise ValueError("seed: a request that draws at random needs one; the engine sets it at admission")
+            raise ValueError("seed: required for random sampling; the engine sets it at admission")
         allowed = params.allowed_token_ids
         return SamplingRow(
             params,
             output_token_ids,
-            TokenCounts(_penalised_prompt(params, prompt_token_ids), output_token_ids) if _penalised(params) else None,
+            TokenCounts(_penalized_prompt(params, prompt_token_ids), output_token_ids) if _penalized(params) else None,
             None if allowed is None else forbidden_tokens(allowed, self._vocab_size, self._device),
             BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
         )
@@ -233,17 +234,17 @@ def _penalty_params(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def _penalised(params: SamplingParams) -> bool:
+def _penalized(params: SamplingParams) -> bool:
     return _penalty_params(params) != (1, 0, 0)
 
 
-def _penalised_prompt(params: SamplingParams, prompt_token_ids: list[int] | None) -> Sequence[int]:
-    # Frequency and presence look at the output alone.
+def _penalized_prompt(params: SamplingParams, prompt_token_ids: list[int] | None) -> Sequence[int]:
+    # Frequency and presence penalties only count the output.
     return prompt_token_ids or [] if params.repetition_penalty != 1 else []
 
 
 def _temperature(params: SamplingParams) -> float:
-    # Within float32: at 0 or infinity the division would make NaN.
+    # Clamped to float32's range: dividing by 0 or infinity would give NaN.
     return 1.0 if params.greedy else min(max(params.temperature, _FLOAT32.tiny), _FLOAT32.max)
 
 

@@ -1,4 +1,4 @@
-"""The tokens of one sequence, counted as they come."""
+"""Incremental token counts of a sequence, for the penalties."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 
 class TokenCounts:
-    """Which tokens a sequence holds and how often each stands in its output.
+    """The distinct tokens of a sequence, and how often each occurs in its output.
 
-    `follow()` looks only at tokens that the live output list has gained, so a step costs the same at any length.
+    `follow()` reads only the new tokens of the live output list, so the cost of a step does not grow with the length.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: list[int]) -> None:
@@ -24,7 +24,7 @@ class TokenCounts:
         self.follow()
 
     def follow(self) -> None:
-        """Count the tokens that the output gained since the last call."""
+        """Count the output tokens that were added since the last call."""
         for token in self._output[self._followed :]:
             slot = self._slots.setdefault(token, len(self._slots))
             if slot == len(self._tokens):
@@ -45,5 +45,5 @@ class TokenCounts:
 
     @property
     def output_counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `tokens` stands in the output, 0 if only in the prompt: float32 [distinct]."""
+        """Occurrences of each of `tokens` in the output, 0 for prompt-only tokens: float32 [distinct]."""
         return self._counts[: len(self._slots)]

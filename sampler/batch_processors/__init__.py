@@ -1,1 +1,1 @@
-"""Batch processors: vLLM's contract."""
+"""Batch processors: vLLM's contract, and the processors that the operator installs."""

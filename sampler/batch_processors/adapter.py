@@ -21,14 +21,14 @@ __all__ = ["AdapterLogitsProcessor", "CallablesAdapter", "RequestLogitsProcessor
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Runs a callable on each request that wants one. A subclass says which: `new_req_logits_processor`.
+    """Runs a callable per request. Subclasses create it in `new_req_logits_processor`.
 
-    A subclass that has a constructor must call `super().__init__(vllm_config, device, is_pin_memory)`.
+    A subclass with a constructor must call `super().__init__(vllm_config, device, is_pin_memory)`.
 
-    What a callable does wrong is the fault of its own row: the others are edited as if nothing had happened.
+    A callable that fails is a fault of its own row. The other rows are not affected.
 
     Attributes:
-        req_info: row to its callable, tied to the request's tokens; or to the fault that kept it from being made.
+        req_info: row to its callable, bound to the request's tokens, or to the fault if it could not be created.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -38,17 +38,17 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The callable for a request that joins the batch, of any convention of `request_callable.py`.
+        """Return the callable for a request that is added to the batch, of any convention of `request_callable.py`.
 
         Returns:
-            None if the request wants none. A callable with state must be a new object for each request.
+            None if the request needs none. A callable with state must be a new object for each request.
         """
         raise NotImplementedError
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch."""
+        """Apply the changes of the batch."""
         self.req_info.update(batch_update)
-        # Here, and not in `apply`, which a step may do without.
+        # Not in `apply`, which a step may skip.
         self._faults = {row: state for row, state in self.req_info.items() if isinstance(state, ProcessorFault)}
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -58,19 +58,23 @@ class AdapterLogitsProcessor(LogitsProcessor):
             logits: float32 [rows, vocab].
 
         Returns:
-            `logits`. The rows of `take_faults()` are zeros: the caller must not use them.
+            `logits`. The rows of `take_faults()` are zeros and must not be used.
         """
         self._apply({row: logits[row] for row in sorted(self.req_info)})
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
-        """The same for some rows, see `SpeculativeLogitsProcessor`."""
+        """Run the callables of some rows, see `SpeculativeLogitsProcessor`."""
         rows = enumerate(rows_of_drafts(num_draft_tokens))
         self._apply({row: logits[place] for place, row in rows if row in self.req_info})
         return logits
 
     def _apply(self, logits: Mapping[int, torch.Tensor]) -> None:
-        """Edit the logits of some rows: row to its float32 [vocab], in row order."""
+        """Edit the logits of some rows in place.
+
+        Args:
+            logits: row to its float32 [vocab], in row order.
+        """
         for row, row_logits in logits.items():
             state = self.req_info[row]
             fault = state if isinstance(state, ProcessorFault) else self._fault_of(state, row_logits)
@@ -81,7 +85,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
             logits[row].zero_()
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
-        """The rows whose callable could not be made, or failed, in this step; each with its fault."""
+        """Return (row, fault) of the callables that could not be created or failed in this step, and clear them."""
         faults, self._faults = sorted(self._faults.items(), key=_row), {}
         return faults
 
@@ -91,7 +95,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         try:
             function = call(self.new_req_logits_processor, params)
             return None if function is None else bind(function, prompt_token_ids, output_token_ids)
-        # An author's code may raise anything; the engine's thread must not end by it.
+        # An author's code may raise anything, which must not end the engine's thread.
         except BaseException as error:  # noqa: BLE001
             return exception_fault(error, name=self._name_in_faults)
 
@@ -99,14 +103,14 @@ class AdapterLogitsProcessor(LogitsProcessor):
         try:
             edit(function, logits, name=self._name_in_faults)
         except ProcessorFault as fault:
-            return fault.with_traceback(None)  # it outlives the step, and its frames hold the logits
+            return fault.with_traceback(None)  # the fault outlives the step, and the frames hold the logits
         return None
 
     def _check_finite(self, logits: Mapping[int, torch.Tensor]) -> None:
         rows = [row for row in logits if row not in self._faults]
         if not rows:
             return
-        # The largest value shows NaN, +inf and a row of -inf alone; all rows at once, for one wait for the device.
+        # The largest value shows NaN, +inf and a row of -inf only. All rows at once, to synchronize only once.
         finite = torch.stack([logits[row].amax() for row in rows]).isfinite().tolist()
         for row, is_finite in zip(rows, finite, strict=True):
             if not is_finite:
@@ -114,11 +118,11 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
 
 class CallablesAdapter(AdapterLogitsProcessor):
-    """Runs one of the operator's request-level callables on every request: a Hugging Face or logits-processor-zoo one.
+    """Runs an installed request-level callable on every request, such as one of Hugging Face or logits-processor-zoo.
 
     Args:
-        factory: makes each request's callable.
-        name: of the callable, for people.
+        factory: creates each request's callable.
+        name: name of the callable, for people.
     """
 
     def __init__(self, factory: CallableFactory, name: str) -> None:
@@ -127,11 +131,11 @@ class CallablesAdapter(AdapterLogitsProcessor):
         self._name_in_faults = name
 
     def is_argmax_invariant(self) -> bool:
-        """False: a callable may do anything to its row."""
+        """Return False: a callable may edit its row in any way."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor:
-        """A callable of the request's own, see `CallableFactory`."""
+        """Create the request's own callable, see `CallableFactory`."""
         return self._factory()
 
 

@@ -1,4 +1,4 @@
-"""Per-row state that stays in step with the persistent batch."""
+"""Per-row state that follows the persistent batch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: NewState[T],
 ) -> bool:
-    """Follow the batch with a dict from row to state. vLLM's name and arguments: plugins call it.
+    """Apply the changes of the batch to a dict from row to state. vLLM's name and arguments, because plugins call it.
 
     Args:
-        req_entries: edited in place.
-        new_state: the state for (sampling params, prompt token ids, live output token ids) of a request that came, or
-            None if it needs none.
+        req_entries: the states; edited in place.
+        batch_update: the changes; None if nothing changed.
+        new_state: returns the state of an added request from (sampling params, prompt token ids, live output token
+            ids), or None if it needs none.
 
     Returns:
-        True if any row's state came, went or moved.
+        True if any row's state was added, removed or moved.
     """
     if batch_update is None:
         return False
@@ -41,23 +42,23 @@ def process_dict_updates(
             req_entries[row] = state
             changed = True
     for source, target, direction in batch_update.moved:
-        coming, going = req_entries.pop(source, None), req_entries.pop(target, None)
-        changed |= coming is not None or going is not None
-        if coming is not None:
-            req_entries[target] = coming
-        if going is not None and direction is MoveDirectionality.SWAP:
-            req_entries[source] = going
+        moved, replaced = req_entries.pop(source, None), req_entries.pop(target, None)
+        changed |= moved is not None or replaced is not None
+        if moved is not None:
+            req_entries[target] = moved
+        if replaced is not None and direction is MoveDirectionality.SWAP:
+            req_entries[source] = replaced
     return changed
 
 
 class BatchRows(Mapping[int, T], Generic[T]):
-    """A mapping from row to the state of the request there.
+    """Mapping from row to the state of its request.
 
     Only rows that need state have an entry, so a feature that no request uses costs nothing.
 
     Args:
-        new_state: the state for (sampling params, prompt token ids, live output token ids) of a request that came, or
-            None if it needs none.
+        new_state: returns the state of an added request from (sampling params, prompt token ids, live output token
+            ids), or None if it needs none.
     """
 
     def __init__(self, new_state: NewState[T]) -> None:
@@ -65,11 +66,11 @@ class BatchRows(Mapping[int, T], Generic[T]):
         self._states: dict[int, T] = {}
 
     def update(self, batch_update: BatchUpdate | None) -> bool:
-        """Follow the batch. True if any row's state came, went or moved."""
+        """Apply the changes of the batch. Return True if any row's state was added, removed or moved."""
         return process_dict_updates(self._states, batch_update, self._new_state)
 
     def discard_if(self, finished: Callable[[T], bool]) -> bool:
-        """Drop the rows whose state is of no more use. True if there were any."""
+        """Drop the rows whose state is finished. Return True if there were any."""
         rows = [row for row, state in self._states.items() if finished(state)]
         for row in rows:
             del self._states[row]
@@ -86,9 +87,9 @@ class BatchRows(Mapping[int, T], Generic[T]):
 
 
 def rows_of_drafts(num_draft_tokens: Sequence[int]) -> list[int]:
-    """The row of the batch that each row of the logits belongs to, in `apply_with_spec_decode`.
+    """Return the row of the batch that each row of the logits belongs to, in `apply_with_spec_decode`.
 
     Args:
-        num_draft_tokens: rows of the logits of each row of the batch.
+        num_draft_tokens: number of rows of the logits per row of the batch.
     """
     return [row for row, count in enumerate(num_draft_tokens) for _ in range(count)]

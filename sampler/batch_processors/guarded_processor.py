@@ -1,4 +1,4 @@
-"""Keeps what goes wrong in an operator's batch processor with the request that made it go wrong."""
+"""Fault isolation for installed batch processors: a failure ends only the requests that cause it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchProcessorFault(LogitshipError):
-    """A batch processor that the operator installed fails on this request's parameters or history."""
+    """An installed batch processor failed on this request's parameters or history."""
 
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__(
@@ -27,16 +27,17 @@ class BatchProcessorFault(LogitshipError):
 
 
 class GuardedProcessor(LogitsProcessor):
-    """A batch processor that sees all requests at once, and whose failures nevertheless end only some.
+    """Wraps a batch processor so that its failures end only the requests that cause them.
 
-    vLLM's contract says which rows a processor gets, not which row made it raise: a request with parameters that it
-    does not expect would end everybody's. So this keeps a copy of the logits while it works. When it raises, it is told
-    to forget all rows, and then of the requests one by one: those that make it raise again are at fault, the others go
-    on with the copied logits, edited anew. A request's output list is live, so that telling it again tells it all.
+    A batch processor sees all rows at once, and its exception does not tell which row caused it: one request with
+    unexpected parameters would end all of them. So this class keeps a copy of the logits during each call. When the
+    processor raises, its rows are removed and the requests added back one at a time: those that make it raise again are
+    at fault. The others continue with the copied logits, edited again. Output lists are live, so adding a request again
+    restores its whole history.
 
     Args:
-        processor: is only called through this object from now on.
-        name: for people.
+        processor: the processor; called only through this object from now on.
+        name: name of the processor, for people.
     """
 
     def __init__(self, processor: LogitsProcessor, name: str) -> None:
@@ -47,30 +48,30 @@ class GuardedProcessor(LogitsProcessor):
         self._faults: dict[int, LogitshipError] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """What the processor says."""
+        """Return the processor's answer."""
         return self._processor.is_argmax_invariant()
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Tell the processor what changed."""
+        """Pass the changes of the batch to the processor."""
         self._requests.update(batch_update)
         if batch_update is not None:
             self._size = batch_update.batch_size
             self._most_rows = max(self._most_rows, self._size)
         try:
             self._processor.update_state(batch_update)
-        except Exception as error:  # noqa: BLE001  # whatever it raises, most requests can go on
+        except Exception as error:  # noqa: BLE001  # whatever it raises, most requests can continue
             self._recover(error, lambda: None)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Run the processor on float32 [rows, vocab]. Rows in `take_faults` are as they were.
+        """Run the processor on float32 [rows, vocab]. Rows in `take_faults` are unchanged.
 
         Raises:
-            Exception: whatever it raised, if no single request is the reason.
+            Exception: the processor's exception, if no single request causes it.
         """
         return self._apply(logits, None)
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
-        """The same for some rows, see `SpeculativeLogitsProcessor`."""
+        """Run the processor on some rows, see `SpeculativeLogitsProcessor`."""
         return self._apply(logits, num_draft_tokens)
 
     def _apply(self, logits: torch.Tensor, num_draft_tokens: Sequence[int] | None) -> torch.Tensor:
@@ -86,7 +87,7 @@ class GuardedProcessor(LogitsProcessor):
             return run(logits.copy_(before))
 
     def take_faults(self) -> list[tuple[int, LogitshipError]]:
-        """The rows on which it failed since the last call, each with its fault."""
+        """Return (row, fault) of the rows on which the processor failed since the last call."""
         faults = dict(take_faults([self._processor])) | self._faults
         self._faults = {}
         return sorted(faults.items(), key=lambda fault: fault[0])
@@ -102,13 +103,14 @@ class GuardedProcessor(LogitsProcessor):
         return result.to(before.dtype)
 
     def _recover(self, error: Exception, attempt: Callable[[], object]) -> None:
-        """Find the requests on which it fails, and leave it with the others.
+        """Find the requests on which the processor fails, and restore it with the others.
 
         Args:
-            attempt: what failed, to be tried with each request; telling of a request may fail by itself.
+            error: the exception that it raised.
+            attempt: the call that failed, repeated for each request. Adding a request may also fail by itself.
         """
         logger.error("the installed logits processor %s failed; looking for the request", self._name, exc_info=error)
-        self._tell_anew({})
+        self._replace_rows({})
         culprits: dict[int, LogitshipError] = {}
         for row, request in sorted(self._requests.items()):
             try:
@@ -120,10 +122,10 @@ class GuardedProcessor(LogitsProcessor):
         if not culprits:
             raise error
         self._faults |= culprits
-        self._tell_anew({row: request for row, request in self._requests.items() if row not in culprits})
+        self._replace_rows({row: request for row, request in self._requests.items() if row not in culprits})
 
-    def _tell_anew(self, requests: dict[int, _Request]) -> None:
-        # Every row there ever was: nobody knows how far it came with the update that it failed on.
+    def _replace_rows(self, requests: dict[int, _Request]) -> None:
+        # Removes every row that was ever in use: it is unknown how much of the failed update was applied.
         self._processor.update_state(BatchUpdate(self._size, list(reversed(range(self._most_rows))), [], []))
         added = [(row, *request) for row, request in sorted(requests.items())]
         if added:
@@ -131,7 +133,7 @@ class GuardedProcessor(LogitsProcessor):
 
 
 _Request = tuple[SamplingParams, list[int] | None, list[int]]
-"""Of `AddedRequest`, all but the row."""
+"""`AddedRequest` without the row."""
 
 
 def _request(params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Request:

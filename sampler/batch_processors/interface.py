@@ -1,7 +1,7 @@
-"""Contract 3: a batch processor. It is vLLM's V1 contract, and this module holds nothing else.
+"""The interface of batch processors (contract 3): vLLM's V1 contract and nothing else.
 
-A *persistent batch* keeps each request at a fixed row from step to step. What changed since the last step is a
-`BatchUpdate`, and a batch processor follows it to keep its per-row state in place.
+The *persistent batch* keeps each request at a fixed row from step to step. A `BatchUpdate` lists the changes since the
+last step, and a batch processor applies them to its per-row state.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class MoveDirectionality(Enum):
-    """How a `MovedRequest` changes the batch."""
+    """Direction of a `MovedRequest`."""
 
     UNIDIRECTIONAL = auto()
-    """The request at row 1 goes to row 2, which was free; row 1 is free afterwards."""
+    """The request at row 1 moves to row 2, which was free; row 1 is free afterwards."""
     SWAP = auto()
-    """The requests at rows 1 and 2 change places."""
+    """The requests at rows 1 and 2 are swapped."""
 
 
 RemovedRequest: TypeAlias = int
-"""Row that was freed and not filled again in the same step."""
+"""A row that was freed and not filled again in the same step."""
 
 AddedRequest: TypeAlias = "tuple[int, SamplingParams, list[int] | None, list[int]]"
 """(row, sampling params, prompt token ids, output token ids). The last is a live reference: it grows."""
@@ -39,10 +39,10 @@ MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What changed in the persistent batch since the last step.
+    """Changes of the persistent batch since the last step.
 
-    Process `removed`, then `added`, then `moved`. No row stands both in `removed` and in `added`; a row in `added` may
-    replace a request that held it before.
+    Process `removed`, then `added`, then `moved`. No row is both in `removed` and in `added`; a row in `added` may
+    replace the request that held it before.
     """
 
     batch_size: int
@@ -53,14 +53,14 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """A batch processor: sees the logits of every row in the batch at once."""
+    """A batch processor: edits the logits of all rows of the batch at once."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Check a request's parameters at admission.
+        """Validate a request's parameters at admission.
 
         Raises:
-            ValueError: the request is refused with status 400 and this message.
+            ValueError: invalid parameters; the request is refused with status 400 and this message.
         """
         return None
 
@@ -75,10 +75,10 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """True if `apply` never changes which token of a row is the most likely one; greedy rows then skip it."""
+        """Return True if `apply` never changes a row's most likely token; greedy rows then skip it."""
         raise NotImplementedError
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch. Called once a step before `apply`; `None` means that no row came, went or moved."""
+        """Apply the changes of the batch. Called once a step before `apply`; None if no row changed."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The installed batch processors, split by where in a step they run."""
+"""The installed batch processors, grouped by the point in a step at which they run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .interface import BatchUpdate, LogitsProcessor
 
 @runtime_checkable
 class FaultSource(Protocol):
-    """A batch processor that knows which rows it failed on."""
+    """A batch processor that reports the rows on which it failed."""
 
     def take_faults(self) -> Iterable[tuple[int, LogitshipError]]:
-        """(row, fault) of what failed since the last call. Those rows are left finite."""
+        """Return (row, fault) of the failures since the last call. The logits of these rows are finite."""
         ...
 
 
 def take_faults(processors: Iterable[LogitsProcessor]) -> Iterator[tuple[int, LogitshipError]]:
-    """What all of them failed on; most have nothing to say."""
+    """Yield (row, fault) of all processors that report faults."""
     for processor in processors:
-        # Not by `isinstance`: it goes through a protocol's members, which takes longer than the smallest of kernels.
+        # `isinstance` checks all members of a protocol, which takes longer than the smallest kernels.
         if hasattr(processor, "take_faults"):
             yield from cast(FaultSource, processor).take_faults()
 
 
 class Applies(Protocol):
-    """What edits the logits of all rows."""
+    """An object that edits the logits of all rows."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See `LogitsProcessor.apply`."""
@@ -40,22 +40,20 @@ class Applies(Protocol):
 
 @runtime_checkable
 class SpeculativeLogitsProcessor(Protocol):
-    """A batch processor that can be asked for some of the rows, as speculative decoding needs it.
+    """A batch processor that can run on some of the rows, as speculative decoding requires.
 
-    The method's name and arguments are vLLM's, where a row is that of a draft token.
+    The method's name and arguments are vLLM's. There, each row belongs to a draft token.
     """
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
         """Edit the next-token logits of some requests of the batch.
 
-        logitship goes through the drafts one depth at a time. Between two depths it tells of the tokens that came by
-        `update_state(None)`, and the live output lists have them, so that a row is always that of the request's next
-        token.
+        logitship verifies drafts one position at a time. Between two positions it appends the accepted tokens to the
+        live output lists and calls `update_state(None)`, so a row always belongs to the request's next token.
 
         Args:
-            logits: float32 [sum of `num_draft_tokens`, vocab], the rows in the order of the batch; may be edited in
-                place.
-            num_draft_tokens: of each row of the batch, how many of the logits are its own: 0 or 1.
+            logits: float32 [sum of `num_draft_tokens`, vocab], rows in batch order; may be edited in place.
+            num_draft_tokens: number of rows of `logits` per row of the batch: 0 or 1.
 
         Returns:
             The logits, in the same shape.
@@ -67,10 +65,12 @@ def apply_to(processor: Applies, logits: torch.Tensor, num_draft_tokens: Sequenc
     """Run a batch processor.
 
     Args:
-        num_draft_tokens: see `SpeculativeLogitsProcessor`; None: the logits are those of all rows.
+        processor: the batch processor.
+        logits: float32 [rows, vocab].
+        num_draft_tokens: see `SpeculativeLogitsProcessor`; None if the logits have all rows of the batch.
 
     Raises:
-        TypeError: it can only be asked for all rows.
+        TypeError: the processor cannot run on some of the rows.
     """
     if num_draft_tokens is None:
         return processor.apply(logits)
@@ -80,20 +80,20 @@ def apply_to(processor: Applies, logits: torch.Tensor, num_draft_tokens: Sequenc
 
 
 class ForcingLogitsProcessor(LogitsProcessor):
-    """A batch processor that leaves rows a single token.
+    """A batch processor that forces a single token in some rows.
 
-    It runs after the penalties, so that of what the engine itself does to logits only masks come after it.
+    It runs after the penalties: of the engine's own edits, only masks come later.
     """
 
 
 class LogitsProcessors:
-    """Batch processors in their order, split by when in a step they run.
+    """Batch processors in order, grouped by the point in a step at which they run.
 
     Attributes:
-        non_argmax_invariant: can change the most likely token; run before the penalties, on every step.
-        forcing: `ForcingLogitsProcessor`s; run after the penalties, on every step.
-        argmax_invariant: never change the most likely token; run after the temperature, on steps where some row is
-            drawn at random.
+        non_argmax_invariant: processors that can change the most likely token; run before the penalties, in every step.
+        forcing: `ForcingLogitsProcessor`s; run after the penalties, in every step.
+        argmax_invariant: processors that never change the most likely token; run after the temperature, in steps with a
+            randomly sampled row.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor] | None = None) -> None:
@@ -110,10 +110,10 @@ class LogitsProcessors:
 
     @property
     def all(self) -> Iterator[LogitsProcessor]:
-        """Every batch processor, in the order in which a step runs them."""
+        """All batch processors in the order in which a step runs them."""
         return chain(self.non_argmax_invariant, self.forcing, self.argmax_invariant)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Tell every batch processor what changed. Once a step."""
+        """Pass the changes of the batch to every processor. Once a step."""
         for processor in self.all:
             processor.update_state(batch_update)

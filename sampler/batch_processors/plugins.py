@@ -1,9 +1,9 @@
-"""The processors that the operator names when the engine starts.
+"""Loader of the processors that the operator installs at startup.
 
-They are named as in vLLM: a class object, `module:Class`, a constructor `{"qualname", "args", "kwargs"}`
-(vllm-project/vllm#17799), or an installed package's entry point in the group `vllm.logits_processors`. Beside batch
-processors, which is all that vLLM takes, a request-level callable may be named, which then sees every request, and a
-row-level class, which requests ask for by the name that the operator wrote.
+They are specified as in vLLM: a class object, `module:Class`, a constructor `{"qualname", "args", "kwargs"}`
+(vllm-project/vllm#17799), or an installed package's entry point in the group `vllm.logits_processors`. vLLM accepts
+batch processors only. logitship also accepts a request-level callable, which runs on every request, and a row-level
+class, which requests ask for by the name that the operator wrote.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .adapter import CallablesAdapter
 from .interface import LogitsProcessor
 
 LOGITSPROCS_GROUP = "vllm.logits_processors"
-"""The entry-point group, and its name in vLLM."""
+"""The entry-point group. The constant's name is vLLM's."""
 
 PluginSpec: TypeAlias = Any
 """A class, an object, `module:Class`, or `{"qualname", "args", "kwargs"}`; the last two also as text."""
 
 
 class PluginLoadError(RuntimeError):
-    """A processor that the operator named cannot be loaded or made. The message names it, and says why."""
+    """An installed processor cannot be loaded or created. The message names it and says why."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What the operator named, imported.
+    """An imported processor of the operator.
 
     Attributes:
-        name: as the operator wrote it, or where it was found.
-        target: the class or the object.
-        args: further positional arguments of its constructor.
-        kwargs: further keyword arguments.
+        name: name as the operator wrote it, or the entry point.
+        target: the class or object.
+        args: additional positional arguments of its constructor.
+        kwargs: additional keyword arguments.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Plugin:
 
     @property
     def is_row_level(self) -> bool:
-        """True for a class of contract 2: nothing runs until a request asks for it."""
+        """True for a class of contract 2. It only runs for requests that ask for it."""
         return isinstance(self.target, type) and issubclass(self.target, CustomLogitProcessor)
 
     @property
@@ -62,23 +62,26 @@ class Plugin:
 
     @property
     def is_speculative(self) -> bool:
-        """True if what `make` gives can be asked for some of the rows, as speculative decoding needs it."""
+        """True if the result of `make` can run on some of the rows, as speculative decoding requires."""
         return not self._is_batch_level or callable(getattr(self.target, "apply_with_spec_decode", None))
 
     def validate_params(self, params: SamplingParams) -> None:
-        """Let a batch processor check a request's parameters at admission.
+        """Validate a request's parameters with the batch processor at admission.
 
         Raises:
-            ValueError: it refuses them.
+            ValueError: the processor refuses them.
         """
         if self._is_batch_level:
             self.target.validate_params(params)
 
     def make(self, vllm_config: Any, device: torch.device, is_pin_memory: bool, tokenizer: Any) -> LogitsProcessor:
-        """The batch processor. A request-level callable becomes one that runs it on every request.
+        """Create the batch processor. A request-level callable is wrapped in one that runs it on every request.
 
         Args:
-            tokenizer: for a request-level class whose constructor has a `tokenizer` that was not given.
+            vllm_config: see `LogitsProcessor`.
+            device: see `LogitsProcessor`.
+            is_pin_memory: see `LogitsProcessor`.
+            tokenizer: for a request-level class whose constructor has a parameter `tokenizer` that was not given.
 
         Raises:
             PluginLoadError: its constructor failed.
@@ -88,26 +91,26 @@ class Plugin:
                 made: LogitsProcessor = self.target(vllm_config, device, is_pin_memory, *self.args, **self.kwargs)
                 return made
             factory = CallableFactory(self.target, self.args, self.kwargs, tokenizer=tokenizer)
-            factory()  # its mistakes show now, and not at the first request
+            factory()  # errors show now instead of at the first request
             return CallablesAdapter(factory, self.name)
         except Exception as error:
             raise PluginLoadError(f"logits processor {self.name}: {_reason(error)}") from error
 
 
 def load_plugins(specs: Iterable[PluginSpec] = ()) -> list[Plugin]:
-    """What installed packages bring, then what the operator named: vLLM's order.
+    """Load the plugins of installed packages, then those in `specs`: vLLM's order.
 
     Raises:
-        PluginLoadError: one of them cannot be loaded.
+        PluginLoadError: a plugin cannot be loaded.
     """
     return [*_from_entry_points(), *map(load_plugin, specs)]
 
 
 def load_plugin(spec: PluginSpec) -> Plugin:
-    """One processor that the operator named.
+    """Load one processor of the operator.
 
     Raises:
-        PluginLoadError: it cannot be found, or is nothing that edits logits.
+        PluginLoadError: it cannot be found, or does not edit logits.
     """
     if isinstance(spec, str):
         spec = _parsed(spec)
@@ -118,10 +121,10 @@ def load_plugin(spec: PluginSpec) -> Plugin:
 
 
 def resolve(name: str) -> Any:
-    """The object that `module:name` or `module.name` names.
+    """Import the object that `module:name` or `module.name` names.
 
     Raises:
-        ImportError: there is no such module, or it has no such name, or it fails when it is imported.
+        ImportError: the module does not exist, has no such name, or fails on import.
     """
     module_name, colon, attributes = name.partition(":")
     if not colon:
@@ -159,13 +162,13 @@ def _package(entry_point: Any) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """A constructor that is written as JSON; any other text as it is."""
+    """Parse a constructor written as JSON; return any other text unchanged."""
     if not text.lstrip().startswith("{"):
         return text
     try:
         return json.loads(text)
     except ValueError as error:
-        raise PluginLoadError(f"logits processor {text[:200]}: is not JSON: {error}") from error
+        raise PluginLoadError(f"logits processor {text[:200]}: not valid JSON: {error}") from error
 
 
 def _from_constructor(spec: Mapping[str, Any]) -> Plugin:
@@ -190,23 +193,24 @@ def _checked(plugin: Plugin) -> Plugin:
     target = plugin.target
     if _is_of_the_real_vllm(target):
         raise PluginLoadError(
-            f"logits processor {plugin.name}: derives from the class of the vLLM that is installed beside logitship. "
-            "It runs in that vLLM; here it runs where vLLM is not installed"
+            f"logits processor {plugin.name}: derives from the LogitsProcessor of the installed vLLM. It runs in that "
+            "vLLM; to run it in logitship, use an environment without vLLM"
         )
     if plugin.is_row_level and (plugin.args or plugin.kwargs):
         raise PluginLoadError(
-            f"logits processor {plugin.name}: a row-level processor is made without arguments; requests send params"
+            f"logits processor {plugin.name}: a row-level processor takes no constructor arguments; "
+            "requests send params"
         )
     if isinstance(target, LogitsProcessor):
-        raise PluginLoadError(f"logits processor {plugin.name}: name the class, the engine makes the object")
+        raise PluginLoadError(f"logits processor {plugin.name}: give its class, not an object")
     if not callable(target):
         found = type(target).__name__
-        raise PluginLoadError(f"logits processor {plugin.name}: an object of type {found} edits no logits")
+        raise PluginLoadError(f"logits processor {plugin.name}: an object of type {found} is not a logits processor")
     return plugin
 
 
 def _is_of_the_real_vllm(target: Any) -> bool:
-    """True for a class of the real package. The names that stand for it here resolve to ours."""
+    """Return whether a class derives from the real vLLM package and not from logitship's replacement for it."""
     bases = target.__mro__ if isinstance(target, type) else ()
     return any(base.__module__.partition(".")[0] == "vllm" and base.__name__ == "LogitsProcessor" for base in bases)
 

@@ -1,7 +1,7 @@
-"""What batch processors may read of the engine's configuration: the part of vLLM's `VllmConfig` that they use.
+"""The engine's configuration for batch processors: a subset of vLLM's `VllmConfig`.
 
-The names are vLLM's, and so are the values where both engines have the thing. A setting of vLLM that is not here is an
-`AttributeError` that lists what is.
+Names are vLLM's, and so are values that exist in both engines. Reading a setting that is not here raises an
+`AttributeError` that lists the available ones.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 
 class _Config:
-    """Says what there is when a plugin reads something else."""
+    """Lists the available attributes when a plugin reads one that does not exist."""
 
-    if not TYPE_CHECKING:  # type checkers know the fields, and would believe that every name is one
+    if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             methods = (method for method in dir(type(self)) if not method.startswith("_"))
@@ -31,10 +31,10 @@ class SchedulerConfig(_Config):
 
     Attributes:
         max_num_seqs: rows of the persistent batch.
-        max_num_batched_tokens: most tokens that one step computes.
-        max_model_len: most tokens of a prompt and its output together.
-        async_scheduling: True if a step is planned before the tokens of the step before are known. Never here, so
-            output token ids are always real ones.
+        max_num_batched_tokens: maximum number of tokens that a step computes.
+        max_model_len: maximum number of tokens of a prompt and its output together.
+        async_scheduling: True if a step is scheduled before the previous step's tokens are known. Always False here:
+            output token ids are never placeholders.
     """
 
     max_num_seqs: int
@@ -45,18 +45,18 @@ class SchedulerConfig(_Config):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelConfig(_Config):
-    """The model that is served.
+    """The served model.
 
     Attributes:
-        model: a folder, a GGUF file or a hub name.
-        tokenizer: the same, of the tokenizer.
-        max_model_len: most tokens of a prompt and its output together.
-        vocab_size: columns of the logits.
-        dtype: of the weights. Logits are float32.
-        hf_config: the Hugging Face configuration.
-        hf_text_config: its part for text; the same object if there is nothing else in it.
-        hf_tokenizer: the tokenizer itself. vLLM has `cached_tokenizer_from_config` for it.
-        logits_processors: what the operator named, as named.
+        model: folder, GGUF file or hub name.
+        tokenizer: folder, GGUF file or hub name of the tokenizer.
+        max_model_len: maximum number of tokens of a prompt and its output together.
+        vocab_size: number of columns of the logits.
+        dtype: dtype of the weights. Logits are float32.
+        hf_config: Hugging Face configuration.
+        hf_text_config: its text part; the same object if it has no other part.
+        hf_tokenizer: the tokenizer object. vLLM has `cached_tokenizer_from_config` for it.
+        logits_processors: the installed processors as the operator specified them.
     """
 
     model: str
@@ -83,25 +83,25 @@ class ModelConfig(_Config):
     logits_processors: Sequence[Any] | None = None
 
     def get_vocab_size(self) -> int:
-        """Columns of the logits."""
+        """Return the number of columns of the logits."""
         return self.vocab_size
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceConfig(_Config):
-    """Where the logits are."""
+    """Device of the logits."""
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
 
     @property
     def device_type(self) -> str:
-        """ "cpu" or "cuda"."""
+        """Device type, "cpu" or "cuda"."""
         return self.device.type
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelConfig(_Config):
-    """One process computes the whole model."""
+    """Parallelism: a single process computes the whole model."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -112,13 +112,15 @@ class ParallelConfig(_Config):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReasoningConfig(_Config):
-    """How the model writes the start and the end of its thinking.
+    """The model's markers for the start and the end of its thinking.
 
     Attributes:
-        reasoning_parser: vLLM's name for the two; "" if they were given.
-        reasoning_end_str: what is forced where a thinking budget is spent.
-        reasoning_end_token_ids: the same as tokens.
-        natural_reasoning_end_token_ids: what ends the thinking besides: what the model writes by itself.
+        reasoning_start_str: start marker.
+        reasoning_end_str: text that is forced when a thinking budget is spent.
+        reasoning_start_token_ids: tokens of the start marker.
+        reasoning_end_token_ids: tokens of the forced text.
+        natural_reasoning_end_token_ids: tokens of the end marker that the model itself writes.
+        reasoning_parser: vLLM's name for the markers; "" if they were given explicitly.
     """
 
     reasoning_start_str: str
@@ -130,17 +132,17 @@ class ReasoningConfig(_Config):
 
     @property
     def enabled(self) -> bool:
-        """True: the tokens are known."""
+        """Always True: the tokens are known."""
         return True
 
 
 @dataclass(frozen=True, eq=False)
 class SpeculativeConfig(_Config):
-    """How tokens are drafted.
+    """Speculative decoding.
 
     Attributes:
-        num_speculative_tokens: most of a sequence that a step checks ahead.
-        method: by n-grams: what followed them before.
+        num_speculative_tokens: maximum number of draft tokens per sequence and step.
+        method: "ngram": drafts continue earlier occurrences of the last n-gram.
     """
 
     num_speculative_tokens: int
@@ -152,12 +154,15 @@ class VllmConfig(_Config):
     """The first argument of a batch processor's constructor.
 
     Attributes:
-        model_config: None only where a processor is made without a model.
-        speculative_config: None: no drafts.
-        reasoning_config: None: nobody said how the model writes its thinking.
-        lora_config: None: no adapters.
-        quant_config: None: what the model's file says.
-        additional_config: empty.
+        scheduler_config: limits of the batch.
+        model_config: the served model; None only if the processor is created without one.
+        device_config: device of the logits.
+        parallel_config: parallelism.
+        speculative_config: speculative decoding; None if it is off.
+        reasoning_config: thinking markers; None if they are unknown.
+        lora_config: always None: no adapters.
+        quant_config: always None: quantization is determined by the model's file.
+        additional_config: always empty.
     """
 
     scheduler_config: SchedulerConfig
@@ -192,17 +197,27 @@ def vllm_config(
     reasoning_config: ReasoningConfig | None = None,
     num_speculative_tokens: int | None = None,
 ) -> VllmConfig:
-    """The configuration of an engine, in vLLM's form.
+    """Build the configuration of an engine in vLLM's form.
 
     Args:
-        model: what `AutoTokenizer.from_pretrained` and its like can load: a folder, a GGUF file or a hub name.
-        vocab_size: columns of the logits.
-        tokenizer: the same as `model` if there is no other.
+        model: argument for `AutoTokenizer.from_pretrained` and the like: a folder, a GGUF file or a hub name.
+        vocab_size: number of columns of the logits.
+        max_model_len: maximum number of tokens of a prompt and its output together.
+        max_num_seqs: number of rows of the persistent batch.
+        device: device of the logits.
+        dtype: dtype of the weights.
+        tokenizer: the same as `model` by default.
         hf_config: a Hugging Face `PreTrainedConfig`.
-        hf_tokenizer: a Hugging Face tokenizer, for plugins that want the engine's.
+        hf_tokenizer: a Hugging Face tokenizer, for plugins that need the engine's.
+        max_num_batched_tokens: maximum number of tokens that a step computes.
+        trust_remote_code: True if code from the model's repository may run.
+        served_model_name: `model` by default.
         seed: None is vLLM's default, 0.
-        logits_processors: what the operator named.
-        num_speculative_tokens: most tokens of a sequence that a step checks ahead. None: it checks none.
+        max_logprobs: maximum `logprobs` of a request.
+        logprobs_mode: see `SamplingParams`.
+        logits_processors: the installed processors as the operator specified them.
+        reasoning_config: thinking markers, if known.
+        num_speculative_tokens: maximum number of draft tokens per sequence and step; None without speculative decoding.
     """
     model_config = ModelConfig(
         model=model,

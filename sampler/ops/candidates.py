@@ -7,16 +7,16 @@ import numpy.typing as npt
 import torch
 
 _BLOCKS = 16
-"""Blocks for each token that `row_candidates` is asked for: then most of them are the largest of a block."""
+"""Blocks per requested token in `row_candidates`: with so many, most of the tokens are the largest of their block."""
 _FAR_MORE = 8
 _LEAST = np.finfo(np.float32).min
 
 
 def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` largest values of each row, ordered by descending value, then by ascending token id.
+    """Return the `width` largest values of each row, by descending value, then ascending token id.
 
-    Of several tokens that tie with the last value returned, which ones are returned is unspecified. What stands above
-    that value is complete and its order is the same for every `width`.
+    Which of several tokens that tie with the last value are returned is unspecified. The tokens above that value are
+    complete, and their order is the same for every `width`.
 
     Args:
         values: float [rows, vocab], without NaN.
@@ -33,16 +33,16 @@ def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torc
 
 
 def _block_topk(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The token ids of `torch.topk`, in two stages: the largest values lie in the blocks with the largest maxima.
+    """Return the token ids of `torch.topk` in two stages: the largest values are in the blocks with the largest maxima.
 
-    On a CPU a maximum costs far less than a selection: two to four times faster than `torch.topk`.
+    Two to four times faster than `torch.topk` on a CPU, where a maximum costs far less than a selection.
     """
     rows, vocab_size = values.shape
     block_size = _block_size(vocab_size, width)
     num_blocks = vocab_size // block_size
     if block_size == 1 or num_blocks <= width:
         return values.topk(width, dim=-1, sorted=False).indices
-    # Block i holds the tokens i, i + num_blocks, i + 2 * num_blocks, ...: a maximum then runs along lines of memory.
+    # Block i has the tokens i, i + num_blocks, i + 2 * num_blocks, ..., so that a maximum reads contiguous memory.
     in_blocks = block_size * num_blocks
     best = values[:, :in_blocks].view(rows, block_size, num_blocks).amax(dim=1).topk(width, dim=-1, sorted=False)
     line_starts = torch.arange(0, in_blocks, num_blocks, device=values.device)
@@ -54,29 +54,29 @@ def _block_topk(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _block_size(vocab_size: int, width: int) -> int:
-    """The greatest power of two below sqrt(vocab / width): both stages then select from about as many values.
+    """Return the greatest power of two below sqrt(vocab / width), so that both stages select from about as many values.
 
-    A power of two, since vocabularies are mostly padded to a multiple of 64 or more: no token is left over.
+    A power of two because most vocabularies are padded to a multiple of 64 or more: no token is left over.
     """
     return 1 << ((vocab_size // width).bit_length() - 1) // 2
 
 
 def row_candidates(values: npt.NDArray[np.float32], width: int) -> tuple[npt.NDArray[np.int64], bool]:
-    """The most likely tokens of one row on a CPU, in NumPy: much faster there than PyTorch is with few rows.
+    """Return the most likely tokens of one row on a CPU, with NumPy: much faster than PyTorch with few rows.
 
     Args:
         values: float32 [vocab], without NaN and +inf.
         width: 1 or greater.
 
     Returns:
-        Token ids, int64 [any], ordered by descending value, then by ascending id, and whether these are all that have a
-        finite value. If not, there are `width` or more, and no other token ties with the last one; where ties would
-        make it far more, there are fewer.
+        Token ids, int64 [any], by descending value, then ascending id, and whether these are all tokens with a finite
+        value. If not, there are `width` or more and no other token ties with the last one; if ties would make them far
+        more, there are fewer.
     """
     num_blocks = min(_BLOCKS * width, len(values))
     block_size = len(values) // num_blocks
     in_blocks = block_size * num_blocks
-    # Block i holds the tokens i, i + num_blocks, i + 2 * num_blocks, ...: a maximum then runs along lines of memory.
+    # Block i has the tokens i, i + num_blocks, i + 2 * num_blocks, ..., so that a maximum reads contiguous memory.
     lines = values[:in_blocks].reshape(block_size, num_blocks)
     largest = lines.max(axis=0)
     # At least `width` tokens reach the `width`-th largest of these.
@@ -90,5 +90,5 @@ def row_candidates(values: npt.NDArray[np.float32], width: int) -> tuple[npt.NDA
         token_ids = np.concatenate([token_ids, in_blocks + np.flatnonzero(values[in_blocks:] >= limit)])
     if len(token_ids) > _FAR_MORE * width:
         token_ids, all_finite = token_ids[values[token_ids] > limit], False
-    # Stable, and the ids ascend: so they do in a tie.
+    # A stable sort of ascending ids: ids ascend within ties.
     return token_ids[np.argsort(-values[token_ids], kind="stable")], all_finite

@@ -1,4 +1,4 @@
-"""Hard masks: tokens that may not be drawn get a logit of -inf."""
+"""Hard masks: forbidden tokens get a logit of -inf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def forbidden_tokens(allowed_token_ids: Iterable[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Bool [vocab], True at every token outside `allowed_token_ids`."""
+    """Return a mask, bool [vocab], True at every token outside `allowed_token_ids`."""
     forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
     forbidden[torch.tensor(sorted(allowed_token_ids), dtype=torch.int64, device=device)] = False
     return forbidden
@@ -19,17 +19,17 @@ def mask_forbidden(logits: torch.Tensor, forbidden: Mapping[int, torch.Tensor]) 
 
     Args:
         logits: float32 [rows, vocab].
-        forbidden: row to bool [vocab], as `forbidden_tokens` makes it.
+        forbidden: row to bool [vocab], as returned by `forbidden_tokens`.
     """
     for row, mask in forbidden.items():
         logits[row].masked_fill_(mask, float("-inf"))
 
 
 class BadWords:
-    """Words that must not appear, arranged so that a step looks only at those that the last token may begin.
+    """Words that must not appear, indexed by the token before their last one.
 
     Args:
-        words: each of at least one token.
+        words: token sequences, each of at least one token.
     """
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
@@ -42,10 +42,10 @@ class BadWords:
                 self._alone.append(ending)
 
     def endings(self, output_token_ids: Sequence[int]) -> list[int]:
-        """The tokens that would complete a word now.
+        """Return the tokens that would complete a word now.
 
-        A word of several tokens is about to be completed if the output ends with all of them but the last. The prompt
-        does not count: a word that it begins may be completed.
+        A token completes a word of several tokens if the output ends with all but the last of them. The prompt does not
+        count: a word that begins in the prompt may be completed.
         """
         if not output_token_ids:
             return self._alone

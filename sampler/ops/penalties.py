@@ -14,20 +14,20 @@ def apply_penalties(
     frequency_penalty: torch.Tensor,
     presence_penalty: torch.Tensor,
 ) -> None:
-    """Penalise tokens that a sequence already holds, in place.
+    """Penalize tokens that a sequence already contains, in place.
 
     First the repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858; as in Hugging Face transformers: positive
     logits are divided by it, the others multiplied), then the frequency penalty times the count in the output, then
     the presence penalty where that count is above 0 (OpenAI's definitions).
 
     Works on the distinct tokens of the sequences, not on the vocabulary: all arguments but the first are lists of
-    equal length, with one entry for each distinct token of each penalised row.
+    equal length, with one entry for each distinct token of each penalized row.
 
     Args:
         logits: float32 [rows, vocab].
         rows: int64 [entries].
-        token_ids: int64 [entries]; no (row, token) pair comes twice.
-        output_counts: float32 [entries]; 0 for a token that stands only in the prompt.
+        token_ids: int64 [entries]; each (row, token) pair is unique.
+        output_counts: float32 [entries]; 0 for a token that occurs only in the prompt.
         repetition_penalty: float32 [entries], above 0.
         frequency_penalty: float32 [entries].
         presence_penalty: float32 [entries].

@@ -1,4 +1,4 @@
-"""Random numbers without state: a function of a request's seed and the position of the token."""
+"""Stateless random numbers: a function of a request's seed and the token's position."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array(
     [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
 )
-"""What each round adds to the two words of the key: [rounds, 2, 1]."""
-_MADE_AT_ONCE = 256
-"""Numbers that NumPy makes in hardly more time than one."""
+"""Increments of the two words of the key in each round: [rounds, 2, 1]."""
+_BATCH_SIZE = 256
+"""So many numbers take NumPy hardly longer than one."""
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
 def philox4x32(counter: _UInt64Array, key: _UInt64Array) -> _UInt64Array:
-    """Philox4x32-10, a counter-based generator: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
+    """Compute Philox4x32-10, a counter-based generator.
+
+    Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
 
     Args:
         counter: uint64 [4, n], each element a 32-bit word.
@@ -38,13 +40,13 @@ def philox4x32(counter: _UInt64Array, key: _UInt64Array) -> _UInt64Array:
 
 
 def uniform_numbers(seeds: _UInt64Array, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each seed and position, with 53 random bits.
+    """Return a number in [0, 1) with 53 random bits for each seed and position.
 
-    Each depends on its own seed and position alone, so a request draws the same numbers in any company.
+    Each number depends only on its own seed and position, so a request gets the same numbers in any batch.
 
     Args:
         seeds: uint64 [n].
-        positions: int64 [n]: number of output tokens before the one to be drawn.
+        positions: int64 [n]: number of output tokens before the one to be sampled.
 
     Returns:
         float64 [n].
@@ -59,7 +61,7 @@ def uniform_numbers(seeds: _UInt64Array, positions: npt.NDArray[np.int64]) -> np
 
 
 class UniformNumbers:
-    """`uniform_numbers` of some sequences that mostly grow by a token at a time: made for a few positions at once.
+    """`uniform_numbers` for sequences that mostly grow by one token per step, computed for several positions at once.
 
     Args:
         seeds: uint64 [n].
@@ -67,17 +69,17 @@ class UniformNumbers:
 
     def __init__(self, seeds: _UInt64Array) -> None:
         self._rows = np.arange(len(seeds))
-        self._ahead = np.arange(max(1, _MADE_AT_ONCE // max(1, len(seeds))))
+        self._ahead = np.arange(max(1, _BATCH_SIZE // max(1, len(seeds))))
         self._seeds = np.repeat(seeds, len(self._ahead))
         self._first = np.zeros(len(seeds), dtype=np.int64)
-        self._made = np.empty((len(seeds), 0))
+        self._computed = np.empty((len(seeds), 0))
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The numbers at some positions, int64 [n], of each sequence: float64 [n]."""
+        """Return the number at each sequence's position, int64 [n]: float64 [n]."""
         ahead = positions - self._first
-        if not ((ahead >= 0) & (ahead < self._made.shape[1])).all():
+        if not ((ahead >= 0) & (ahead < self._computed.shape[1])).all():
             self._first, ahead = positions, np.zeros_like(positions)
-            coming = (positions[:, None] + self._ahead).ravel()
-            self._made = uniform_numbers(self._seeds, coming).reshape(-1, len(self._ahead))
-        numbers: npt.NDArray[np.float64] = self._made[self._rows, ahead]
+            upcoming = (positions[:, None] + self._ahead).ravel()
+            self._computed = uniform_numbers(self._seeds, upcoming).reshape(-1, len(self._ahead))
+        numbers: npt.NDArray[np.float64] = self._computed[self._rows, ahead]
         return numbers

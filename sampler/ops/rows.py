@@ -8,20 +8,21 @@ from contextlib import contextmanager
 import torch
 
 _FEW = 2**18
-"""Of so many numbers, one thread reads all in tens of microseconds."""
+"""Number of elements that one thread reads in tens of microseconds."""
 
 
 def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`matrix[rows]`, without a copy if that is all of it. `rows`, int64 [n], is ascending without duplicates."""
+    """Return `matrix[rows]`, without a copy if that is all of it. `rows`, int64 [n], ascends without duplicates."""
     return matrix if len(rows) == len(matrix) else matrix[rows]
 
 
 def row_parts(count: int, matrix: torch.Tensor, size: int) -> Iterator[slice]:
-    """`count` rows, a few at a time on a CPU: temporaries of a whole batch would not fit into its caches.
+    """Split `count` rows into slices, small ones on a CPU: temporaries of a whole batch would not fit into its caches.
 
     Args:
-        matrix: [any, vocab]: what the rows are of.
-        size: how many of its elements are worked on at a time.
+        count: number of rows.
+        matrix: [any, vocab]: the matrix of the rows.
+        size: number of elements to process at a time.
     """
     rows = max(1, size // matrix.shape[-1]) if matrix.device.type == "cpu" else max(1, count)
     return (slice(start, start + rows) for start in range(0, count, rows))
@@ -29,9 +30,9 @@ def row_parts(count: int, matrix: torch.Tensor, size: int) -> Iterator[slice]:
 
 @contextmanager
 def one_thread_for_few(matrix: torch.Tensor) -> Iterator[None]:
-    """Operations on a small matrix are not divided among threads meanwhile.
+    """Run operations on a small matrix in a single thread.
 
-    They would gain a few microseconds, and lose milliseconds wherever another thread finds its core busy.
+    Several threads would gain a few microseconds, and lose milliseconds whenever a thread finds its core busy.
     """
     threads = torch.get_num_threads()
     if matrix.device.type != "cpu" or matrix.numel() > _FEW or threads == 1:
@@ -45,29 +46,30 @@ def one_thread_for_few(matrix: torch.Tensor) -> Iterator[None]:
 
 
 class Scratch:
-    """Buffers for matrices of the size of the logits, kept from step to step.
+    """A reusable buffer for matrices of the size of the logits.
 
-    Memory that is new to a process costs a page fault for every 4 KiB of it: for the log-probabilities of 32 rows of
-    49,152 tokens, that takes twice as long as to compute them. On other devices PyTorch keeps freed memory by itself.
+    New memory costs a page fault per 4 KiB: for the log-probabilities of 32 rows of 49,152 tokens, that takes twice as
+    long as computing them. On other devices PyTorch caches freed memory by itself.
     """
 
     def __init__(self) -> None:
         self._kept = torch.empty(0)
 
     def rows(self, start: int, count: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a buffer for some rows: float32 [count, columns], to pass as `out`. Its old contents are overwritten.
+        """Return a buffer for some rows, to pass as `out`: float32 [count, columns]. Overwrites its old contents.
 
         Args:
-            start: how many rows of the same step come before it, whose room stays theirs.
-            like: float32 [any, columns]: where it will be computed.
+            start: number of earlier rows of the same step, which keep their memory.
+            count: number of rows.
+            like: float32 [any, columns]: the operand, for its device and number of columns.
 
         Returns:
-            None where there is nothing to gain: `out=None` takes new memory.
+            None if a buffer gains nothing: `out=None` allocates new memory.
         """
         if like.device.type != "cpu":
             return None
         columns = like.shape[-1]
         if self._kept.numel() < (start + count) * columns:
-            with torch.inference_mode(False):  # else it could not be written to outside of that mode
+            with torch.inference_mode(False):  # otherwise it could not be written to outside that mode
                 self._kept = torch.empty((start + count) * columns)
         return self._kept[start * columns : (start + count) * columns].view(count, columns)

@@ -1,7 +1,8 @@
-"""Choosing the next token: the most likely one, or one at random.
+"""Greedy and random sampling of the next token, and temperature.
 
-A random draw inverts the cumulative distribution at one uniform number a row. It reads nothing but its own row, and its
-sums are exact (see `top_k_top_p`): the same row, parameters and number give the same token in any batch.
+Random sampling inverts the cumulative distribution at one uniform number per row. It is batch-invariant: it reads only
+its own row, and its sums are exact (see `top_k_top_p`), so the same row, parameters and number always give the same
+token.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from .rows import row_parts
 from .top_k_top_p import UNIT_WEIGHT, integer_weights, sample_from_all, sample_from_candidates
 
 _WIDTHS = (64, 512)
-"""How many of the most likely tokens are looked at, before all of them."""
+"""Numbers of most likely tokens to try before the whole vocabulary."""
 
 _PART_SIZE = 2**17
-"""How many weights of a [rows, vocab] matrix are worked on at a time."""
+"""Number of weights of a [rows, vocab] matrix that are processed at a time."""
 
 _BLOCK = 256
-"""Tokens that a draw first looks at by the sum of their weights."""
+"""Tokens per block, whose weights are summed before a token is located within a block."""
 
 
 def apply_temperature(logits: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> None:
     """Divide each row by its temperature, in place.
 
-    A row whose largest logit would leave float32's range is first shifted so that it becomes 0: the probabilities are
-    the same, and a temperature close to 0 approaches the argmax instead of NaN.
+    If a row's largest logit would exceed float32's range, the row is first shifted to a maximum of 0: the probabilities
+    are the same, and a temperature close to 0 approaches the argmax instead of NaN.
 
     Args:
         logits: float32 [rows, vocab].
@@ -38,14 +39,15 @@ def apply_temperature(logits: torch.Tensor, peak: torch.Tensor, temperature: tor
         temperature: float32 [rows, 1], above 0.
     """
     scaled = peak / temperature
-    # One number tells that none overflows, mostly: a sum that does by itself only costs the closer look.
+    # A finite sum shows at once that no row overflows. A sum of finite values that overflows only costs the check
+    # below.
     if not math.isfinite(scaled.sum()):
         logits -= peak.where(~torch.isfinite(scaled), 0.0)
     logits /= temperature
 
 
 def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
-    """Token id of each row's largest logit, the lowest id of a tie: int64 [rows] from float32 [rows, vocab]."""
+    """Return each row's most likely token, the lowest id of a tie: int64 [rows] from float32 [rows, vocab]."""
     if logits.device.type == "cpu":
         # Ten times faster than torch.argmax on a CPU, which does not use vector instructions there.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
@@ -53,7 +55,7 @@ def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
 
 
 def random_sample(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row from the whole distribution, in the order of token ids.
+    """Sample one token per row from the whole distribution, in the order of token ids.
 
     Args:
         probabilities: float32 [rows, vocab].
@@ -62,12 +64,12 @@ def random_sample(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.T
     Returns:
         int64 [rows]; never a token of probability 0.
     """
-    # Sums of blocks tell the token's block; only there are the weights looked at one by one.
+    # The sums of blocks locate the token's block; only there are single weights summed.
     parts = row_parts(len(probabilities), probabilities, _PART_SIZE)
     sums = torch.cat([_block_sums(probabilities[part]) for part in parts])
     reached = sums.cumsum(dim=-1)
-    # Below the total: a number of at most 1 - 2**-53 times it is, after both roundings too (they add half a unit in the
-    # last place at most, the factor takes away a whole one). So a sum is above it, and its last summand is not 0.
+    # The target is below the total: `uniform` is at most 1 - 2**-53, which subtracts a whole unit in the last place,
+    # and the two roundings add at most half a unit. So some sum exceeds it, and the last summand of that is not 0.
     target = (uniform[:, None] * reached[:, -1:].to(torch.float64)).to(torch.int64)
     block = torch.searchsorted(reached, target, right=True)
     target -= reached.gather(-1, block) - sums.gather(-1, block)
@@ -79,7 +81,7 @@ def random_sample(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.T
 
 
 def _block_sums(probabilities: torch.Tensor) -> torch.Tensor:
-    """The sums of the weights of each `_BLOCK` tokens: int64 [rows, blocks] from float32 [rows, vocab]."""
+    """Return the sums of the weights of each `_BLOCK` tokens: int64 [rows, blocks] from float32 [rows, vocab]."""
     weights = integer_weights(probabilities)
     num_whole = weights.shape[-1] // _BLOCK
     in_blocks = num_whole * _BLOCK
@@ -96,9 +98,9 @@ def top_k_top_p_sample(
     top_p: torch.Tensor,
     uniform: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw one token a row from those that top-k and top-p keep.
+    """Sample one token per row from those that top-k and top-p keep.
 
-    A few of the most likely tokens mostly decide; the whole vocabulary is looked at only in rows where they don't.
+    Tries the most likely tokens first, and reads the whole vocabulary only in rows where these do not decide.
 
     Args:
         logits: float32 [rows, vocab].
@@ -116,16 +118,16 @@ def top_k_top_p_sample(
         for k, p, number in zip(top_k.tolist(), top_p.tolist(), uniform.tolist(), strict=True)
     ]
     tokens = [0] * len(settings)
-    # Rows that are not decided yet, and how many candidates each needs at least.
+    # Undecided rows, each with the minimum number of candidates that it needs.
     undecided: dict[int, float] = {row: k for row, (k, _, _) in enumerate(settings)}
     for width in _WIDTHS:
         rows = [row for row, needed in undecided.items() if needed <= width]
         for row, candidates in zip(rows, _candidates(logits, probabilities, rows, width), strict=True):
-            drawn = sample_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
-            if drawn.position is None:
-                undecided[row] = drawn.candidates_needed
+            sample = sample_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
+            if sample.position is None:
+                undecided[row] = sample.candidates_needed
             else:
-                tokens[row] = candidates.token_ids[drawn.position]
+                tokens[row] = candidates.token_ids[sample.position]
                 del undecided[row]
     for row in undecided:
         tokens[row] = sample_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
@@ -133,7 +135,7 @@ def top_k_top_p_sample(
 
 
 class _Candidates(NamedTuple):
-    """Tokens of a row, and what `sample_from_candidates` asks of them."""
+    """The most likely tokens of a row, as `sample_from_candidates` takes them."""
 
     token_ids: list[int]
     logits: list[float]
@@ -144,7 +146,7 @@ class _Candidates(NamedTuple):
 def _candidates(
     logits: torch.Tensor, probabilities: torch.Tensor, rows: list[int], width: int
 ) -> Iterator[_Candidates]:
-    """The most likely tokens of some rows, about `width` of each."""
+    """Yield the most likely tokens of some rows, about `width` of each."""
     if logits.device.type == "cpu":
         yield from (_candidates_of_row(logits[row], probabilities[row], width) for row in rows)
     elif rows:
@@ -153,8 +155,8 @@ def _candidates(
         weights = integer_weights(probabilities[index].gather(-1, token_ids))
         # Tokens that tie with the last one may be missing.
         certain = (values > values[:, -1:]).sum(dim=-1)
-        on_host = (each.tolist() for each in (token_ids, values, weights, certain))
-        for of_row, row_values, row_weights, count in zip(*on_host, strict=True):
+        on_cpu = (each.tolist() for each in (token_ids, values, weights, certain))
+        for of_row, row_values, row_weights, count in zip(*on_cpu, strict=True):
             if row_weights[-1] == 0 or len(of_row) == logits.shape[-1]:
                 yield _Candidates(of_row, row_values, row_weights, True)
             else:
@@ -164,7 +166,7 @@ def _candidates(
 def _candidates_of_row(logits: torch.Tensor, probabilities: torch.Tensor, width: int) -> _Candidates:
     values = logits.numpy()
     token_ids, all_finite = row_candidates(values, width)
-    # Of exact products: see `integer_weights`.
+    # The products are exact, see `integer_weights`.
     weights = [int(probability * UNIT_WEIGHT) for probability in probabilities.numpy()[token_ids].tolist()]
     complete = all_finite or weights[-1:] == [0]
     return _Candidates(token_ids.tolist(), values[token_ids].tolist(), weights, complete)

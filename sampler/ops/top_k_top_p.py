@@ -1,19 +1,20 @@
-"""Top-k, top-p and the draw from what they keep, without sorting the vocabulary.
+"""Top-k and top-p sampling without sorting the vocabulary.
 
-All of it refers to one *ranking* of a row's tokens: descending logits, then ascending token ids.
+Everything refers to one *ranking* of a row's tokens: descending logits, then ascending token ids.
 
-- Top-k keeps every token whose logit is at least the k-th largest one: all of a tie, as vLLM and Hugging Face do.
-- Top-p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751) then keeps the shortest beginning of the ranking
-  whose share of the total is at least p, the token that reaches it included, so always one token at least. Of a tie at
-  the border it keeps the lower ids. Without top-k the total is 1, as softmax has it.
-- The draw inverts the cumulative distribution of the kept tokens, in the same ranking.
+- Top-k keeps every token whose logit is at least the k-th largest one: all tokens of a tie, as in vLLM and Hugging
+  Face.
+- Top-p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751) then keeps the shortest prefix of the ranking whose
+  share of the total is at least p, including the token that reaches it: at least one token. Of a tie at the border it
+  keeps the lower ids. Without top-k the total is 1, the sum of the softmax.
+- Sampling inverts the cumulative distribution of the kept tokens, in the same ranking.
 
-So the token is a function of the row, the parameters and one random number. There are two ways to it, which agree on
-every number: `sample_from_candidates` looks at the most likely tokens alone and says where they do not decide, and
-`sample_from_all` takes one row's whole vocabulary.
+So the token is a function of the row, the parameters and one random number. Two implementations give the same token for
+every number: `sample_from_candidates` reads only the most likely tokens and reports if they do not decide, and
+`sample_from_all` reads the row's whole vocabulary.
 
-Probabilities become integer weights, in units of 2**-60. Integers add up to the same sum in any order, so that what a
-row draws cannot depend on how a kernel splits its work, and thus not on the other rows.
+Probabilities become integer weights in units of 2**-60. Integer sums do not depend on their order, so a row's token
+cannot depend on how a kernel splits its work, and thus not on the other rows.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ UNIT_WEIGHT = 2**60
 """The weight of probability 1."""
 
 _BUCKETS = 2048
-"""Of a histogram of logits."""
+"""Number of buckets in a histogram of logits."""
 _DEPTH = 32.0
-"""In nats below the largest logit. What is below weighs a factor of 1e-14 less and is hardly ever looked at."""
+"""Range of a histogram in nats below the largest logit. Tokens below it weigh less by a factor of 1e-14."""
 _SORTED_AT_MOST = 1024
-"""Never are more tokens than these sorted."""
+"""Maximum number of tokens that are sorted."""
 
 
 def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:
-    """Probabilities, float32, as int64 weights of the same shape. Exact down to 2**-60; below that, 0."""
-    # A power of two as the factor: exact. 60 bits: room for a sum that float32's rounding left above 1.
+    """Convert probabilities, float32, to int64 weights of the same shape. Exact down to 2**-60; below that, 0."""
+    # The factor is a power of two, so the product is exact. 60 bits leave headroom for sums that rounding put above 1.
     return (probabilities * float(UNIT_WEIGHT)).to(torch.int64)
 
 
 @dataclass(frozen=True)
 class CandidateSample:
-    """What a draw from candidates came to.
+    """Result of sampling from candidates.
 
     Attributes:
-        position: the candidate that is drawn; None if the kept tokens may not all be among the candidates.
-        candidates_needed: at least so many candidates have to be looked at to decide.
+        position: the sampled candidate; None if not all kept tokens may be among the candidates.
+        candidates_needed: minimum number of candidates that are needed to decide.
     """
 
     position: int | None
@@ -60,14 +61,14 @@ class CandidateSample:
 def sample_from_candidates(
     logits: Sequence[float], weights: Sequence[int], complete: bool, top_k: int, top_p: float, uniform: float
 ) -> CandidateSample:
-    """Apply top-k, then top-p, to the most likely tokens of a row, and draw, if these tokens are enough to tell.
+    """Apply top-k, then top-p, to the most likely tokens of a row, and sample if these tokens are enough to decide.
 
-    In Python numbers: there are few, and each of many small operations on arrays costs several times more.
+    Works on Python numbers: there are few, and many small array operations cost several times more.
 
     Args:
-        logits: of the first tokens of the ranking, any number; of a tie all or none.
+        logits: logits of the first tokens of the ranking, any number; all tokens of a tie or none.
         weights: their `integer_weights`.
-        complete: all other tokens weigh nothing.
+        complete: True if all other tokens have weight 0.
         top_k: 0 for all tokens.
         top_p: above 0 and at most 1.
         uniform: in [0, 1).
@@ -96,7 +97,7 @@ def sample_from_candidates(
 
 
 def sample_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, uniform: float) -> int:
-    """Apply top-k, then top-p, to the whole vocabulary of one row, and draw.
+    """Apply top-k, then top-p, to the whole vocabulary of one row, and sample.
 
     Args:
         logits: float32 [vocab], the largest of them finite.
@@ -124,9 +125,9 @@ def sample_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top
 
 
 def kept_tokens(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """The tokens of one row that may be drawn, by the rules of `top_k_top_p`.
+    """Return a mask of the tokens of one row that top-k and top-p keep. For traces; sampling does not need it.
 
-    Sorts the vocabulary where top-p is asked for.
+    Sorts the vocabulary if top-p is below 1.
 
     Args:
         logits: float32 [vocab], the largest of them finite.
@@ -152,15 +153,15 @@ def kept_tokens(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 class _RankedSums:
-    """The running sums of some amounts along the ranking of one row's tokens.
+    """Cumulative sums of amounts along the ranking of one row's tokens.
 
-    A histogram finds the bucket of logits in which a sum is reached, and only this bucket is looked at in detail: by
-    sorting it, or by a histogram of its own if it is large.
+    A histogram of the logits finds the bucket in which a sum is reached. Only this bucket is resolved further: it is
+    sorted, or gets a histogram of its own if it is large.
 
     Args:
         logits: float [tokens], the largest of them finite.
         amounts: int64 [tokens], not negative.
-        depth: the histogram reaches so far below the largest logit; what is below shares the last bucket.
+        depth: range of the histogram below the largest logit; tokens below it share the last bucket.
     """
 
     def __init__(self, logits: torch.Tensor, amounts: torch.Tensor, depth: float = _DEPTH) -> None:
@@ -171,14 +172,14 @@ class _RankedSums:
 
     @property
     def total(self) -> int:
-        """The sum of all amounts."""
+        """Sum of all amounts."""
         return int(self._cumulative[-1])
 
     def first_above(self, amount: int) -> tuple[int, int]:
-        """The first token of the ranking at which the running sum exceeds `amount`, and the sum there.
+        """Return the first token of the ranking at which the cumulative sum exceeds `amount`, and the sum there.
 
         Args:
-            amount: below `total`.
+            amount: less than `total`.
         """
         bucket = int(torch.searchsorted(self._cumulative, amount, right=True))
         before = int(self._cumulative[bucket - 1]) if bucket > 0 else 0
@@ -188,13 +189,17 @@ class _RankedSums:
 
 
 def _first_above(logits: torch.Tensor, amounts: torch.Tensor, amount: int) -> tuple[int, int]:
-    """`_RankedSums.first_above` for tokens of one bucket, in the order of their ids; a position instead of an id."""
+    """Find the token as `_RankedSums.first_above` does, among the tokens of one bucket in the order of their ids.
+
+    Returns:
+        Position within the bucket, and the sum there.
+    """
     if len(logits) <= _SORTED_AT_MOST:
         order = logits.argsort(descending=True, stable=True)
         place, reached = _first_sum_above(amounts[order], amount)
         return int(order[place]), reached
     if logits.amin() < logits.amax():
-        # In float64, which divides even the narrowest and the widest span of float32.
+        # float64 can divide even the narrowest and the widest span of float32.
         return _RankedSums(logits.to(torch.float64), amounts, depth=math.inf).first_above(amount)
     return _first_sum_above(amounts, amount)
 
@@ -206,10 +211,10 @@ def _first_sum_above(amounts: torch.Tensor, amount: int) -> tuple[int, int]:
 
 
 def _buckets(logits: torch.Tensor, depth: float) -> torch.Tensor:
-    """Each token's bucket of a histogram, int64 of the same shape: equal logits share one, larger ones come first.
+    """Return each token's bucket, int64 of the same shape: equal logits share one, larger logits come first.
 
-    The buckets divide evenly what lies between the largest finite logit and the least, or `depth` below it. So these
-    two never share one, unless they lie too close for the dtype.
+    The buckets divide the range from the largest logit down to the least finite one, or to `depth` below it, evenly. So
+    the two ends never share a bucket, unless they are too close for the dtype.
     """
     largest = logits.amax()
     least = logits.clamp(min=largest - depth).amin() if depth < math.inf else logits[logits.isfinite()].amin()

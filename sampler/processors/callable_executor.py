@@ -1,4 +1,4 @@
-"""Runs the request-level callables that a request asked for by name: vLLM V0's interface, among shipped processors."""
+"""Executor for request-level callables (vLLM V0's interface) that a request asks for by name."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from .request_view import RequestView
 
 _CALLABLE = "callable"
-"""Where the view's `state` holds the sequence's callable, which itself never sees the view."""
+"""Key of the sequence's callable in the view's `state`. The callable itself never sees the view."""
 
 
 class CallableExecutor(LocalExecutor):
-    """Runs callables in this process: they are the operator's.
+    """Runs callables in this process: the operator installed them.
 
-    A `LoadedProcessor` of this executor is one sequence's: `per_sequence` is True, and `instance` is a callable that
-    `CallableFactory` made for it. The other beams of a search have copies of it.
+    A `LoadedProcessor` of this executor belongs to one sequence: `per_sequence` is True, and `instance` is a callable
+    that `CallableFactory` made for it. The other beams of a search have copies of it.
     """
 
     def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
-        """Never called: callables come from a `CallableFactory`, and not in processor strings."""
+        """Never called: callables come from a `CallableFactory`, not from processor strings."""
         raise AssertionError("a request-level callable is not loaded from a processor string")
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> LocalRow:
@@ -44,7 +44,7 @@ class CallableExecutor(LocalExecutor):
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """See `LocalExecutor.run`. There is one row, and its parameters hold nothing but `__req__`."""
+        """See `LocalExecutor.run`. There is one row, whose parameters hold only `__req__`."""
         [params] = param_list
         view: RequestView = params["__req__"]
         own: _SequenceCallable = view.state[_CALLABLE]
@@ -53,7 +53,7 @@ class CallableExecutor(LocalExecutor):
 
 
 class _SequenceCallable:
-    """The callable of one sequence. A deep copy goes its own way from here."""
+    """The callable of one sequence. A deep copy has state of its own."""
 
     def __init__(self, function: RequestLogitsProcessor) -> None:
         self._function = function
@@ -66,4 +66,6 @@ class _SequenceCallable:
         return self._bound(logits[0]).unsqueeze(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SequenceCallable:
-        return _SequenceCallable(duplicate_callable(self._function))  # to be tied to the other view's tokens
+        return _SequenceCallable(
+            duplicate_callable(self._function)
+        )  # bound on its first call, to the copied view's tokens

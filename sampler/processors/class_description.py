@@ -1,4 +1,4 @@
-"""What a processor's class says of itself, and how that travels out of a sandbox."""
+"""Description of a processor class, and its serialization for sandboxes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from logitship.client.scrub import scrub
 _LONGEST_NAME = 200
 _LONGEST_DESCRIPTION = 1000
 _LONGEST_SCHEMA = 1 << 15
-"""Bytes of JSON. Longer ones stay where they are, so that the whole fits into an answer of a sandbox."""
+"""Bytes of JSON. Longer schemas are dropped, so that a description fits into a sandbox's reply."""
 
 
 @dataclass(frozen=True)
 class ClassDescription:
-    """What a class says of itself.
+    """Name, docstring and parameter schema of a processor class.
 
     Attributes:
-        name: its name.
-        description: the first paragraph of its own docstring, on one line; "" if it has none.
-        params_schema: its `params_schema`; None if it has none, or one that is no JSON object or over 32 KiB.
+        name: name of the class.
+        description: first paragraph of its own docstring, on one line; "" if it has none.
+        params_schema: its `params_schema`; None if it has none, or if that is not a JSON object of at most 32 KiB.
     """
 
     name: str
@@ -33,30 +33,30 @@ class ClassDescription:
 
 
 def describe(cls: type) -> ClassDescription:
-    """Ask a class. Its metaclass may be the author's code: this is author's code too, and may raise anything."""
+    """Describe a class. Its metaclass may be the author's code: this call may raise anything."""
     doc = vars(cls).get("__doc__")  # `cls.__doc__` would be the base class's
     paragraph = inspect.cleandoc(doc).partition("\n\n")[0] if isinstance(doc, str) else ""
-    return _tame(class_name(cls), paragraph, _json_object(getattr(cls, "params_schema", None)))
+    return _sanitized(class_name(cls), paragraph, _json_object(getattr(cls, "params_schema", None)))
 
 
 def to_bytes(description: ClassDescription) -> bytes:
-    """For `from_bytes`."""
+    """Serialize a description for `from_bytes`."""
     return orjson.dumps([description.name, description.description, description.params_schema])
 
 
 def from_bytes(body: bytes) -> ClassDescription:
-    """What somebody else, who may lie, says of a class.
+    """Deserialize a description from an untrusted process.
 
     Raises:
-        ValueError: it is not what `to_bytes` makes.
+        ValueError: the bytes are not in the format of `to_bytes`.
     """
     match orjson.loads(body):  # its error is a ValueError too
         case [str(name), str(description), dict() | None as schema]:
-            return _tame(name, description, schema)
-    raise ValueError("no description of a class")
+            return _sanitized(name, description, schema)
+    raise ValueError("not a class description")
 
 
-def _tame(name: str, description: str, schema: dict[str, Any] | None) -> ClassDescription:
+def _sanitized(name: str, description: str, schema: dict[str, Any] | None) -> ClassDescription:
     return ClassDescription(
         "".join(scrub(name).split())[:_LONGEST_NAME] or "?",
         " ".join(scrub(description).split())[:_LONGEST_DESCRIPTION],
@@ -65,7 +65,7 @@ def _tame(name: str, description: str, schema: dict[str, Any] | None) -> ClassDe
 
 
 def _json_object(value: Any) -> dict[str, Any] | None:
-    """A copy of it, as plain as what JSON gives."""
+    """Return a copy made of plain JSON values; None if it is not a JSON object or is too long."""
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:

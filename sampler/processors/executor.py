@@ -1,7 +1,7 @@
-"""The narrow place where shipped code is loaded and called.
+"""The `ProcessorExecutor` protocol: loads and runs the processors of requests.
 
-Everything else in the package handles a `LoadedProcessor` as a name and a digest. Where the code really runs is the
-executor's business: in this process (`LocalExecutor`), or in a process of its own (`SandboxExecutor`).
+The rest of the package handles a `LoadedProcessor` by name and digest. The executor decides where its code runs: in
+this process (`LocalExecutor`) or in a process of its own (`SandboxExecutor`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 PREPARED_KEY = "__prepared__"
-"""What an installed processor finds under, in a row's parameters, what it made of them at admission."""
+"""Key in a row's parameters of what an installed processor prepared from them at admission."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,18 +32,19 @@ class LoadedProcessor:
     """A processor that its executor is ready to run.
 
     Attributes:
-        digest: its identity, `sha256:…` of what the executor runs.
-        name: the class's name, for people.
-        executor: who runs it.
-        instance: whatever the executor needs for that. Nobody else touches it.
-        per_sequence: it was made for one sequence and runs on that one's row alone, whoever has the same digest.
-        is_mask: it only ever sets logits to -inf, on the grounds of the history alone: it runs before a request's other
-            processors, and once more after them.
-        is_trusted: it comes with logitship. What it leaves is not checked after its call, which takes a look at all
-            logits, but at the end of the step, with those of all rows.
-        tenant: whose it is. Two tenants never share a loaded processor, because a class may keep things on itself.
-        description: what a shipped class says that it does; "" if it does not say.
-        params_schema: JSON Schema of its parameters, as a shipped class says, or None.
+        digest: identity of the processor: `sha256:…` of the code that the executor runs.
+        name: name of the class, for people.
+        executor: the executor that runs it.
+        instance: private to the executor.
+        per_sequence: True if it was made for one sequence. It then runs on that sequence's row alone, even if others
+            have the same digest.
+        is_mask: True if it only sets logits to -inf, and depends on the history alone. It runs before the request's
+            other processors, and again after them.
+        is_trusted: True if it comes with logitship. Its rows are not checked after each call, which reads all logits,
+            but once at the end of the step.
+        tenant: owner of the processor. Two tenants never share one, because a class may keep state on itself.
+        description: description that a shipped class gives of itself; "" if it has none.
+        params_schema: JSON Schema of the parameters, from a shipped class; None if it has none.
     """
 
     digest: str
@@ -59,22 +60,22 @@ class LoadedProcessor:
 
     @property
     def group_name(self) -> str:
-        """The same for all uses of it, and for those of no other: rows of the same name are a group."""
+        """Name shared by exactly the uses of this processor: rows with the same name form a group."""
         return f"{self.tenant}/{self.digest}"
 
 
 @dataclass(frozen=True)
 class ExecutorSequence:
-    """A sequence that carries a processor, as its executor gets to know it.
+    """A sequence with a processor, as passed to the processor's executor.
 
     Attributes:
-        rid: the request id.
-        params: the request's parameters for the processor; not to be changed.
-        prompt_token_ids: the prompt.
-        output_token_ids: the engine's own list of output tokens, which grows.
-        sampling_params: the request's sampling parameters.
-        model: what processors may know of the model.
-        prepared: what an installed processor made of the parameters at admission; None for all others.
+        rid: request id.
+        params: the request's parameters for the processor. Read-only.
+        prompt_token_ids: token ids of the prompt.
+        output_token_ids: the engine's live list of output tokens: it grows.
+        sampling_params: sampling parameters of the request.
+        model: view of the model for processors.
+        prepared: result of an installed processor's `prepare` at admission; None for other processors.
     """
 
     rid: str
@@ -87,36 +88,36 @@ class ExecutorSequence:
 
 
 class ExecutorRow(Protocol):
-    """A sequence at its executor, while it has a row of the batch."""
+    """A sequence at its executor, while it holds a row of the batch."""
 
     def fork(self, output_token_ids: list[int]) -> ExecutorRow:
-        """Take in another sequence, which goes on from the history that this one had in its last step.
+        """Attach another sequence that continues from this one's history as of its last step.
 
-        It has its own copy of what the processor keeps of the sequence: the parameters, and `__req__` with its `state`.
-        What cannot be copied is a fault of the other sequence: of this call, or of its next step where the copy is made
-        in another process.
+        The new sequence gets its own copy of the per-sequence state: the parameters, and `__req__` with its `state`. If
+        that cannot be copied, the new sequence fails: in this call, or in its next step if another process does the
+        copying.
 
         Args:
-            output_token_ids: the engine's own list of the other sequence; begins with this one's tokens up to its last
-                step, and grows.
+            output_token_ids: the engine's live list of the new sequence. It begins with this sequence's tokens up to
+                its last step, and grows.
 
         Raises:
-            ProcessorFault: something cannot be copied.
+            ProcessorFault: the state cannot be copied.
         """
         ...
 
     def close(self) -> None:
-        """The sequence left the batch, or will never have a row of it."""
+        """Release the sequence: it was removed from the batch, or will never be added to it."""
         ...
 
 
 class RunOutcome(NamedTuple):
-    """What came of a call.
+    """Result of a call.
 
     Attributes:
-        seconds: how long it took.
-        faults: of the rows, by their place in the call, that have none of the processor's logits, and why.
-        row_by_row: the call failed for all rows together, and was made again for each of them.
+        seconds: duration of the call.
+        faults: faults of failed rows, by row index within the call. The logits of these rows are unspecified.
+        row_by_row: True if the call failed for the whole group and was repeated for each row.
     """
 
     seconds: float
@@ -125,24 +126,24 @@ class RunOutcome(NamedTuple):
 
 
 class Run(Protocol):
-    """A call that was begun."""
+    """A call that has begun."""
 
     def finish(self) -> RunOutcome:
-        """Wait for its end. The rows hold what the processor made of them; those of the faults are unspecified."""
+        """Wait for the call to end. The rows then hold the processor's logits, except for rows with a fault."""
         ...
 
 
 class ExecutorGroup(Protocol):
-    """The rows of a processor at its executor, until the batch changes."""
+    """The rows of one processor at its executor. Valid until the batch changes."""
 
     def begin(self, logits: torch.Tensor) -> Run:
-        """Begin to call the processor. Calls for several groups may be begun before the first is finished.
+        """Begin a call of the processor. Several groups may begin before the first one finishes.
 
-        The processor sees all tokens of the rows' outputs.
+        The processor sees all output tokens of its rows.
 
         Args:
-            logits: float32 [rows, vocab], contiguous; edited in place until the call is finished. The author's code
-                only ever gets another tensor, on the same memory or not.
+            logits: float32 [rows, vocab], contiguous; edited in place until the call finishes. The author's code never
+                gets this tensor object, though its tensor may share the memory.
         """
         ...
 
@@ -151,50 +152,51 @@ class ProcessorExecutor(Protocol):
     """Loads processors and runs them."""
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """Make a processor ready to run. May take long; never called on the step path.
+        """Load a processor. May be slow; never called on the step path.
 
         Raises:
-            ProcessorLoadError: it cannot be loaded; the message is for the client.
+            ProcessorLoadError: the processor cannot be loaded; the message is for the client.
         """
         ...
 
     def ensure(self, processor: LoadedProcessor) -> None:
-        """Make a processor ready again, if what ran it is gone. May take long; never called on the step path.
+        """Reload a processor if the process that ran it is gone. May be slow; never called on the step path.
 
         Raises:
-            ProcessorLoadError: it cannot be loaded any more.
+            ProcessorLoadError: the processor can no longer be loaded.
         """
         ...
 
     def unload(self, processor: LoadedProcessor) -> None:
-        """Let go of a processor that nobody uses any more."""
+        """Release a processor that is no longer in use."""
         ...
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> ExecutorRow:
-        """Take in a sequence that got a row of the batch."""
+        """Register a sequence that was given a row of the batch."""
         ...
 
     def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> ExecutorGroup:
-        """Put together what a processor is called for, until the batch changes.
+        """Group the rows that the processor is called for until the batch changes.
 
         Args:
-            rows: what `attach` gave, in row order.
+            processor: the processor of all rows.
+            rows: results of `attach`, in row order.
         """
         ...
 
 
 class DisabledExecutor:
-    """Stands where a executor would be if shipped code were allowed: nothing is loaded, so nothing can run.
+    """The executor of a server that does not allow shipped code: refuses to load anything.
 
     Args:
-        reason: what clients are told.
+        reason: error message for clients.
     """
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
     def load(self, string: ProcessorString, tenant: str = "") -> NoReturn:
-        """Refuse.
+        """Refuse to load.
 
         Raises:
             ProcessorLoadError: always.
@@ -202,7 +204,7 @@ class DisabledExecutor:
         raise ProcessorLoadError(self._reason)
 
     def ensure(self, processor: LoadedProcessor) -> NoReturn:
-        """Never called: there is no processor of this executor."""
+        """Never called: this executor has no processors."""
         raise AssertionError("no processor was loaded")
 
     def unload(self, processor: LoadedProcessor) -> NoReturn:

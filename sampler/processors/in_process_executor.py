@@ -1,4 +1,4 @@
-"""Runs shipped processors in this process: no isolation at all."""
+"""Executor that runs shipped processors in this process, without isolation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .local_executor import LocalExecutor
 
 
 class InProcessExecutor(LocalExecutor):
-    """Loads and calls processors right here. Only for code that the operator would run anyway.
+    """Loads and calls processors in this process. Only for code that the operator trusts.
 
     Args:
-        names: what shipped classes may refer to by name, `(module, qualified name)` to object: SGLang's built-ins.
+        names: objects that shipped classes may refer to by name, by `(module, qualified name)`: SGLang's built-ins.
     """
 
     def __init__(self, names: Mapping[tuple[str, str], Any]) -> None:
@@ -39,7 +39,7 @@ class InProcessExecutor(LocalExecutor):
             described = call(describe, cls)
         except ProcessorLoadError as error:
             raise ProcessorLoadError(error_message(error)) from None
-        # `load_class` lets KeyboardInterrupt and its like pass. Raised by the author's code, they must not end us.
+        # `load_class` lets KeyboardInterrupt and the like pass. Raised by an author's code, it must not end the server.
         except BaseException as error:  # noqa: BLE001
             raise ProcessorLoadError(f"the processor could not be loaded: {error_text(error)}") from None
         return LoadedProcessor(

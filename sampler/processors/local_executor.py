@@ -1,4 +1,4 @@
-"""What the executors that run code in this process share."""
+"""Base class of the executors that run processors in this process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 
 class LocalRow:
-    """A sequence whose processor runs here.
+    """A sequence whose processor runs in this process.
 
     Args:
-        on_first_use: called when the processor uses the sequence's `output_ids` for the first time.
+        processor: the processor.
+        sequence: the sequence.
+        on_first_use: called when the processor first uses the sequence's `output_ids`.
 
     Attributes:
-        params: what the processor receives for this row, `__req__` included.
+        params: parameters that the processor gets for this row, `__req__` included.
         output: keeps `__req__.output_ids` up to date.
     """
 
@@ -45,7 +47,7 @@ class LocalRow:
         )
         params = dict(sequence.params)
         if sequence.prepared is None:
-            # Deep: processors keep state in their parameters, and a request's `n` continuations share what it sent.
+            # A deep copy: processors keep state in their parameters, and a request's `n` continuations share them.
             self.params: dict[str, Any] = {**copy.deepcopy(params), "__req__": view}
         else:
             self.params = {**params, "__req__": view, PREPARED_KEY: sequence.prepared}
@@ -55,27 +57,27 @@ class LocalRow:
         """See `ExecutorRow.fork`."""
         sequence, processor = self._sequence, self._processor
         is_prepared = sequence.prepared is not None
-        # Of what was prepared at admission, the parameters are shared by all sequences: nobody changes them.
+        # Parameters that were prepared at admission are read-only and shared by all sequences.
         kept = {} if is_prepared else self.params
         shared = [sequence.model.tokenizer, sequence.prepared, getattr(self._view, "sampling_params", None)]
         params, view, output = duplicate(
             (kept, self._view, self.output), shared, name=processor.name, digest=processor.digest
         )
-        twin = copy.copy(self)
-        twin.params = {**self.params, "__req__": view} if is_prepared else params
-        twin._view, twin.output = view, output
-        twin.output.follow(output_token_ids)
-        return twin
+        fork = copy.copy(self)
+        fork.params = {**self.params, "__req__": view} if is_prepared else params
+        fork._view, fork.output = view, output
+        fork.output.follow(output_token_ids)
+        return fork
 
     def close(self) -> None:
         """See `ExecutorRow.close`."""
 
 
 class LocalExecutor(ABC):
-    """A `ProcessorExecutor` that calls processors in this process: a subclass says how."""
+    """A `ProcessorExecutor` that calls processors in this process. Subclasses implement `load` and `run`."""
 
     _num_first_uses = 0
-    """Sequences whose processor has used their `output_ids`, since the start."""
+    """Number of sequences since the start whose processor has used `output_ids`."""
 
     @abstractmethod
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
@@ -88,21 +90,22 @@ class LocalExecutor(ABC):
         """Call a processor on the rows of its group.
 
         Args:
+            processor: the processor.
             logits: float32 [rows, vocab], contiguous; may be edited in place.
-            param_list: one dict a row, in row order.
+            param_list: one dict per row, in row order.
 
         Returns:
             float32 [rows, vocab] on the device of `logits`: either `logits` itself or a new tensor.
 
         Raises:
-            ProcessorFault: it raised, or returned something other than a float tensor of that shape on that device.
+            ProcessorFault: the processor raised, or did not return a float tensor of that shape on that device.
         """
 
     def ensure(self, processor: LoadedProcessor) -> None:  # noqa: B027  # nothing to do, nor in a subclass
-        """See `ProcessorExecutor.ensure`: what runs here is always ready."""
+        """See `ProcessorExecutor.ensure`. Processors in this process are always ready."""
 
     def unload(self, processor: LoadedProcessor) -> None:  # noqa: B027
-        """See `ProcessorExecutor.unload`: it goes with its last reference."""
+        """See `ProcessorExecutor.unload`. The processor is freed with its last reference."""
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> LocalRow:
         """See `ProcessorExecutor.attach`."""
@@ -117,9 +120,9 @@ class LocalExecutor(ABC):
 
 
 class LocalGroup:
-    """A `ExecutorGroup` whose processor runs here. It is its own `Run`, since it has one call at a time.
+    """An `ExecutorGroup` whose processor runs in this process. It is its own `Run`: it has one call at a time.
 
-    A call is made when it is finished: until then, others may work elsewhere.
+    `finish` makes the call, so that processors in other processes can run in the meantime.
     """
 
     def __init__(self, executor: LocalExecutor, processor: LoadedProcessor, rows: Sequence[LocalRow]) -> None:
@@ -146,15 +149,15 @@ class LocalGroup:
         try:
             result = self._executor.run(self._processor, logits, self._params)
         except ProcessorFault as fault:
-            # The call is one for all rows, so that nobody can say which of them was the reason: all of them end.
+            # One call serves all rows, so the row at fault cannot be identified: all of them fail.
             return RunOutcome(time.perf_counter() - began, dict.fromkeys(range(len(self._rows)), fault))
         if result is not logits:
             logits.copy_(result)
         return RunOutcome(time.perf_counter() - began)
 
     def _sync(self) -> None:
-        """Bring the outputs up to date that the processor may have kept."""
-        # Not a look at each row, which in every step would take longer than many a processor.
+        """Update the output lists that the processor may have kept."""
+        # Checking each row in every step would take longer than many a processor.
         if self._num_first_uses != self._executor._num_first_uses:
             self._num_first_uses = self._executor._num_first_uses
             self._used_outputs = [row.output for row in self._rows if row.output.is_used]

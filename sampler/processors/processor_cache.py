@@ -1,4 +1,4 @@
-"""Loaded processors by tenant and digest: bounded, least recently used first, never one that is in use."""
+"""LRU cache of loaded processors by tenant and digest. Never evicts one that is in use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from logitship.client.serialization.processor_string import PickledProcessor, So
 from .executor import LoadedProcessor, ProcessorExecutor
 
 Key: TypeAlias = tuple[str, str]
-"""Tenant and digest: two tenants never share a processor, because a class may keep things on itself."""
+"""Tenant and digest. Two tenants never share a processor, because a class may keep state on itself."""
 
 
 class ProcessorCacheFull(Exception):
-    """Every processor in the cache is in use and there is no room for another. Try again later."""
+    """Every processor in the cache is in use and it has no capacity for another. Try again later."""
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the start, and what is loaded now."""
+    """Counters since the start, and current size."""
 
     hits: int
     misses: int
@@ -33,30 +33,30 @@ class CacheStats:
 
 @dataclass
 class _Entry:
-    """A place in the cache, taken before its processor is loaded."""
+    """An entry of the cache, reserved before its processor is loaded."""
 
     size: int
     displaced: list[LoadedProcessor]
-    """What makes way for it."""
+    """Processors that are evicted for it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the processor is loaded or made ready again, so that this is not done twice at once."""
+    """Held while the processor is loaded or reloaded, so that this does not happen twice at once."""
     processor: LoadedProcessor | None = None
     users: int = 0
 
 
 class ProcessorCache:
-    """Loads processors through a executor and keeps them. Safe to use from several threads.
+    """Loads processors through an executor and caches them. Thread-safe.
 
     Guarantees:
-    * The executor never holds more than `max_entries` processors, those that it is loading included: the place is taken
-      before the load, and what makes way is unloaded before it. (What `clear` drops may overlap with what comes.)
-    * A processor that was acquired stays loaded until it is released.
-    * The executor is called outside the lock of the cache: a load that takes long holds up nobody who wants another
-      processor.
+    * The executor never holds more than `max_entries` processors, including those being loaded: the entry is reserved
+      and evicted processors are unloaded before the load. (Processors dropped by `clear` may overlap with new ones.)
+    * An acquired processor stays loaded until it is released.
+    * The executor is called outside the cache's lock: a slow load does not block requests for other processors.
 
     Args:
-        max_entries: most processors that are kept.
-        max_bytes: most bytes that they count for, all together.
+        executor: loads and unloads the processors.
+        max_entries: maximum number of processors.
+        max_bytes: maximum total size of the processors in bytes.
     """
 
     def __init__(self, executor: ProcessorExecutor, *, max_entries: int, max_bytes: int) -> None:
@@ -68,14 +68,15 @@ class ProcessorCache:
         self._hits = self._misses = self._evictions = self._bytes = 0
 
     def acquire(self, string: PickledProcessor | SourceProcessor, tenant: str = "") -> LoadedProcessor:
-        """The loaded processor of a string. It stays loaded until `release` was called as often as this.
+        """Return the loaded processor of a string. It stays loaded until `release` is called as often as this.
 
         Args:
-            tenant: whose processor it is.
+            string: the processor string.
+            tenant: owner of the processor.
 
         Raises:
-            ProcessorLoadError: it cannot be loaded, or is larger than the whole cache.
-            ProcessorCacheFull: those in use leave no room.
+            ProcessorLoadError: the processor cannot be loaded, or is larger than the whole cache.
+            ProcessorCacheFull: the cache is full of processors that are in use.
         """
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         key = (tenant, runnable.digest)
@@ -92,18 +93,18 @@ class ProcessorCache:
                 return entry.processor
         except BaseException:
             with self._lock:
-                self._leave(key, entry)
+                self._release_entry(key, entry)
             raise
 
     def release(self, processor: LoadedProcessor) -> None:
-        """Say that one user of `processor` is done."""
+        """Release a processor that was acquired."""
         key = (processor.tenant, processor.digest)
         with self._lock:
             self._entries.move_to_end(key)
-            self._leave(key, self._entries[key])
+            self._release_entry(key, self._entries[key])
 
     def stats(self) -> CacheStats:
-        """Counters and sizes."""
+        """Return counters and sizes."""
         with self._lock:
             loaded = [entry for entry in self._entries.values() if entry.processor is not None]
             nbytes = sum(entry.size for entry in loaded)
@@ -116,28 +117,30 @@ class ProcessorCache:
         self._unload(dropped)
 
     def _enter(self, key: Key, size: int) -> _Entry:
-        """The place of a processor, as one more user of it."""
+        """Return the processor's entry, new or existing, with one more user."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = _Entry(size, self._make_room(size))
+                entry = self._entries[key] = _Entry(size, self._evict_for(size))
                 self._bytes += size
             entry.users += 1
-            self._entries.move_to_end(key)  # the most recently used stands last
+            self._entries.move_to_end(key)  # most recently used last
             return entry
 
-    def _make_room(self, size: int) -> list[LoadedProcessor]:
-        """Evict what one more processor needs, or nothing at all if that would not be enough."""
+    def _evict_for(self, size: int) -> list[LoadedProcessor]:
+        """Evict enough idle processors for one more, or none if that would not be enough."""
         if size > self._max_bytes:
             raise ProcessorLoadError(
-                f"the processor counts for {size} bytes, more than the {self._max_bytes} that the server keeps of all "
-                "processors together"
+                f"the processor has {size} bytes, more than the server's limit of {self._max_bytes} for all processors "
+                "together"
             )
         idle = self._idle()
         entries, nbytes, evicted = len(self._entries) + 1, self._bytes + size, 0
         while entries > self._max_entries or nbytes > self._max_bytes:
             if evicted == len(idle):
-                raise ProcessorCacheFull("the server holds as many processors as it may, all in use: try again later")
+                raise ProcessorCacheFull(
+                    "the server's processor cache is full and all its processors are in use: retry later"
+                )
             entries, nbytes = entries - 1, nbytes - self._entries[idle[evicted]].size
             evicted += 1
         self._evictions += evicted
@@ -159,17 +162,17 @@ class ProcessorCache:
     def _idle(self) -> list[Key]:
         return [key for key, entry in self._entries.items() if entry.users == 0]
 
-    def _leave(self, key: Key, entry: _Entry) -> None:
+    def _release_entry(self, key: Key, entry: _Entry) -> None:
         entry.users -= 1
         if entry.users == 0 and entry.processor is None:
-            self._forget(key)
+            self._remove(key)
 
     def _drop(self, key: Key) -> LoadedProcessor:
-        processor = self._forget(key).processor
+        processor = self._remove(key).processor
         assert processor is not None  # one that is being loaded is in use
         return processor
 
-    def _forget(self, key: Key) -> _Entry:
+    def _remove(self, key: Key) -> _Entry:
         entry = self._entries.pop(key)
         self._bytes -= entry.size
         return entry

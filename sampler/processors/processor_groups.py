@@ -1,4 +1,4 @@
-"""Which rows each shipped processor is called for: worked out when the batch changes, and kept until it does again."""
+"""Groups of rows that share a processor. Rebuilt only when the batch changes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from .executor import ExecutorRow, LoadedProcessor, RunOutcome
 
 ObserveCall: TypeAlias = Callable[[int, float], None]
-"""Takes the number of rows, and the seconds of a call."""
+"""Takes the number of rows and the duration of a call in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupMember:
-    """A use in its place, and the sequence at the processor's executor.
+    """One row of a group.
 
     Attributes:
-        before: names of what may have forbidden tokens before it: fields of the request, and earlier processors.
-        is_last: nothing of the same request edits the row's logits after it.
+        use: the request's use of the processor.
+        executor_row: the sequence at the processor's executor.
+        before: names of the request's fields and earlier processors that may have forbidden tokens before this one.
+        is_last: True if nothing of the same request edits the row's logits afterwards.
     """
 
     use: ProcessorUse
@@ -34,17 +36,18 @@ class GroupMember:
 
 
 class ProcessorGroup:
-    """All rows of one processor, at one place in the order in which its requests' processors run.
+    """All rows of one processor in one stage.
 
     Args:
-        again: it is a mask that ran before the others already.
-        members: by row.
-        observe_call: told of each call, after it.
+        processor: the processor.
+        again: True if it is a mask that has already run before the other processors.
+        members: members by row.
+        observe_call: called after each call.
 
     Attributes:
         rows: row numbers, ascending.
-        is_adjacent: the rows follow one another, so that they are a view of the logits.
-        is_last: nothing edits their logits after it.
+        is_adjacent: True if the rows are consecutive, so that they are a view of the logits.
+        is_last: True if nothing edits their logits afterwards.
     """
 
     def __init__(
@@ -62,11 +65,11 @@ class ProcessorGroup:
         self._count: CallCount | None = None
 
     def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Its rows of the batch's logits."""
+        """Return the group's rows of the batch's logits."""
         return logits[self._index]
 
     def share_count(self) -> None:
-        """Count calls for all members at once from now on, until they are members of another group that does."""
+        """Count calls once for all members from now on, until they are regrouped."""
         self._count = CallCount()
         for member in self.members:
             member.use.shared_counts.append(self._count)
@@ -86,16 +89,16 @@ class ProcessorGroup:
                 member.use.own_count.add(steps, seconds)
 
     def at(self, places: Mapping[int, int]) -> ProcessorGroup | None:
-        """Those of the rows that have a place, by their places; None if none has."""
+        """Return the group of the rows that have a place, renumbered by their places; None if no row has one."""
         members = {places[row]: member for row, member in zip(self.rows, self.members, strict=True) if row in places}
         return ProcessorGroup(self.processor, self.again, members, self.observe_call) if members else None
 
 
 class GroupStage:
-    """Groups that have no row in common.
+    """Groups without a common row: their calls may overlap.
 
     Args:
-        groups: in any order.
+        groups: groups in any order.
     """
 
     def __init__(self, groups: Iterable[ProcessorGroup]) -> None:
@@ -106,39 +109,39 @@ class GroupStage:
         end = 0
         for group in self.groups:
             if group.rows[0] > end:
-                sizes.append(group.rows[0] - end)  # rows of nobody
+                sizes.append(group.rows[0] - end)  # rows without a group
             self._pieces.append((group, len(sizes)))
             sizes.append(len(group.rows))
             end = group.rows[-1] + 1
         self._sizes, self._end = sizes, end
 
     def rows_of(self, logits: torch.Tensor) -> list[tuple[ProcessorGroup, torch.Tensor]]:
-        """Each group's rows of the batch's logits: a view if they are adjacent, a copy if not."""
+        """Return each group's rows of the batch's logits: a view if they are adjacent, else a copy."""
         if not self._is_split:
             return [(group, group.rows_of(logits)) for group in self.groups]
-        # Takes a third of the time of as many slices. Unsafe is what it leaves out: to tie the pieces to each other and
-        # to the whole, for gradients.
+        # A third of the time of separate slices. "Unsafe" means that autograd does not track the pieces as views of one
+        # tensor.
         rest = len(logits) - self._end
         pieces = torch.unsafe_split_with_sizes(logits.detach(), [*self._sizes, rest] if rest else self._sizes)
         return [(group, pieces[piece]) for group, piece in self._pieces]
 
     def without(self, rows: Container[int]) -> GroupStage:
-        """The same without some rows."""
+        """Return the stage without some rows."""
         return self.at({row: row for group in self.groups for row in group.rows if row not in rows})
 
     def at(self, places: Mapping[int, int]) -> GroupStage:
-        """Those of the rows that have a place, by their places."""
+        """Return the stage of the rows that have a place, renumbered by their places."""
         return GroupStage(there for group in self.groups if (there := group.at(places)) is not None)
 
 
 def group_rows(
     rows: Mapping[int, Sequence[GroupMember]], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> list[GroupStage]:
-    """The stages, in the order in which they run: what of a request runs first is in stage (False, 0).
+    """Return the stages in run order. A request's first processor is in stage (False, 0).
 
     Args:
-        rows: the members of each row, in run order.
-        observer: what is told of a processor's calls.
+        rows: members of each row, in run order.
+        observer: returns the observer of a processor's calls.
     """
     stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, GroupMember]]]
     stages = defaultdict(lambda: defaultdict(dict))
@@ -162,10 +165,10 @@ def _group(
 
 
 def _stages(members: Sequence[GroupMember]) -> Iterator[tuple[tuple[bool, int], GroupMember]]:
-    """What runs on a row, each with its stage.
+    """Yield the members that run on a row, each with its stage.
 
     Args:
-        members: in run order.
+        members: members in run order.
     """
     for number, member in enumerate(members):
         yield (False, number), member

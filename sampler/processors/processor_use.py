@@ -1,4 +1,4 @@
-"""A request's use of a processor: parameters, call counts and the row at the executor."""
+"""A request's use of a processor: parameters, call counts and its row at the executor."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class CallCount:
-    """What a group's calls come to for each of its rows: one sum for all of them.
+    """Steps and time of the calls of a processor, per row.
 
     Attributes:
         steps: decoding steps to which the processor was applied.
-        seconds: time spent: a call's time divided by its rows.
+        seconds: time spent: the duration of each call divided by its number of rows.
     """
 
     steps: int = 0
     seconds: float = 0.0
 
     def add(self, steps: int, seconds: float) -> None:
-        """Count a call, or the calls of another count."""
+        """Add a call, or the calls of another count."""
         self.steps += steps
         self.seconds += seconds
 
 
 @dataclass(eq=False)
 class ProcessorUse:
-    """One request's use of one processor. Not shared: the counters are this request's.
+    """One request's use of one processor. Not shared between requests: it counts this request's calls.
 
     Attributes:
-        params: the request's parameters for it, `custom_params` in SGLang's words.
-        rid: the request id.
-        prepared: what an installed processor made of `params` at admission; None for all others.
-        own_count: its calls so far, without those in `shared_counts`.
-        shared_counts: those of the groups that it is or was in since the batch changed, which count for all members.
-        executor_row: the sequence at the processor's executor, from when it gets a row of the batch.
-        forked_row: the same before, of a sequence that goes on from another one's history.
+        processor: the processor.
+        params: the request's parameters for it (SGLang's `custom_params`).
+        rid: request id.
+        prepared: result of an installed processor's `prepare` at admission; None for other processors.
+        own_count: calls so far, without those in `shared_counts`.
+        shared_counts: counts of the groups that it has been in since the batch changed; each counts for all members.
+        executor_row: the sequence at the processor's executor; None until it has a row of the batch.
+        forked_row: the same for a sequence that was forked from another one and has no row of the batch yet.
     """
 
     processor: LoadedProcessor
@@ -56,12 +57,12 @@ class ProcessorUse:
     forked_row: ExecutorRow | None = None
 
     def fork(self, output_token_ids: list[int]) -> ProcessorUse:
-        """The use by another sequence, which goes on from this one's history: see `ExecutorRow.fork`.
+        """Return the use of another sequence that continues from this one's history, see `ExecutorRow.fork`.
 
-        This one has a row. The other one gets a row next, or is closed by `drop_fork`.
+        This sequence must have a row. The other one gets a row next, or is closed by `drop_fork`.
 
         Raises:
-            ProcessorFault: what the processor keeps of the sequence cannot be copied.
+            ProcessorFault: the processor's state of the sequence cannot be copied.
         """
         assert self.executor_row is not None
         return replace(
@@ -73,30 +74,30 @@ class ProcessorUse:
         )
 
     def drop_fork(self) -> None:
-        """Close what `fork` made, if it has not got a row: it never will. Harmless otherwise."""
+        """Close a fork that will never get a row of the batch. Does nothing if it has one, or is no fork."""
         if self.forked_row is not None:
             self.forked_row.close()
             self.forked_row = None
 
     def merge_shared_counts(self) -> None:
-        """Take over what was counted together with others: the batch has changed, and with it the groups."""
+        """Add the shared counts to `own_count`: the batch has changed, and so have the groups."""
         if self.shared_counts:
             self.own_count, self.shared_counts = self.count, []
 
     @property
     def name(self) -> str:
-        """The processor's name."""
+        """Name of the processor."""
         return self.processor.name
 
     @property
     def receipt(self) -> Receipt:
-        """What the response says of it."""
+        """Receipt for the response."""
         count = self.count
         return Receipt(self.processor.digest, self.processor.name, count.steps, round(count.seconds * 1e3, 3))
 
     @property
     def count(self) -> CallCount:
-        """Its calls so far, as a copy."""
+        """Copy of the counts of all calls so far."""
         count = CallCount()
         for each in (self.own_count, *self.shared_counts):
             count.add(each.steps, each.seconds)
@@ -109,5 +110,5 @@ def uses_of(params: SamplingParams) -> tuple[ProcessorUse, ...]:
 
 
 def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
-    """A request's processors as they run: masks first. The masks run once more, after the others."""
+    """Sort a request's processors as they run: masks first. The masks run again after the others."""
     return sorted(uses, key=lambda use: not use.processor.is_mask)

@@ -1,4 +1,4 @@
-"""`__req__`: what a processor may know of the request whose row it edits (contract 2)."""
+"""`__req__`: the view of a request that its processor gets (contract 2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelView:
-    """What processors may know of the model: the same for all requests."""
+    """View of the model that processors get. The same for all requests."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -23,17 +23,17 @@ class ModelView:
 class RequestView:
     """One sequence as its processor sees it. Attribute names are those of SGLang's `Req`.
 
-    The lists are the view's own: a processor that edits them harms nobody else.
+    The lists are copies: a processor that edits them affects no other code.
 
     Attributes:
-        rid: the request id.
-        origin_input_ids: the prompt's token ids.
-        output_ids: the token ids that this row continues, exactly.
-        sampling_params: the request's sampling parameters.
-        eos_token_ids: the model's end tokens.
+        rid: request id.
+        origin_input_ids: token ids of the prompt.
+        output_ids: exactly the output token ids that this row continues.
+        sampling_params: sampling parameters of the request.
+        eos_token_ids: end-of-sequence tokens of the model.
         vocab_size: number of columns of the logits.
-        tokenizer: the model's tokenizer, a Hugging Face one.
-        state: a dict that belongs to this one sequence and this one processor, empty at first.
+        tokenizer: Hugging Face tokenizer of the model.
+        state: dict for this sequence and this processor alone, empty at first.
     """
 
     __slots__ = (
@@ -57,11 +57,7 @@ class RequestView:
         sampling_params: SamplingParams,
         model: ModelView,
     ) -> None:
-        """Make the view of a sequence.
-
-        Args:
-            output_token_ids: the output tokens so far; `OutputFollower` adds those that come.
-        """
+        """Create the view of a sequence. `OutputFollower` appends later output tokens."""
         self.rid = rid
         self.origin_input_ids = list(prompt_token_ids)
         self._output_ids = list(output_token_ids)
@@ -74,7 +70,7 @@ class RequestView:
 
     @property
     def output_ids(self) -> list[int]:
-        """See the class."""
+        """Output token ids, see the class."""
         if self._before_first_use is not None:
             self._before_first_use()
         return self._output_ids
@@ -97,19 +93,20 @@ def _noop() -> None:
 
 
 class OutputFollower:
-    """Keeps the `output_ids` of a view in step with the engine's list.
+    """Keeps the `output_ids` of a view in sync with the engine's list.
 
-    Before a processor has used them, nobody sees what they are, and most processors never do: the first use brings them
-    up to date. From there on `sync` is due before each call, because the processor may have kept the list.
+    Most processors never read `output_ids`, so they are only brought up to date on first use. After that, `sync` must
+    be called before each call of the processor, which may have kept a reference to the list.
 
-    Apart from the view: whatever a processor does to its view, nothing here fails.
+    Separate from the view, so that nothing a processor does to its view can break it.
 
     Args:
-        output_token_ids: the engine's own list of output tokens, which grows.
-        on_first_use: called once, when a processor uses `output_ids` for the first time.
+        view: view of the sequence.
+        output_token_ids: the engine's live list of output tokens: it grows.
+        on_first_use: called once, when a processor first uses `output_ids`.
 
     Attributes:
-        is_used: a processor has used `output_ids`.
+        is_used: True once a processor has used `output_ids`.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class OutputFollower:
         view._before_first_use = self._begin
 
     def sync(self) -> None:
-        """Take over the tokens that came since the last call."""
+        """Append the tokens that were added since the last call."""
         # Not the length of `_output_ids`: the processor may have edited that.
         if self._num_known < len(self._live):
             self._output_ids.extend(self._live[self._num_known :])
@@ -132,13 +129,13 @@ class OutputFollower:
             self._view._output_ids = self._output_ids  # it may have been replaced or deleted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputFollower:
-        """A copy for the view's copy. It follows the same list, until `follow` names another."""
-        twin = memo[id(self)] = copy.copy(self)
-        twin._view, twin._output_ids = copy.deepcopy((self._view, self._output_ids), memo)
-        return twin
+        """Return a follower for a copy of the view. It follows the same list until `follow` sets another."""
+        fork = memo[id(self)] = copy.copy(self)
+        fork._view, fork._output_ids = copy.deepcopy((self._view, self._output_ids), memo)
+        return fork
 
     def follow(self, output_token_ids: list[int]) -> None:
-        """Go on with another list of the engine's, which begins with the tokens that are known so far."""
+        """Follow another list of the engine, which begins with the tokens known so far."""
         self._live = output_token_ids
 
     def _begin(self) -> None:

@@ -1,6 +1,6 @@
-"""Which rows change places so that the rows of a processor stand side by side.
+"""Reordering of the batch's rows so that the rows of each processor are adjacent.
 
-Rows that are adjacent are a view of the logits; scattered ones have to be gathered and written back.
+Adjacent rows are a view of the logits; scattered rows have to be gathered and written back.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from logitship.sampler.sampling_params import SamplingParams
 
 GroupKey: TypeAlias = tuple[str, ...]
-"""Group names of a row's processors, in the order in which they run; () if it has none."""
+"""Group names of a row's processors in run order; () if it has none."""
 
 
 def group_key(params: SamplingParams) -> GroupKey:
-    """The key of a request.
+    """Return the key of a request.
 
-    A processor that belongs to one sequence is a group of one row wherever that stands: "" holds its place, and is left
-    out at the end.
+    A processor that belongs to one sequence is a group of one row at any position. "" keeps its place in the key, and
+    is dropped at the end.
     """
     in_order = in_run_order(uses_of(params))
     names = ["" if use.processor.per_sequence else use.processor.group_name for use in in_order]
@@ -34,31 +34,31 @@ def group_key(params: SamplingParams) -> GroupKey:
 def adjacent_swaps(keys: Sequence[GroupKey]) -> list[tuple[int, int]]:
     """Find swaps that make the rows of a group adjacent.
 
-    Afterwards rows of the same first processor are adjacent, among these rows those of the same second one, and so
-    on. The fewest swaps cannot be had cheaply: to sort repeated keys with the fewest is NP-hard already (Amir et al.
-    2009, "On the cost of interchange rearrangement in strings"). So it is done in two parts, linear but for sorting the
-    groups. First each group gets the place where most of its rows stand already, and rows without a group fill what is
-    left. Then rows go where they belong, as many as possible by swaps that put both rows right.
+    Afterwards the rows of the same first processor are adjacent, among these the rows of the same second one, and so
+    on. The minimum number of swaps is NP-hard to find, even for sorting repeated keys (Amir et al. 2009, "On the cost
+    of interchange rearrangement in strings"). So this is a heuristic in two parts, linear except for sorting the
+    groups. First each group is assigned the position where most of its rows already are, and rows without a group fill
+    the rest. Then rows are swapped into place, preferably by swaps that put both rows in place.
 
     Guarantees:
-    * No swaps if the groups are adjacent already.
-    * Each swap puts at least one row right for good, the last one two: there are fewer swaps than rows.
+    * No swaps if the groups are already adjacent.
+    * Each swap puts at least one row in its final place, the last one two: there are fewer swaps than rows.
 
     Args:
-        keys: of all rows, in row order.
+        keys: keys of all rows, in row order.
 
     Returns:
-        (row, row), to be done one after the other.
+        (row, row) swaps, to be done in order.
     """
     return _swaps(keys, _arranged(keys))
 
 
 def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
-    """The key that belongs at each row."""
+    """Return the key that belongs at each row."""
     arranged = list(keys)
-    # (first row, how many processors its members share, members in the order in which they stand now)
+    # (first row, number of processors that its members share, members in their current order)
     blocks: list[tuple[int, int, Sequence[GroupKey]]] = [(0, 0, keys)]
-    # Not recursive: a request may carry more processors than Python nests calls.
+    # Not recursive: a request may have more processors than Python's recursion limit.
     while blocks:
         first, depth, members = blocks.pop()
         groups: defaultdict[str, list[int]] = defaultdict(list)
@@ -66,7 +66,7 @@ def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
             if len(key) > depth:
                 groups[key[depth]].append(place)
         ended = next((key for key in members if len(key) == depth), None)
-        if ended is not None:  # those without a further processor stand where no group will
+        if ended is not None:  # rows without a further processor fill the gaps between groups
             arranged[first : first + len(members)] = [ended] * len(members)
         for start, places in _placed(groups.values(), len(members)):
             blocks.append((first + start, depth + 1, [members[place] for place in places]))
@@ -74,20 +74,20 @@ def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
 
 
 def _placed(groups: Iterable[list[int]], size: int) -> list[tuple[int, list[int]]]:
-    """Give each group a start, such that none overlaps another and all end before `size`."""
+    """Give each group a start, so that no groups overlap and all end before `size`."""
     wanted = sorted((_fullest_window(places), places) for places in groups)
     placed = []
-    free, to_come = 0, sum(len(places) for _, places in wanted)
+    free, remaining = 0, sum(len(places) for _, places in wanted)
     for start, places in wanted:
-        start = min(max(start, free), size - to_come)
+        start = min(max(start, free), size - remaining)
         placed.append((start, places))
         free = start + len(places)
-        to_come -= len(places)
+        remaining -= len(places)
     return placed
 
 
 def _fullest_window(places: list[int]) -> int:
-    """Where a window as long as the group begins that holds most of its places, which ascend."""
+    """Return the start of the window of the group's length that has most of its places, which ascend."""
     begin, most = places[0], 0
     end = 0
     for number, place in enumerate(places):
@@ -99,9 +99,9 @@ def _fullest_window(places: list[int]) -> int:
 
 
 def _swaps(keys: Sequence[GroupKey], arranged: Sequence[GroupKey]) -> list[tuple[int, int]]:
-    """Turn one order of keys into another."""
+    """Return swaps that turn one order of keys into another."""
     swaps = []
-    # Misplaced rows, by the key that stands there, then by the key that belongs there.
+    # Misplaced rows, by their current key, then by the key that belongs there.
     misplaced: defaultdict[GroupKey, dict[GroupKey, list[int]]] = defaultdict(dict)
     for row, (key, belongs) in enumerate(zip(keys, arranged, strict=True)):
         if key == belongs:
@@ -114,7 +114,7 @@ def _swaps(keys: Sequence[GroupKey], arranged: Sequence[GroupKey]) -> list[tuple
     for key, rows in misplaced.items():
         while rows:
             row, belongs = _take(rows, key)
-            # Follow the row that holds `key` from place to place, until it is where it belongs.
+            # Follow the row with `key` from place to place until it is where it belongs.
             while belongs != key:
                 source, source_belongs = _take(misplaced[belongs], key)
                 swaps.append((row, source))
@@ -123,7 +123,7 @@ def _swaps(keys: Sequence[GroupKey], arranged: Sequence[GroupKey]) -> list[tuple
 
 
 def _take(rows: dict[GroupKey, list[int]], preferred: GroupKey) -> tuple[int, GroupKey]:
-    """Take out one of the rows where a key stands, and which key belongs there: `preferred` if there is such a row."""
+    """Remove and return one of the rows with a key, and the key that belongs there: `preferred` if possible."""
     belongs = preferred if preferred in rows else next(iter(rows))
     row = rows[belongs].pop()
     if not rows[belongs]:

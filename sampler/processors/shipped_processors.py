@@ -1,7 +1,7 @@
-"""The processors that came with requests, together one batch processor (contract 3).
+"""A batch processor (contract 3) that runs the requests' own processors.
 
-`ShippedProcessors` follows the persistent batch, keeps the rows of each processor as a group, and calls each processor
-once a step with the rows of its group and nothing else.
+`ShippedProcessors` follows the persistent batch, groups the rows by processor, and calls each processor once a step
+with the rows of its group and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .processor_use import ProcessorUse, in_run_order, uses_of
 from .request_view import ModelView
 
 CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
-"""Gives what is told of the calls of a processor."""
+"""Returns the observer of a processor's calls."""
 
 
 def _false(use: ProcessorUse) -> bool:
@@ -41,16 +41,19 @@ def _noop(num_rows: int, seconds: float) -> None:
 
 
 class ShippedProcessors(LogitsProcessor):
-    """See the module's text.
+    """Runs the requests' own processors, see the module.
 
     Args:
-        model: what they may know of the model.
-        uses: finds a request's processors in its sampling params.
-        is_kept: says of a use whose row went that the sequence will be back, perhaps in another row: it then finds its
-            state. That is looked at whenever the batch changes, and by `close_absent`.
-        on_call: of each processor, what is told of its calls, after each. Asked when the batch changes.
-        check_last: look at what the last processor of a row left, as at what the others do. False for a caller who
-            looks at all rows anyway, and asks `fault_of` about those that have no finite logit, NaN or +inf.
+        vllm_config: unused; part of the contract.
+        device: unused; part of the contract.
+        is_pin_memory: unused; part of the contract.
+        model: view of the model for processors.
+        uses: returns a request's processors from its sampling params.
+        is_kept: returns whether a sequence whose row was removed will be added again, perhaps in another row. Its state
+            is then kept. Called whenever the batch changes, and by `close_absent`.
+        on_call: returns the observer that is called after each call of a processor. Looked up when the batch changes.
+        check_last: check the logits also after the last processor of a row. False if the caller checks all rows anyway
+            and calls `fault_of` for rows with NaN, +inf or no finite logit.
     """
 
     def __init__(
@@ -77,11 +80,11 @@ class ShippedProcessors(LogitsProcessor):
         self._trace = StepTrace({})
 
     def is_argmax_invariant(self) -> bool:
-        """False: a shipped processor may do anything to its rows."""
+        """Return False: a shipped processor may edit its rows in any way."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch."""
+        """Apply the changes of the batch."""
         if batch_update is not None and self._rows.update(batch_update):
             self.close_absent()
             for use in self._members:
@@ -89,7 +92,7 @@ class ShippedProcessors(LogitsProcessor):
             self._stages = group_rows(self._rows, self._on_call)
 
     def close_absent(self) -> None:
-        """Let go of the sequences that have no row and will not be back."""
+        """Close the sequences that have no row and will not be added again."""
         present = {member.use for members in self._rows.values() for member in members}
         for use in [use for use in self._members if use not in present and not self._is_kept(use)]:
             self._members.pop(use).executor_row.close()
@@ -97,22 +100,22 @@ class ShippedProcessors(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
 
-        The groups of a stage have no row in common: all are begun before the first is finished, so that those that run
-        in processes of their own work at the same time.
+        The groups of a stage have no row in common: all begin before the first one finishes, so that processes of their
+        own run in parallel.
 
         Args:
             logits: float32 [rows, vocab].
 
         Returns:
-            `logits`. The rows of `take_faults()` are zeros: the caller must not use them.
+            `logits`. The rows of `take_faults()` are zeros and must not be used.
         """
         self._run(self._stages, logits)
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
-        """The same for some rows, see `SpeculativeLogitsProcessor`.
+        """Run the groups on some rows of the batch, see `SpeculativeLogitsProcessor`.
 
-        A processor is not called for a draft that was rejected before: nobody's state has to be taken back.
+        A processor never sees a rejected draft token, so no state has to be rolled back.
         """
         rows = rows_of_drafts(num_draft_tokens)
         places = {row: place for place, row in enumerate(rows)}
@@ -121,7 +124,7 @@ class ShippedProcessors(LogitsProcessor):
         return logits
 
     def watch(self, trace: StepTrace) -> None:
-        """Show what the processors make of the rows, in the calls from now on."""
+        """Record the rows in `trace` after each processor, from the next call on."""
         self._trace = trace
 
     def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor) -> None:
@@ -134,21 +137,21 @@ class ShippedProcessors(LogitsProcessor):
                 self._finish(group, rows, run.finish(), logits)
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
-        """The rows whose processor broke its contract in the last `apply`, each with its fault."""
+        """Return (row, fault) of the processors that failed in the last `apply`, and clear them."""
         if not self._faults:
             return []
         faults, self._faults = sorted(self._faults.items(), key=lambda item: item[0]), {}
         return faults
 
     def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
-        """Why a row is not finite that was left unchecked, see `check_last`.
+        """Return the fault of the processor that left an unchecked row without a usable logit, see `check_last`.
 
         Args:
-            row: of the batch.
+            row: row of the batch.
             logits: float32 [vocab].
 
         Returns:
-            None if it was checked, or has no processor whose doing it could be.
+            None if the row was checked, or no processor of it can be the cause.
         """
         for member in self._rows.get(row, ()):
             if member.is_last and not member.use.processor.is_trusted:
@@ -160,7 +163,7 @@ class ShippedProcessors(LogitsProcessor):
     ) -> list[GroupMember] | None:
         uses = in_run_order(self._uses(params))
         masks = [use for use in uses if use.processor.is_mask]
-        # Masks among others run again after these, and the sampler's own mask comes after all of them.
+        # Masks run again after the other processors, and the sampler's own mask comes last.
         is_edited_later = 0 < len(masks) < len(uses) or params.allowed_token_ids is not None
         rows: list[GroupMember] = []
         before = [*params.forbidding_fields]
@@ -176,7 +179,7 @@ class ShippedProcessors(LogitsProcessor):
     def _row_at_executor(
         self, use: ProcessorUse, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> ExecutorRow:
-        """The sequence at the processor's executor: as it was forked, or new."""
+        """Return the sequence's row at the processor's executor: its fork if it has one, else a new row."""
         use.executor_row, use.forked_row = use.forked_row, None
         if use.executor_row is None:
             sequence = ExecutorSequence(
@@ -192,11 +195,13 @@ class ShippedProcessors(LogitsProcessor):
         return use.executor_row
 
     def _finish(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
-        """Take what a call left in a group's rows.
+        """Count a finished call, check its rows and write them to the batch's logits.
 
         Args:
+            group: the group that was called.
             rows: float32 [rows of the group, vocab]: a view of the batch's logits if the group is adjacent.
-            logits: those of the batch.
+            outcome: result of the call.
+            logits: logits of the batch.
         """
         group.count(outcome)
         if outcome.faults or not (group.processor.is_trusted or (group.is_last and not self._check_last)):
@@ -209,9 +214,9 @@ class ShippedProcessors(LogitsProcessor):
                 self._trace.record_processor(row, name, digest, rows[place], again=group.again)
 
     def _check(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> None:
-        """Put zeros into the rows that a processor failed on, or made unusable."""
-        # One reduction finds all three faults: NaN wins every comparison, +inf is the largest, and -inf is the largest
-        # only where nothing else is left.
+        """Set the rows to zero on which a processor failed, or which have no usable logit."""
+        # One reduction finds all three faults: amax propagates NaN, +inf is the largest value, and -inf is the largest
+        # only if no other value is left.
         largest = rows.amax(dim=-1).tolist()
         for place, (row, number) in enumerate(zip(group.rows, largest, strict=True)):
             fault = outcome.faults.get(place)

@@ -40,7 +40,7 @@ def raised_by(body: str, filename: str = "author.py") -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def here(body: str, filename: str = "author.py") -> str:
+def traceback_of(body: str, filename: str = "author.py") -> str:
     return author_traceback(raised_by(body, filename))
 
 
@@ -48,16 +48,16 @@ def here(body: str, filename: str = "author.py") -> str:
 
 
 def test_traceback_looks_like_python() -> None:
-    assert here("x = 1\nx / 0") == (
+    assert traceback_of("x = 1\nx / 0") == (
         'Traceback (most recent call last):\n  File "author.py", line 3, in call\nZeroDivisionError: division by zero\n'
     )
 
 
 def test_library_paths_are_relative_to_install_folder() -> None:
-    text = here("import json\njson.loads('{')")
+    text = traceback_of("import json\njson.loads('{')")
     assert '  File "json/__init__.py", line ' in text
     assert '  File "json/decoder.py", line ' in text
-    text = here("import torch\ntorch.einsum('ij,k', torch.ones(1))")
+    text = traceback_of("import torch\ntorch.einsum('ij,k', torch.ones(1))")
     assert re.search(r'  File "torch/functional\.py", line \d+, in einsum\n', text)
 
 
@@ -76,7 +76,7 @@ def test_causes_are_formatted_like_python(end: str) -> None:
 
 
 def test_recursion_is_collapsed() -> None:
-    text = here("return call()")
+    text = traceback_of("return call()")
     assert re.fullmatch(
         r'Traceback \(most recent call last\):\n  File "author\.py", line 2, in call\n'
         r"  \[Previous line repeated \d+ more times\]\nRecursionError: maximum recursion depth exceeded.*\n",
@@ -86,14 +86,14 @@ def test_recursion_is_collapsed() -> None:
 
 def test_only_last_frames_are_shown() -> None:
     functions = "\n".join(f"def f{i}(): f{i + 1}()" for i in range(50))
-    text = here(f"global {', '.join(f'f{i}' for i in range(51))}\n{functions}\ndef f50(): 1 / 0\nf0()")
+    text = traceback_of(f"global {', '.join(f'f{i}' for i in range(51))}\n{functions}\ndef f50(): 1 / 0\nf0()")
     assert "(32 outer frames are left out)" in text
     assert ", in f30\n" not in text
     assert re.search(r", in f31\n.*, in f50\nZeroDivisionError", text, re.DOTALL)
 
 
 def test_exception_group_members_are_shown() -> None:
-    text = here("raise ExceptionGroup('two', [ValueError('a'), ExceptionGroup('one', [KeyError('b')])])")
+    text = traceback_of("raise ExceptionGroup('two', [ValueError('a'), ExceptionGroup('one', [KeyError('b')])])")
     assert text.endswith(
         "ExceptionGroup: two (2 sub-exceptions)\n"
         "  + exception 1 of 2\n  | ValueError: a\n"
@@ -103,7 +103,7 @@ def test_exception_group_members_are_shown() -> None:
 
 
 def test_notes_are_shown() -> None:
-    assert here("e = ValueError('no')\ne.add_note('a hint')\nraise e").endswith("ValueError: no\na hint\n")
+    assert traceback_of("e = ValueError('no')\ne.add_note('a hint')\nraise e").endswith("ValueError: no\na hint\n")
 
 
 def test_exception_without_frames_has_no_traceback() -> None:
@@ -156,7 +156,7 @@ def test_processor_string_cannot_quote_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("filename", ["<logitship_processor_0> ", "a<logitship_processor_0>", "<logitship_processor>"])
 def test_similar_file_names_are_not_quoted(filename: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(linecache.cache, filename, (9, None, ["a secret\n"] * 9, filename))
-    assert "secret" not in here("1 / 0", filename)
+    assert "secret" not in traceback_of("1 / 0", filename)
 
 
 # --- frames ---

@@ -52,7 +52,7 @@ DETAILS = ProcessorDetails(
 )
 
 
-class Script:
+class FakeServer:
     """Fake server with a list of prepared responses, which records its requests."""
 
     def __init__(self, *answers: httpx.Response | Exception) -> None:
@@ -122,7 +122,7 @@ def stream_of(*events: Any, done: bool = True) -> httpx.Response:
 
 
 def test_generate(call: AnyClient) -> None:
-    server = Script(ok(ANSWER))
+    server = FakeServer(ok(ANSWER))
     generation = call(server, "generate", "Hi", processor="min_p", params={"min_p": 0.1}, max_new_tokens=1)
     assert isinstance(generation, Generation)
     assert (generation.text, generation.rid) == ("Hello", "r1")
@@ -139,7 +139,7 @@ def test_generate(call: AnyClient) -> None:
 
 
 def test_batch_and_n_return_lists(call: AnyClient) -> None:
-    server = Script(ok([ANSWER, ANSWER]), ok([ANSWER, ANSWER]), ok(COMPLETION), ok(CHAT_ANSWER))
+    server = FakeServer(ok([ANSWER, ANSWER]), ok([ANSWER, ANSWER]), ok(COMPLETION), ok(CHAT_ANSWER))
     assert len(call(server, "generate", ["a", "b"])) == 2
     assert len(call(server, "generate", "a", n=2)) == 2
     assert len(call(server, "completions", "a", n=1)) == 1
@@ -147,7 +147,7 @@ def test_batch_and_n_return_lists(call: AnyClient) -> None:
 
 
 def test_openai_routes(call: AnyClient) -> None:
-    server = Script(ok(COMPLETION), ok(CHAT_ANSWER))
+    server = FakeServer(ok(COMPLETION), ok(CHAT_ANSWER))
     assert call(server, "completions", "a").text == "Hi"
     assert call(server, "chat", [{"role": "user", "content": "a"}]).text == "Hi"
     assert [request.url.path for request in server.requests] == ["/v1/completions", "/v1/chat/completions"]
@@ -166,7 +166,7 @@ def test_openai_routes(call: AnyClient) -> None:
     ],
 )
 def test_streams(call: AnyClient, method: str, prompt: Any, event: dict[str, Any]) -> None:
-    server = Script(stream_of(event))
+    server = FakeServer(stream_of(event))
     (chunk,) = call(server, method, prompt)
     assert isinstance(chunk, GenerationChunk)
     assert chunk.text == chunk.cumulative_text == event.get("text", "Hi")
@@ -175,7 +175,7 @@ def test_streams(call: AnyClient, method: str, prompt: Any, event: dict[str, Any
 
 
 def test_other_methods(call: AnyClient) -> None:
-    server = Script(
+    server = FakeServer(
         ok({"data": [{"id": "m"}]}),
         ok({"model_path": "m"}),
         ok({"version": "1"}),
@@ -217,26 +217,26 @@ def test_other_methods(call: AnyClient) -> None:
 
 
 def test_health_does_not_raise_or_retry(call: AnyClient) -> None:
-    server = Script(httpx.Response(200), httpx.Response(503), httpx.ConnectError("refused"))
+    server = FakeServer(httpx.Response(200), httpx.Response(503), httpx.ConnectError("refused"))
     assert [call(server, "health") for _ in range(3)] == [True, False, False]
     assert call.slept == []
 
 
 def test_error_status_raises_its_class(call: AnyClient) -> None:
-    server = Script(httpx.Response(400, json={"error": {"message": "n must be 1", "param": "n"}}))
+    server = FakeServer(httpx.Response(400, json={"error": {"message": "n must be 1", "param": "n"}}))
     with pytest.raises(BadRequestError, match="400: n must be 1") as caught:
         call(server, "generate", "Hi")
     assert caught.value.param == "n"
 
 
 def test_error_status_of_stream_raises_its_class(call: AnyClient) -> None:
-    server = Script(httpx.Response(401, json={"error": {"message": "no key"}}))
+    server = FakeServer(httpx.Response(401, json={"error": {"message": "no key"}}))
     with pytest.raises(AuthenticationError, match="no key"):
         call(server, "generate_stream", "Hi")
 
 
 def test_invalid_argument_raises_before_sending() -> None:
-    server = Script()
+    server = FakeServer()
     client = Client(dialect="logitship", transport=httpx.MockTransport(server))
     asynchronous = AsyncClient(dialect="logitship", transport=httpx.MockTransport(server))
     for stream in (client.generate_stream, client.completions_stream, asynchronous.generate_stream):
@@ -247,7 +247,7 @@ def test_invalid_argument_raises_before_sending() -> None:
 
 def test_retry_after_is_respected(call: AnyClient) -> None:
     busy = httpx.Response(429, headers={"retry-after": "3"}, json={"error": {"message": "full"}})
-    server = Script(busy, httpx.Response(503), ok(ANSWER))
+    server = FakeServer(busy, httpx.Response(503), ok(ANSWER))
     assert call(server, "generate", "Hi").text == "Hello"
     assert call.slept[0] == 3.0
     assert 0.5 <= call.slept[1] <= 1.0
@@ -255,7 +255,7 @@ def test_retry_after_is_respected(call: AnyClient) -> None:
 
 
 def test_retries_are_limited(call: AnyClient) -> None:
-    server = Script(*[httpx.Response(503, json={"error": {"message": "full"}})] * 3)
+    server = FakeServer(*[httpx.Response(503, json={"error": {"message": "full"}})] * 3)
     with pytest.raises(ServerBusyError, match="full"):
         call(server, "generate_stream", "Hi")
     assert len(server.requests) == 3
@@ -263,12 +263,12 @@ def test_retries_are_limited(call: AnyClient) -> None:
 
 def test_no_retries(call: AnyClient) -> None:
     with pytest.raises(ServerBusyError):
-        call(Script(httpx.Response(503)), "models", max_retries=0)
+        call(FakeServer(httpx.Response(503)), "models", max_retries=0)
     assert call.slept == []
 
 
 def test_refused_connection_is_retried(call: AnyClient) -> None:
-    server = Script(httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), ok(ANSWER))
+    server = FakeServer(httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), ok(ANSWER))
     assert call(server, "generate", "Hi").text == "Hello"
     assert len(call.slept) == 2
 
@@ -277,7 +277,7 @@ def test_refused_connection_is_retried(call: AnyClient) -> None:
     "error", [httpx.ReadError("reset"), httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("gone")]
 )
 def test_broken_generation_is_not_retried(call: AnyClient, error: httpx.HTTPError) -> None:
-    server = Script(error)
+    server = FakeServer(error)
     with pytest.raises(TransportError, match="http://server") as caught:
         call(server, "generate", "Hi")
     assert caught.value.__cause__ is error
@@ -285,18 +285,18 @@ def test_broken_generation_is_not_retried(call: AnyClient, error: httpx.HTTPErro
 
 
 def test_idempotent_request_is_retried(call: AnyClient) -> None:
-    server = Script(httpx.ReadError("reset"), httpx.Response(504), ok({"data": []}))
+    server = FakeServer(httpx.ReadError("reset"), httpx.Response(504), ok({"data": []}))
     assert call(server, "models") == []
 
 
 def test_httpx_errors_become_transport_errors(call: AnyClient) -> None:
     for error in (httpx.ConnectError(""), httpx.ReadError(""), httpx.WriteTimeout(""), httpx.UnsupportedProtocol("x")):
         with pytest.raises(TransportError):
-            call(Script(error), "generate", "Hi", max_retries=0)
+            call(FakeServer(error), "generate", "Hi", max_retries=0)
 
 
 def test_truncated_stream_is_not_restarted(call: AnyClient) -> None:
-    server = Script(stream_of(ANSWER, done=False))
+    server = FakeServer(stream_of(ANSWER, done=False))
     with pytest.raises(TransportError, match="middle of the stream"):
         call(server, "generate_stream", "Hi")
     assert len(server.requests) == 1
@@ -332,7 +332,7 @@ class BreakingStream(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 def test_connection_breaks_during_stream(call: AnyClient) -> None:
     body = BreakingStream(breaks=True)
-    server = Script(httpx.Response(200, stream=body))
+    server = FakeServer(httpx.Response(200, stream=body))
     with pytest.raises(TransportError, match="reset"):
         call(server, "generate_stream", "Hi")
     assert body.closed
@@ -341,7 +341,7 @@ def test_connection_breaks_during_stream(call: AnyClient) -> None:
 
 def test_closing_iterator_closes_connection() -> None:
     body = BreakingStream(breaks=False)
-    client = Client(dialect="logitship", transport=httpx.MockTransport(Script(httpx.Response(200, stream=body))))
+    client = Client(dialect="logitship", transport=httpx.MockTransport(FakeServer(httpx.Response(200, stream=body))))
     with closing(client.generate_stream("Hi")) as chunks:
         assert next(chunks).text == "Hello"
         assert not body.closed
@@ -352,7 +352,7 @@ def test_closing_async_iterator_closes_connection() -> None:
     async def run() -> None:
         body = BreakingStream(breaks=False)
         client = AsyncClient(
-            dialect="logitship", transport=httpx.MockTransport(Script(httpx.Response(200, stream=body)))
+            dialect="logitship", transport=httpx.MockTransport(FakeServer(httpx.Response(200, stream=body)))
         )
         async with aclosing(client.generate_stream("Hi")) as chunks:
             assert (await anext(chunks)).text == "Hello"
@@ -363,7 +363,9 @@ def test_closing_async_iterator_closes_connection() -> None:
 
 
 def test_error_in_stream(call: AnyClient) -> None:
-    server = Script(stream_of(ANSWER, {"error": {"message": "boom", "type": "ProcessorFault", "traceback": "Trace"}}))
+    server = FakeServer(
+        stream_of(ANSWER, {"error": {"message": "boom", "type": "ProcessorFault", "traceback": "Trace"}})
+    )
     with pytest.raises(GenerationError, match="boom") as caught:
         call(server, "generate_stream", "Hi")
     assert caught.value.traceback == "Trace"
@@ -371,7 +373,7 @@ def test_error_in_stream(call: AnyClient) -> None:
 
 
 def test_api_key_and_headers_are_sent() -> None:
-    server = Script(ok(ANSWER))
+    server = FakeServer(ok(ANSWER))
     client = Client(
         "http://server/prefix/",
         dialect="logitship",

@@ -17,7 +17,7 @@ from logitship.client.scrub import LONGEST_TEXT, known_folders, scrub
 SITE_PACKAGES = str(Path(torch.__file__).parent.parent)
 
 
-def finds_a_folder(text: str) -> bool:
+def contains_known_folder(text: str) -> bool:
     """Return whether a known folder is in the text, and not only as the prefix of another name."""
     for folder in known_folders():
         at = text.find(folder)
@@ -73,7 +73,7 @@ def test_symlinked_folder_is_known(tmp_path: Path) -> None:
 )
 def test_scrub(text: str, expected: str | None) -> None:
     if expected is None:
-        assert not finds_a_folder(scrub(text))
+        assert not contains_known_folder(scrub(text))
     else:
         assert scrub(text) == expected
 
@@ -81,8 +81,8 @@ def test_scrub(text: str, expected: str | None) -> None:
 def test_removal_cannot_form_another_folder() -> None:
     folder = SITE_PACKAGES
     middle = len(folder) // 2
-    assert not finds_a_folder(scrub(f"{folder[:middle]}{folder}/{folder[middle:]}"))
-    assert not finds_a_folder(scrub(f"{folder[:1]}{folder}/{folder[1:]}"))
+    assert not contains_known_folder(scrub(f"{folder[:middle]}{folder}/{folder[middle:]}"))
+    assert not contains_known_folder(scrub(f"{folder[:1]}{folder}/{folder[1:]}"))
 
 
 folders = st.sampled_from(known_folders())
@@ -98,7 +98,7 @@ pieces = st.one_of(
 @given(st.lists(pieces, max_size=12).map("".join))
 def test_no_known_folder_remains(text: str) -> None:
     result = scrub(text)
-    assert not finds_a_folder(result)
+    assert not contains_known_folder(result)
     assert result.encode().decode() == result
     assert not any(ord(character) < 32 and character not in "\t\n" for character in result)
 
@@ -130,7 +130,7 @@ def test_size_and_time_are_bounded(piece: str) -> None:
     began = time.process_time()
     result = scrub(piece * (20 * LONGEST_TEXT))
     assert len(result) <= LONGEST_TEXT
-    assert not finds_a_folder(result[:-100])
+    assert not contains_known_folder(result[:-100])
     # Far more than it needs, and far less than quadratic time in 65,536 characters.
     assert time.process_time() - began < 5
 

@@ -6,7 +6,7 @@ import torch
 from logitship.sampler.device_tensor import copies_to, token_positions
 
 
-def test_on_the_host_the_memory_is_shared() -> None:
+def test_cpu_tensor_shares_memory() -> None:
     array = np.arange(4)
     tensor = copies_to(torch.device("cpu"), pin_memory=False)(array)
     array[0] = 9
@@ -14,14 +14,14 @@ def test_on_the_host_the_memory_is_shared() -> None:
     assert tensor.dtype == torch.int64
 
 
-def test_on_another_device_shape_and_dtype_stay() -> None:
+def test_other_device_keeps_shape_and_dtype() -> None:
     tensor = copies_to(torch.device("meta"), pin_memory=False)(np.zeros((2, 3), dtype=np.float32))
     assert tensor.device.type == "meta"
     assert tensor.shape == (2, 3)
     assert tensor.dtype == torch.float32
 
 
-def test_positions_are_the_rows_with_their_tokens() -> None:
+def test_token_positions() -> None:
     tokens_of = {4: np.array([7, 1]), 0: np.array([], dtype=np.int64), 2: np.array([1])}
     rows, token_ids = token_positions(tokens_of, copies_to(torch.device("cpu"), pin_memory=False))
     assert rows.tolist() == [4, 4, 2]

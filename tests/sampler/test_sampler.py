@@ -164,7 +164,7 @@ def random_params(rng: random.Random, vocab_size: int, **fixed: object) -> Sampl
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_processed_logprobs_against_a_plain_loop(seed: int) -> None:
+def test_processed_logprobs_match_plain_loop(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab_size = 50
@@ -222,7 +222,7 @@ def change_batch(rng: random.Random, batch: list[Request], vocab_size: int) -> B
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_row_gets_what_it_gets_alone(seed: int) -> None:
+def test_rows_are_batch_invariant(seed: int) -> None:
     """Random schedules of arrivals, departures and moves: each row equals, bit for bit, a fresh batch of one."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -243,7 +243,7 @@ def test_every_row_gets_what_it_gets_alone(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_some_rows_get_what_they_get_alone(seed: int) -> None:
+def test_subsets_of_rows_are_batch_invariant(seed: int) -> None:
     """As speculative decoding asks for them: fewer rows from depth to depth, whose outputs grow in between."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -267,14 +267,14 @@ def test_some_rows_get_what_they_get_alone(seed: int) -> None:
             sampler.update_state(None)
 
 
-def test_a_batch_processor_that_knows_all_rows_only_cannot_be_asked_for_some() -> None:
+def test_processor_without_spec_decode_rejects_subset_of_rows() -> None:
     sampler = make_sampler(5, Edit(same), rows=[GREEDY, GREEDY])
     sampler.sample(torch.zeros(2, 5))
     with pytest.raises(TypeError, match="Edit has no apply_with_spec_decode"):
         sampler.sample(torch.zeros(1, 5), [1])
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
+def test_tokens_depend_on_seed() -> None:
     logits = torch.zeros(1000)
 
     def tokens(seed: int) -> list[int]:
@@ -289,23 +289,23 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     assert tokens(-1) == tokens(2**64 - 1)
 
 
-def test_random_rows_need_a_seed() -> None:
+def test_random_row_without_seed_is_rejected() -> None:
     with pytest.raises(ValueError, match="seed"):
         make_sampler(5, rows=[SamplingParams()])
     assert make_sampler(5, rows=[GREEDY]).sample(torch.eye(5)[:1]).token_ids == [0]
 
 
-def test_the_logits_must_fit_the_batch() -> None:
+def test_wrong_logits_shape_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"expected shape \(1, 5\), got \(2, 5\)"):
         make_sampler(5, rows=[GREEDY]).sample(torch.zeros(2, 5))
 
 
-def test_an_empty_batch() -> None:
+def test_empty_batch() -> None:
     sampler = Sampler(5, CPU, LogitsProcessors(builtin_processors()), None)
     assert sampler.sample(torch.empty(0, 5)) == SamplerOutput([], [], [], [])
 
 
-def test_drawn_tokens_follow_the_distribution() -> None:
+def test_sampled_tokens_follow_distribution() -> None:
     """Chi-square over many seeds, temperature and top-k included."""
     torch.manual_seed(0)
     logits = torch.randn(30)
@@ -323,7 +323,7 @@ def test_drawn_tokens_follow_the_distribution() -> None:
 # ---- the order of the steps
 
 
-def test_processors_run_in_the_order_of_the_contract() -> None:
+def test_processors_run_in_contract_order() -> None:
     order: list[str] = []
 
     def note(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -347,7 +347,7 @@ def test_processors_run_in_the_order_of_the_contract() -> None:
     assert invariant.seen[0].tolist() == [[2.0, 4.0, 4.0, -INF]]  # after the temperature
 
 
-def test_argmax_invariant_processors_run_only_for_random_rows() -> None:
+def test_argmax_invariant_processors_run_only_with_random_rows() -> None:
     invariant = Edit(same, invariant=True)
     make_sampler(3, invariant, rows=[GREEDY]).sample(torch.zeros(1, 3))
     assert invariant.seen == []
@@ -355,7 +355,7 @@ def test_argmax_invariant_processors_run_only_for_random_rows() -> None:
     assert len(invariant.seen) == 1
 
 
-def test_greedy_rows_are_not_touched_by_what_random_rows_need() -> None:
+def test_greedy_rows_ignore_random_only_steps() -> None:
     def ruin(logits: torch.Tensor) -> torch.Tensor:
         return -logits
 
@@ -369,7 +369,7 @@ def test_greedy_rows_are_not_touched_by_what_random_rows_need() -> None:
     assert dict(record.top) == dict(enumerate(logits[0].log_softmax(-1).tolist()))
 
 
-def test_forcing_obeys_the_masks() -> None:
+def test_forced_token_obeys_masks() -> None:
     rows = [
         dataclasses.replace(GREEDY, allowed_token_ids=frozenset({0, 1})),
         dataclasses.replace(GREEDY, allowed_token_ids=frozenset({0, 1})),
@@ -387,7 +387,7 @@ def test_forcing_obeys_the_masks() -> None:
     assert "Together, allowed_token_ids forbid" in str(fault)
 
 
-def test_raw_logprobs_are_those_before_any_edit() -> None:
+def test_raw_logprobs_precede_all_edits() -> None:
     params = SamplingParams(seed=3, temperature=0.1, logit_bias={0: 9.0}, presence_penalty=2.0, logprobs=2)
     logits = torch.tensor([0.5, 1.0, -1.0])
     expected = logits.log_softmax(-1).tolist()
@@ -402,7 +402,7 @@ def test_raw_logprobs_are_those_before_any_edit() -> None:
 # ---- faults
 
 
-def test_a_fault_ends_its_own_row_only() -> None:
+def test_fault_ends_only_its_row() -> None:
     logits = torch.randn(5, 40)
     params = [SamplingParams(seed=row, top_p=0.9, logprobs=1) for row in range(5)]
     healthy = make_sampler(40, rows=params).sample(logits.clone())
@@ -424,12 +424,12 @@ def test_a_fault_ends_its_own_row_only() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=0), SamplingParams(seed=0, top_k=3, top_p=0.5)])
-def test_every_row_faulty(params: SamplingParams) -> None:
+def test_all_rows_faulty(params: SamplingParams) -> None:
     result = make_sampler(4, rows=[params] * 3).sample(torch.full((3, 4), -INF))
     assert [row for row, _ in result.faults] == [0, 1, 2]
 
 
-def test_the_shipped_stage_reports_its_own_faults() -> None:
+def test_shipped_stage_reports_faults() -> None:
     fault = ProcessorFault("broke", digest="sha256:0", name="Broken", kind="exception")
 
     def ruin(logits: torch.Tensor) -> torch.Tensor:
@@ -443,7 +443,7 @@ def test_the_shipped_stage_reports_its_own_faults() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, [0, 2]])
-def test_the_shipped_stage_is_asked_whose_fault_a_row_is(rows: list[int] | None) -> None:
+def test_shipped_stage_identifies_faulty_processor(rows: list[int] | None) -> None:
     """It may leave its last look at a row to step 6."""
     fault = ProcessorFault("broke", digest="sha256:0", name="Broken", kind="non_finite")
 
@@ -466,7 +466,7 @@ def test_the_shipped_stage_is_asked_whose_fault_a_row_is(rows: list[int] | None)
 
 
 @pytest.mark.parametrize("top_k", [-1, 2])
-def test_an_installed_processor_that_breaks_a_row_after_the_check(top_k: int) -> None:
+def test_installed_processor_breaks_row_after_check(top_k: int) -> None:
     def ruin(logits: torch.Tensor) -> torch.Tensor:
         logits[1] = -INF
         return logits
@@ -479,7 +479,7 @@ def test_an_installed_processor_that_breaks_a_row_after_the_check(top_k: int) ->
     assert [result.token_ids[row] for row in (0, 2)] == [healthy.token_ids[row] for row in (0, 2)]
 
 
-def test_updates_reach_every_stage() -> None:
+def test_batch_updates_reach_every_stage() -> None:
     installed, shipped = Edit(same), Shipped(same)
     sampler = make_sampler(3, installed, shipped=shipped, rows=[GREEDY])
     assert installed.updated == shipped.updated is not None
@@ -503,7 +503,7 @@ def test_extreme_temperatures_and_logits(temperature: float, scale: float, top_k
         assert result.token_ids[0] == 1
 
 
-def test_a_single_survivor_is_drawn() -> None:
+def test_single_allowed_token_is_sampled() -> None:
     for params in (SamplingParams(seed=1), SamplingParams(seed=1, top_k=50), SamplingParams(seed=1, top_p=0.999)):
         logits = torch.full((1000,), -INF)
         logits[777] = -50.0

@@ -62,7 +62,7 @@ def numbers(logits: torch.Tensor, trace: RowTrace) -> list[float | None]:
     return [None if logprob == -INF else pytest.approx(logprob, abs=1e-6) for logprob in of_candidates]
 
 
-def test_every_stage_shows_what_it_made(load: Load) -> None:
+def test_every_stage_shows_its_logits(load: Load) -> None:
     logits = torch.tensor([0.0, 1.0, 5.0, 2.0, 4.0, 3.0, -1.0, -2.0])
     params = carrying(
         load(ban_2, "Ban"), load(double, "Double"), temperature=0.5, top_k=2, seed=1, logit_bias={3: 1.5}, trace=2
@@ -95,14 +95,14 @@ def test_every_stage_shows_what_it_made(load: Load) -> None:
     assert trace.stages[4].num_allowed == 2
 
 
-def test_greedy_rows_draw_from_one_token(load: Load) -> None:
+def test_greedy_row_samples_from_one_token(load: Load) -> None:
     (trace,) = sample(torch.arange(8.0)[None], [carrying(load(ban_2, "Ban"))]).traces
     assert trace is not None
     assert trace.token_id == 7
     assert trace.stages[-1] == TraceStage("sampling", logprobs=(0.0, None, None), num_allowed=1)
 
 
-def test_the_drawn_token_is_a_candidate_however_unlikely() -> None:
+def test_unlikely_sampled_token_is_a_candidate() -> None:
     logits = torch.linspace(0.1, 0, VOCAB)
     drawn = set()
     for seed in range(40):
@@ -113,7 +113,7 @@ def test_the_drawn_token_is_a_candidate_however_unlikely() -> None:
     assert len(drawn) > 4
 
 
-def test_fewer_tokens_than_asked_for_are_allowed() -> None:
+def test_fewer_allowed_tokens_than_requested() -> None:
     (trace,) = sample(
         torch.zeros(1, VOCAB), [SamplingParams(temperature=0, allowed_token_ids=[3, 5], trace=100)]
     ).traces
@@ -123,7 +123,7 @@ def test_fewer_tokens_than_asked_for_are_allowed() -> None:
     assert trace.stages[1].logprobs[0] is None
 
 
-def test_a_mask_is_shown_before_and_after(load: Load) -> None:
+def test_mask_appears_before_and_after_other_processors(load: Load) -> None:
     mask = LoadedProcessor("sha256:mask", "Mask", InProcessExecutor({}), ban_2, is_mask=True)
     (trace,) = sample(torch.arange(8.0)[None], [carrying(load(double, "Double"), mask)]).traces
     assert trace is not None
@@ -131,7 +131,7 @@ def test_a_mask_is_shown_before_and_after(load: Load) -> None:
     assert shown == [("Mask", False), ("Double", False), ("Mask", True)]
 
 
-def test_rows_that_did_not_ask_and_rows_that_failed_have_none(load: Load) -> None:
+def test_untraced_and_failed_rows_have_no_trace(load: Load) -> None:
     rows = [
         carrying(load(double, "Double"), trace=None),
         carrying(load(fail, "Fail")),
@@ -141,7 +141,7 @@ def test_rows_that_did_not_ask_and_rows_that_failed_have_none(load: Load) -> Non
     assert [trace is None for trace in output.traces] == [True, True, False]
 
 
-def test_a_trace_changes_nothing(load: Load) -> None:
+def test_trace_does_not_change_results(load: Load) -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, VOCAB) * 3
     for top_p in (1.0, 0.7):
@@ -158,7 +158,7 @@ def test_a_trace_changes_nothing(load: Load) -> None:
 
 
 @pytest.mark.parametrize("among", [[0, 2], [1], [1, 2]])
-def test_rows_of_drafts_are_traced_as_they_are_in_the_whole_batch(among: list[int], load: Load) -> None:
+def test_draft_rows_have_same_trace_as_whole_batch(among: list[int], load: Load) -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, VOCAB)
     rows = [carrying(load(ban_2, "Ban")), carrying(load(double, "Double")), carrying(load(ban_2, "Ban"))]
@@ -167,7 +167,7 @@ def test_rows_of_drafts_are_traced_as_they_are_in_the_whole_batch(among: list[in
     assert some == [whole[row] for row in among]
 
 
-def test_without_traced_rows_nothing_is_kept() -> None:
+def test_nothing_is_recorded_without_traced_rows() -> None:
     trace = StepTrace({})
     logits = torch.zeros(2, VOCAB)
     trace.record("model", logits)
@@ -176,6 +176,6 @@ def test_without_traced_rows_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("top", [0, -1, 101, True, 2.0])
-def test_top_has_a_range(top: Any) -> None:
+def test_trace_out_of_range_is_rejected(top: Any) -> None:
     with pytest.raises(InvalidSamplingParams, match="trace: must be an integer from 1 to 100"):
         SamplingParams(trace=top)

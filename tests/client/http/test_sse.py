@@ -25,8 +25,8 @@ def decode(pieces: Iterable[bytes]) -> list[str]:
     return [data for piece in pieces for data in decoder.feed(piece)]
 
 
-def read(stream: bytes, dialect: StreamFormat) -> list[GenerationChunk]:
-    reader = StreamReader(dialect)
+def read(stream: bytes, stream_format: StreamFormat) -> list[GenerationChunk]:
+    reader = StreamReader(stream_format)
     chunks = list(reader.feed(stream))
     reader.finish()
     return chunks
@@ -178,7 +178,9 @@ def test_aborted_continuation_does_not_stop_batch() -> None:
 
 
 @pytest.mark.parametrize("data", [b"not json", b"[]", b"5", b'{"text": "a"}', b'{"meta_info": 5}', b'{"choices": 5}'])
-@pytest.mark.parametrize("dialect", [SGLangStream, OpenAIStream])
-def test_malformed_event_is_transport_error(data: bytes, dialect: type[SGLangStream] | type[OpenAIStream]) -> None:
+@pytest.mark.parametrize("stream_format", [SGLangStream, OpenAIStream])
+def test_malformed_event_is_transport_error(
+    data: bytes, stream_format: type[SGLangStream] | type[OpenAIStream]
+) -> None:
     with pytest.raises(TransportError):
-        list(StreamReader(dialect()).feed(b"data: " + data + b"\n\n"))
+        list(StreamReader(stream_format()).feed(b"data: " + data + b"\n\n"))

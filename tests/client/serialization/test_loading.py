@@ -41,7 +41,7 @@ def source(text: str, class_name: str = "Ban") -> type[CustomLogitProcessor]:
     return load_class(SourceProcessor(text, class_name))
 
 
-class StandIn(CustomLogitProcessor):
+class StubProcessor(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         return logits
 
@@ -55,7 +55,7 @@ def test_recorded_strings_are_complete() -> None:
 
 @pytest.mark.parametrize("name", BUILTINS)
 def test_sglang_builtin_is_found_by_name(name: str) -> None:
-    assert load(SGLANG[name], {(SGLANG_MODULE, name): StandIn}) is StandIn
+    assert load(SGLANG[name], {(SGLANG_MODULE, name): StubProcessor}) is StubProcessor
     with pytest.raises(ProcessorLoadError, match=rf"has no '{name}' here, only CustomLogitProcessor"):
         load(SGLANG[name])
 
@@ -127,7 +127,7 @@ def test_main_globals_are_isolated() -> None:
     assert not hasattr(sys.modules["__main__"], "counter")
 
 
-NEEDS_HELPER = """
+USES_MISSING_HELPER = """
 class Ban(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         if logits is None:
@@ -138,7 +138,7 @@ class Ban(CustomLogitProcessor):
 
 @pytest.mark.usefixtures("sglang_base")
 def test_missing_global_is_explained() -> None:
-    cls = load(in_main(NEEDS_HELPER, helper=abs))
+    cls = load(in_main(USES_MISSING_HELPER, helper=abs))
     assert missing_globals(cls) == ["helper", "never_defined"]
     with pytest.raises(NameError) as raised:
         instantiate(cls)(torch.zeros(1, 1), [{}])

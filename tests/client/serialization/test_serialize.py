@@ -184,17 +184,17 @@ class Unpicklable:
 unpicklable = Unpicklable()
 
 
-class OnlyPickles:
+class FailsToLoad:
     """Can be pickled but not loaded."""
 
     def __reduce__(self) -> Any:
         return int, ("not a number",)
 
 
-only_pickles = OnlyPickles()
+fails_to_load = FailsToLoad()
 
 
-def using(variable: str) -> type[CustomLogitProcessor]:
+def processor_using(variable: str) -> type[CustomLogitProcessor]:
     """Return a processor whose `__call__` uses a global of this module."""
     text = (
         "class Ban(CustomLogitProcessor):\n"
@@ -225,12 +225,12 @@ def using(variable: str) -> type[CustomLogitProcessor]:
         ("this_module", "global 'this_module' used by Ban.__call__ is your module .* as a whole"),
         ("module_globals", r"global 'module_globals' used by Ban.__call__ is the globals\(\) of module"),
         ("unpicklable", "global 'unpicklable' used by Ban.__call__ cannot be serialized: RuntimeError: not picklable"),
-        ("only_pickles", "class Ban does not load after it is serialized: .*not a number"),
+        ("fails_to_load", "class Ban does not load after it is serialized: .*not a number"),
     ],
 )
 def test_unserializable_global_is_named(variable: str, message: str) -> None:
     with pytest.raises(ProcessorSerializationError, match=message):
-        using(variable).to_str()
+        processor_using(variable).to_str()
 
 
 def test_unserializable_object_location_is_named() -> None:
@@ -262,7 +262,7 @@ def test_compiled_author_module_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     compiled.__spec__ = ModuleSpec("fastban", ExtensionFileLoader("fastban", path), origin=path)
     compiled.__file__ = path
     monkeypatch.setitem(sys.modules, "fastban", compiled)
-    cls = using("fastban.ban(logits)")
+    cls = processor_using("fastban.ban(logits)")
     cls.__call__.__globals__["fastban"] = compiled
     message = "global 'fastban' used by Ban.__call__ is your compiled module fastban"
     with pytest.raises(ProcessorSerializationError, match=message):
@@ -274,7 +274,7 @@ def test_author_import_inside_method_is_refused(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.syspath_prepend(tmp_path)
     __import__("my_helpers")
     with pytest.raises(ProcessorSerializationError, match=r"Ban.__call__ imports your module my_helpers"):
-        using("from my_helpers import VALUE").to_str()
+        processor_using("from my_helpers import VALUE").to_str()
     sys.modules.pop("my_helpers")
 
 

@@ -24,7 +24,7 @@ class Deep(CustomLogitProcessor):
 
 
 @pytest.fixture
-def threads_change_often() -> Iterator[None]:
+def frequent_thread_switches() -> Iterator[None]:
     """Switch threads after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -32,7 +32,7 @@ def threads_change_often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("threads_change_often")
+@pytest.mark.usefixtures("frequent_thread_switches")
 def test_concurrent_serialization_at_different_depths() -> None:
     expected = Deep.to_str()
     strings: list[str] = []

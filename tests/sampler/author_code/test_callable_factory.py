@@ -105,7 +105,7 @@ def count_to_three(counter: Any) -> list[float]:
         (Cloned(), (), {}),
     ],
 )
-def test_each_sequence_has_its_own(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_each_sequence_gets_its_own_callable(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     factory = CallableFactory(target, args, kwargs)
     first, second = factory(), factory()
     assert count_to_three(first) == [1.0, 2.0, 3.0]
@@ -113,13 +113,13 @@ def test_each_sequence_has_its_own(target: Any, args: tuple[Any, ...], kwargs: d
     assert count_to_three(factory()) == [1.0, 2.0, 3.0]
 
 
-def test_a_function_is_shared() -> None:
+def test_function_is_shared() -> None:
     factory = CallableFactory(plain)
     assert factory() is factory() is plain
     assert factory.name == "plain"
 
 
-def test_arguments_are_copied_for_each() -> None:
+def test_arguments_are_copied_per_sequence() -> None:
     names = ["a"]
     factory = CallableFactory(Counter, kwargs={"names": names})
     first: Any = factory()
@@ -128,14 +128,14 @@ def test_arguments_are_copied_for_each() -> None:
     assert (second.names, names) == (["a"], ["a"])
 
 
-def test_what_a_constructor_did_not_get() -> None:
+def test_missing_constructor_arguments_are_filled_in() -> None:
     tokenizer = Tokenizer()
     made: Any = CallableFactory(Phrase, ("end",), tokenizer=tokenizer)()
     assert made.tokenizer is tokenizer
     assert (made.phrase, made.batch_size) == ([3], 1)
 
 
-def test_what_a_constructor_got_stays() -> None:
+def test_given_constructor_arguments_are_kept() -> None:
     own = Tokenizer()
     made: Any = CallableFactory(Phrase, ("end", own), {"batch_size": 4}, tokenizer=Tokenizer())()
     assert made.tokenizer is own
@@ -144,7 +144,7 @@ def test_what_a_constructor_got_stays() -> None:
     assert partly.tokenizer is own
 
 
-def test_an_optional_tokenizer_is_filled_in() -> None:
+def test_optional_tokenizer_is_filled_in() -> None:
     class Optional(Counter):
         def __init__(self, tokenizer: Any = None, batch_size: int = 7) -> None:
             super().__init__()
@@ -157,7 +157,7 @@ def test_an_optional_tokenizer_is_filled_in() -> None:
     assert without.given == (None, 7)
 
 
-def test_a_factory_function_gets_the_tokenizer() -> None:
+def test_factory_function_gets_tokenizer() -> None:
     tokenizer = Tokenizer()
     made: Any = CallableFactory(make_with, tokenizer=tokenizer)()
     assert made.tokenizer is tokenizer
@@ -166,7 +166,7 @@ def test_a_factory_function_gets_the_tokenizer() -> None:
 @pytest.mark.parametrize(
     "wrap", [lambda made: made, lambda made: LogitsProcessorList([made]), lambda made: made.__call__]
 )
-def test_tokenizers_and_modules_are_shared_by_copies(wrap: Any) -> None:
+def test_copies_share_tokenizers_and_modules(wrap: Any) -> None:
     class Guided(Phrase):
         def __init__(self, tokenizer: Any) -> None:
             super().__init__("end", tokenizer, 1)
@@ -186,7 +186,7 @@ def test_tokenizers_and_modules_are_shared_by_copies(wrap: Any) -> None:
     assert copied.seen is not original.seen
 
 
-def test_clone_comes_first() -> None:
+def test_clone_is_preferred() -> None:
     before = Cloned.clones
     factory = CallableFactory(Cloned(2.0))
     assert count_to_three(factory()) == [3.0, 4.0, 5.0]
@@ -199,7 +199,7 @@ def test_clone_comes_first() -> None:
         (
             Phrase,
             (),
-            r"^Phrase\(phrase: .* cannot make a request-level callable .*: missing a required argument: 'phrase'",
+            r"^Phrase\(phrase: .* cannot create a request-level callable .*: missing a required argument: 'phrase'",
         ),
         (Phrase, ("end",), "missing a required argument: 'tokenizer'"),
         (Counter, (1.0, [], 2), "too many positional arguments"),
@@ -214,17 +214,17 @@ def test_clone_comes_first() -> None:
         (min, (), "min has no signature"),
     ],
 )
-def test_what_gives_no_callables_is_refused(target: Any, args: tuple[Any, ...], reason: str) -> None:
+def test_invalid_target_is_rejected(target: Any, args: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(TypeError, match=reason):
         CallableFactory(target, args)
 
 
-def test_an_unknown_argument_is_named() -> None:
+def test_unknown_argument_is_named() -> None:
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'begin'"):
         CallableFactory(Counter, kwargs={"begin": 1.0})
 
 
-def test_what_cannot_be_copied_is_refused() -> None:
+def test_uncopyable_object_is_rejected() -> None:
     counter = Counter()
     counter.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(
@@ -234,38 +234,38 @@ def test_what_cannot_be_copied_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt("no"), MemoryError()])
-def test_what_a_constructor_raises_is_a_load_error(error: BaseException) -> None:
+def test_constructor_exception_is_a_load_error(error: BaseException) -> None:
     class Broken(Counter):
         def __init__(self) -> None:
             raise error
 
-    with pytest.raises(ProcessorLoadError, match=f"Broken cannot be made: {type(error).__name__}") as raised:
+    with pytest.raises(ProcessorLoadError, match=f"Broken cannot be created: {type(error).__name__}") as raised:
         CallableFactory(Broken)()
     assert ", in __init__\n" in str(raised.value)
     assert "in construct" not in str(raised.value)
 
 
 @pytest.mark.parametrize("made", [None, 3, [plain], lambda row: row])
-def test_what_a_factory_function_returns_is_checked(made: Any) -> None:
+def test_factory_function_result_is_checked(made: Any) -> None:
     with pytest.raises(TypeError, match="expected a callable of"):
         CallableFactory(lambda: made)()
 
 
-def test_an_abstract_class_cannot_be_made() -> None:
+def test_abstract_class_is_a_load_error() -> None:
     class Unfinished(CustomLogitProcessor):
         pass
 
-    with pytest.raises(ProcessorLoadError, match="Unfinished cannot be made: TypeError: Can't instantiate"):
+    with pytest.raises(ProcessorLoadError, match="Unfinished cannot be created: TypeError: Can't instantiate"):
         CallableFactory(Unfinished)()
 
 
-def test_a_class_without_a_signature() -> None:
+def test_class_without_signature() -> None:
     """Classes written in C may have none: they are called with what was given."""
     made: Any = CallableFactory(partial, (plain,))()
     assert made.func is plain
 
 
-def test_settings_of_torch_are_restored() -> None:
+def test_torch_settings_are_restored() -> None:
     class Setting(Counter):
         def __init__(self) -> None:
             super().__init__()

@@ -14,7 +14,7 @@ Edit = Callable[[torch.Tensor], object]
 
 
 @pytest.mark.parametrize("function", [lambda row: row.add_(1), lambda row: row + 1, lambda row: (row + 1).double()])
-def test_a_row_is_edited_where_it_lies(function: Edit) -> None:
+def test_row_is_edited_in_place(function: Edit) -> None:
     logits = torch.zeros(3, 4)
     edit(function, logits[1], name="AddOne")
     assert logits.tolist() == [[0.0] * 4, [1.0] * 4, [0.0] * 4]
@@ -28,7 +28,7 @@ def test_a_row_is_edited_where_it_lies(function: Edit) -> None:
         (lambda row: row[7], "exception", "processor P raised IndexError: "),
     ],
 )
-def test_a_fault_without_an_identity(function: Edit, kind: str, message: str) -> None:
+def test_fault_without_digest(function: Edit, kind: str, message: str) -> None:
     with pytest.raises(ProcessorFault) as raised:
         edit(function, torch.zeros(4), name="P")
     fault = raised.value
@@ -36,12 +36,12 @@ def test_a_fault_without_an_identity(function: Edit, kind: str, message: str) ->
     assert fault.message.startswith(message)
 
 
-def test_what_does_not_come_from_a_request_gets_no_hint_about_travelling() -> None:
+def test_installed_code_gets_no_serialization_hint() -> None:
     fault = exception_fault(NameError("name 'helper' is not defined", name="helper"), name="P")
     assert fault.message == "processor P raised NameError: name 'helper' is not defined"
 
 
-def test_checked_gives_the_dtype_of_the_logits_and_no_gradient() -> None:
+def test_checked_casts_and_detaches() -> None:
     result = checked(torch.ones(2, dtype=torch.float16, requires_grad=True), torch.zeros(2))
     assert result.dtype is torch.float32
     assert not result.requires_grad
@@ -55,6 +55,6 @@ def test_checked_gives_the_dtype_of_the_logits_and_no_gradient() -> None:
         ([float("-inf")] * 2, "left no token: every logit of the row is -inf"),
     ],
 )
-def test_a_row_that_is_not_finite_is_described(row: list[float], found: str) -> None:
+def test_non_finite_row_is_described(row: list[float], found: str) -> None:
     fault = non_finite_fault(torch.tensor(row), name="P", digest="sha256:0")
     assert (fault.kind, fault.digest, fault.message) == ("non_finite", "sha256:0", f"processor P {found}")

@@ -88,7 +88,7 @@ class RowLevel(CustomLogitProcessor):
         (NamedOtherwise(), Convention.HUGGING_FACE),
     ],
 )
-def test_the_signature_tells_the_convention(function: object, convention: Convention) -> None:
+def test_signature_determines_convention(function: object, convention: Convention) -> None:
     assert convention_of(function) is convention
 
 
@@ -102,14 +102,14 @@ def test_the_signature_tells_the_convention(function: object, convention: Conven
         (with_option, "with two arguments and with three: .* Give further parameters their values with functools"),
         (lambda input_ids, scores, k: scores, r"takes \(input_ids, scores, k\), more than input_ids and scores"),
         (Methods, "Methods is a class: expected .* such as an object of the class"),
-        (min, "min has no signature to be told by: wrap it in a function"),
+        (min, "min has no signature: wrap it in a function"),
         ([of_output], "list is not callable: expected"),
         (None, "NoneType is not callable: expected"),
         (RowLevel(), "RowLevel is a row-level processor, not a request-level callable"),
         (torch.nn.ReLU(), "ReLU takes .* expected"),
     ],
 )
-def test_what_follows_no_convention_is_refused(function: Any, reason: str) -> None:
+def test_unknown_convention_is_rejected(function: Any, reason: str) -> None:
     with pytest.raises(TypeError, match=reason):
         bind(function, [], [])
 
@@ -125,17 +125,17 @@ def test_what_follows_no_convention_is_refused(function: Any, reason: str) -> No
         (LogitsProcessorList(), "LogitsProcessorList"),
     ],
 )
-def test_names(target: object, name: str) -> None:
+def test_name_of(target: object, name: str) -> None:
     assert name_of(target) == name
 
 
-def test_the_name_of_a_local_function() -> None:
+def test_name_of_local_function() -> None:
     def local() -> None: ...
 
     assert name_of(local) == "local"
 
 
-def test_two_parameters_get_the_live_output() -> None:
+def test_two_parameters_get_live_output() -> None:
     seen: list[list[int]] = []
 
     def note(past: list[int], row: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_two_parameters_get_the_live_output() -> None:
     assert seen == [[], [3], [3, 5]]
 
 
-def test_three_parameters_get_the_prompt_too() -> None:
+def test_three_parameters_get_prompt_and_output() -> None:
     prompt, output = [1, 2], [3]
 
     def check(prompt_ids: list[int], past: list[int], row: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_three_parameters_get_the_prompt_too() -> None:
 
 
 @pytest.mark.parametrize("function", [of_prompt_and_output, of_hugging_face])
-def test_a_prompt_that_is_not_known_is_named(function: Any) -> None:
+def test_missing_prompt_is_rejected(function: Any) -> None:
     with pytest.raises(
         ValueError, match=f"{function.__name__} takes the prompt's token ids, and this request has none"
     ):
@@ -196,7 +196,7 @@ def of_another_dtype(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("edit", [in_place, new_tensor, of_another_dtype])
 @pytest.mark.parametrize("place", range(3))
-def test_results_in_place_and_new(edit: Callable[[torch.Tensor], torch.Tensor], place: int) -> None:
+def test_in_place_and_new_results(edit: Callable[[torch.Tensor], torch.Tensor], place: int) -> None:
     row = torch.tensor([1.0, 2.0, 3.0])
     result = bind(conventions(edit)[place], [1], [])(row)
     assert result.dtype is torch.float32
@@ -216,19 +216,19 @@ def test_results_in_place_and_new(edit: Callable[[torch.Tensor], torch.Tensor], 
     ],
 )
 @pytest.mark.parametrize("place", range(3))
-def test_a_wrong_result_is_named(edit: Callable[[torch.Tensor], Any], reason: str, place: int) -> None:
+def test_invalid_result_is_described(edit: Callable[[torch.Tensor], Any], reason: str, place: int) -> None:
     bound = bind(conventions(edit)[place], [1], [])
     with pytest.raises(TypeError, match=reason):
         bound(torch.zeros(3))
 
 
-def test_hugging_face_results_keep_their_batch_dimension() -> None:
+def test_hugging_face_results_have_batch_dimension() -> None:
     bound = bind(lambda input_ids, scores: scores[0], [1], [])
     with pytest.raises(TypeError, match=r"shape \[3\], expected \[1, 3\]"):
         bound(torch.zeros(3))
 
 
-def test_input_ids_are_the_whole_history_at_every_step() -> None:
+def test_input_ids_are_the_whole_history() -> None:
     """Random lengths against a tensor made anew; tensors of earlier steps keep what they held."""
     rng = random.Random(0)
     for _ in range(30):
@@ -251,7 +251,7 @@ def test_input_ids_are_the_whole_history_at_every_step() -> None:
         assert all(torch.equal(ids, whole) for ids, whole in zip(seen, expected, strict=True))
 
 
-def test_input_ids_are_extended_and_not_rebuilt() -> None:
+def test_input_ids_are_extended_in_place() -> None:
     """O(new tokens) a step: each token is read once, and lies where it lay but for a few moves to a larger place."""
     read: list[int] = []
     seen: list[torch.Tensor] = []  # all kept, so that no address is used twice

@@ -327,7 +327,7 @@ def new_schedule(new_request: NewRequest) -> Callable[[int], Schedule]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_state_follows(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
+def test_every_processor_state_follows_batch(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
     schedule = new_schedule(seed)
     noise = torch.Generator().manual_seed(seed)
     followers = [(new(), expect) for new, expect in CASES]
@@ -352,9 +352,7 @@ def test_every_state_follows(seed: int, new_schedule: Callable[[int], Schedule])
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_sampler_draws_for_each_row_what_it_draws_for_that_request_alone(
-    seed: int, new_schedule: Callable[[int], Schedule]
-) -> None:
+def test_sampler_is_batch_invariant(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
     """All of a step together, with the sampler's own state: penalties, bad words, temperatures, seeds."""
 
     def new_sampler() -> Sampler:

@@ -21,11 +21,11 @@ def builder_of(*removed: int) -> BatchUpdateBuilder:
     return builder
 
 
-def test_removed_descends() -> None:
+def test_removed_is_descending() -> None:
     assert builder_of(1, 5, 0, 3).removed == [5, 3, 1, 0]
 
 
-def test_pop_and_peek_give_the_lowest() -> None:
+def test_pop_and_peek_return_lowest_row() -> None:
     builder = builder_of(4, 1, 3)
     assert builder.has_removed()
     assert (builder.peek_removed(), builder.pop_removed(), builder.peek_removed()) == (1, 1, 3)
@@ -36,18 +36,18 @@ def test_pop_and_peek_give_the_lowest() -> None:
 
 
 @pytest.mark.parametrize("read", ["removed", "peek_removed", "pop_removed"])
-def test_no_removal_after_the_removals_were_read(read: str) -> None:
+def test_removal_after_read_is_rejected(read: str) -> None:
     builder = builder_of(2)
     value: Any = getattr(builder, read)
     if callable(value):
         value()
-    with pytest.raises(RuntimeError, match="row 7 cannot be removed any more in this step"):
+    with pytest.raises(RuntimeError, match="row 7 can no longer be removed in this step"):
         builder.removed_append(7)
     assert 7 not in builder.removed
 
 
 @pytest.mark.parametrize("end", ["reset", "get_and_reset"])
-def test_the_next_step_removes_again(end: str) -> None:
+def test_next_step_accepts_removals(end: str) -> None:
     builder = builder_of(2)
     assert builder.removed == [2]
     if end == "reset":
@@ -58,7 +58,7 @@ def test_the_next_step_removes_again(end: str) -> None:
     assert builder.removed == [7]
 
 
-def test_a_look_for_removals_where_there_are_none_is_no_reading() -> None:
+def test_peeking_without_removals_does_not_count_as_read() -> None:
     """So that an addition at the end of the batch does not forbid a removal, as in vLLM."""
     builder = BatchUpdateBuilder()
     assert builder.peek_removed() is None
@@ -67,7 +67,7 @@ def test_a_look_for_removals_where_there_are_none_is_no_reading() -> None:
     assert builder.removed == [3]
 
 
-def test_the_update() -> None:
+def test_update_has_all_changes() -> None:
     builder = builder_of(1, 4, 3)
     assert builder.pop_removed() == 1
     builder.added.append(ADDED)
@@ -76,26 +76,26 @@ def test_the_update() -> None:
     assert builder.get_and_reset(9) is None
 
 
-def test_removals_are_sorted_though_nobody_read_them() -> None:
+def test_unread_removals_are_sorted() -> None:
     update = builder_of(0, 2, 1).get_and_reset(0)
     assert update is not None
     assert update.removed == [2, 1, 0]
 
 
 @pytest.mark.parametrize("kind", ["removed", "added", "moved"])
-def test_one_change_of_any_kind_makes_an_update(kind: str) -> None:
+def test_any_single_change_makes_an_update(kind: str) -> None:
     builder = BatchUpdateBuilder(**{kind: [{"removed": 0, "added": ADDED, "moved": MOVED}[kind]]})  # type: ignore[arg-type]
     assert builder.get_and_reset(1) is not None
 
 
-def test_a_removal_that_an_addition_filled_leaves_an_update_without_removals() -> None:
+def test_reused_index_is_not_reported_removed() -> None:
     builder = builder_of(0)
     builder.pop_removed()
     builder.added.append(ADDED)
     assert builder.get_and_reset(1) == BatchUpdate(1, [], [ADDED], [])
 
 
-def test_an_update_keeps_its_lists() -> None:
+def test_update_keeps_its_lists() -> None:
     builder = builder_of(0)
     builder.added.append(ADDED)
     builder.moved.append(MOVED)
@@ -108,7 +108,7 @@ def test_an_update_keeps_its_lists() -> None:
     assert update == BatchUpdate(1, [0], [ADDED], [MOVED])
 
 
-def test_reset_says_whether_the_batch_changed() -> None:
+def test_reset_returns_batch_changed() -> None:
     builder = builder_of(0)
     builder.added.append(ADDED)
     builder.moved.append(MOVED)
@@ -122,7 +122,7 @@ def test_reset_says_whether_the_batch_changed() -> None:
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 50)), st.integers(0, 60))
-def test_what_is_popped_and_what_is_left_are_disjoint(rows: set[int], pops: int) -> None:
+def test_popped_and_remaining_rows_are_disjoint(rows: set[int], pops: int) -> None:
     builder = builder_of(*rows)
     popped = [row for row in (builder.pop_removed() for _ in range(pops)) if row is not None]
     assert popped == sorted(rows)[:pops]

@@ -38,7 +38,7 @@ def follow(rows: dict[int, list[int]], update: BatchUpdate | None) -> dict[int, 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_updates_say_where_each_request_is(seed: int, new_request: NewRequest) -> None:
+def test_updates_locate_every_request(seed: int, new_request: NewRequest) -> None:
     rng = random.Random(seed)
     capacity = rng.choice([1, 2, 5, 13])
     batch: PersistentBatch[Any] = PersistentBatch(capacity)
@@ -80,7 +80,7 @@ def test_updates_say_where_each_request_is(seed: int, new_request: NewRequest) -
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"seed{trace['seed']}")
-def test_it_does_what_vllm_did(trace: dict[str, Any], new_request: NewRequest) -> None:
+def test_matches_vllm_recording(trace: dict[str, Any], new_request: NewRequest) -> None:
     """Every step of `tests/data/vllm_batch.json`, recorded from vLLM's `InputBatch`."""
     batch: PersistentBatch[Any] = PersistentBatch(trace["max_num_seqs"])
     requests: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def in_the_words_of_the_recording(update: BatchUpdate, requests: dict[str, Any])
     }
 
 
-def test_added_holds_the_requests_own_output_list(new_request: NewRequest) -> None:
+def test_added_references_live_output_list(new_request: NewRequest) -> None:
     batch: PersistentBatch[Any] = PersistentBatch(1)
     request = new_request(prompt_token_ids=[7])
     batch.add(request)
@@ -120,14 +120,14 @@ def test_added_holds_the_requests_own_output_list(new_request: NewRequest) -> No
     assert output is request.output_token_ids
 
 
-def test_rows_are_freed_before_they_are_given_out(new_request: NewRequest) -> None:
+def test_removals_must_precede_additions_and_moves(new_request: NewRequest) -> None:
     batch: PersistentBatch[Any] = PersistentBatch(3)
     first, second, third = (new_request() for _ in range(3))
     batch.add(first)
     batch.add(second)
     with pytest.raises(RuntimeError, match="before its first addition"):
         batch.remove(first)
-    with pytest.raises(RuntimeError, match="has a row already"):
+    with pytest.raises(RuntimeError, match="already has a row"):
         batch.add(first)
     batch.commit()
     batch.swap(0, 1)
@@ -143,7 +143,7 @@ def test_rows_are_freed_before_they_are_given_out(new_request: NewRequest) -> No
     assert first not in batch
 
 
-def test_no_row_is_freed_after_condensing(new_request: NewRequest) -> None:
+def test_removal_after_condense_is_rejected(new_request: NewRequest) -> None:
     """Also where nothing had to move: which rows are free was looked at."""
     batch: PersistentBatch[Any] = PersistentBatch(3)
     requests = [new_request() for _ in range(3)]
@@ -152,14 +152,14 @@ def test_no_row_is_freed_after_condensing(new_request: NewRequest) -> None:
     batch.commit()
     batch.remove(requests[2])
     batch.condense()
-    with pytest.raises(RuntimeError, match="row 0 cannot be removed any more in this step"):
+    with pytest.raises(RuntimeError, match="row 0 can no longer be removed in this step"):
         batch.remove(requests[0])
     assert batch.members == requests[:2]
     assert requests[0] in batch
     assert batch.commit() == BatchUpdate(2, [2], [], [])
 
 
-def test_changed_says_whether_a_commit_would_give_an_update(new_request: NewRequest) -> None:
+def test_changed_predicts_update(new_request: NewRequest) -> None:
     batch: PersistentBatch[Any] = PersistentBatch(3)
     requests = [new_request() for _ in range(2)]
     changes: list[Callable[[], object]] = [
@@ -177,7 +177,7 @@ def test_changed_says_whether_a_commit_would_give_an_update(new_request: NewRequ
     assert not batch.changed
 
 
-def test_a_full_batch_takes_no_more(new_request: NewRequest) -> None:
+def test_full_batch_rejects_request(new_request: NewRequest) -> None:
     batch: PersistentBatch[Any] = PersistentBatch(2)
     batch.add(new_request())
     batch.add(new_request())
@@ -185,7 +185,7 @@ def test_a_full_batch_takes_no_more(new_request: NewRequest) -> None:
         batch.add(new_request())
 
 
-def test_rows_are_swapped_only_where_there_is_no_gap(new_request: NewRequest) -> None:
+def test_swap_requires_condensed_batch(new_request: NewRequest) -> None:
     batch: PersistentBatch[Any] = PersistentBatch(3)
     requests = [new_request(str(number)) for number in range(3)]
     for request in requests:
@@ -205,7 +205,7 @@ def test_rows_are_swapped_only_where_there_is_no_gap(new_request: NewRequest) ->
     assert update == BatchUpdate(2, [], [], [(2, 0, MoveDirectionality.UNIDIRECTIONAL)])
 
 
-def test_clear_removes_all_that_any_processor_may_remember(new_request: NewRequest) -> None:
+def test_clear_removes_rows_of_lagging_processors(new_request: NewRequest) -> None:
     """A batch processor that missed the update before the failure still holds the rows from before it."""
     batch: PersistentBatch[Any] = PersistentBatch(4)
     requests = [new_request() for _ in range(4)]
@@ -227,7 +227,7 @@ def test_clear_removes_all_that_any_processor_may_remember(new_request: NewReque
     assert list(follow(follow({}, missed_the_next), update).values()) == [newcomer.output_token_ids]
 
 
-def test_clear_drops_what_was_not_committed(new_request: NewRequest) -> None:
+def test_clear_drops_uncommitted_changes(new_request: NewRequest) -> None:
     batch: PersistentBatch[Any] = PersistentBatch(2)
     batch.add(new_request())
     batch.clear()

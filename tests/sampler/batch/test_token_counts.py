@@ -13,15 +13,15 @@ def counted(counts: TokenCounts) -> dict[int, int]:
     return dict(zip(counts.tokens.tolist(), counts.output_counts.astype(int).tolist(), strict=True))
 
 
-def test_prompt_tokens_count_zero() -> None:
+def test_prompt_tokens_have_count_zero() -> None:
     assert counted(TokenCounts([5, 3, 5], [])) == {3: 0, 5: 0}
 
 
-def test_output_that_was_there_before() -> None:
+def test_existing_output_is_counted() -> None:
     assert counted(TokenCounts([5], [5, 7, 7])) == {5: 1, 7: 2}
 
 
-def test_follows_a_live_output_as_it_grows() -> None:
+def test_follows_growing_output() -> None:
     rng = random.Random(0)
     prompt = [rng.randrange(500) for _ in range(100)]
     output: list[int] = []
@@ -32,7 +32,7 @@ def test_follows_a_live_output_as_it_grows() -> None:
         assert counted(counts) == {**dict.fromkeys(prompt, 0), **Counter(output)}
 
 
-def test_looks_only_at_new_tokens() -> None:
+def test_reads_only_new_tokens() -> None:
     class Reads(list[int]):
         """A list that remembers how many items were read."""
 

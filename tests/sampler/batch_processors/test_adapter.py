@@ -172,7 +172,7 @@ def test_rows_run_in_ascending_order(new_request: NewRequest) -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_a_batch_without_callables_is_left_alone(adapter: Adapter, asking: NewRequest) -> None:
+def test_batch_without_callables_is_unchanged(adapter: Adapter, asking: NewRequest) -> None:
     result, faults = Batch(adapter, asking(None), asking(None)).step(logits_of(2))
     assert torch.equal(result, logits_of(2))
     assert faults == {}
@@ -192,7 +192,7 @@ def test_a_batch_without_callables_is_left_alone(adapter: Adapter, asking: NewRe
         ("wrong", "exception", "processor Adapter raised TypeError: <lambda> takes (row): expected a callable of"),
     ],
 )
-def test_a_fault_is_its_rows_alone(name: str, kind: str, message: str, adapter: Adapter, asking: NewRequest) -> None:
+def test_fault_affects_only_its_row(name: str, kind: str, message: str, adapter: Adapter, asking: NewRequest) -> None:
     rows = ["history", name, "length", "last"]
     result, faults = Batch(adapter, *(asking(row) for row in rows)).step(logits_of(4))
     assert list(faults) == [1]
@@ -205,7 +205,7 @@ def test_a_fault_is_its_rows_alone(name: str, kind: str, message: str, adapter: 
     assert torch.equal(result[others], expected)
 
 
-def test_the_traceback_is_the_authors(adapter: Adapter, asking: NewRequest) -> None:
+def test_traceback_has_only_author_frames(adapter: Adapter, asking: NewRequest) -> None:
     _, faults = Batch(adapter, asking("raising"), asking("unmakable")).step(logits_of(2))
     assert faults[0].traceback.endswith(", in raising\nValueError: broken\n")
     assert faults[1].traceback.endswith(", in new_req_logits_processor\nValueError: cannot make it\n")
@@ -216,7 +216,7 @@ def test_the_traceback_is_the_authors(adapter: Adapter, asking: NewRequest) -> N
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("stop"), MemoryError("no more")])
 @pytest.mark.parametrize("when", ["made", "called"])
-def test_whatever_is_raised_is_a_fault(error: BaseException, when: str, new_request: NewRequest) -> None:
+def test_any_exception_becomes_a_fault(error: BaseException, when: str, new_request: NewRequest) -> None:
     class Ending(Adapter):
         def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor:
             def end(past: list[int], row: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def test_whatever_is_raised_is_a_fault(error: BaseException, when: str, new_requ
     assert faults[0].message == f"processor Ending raised {type(error).__name__}: {error}"
 
 
-def test_a_fault_of_a_callable_that_was_not_made_needs_no_apply(adapter: Adapter, asking: NewRequest) -> None:
+def test_fault_of_constructor_is_reported_without_apply(adapter: Adapter, asking: NewRequest) -> None:
     """A step without a random row runs no argmax-invariant processor, but asks all of them for faults."""
     batch = Batch(adapter, asking("length"), asking("unmakable"), asking("history"))
     batch.rows.swap(1, 2)
@@ -239,7 +239,7 @@ def test_a_fault_of_a_callable_that_was_not_made_needs_no_apply(adapter: Adapter
     assert adapter.take_faults() == []
 
 
-def test_faults_of_a_step_that_failed_elsewhere_are_forgotten(adapter: Adapter, asking: NewRequest) -> None:
+def test_faults_of_failed_step_are_dropped(adapter: Adapter, asking: NewRequest) -> None:
     broken, healthy = asking("raising"), asking("length")
     batch = Batch(adapter, broken, healthy)
     adapter.update_state(batch.rows.commit())
@@ -249,7 +249,7 @@ def test_faults_of_a_step_that_failed_elsewhere_are_forgotten(adapter: Adapter, 
     assert faults == {}
 
 
-def test_a_prompt_that_is_not_known_is_a_fault(adapter: Adapter, asking: NewRequest) -> None:
+def test_missing_prompt_token_ids_are_a_fault(adapter: Adapter, asking: NewRequest) -> None:
     unknown = asking("history")
     unknown.prompt_token_ids = None
     _, faults = Batch(adapter, unknown, asking("length")).step(logits_of(2))
@@ -257,7 +257,7 @@ def test_a_prompt_that_is_not_known_is_a_fault(adapter: Adapter, asking: NewRequ
     assert "add_history takes the prompt's token ids, and this request has none" in faults[0].message
 
 
-def test_a_callable_that_is_falsy_runs(new_request: NewRequest) -> None:
+def test_falsy_callable_runs(new_request: NewRequest) -> None:
     """`LogitsProcessorList` is one while it is empty, and so is any callable with a length of 0."""
 
     class Falsy(list[Any]):
@@ -272,7 +272,7 @@ def test_a_callable_that_is_falsy_runs(new_request: NewRequest) -> None:
     assert torch.equal(result, logits_of(1) + 1)
 
 
-def test_a_fault_keeps_nothing_of_the_step_alive(adapter: Adapter, asking: NewRequest) -> None:
+def test_fault_does_not_keep_tensors_alive(adapter: Adapter, asking: NewRequest) -> None:
     logits = logits_of(1)
     kept = weakref.ref(logits)
     _, faults = Batch(adapter, asking("misshapen")).step(logits)
@@ -294,7 +294,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("target", [Counter, Counter()])
-def test_an_installed_callable_runs_on_every_request(target: Any, new_request: NewRequest) -> None:
+def test_installed_callable_runs_on_every_request(target: Any, new_request: NewRequest) -> None:
     installed = CallablesAdapter(CallableFactory(target), "mine:Counter")
     first, second = new_request("first"), new_request("second")
     batch = Batch(installed, first)
@@ -308,17 +308,17 @@ def test_an_installed_callable_runs_on_every_request(target: Any, new_request: N
     assert faults[0].name == "mine:Counter"
 
 
-def test_an_installed_callable_that_cannot_be_made(new_request: NewRequest) -> None:
+def test_installed_callable_with_failing_constructor(new_request: NewRequest) -> None:
     class Broken:
         def __init__(self) -> None:
             raise ValueError("not today")
 
     installed = CallablesAdapter(CallableFactory(Broken), "mine:Broken")
     _, faults = Batch(installed, new_request()).step(torch.zeros(1, 2))
-    assert "Broken cannot be made: ValueError: not today" in faults[0].message
+    assert "Broken cannot be created: ValueError: not today" in faults[0].message
 
 
-def test_it_is_a_batch_processor_that_tells_its_faults(adapter: Adapter) -> None:
+def test_adapter_is_a_fault_source(adapter: Adapter) -> None:
     assert isinstance(adapter, LogitsProcessor)
     assert isinstance(adapter, FaultSource)
     with pytest.raises(TypeError, match="abstract"):

@@ -20,11 +20,11 @@ def added(row: int, seed: int) -> AddedRequest:
     return row, SamplingParams(seed=seed), [], []
 
 
-def test_none_changes_nothing() -> None:
+def test_no_update_changes_nothing() -> None:
     assert not BatchRows(seed_if_even).update(None)
 
 
-def test_a_request_without_state_replaces_one_with_state() -> None:
+def test_stateless_request_replaces_stateful_one() -> None:
     rows = BatchRows(seed_if_even)
     assert rows.update(BatchUpdate(1, [], [added(0, 2)], []))
     assert dict(rows) == {0: 2}
@@ -32,14 +32,14 @@ def test_a_request_without_state_replaces_one_with_state() -> None:
     assert dict(rows) == {}
 
 
-def test_requests_without_state_are_no_change() -> None:
+def test_stateless_requests_do_not_count_as_change() -> None:
     rows = BatchRows(seed_if_even)
     assert not rows.update(BatchUpdate(2, [], [added(0, 1), added(1, 3)], []))
     assert not rows.update(BatchUpdate(2, [], [], [(0, 1, SWAP)]))
     assert not rows.update(BatchUpdate(1, [1], [], []))
 
 
-def test_swap_with_a_row_without_state() -> None:
+def test_swap_with_stateless_row() -> None:
     rows = BatchRows(seed_if_even)
     rows.update(BatchUpdate(2, [], [added(0, 2), added(1, 3)], []))
     assert rows.update(BatchUpdate(2, [], [], [(0, 1, SWAP)]))
@@ -48,14 +48,14 @@ def test_swap_with_a_row_without_state() -> None:
     assert dict(rows) == {0: 2}
 
 
-def test_a_one_way_move_leaves_nothing_behind() -> None:
+def test_one_way_move_clears_source() -> None:
     rows = BatchRows(seed_if_even)
     rows.update(BatchUpdate(2, [], [added(0, 2), added(1, 4)], []))
     assert rows.update(BatchUpdate(1, [0], [], [(1, 0, UNIDIRECTIONAL)]))
     assert dict(rows) == {0: 4}
 
 
-def test_a_plugins_own_dict() -> None:
+def test_process_dict_updates_keeps_falsy_state() -> None:
     """State that is false, such as 0 or an empty list, is state."""
     entries: dict[int, int] = {}
     assert not process_dict_updates(entries, None, seed_if_even)
@@ -75,7 +75,7 @@ def test_discard_if() -> None:
 
 
 @pytest.mark.parametrize("schedule", range(30))
-def test_random_schedules_against_a_plain_list(schedule: int) -> None:
+def test_random_schedules_match_plain_list(schedule: int) -> None:
     rng = random.Random(schedule)
     capacity = 8
     plain: list[int | None] = [None] * capacity

@@ -53,7 +53,7 @@ def added(*requests: SamplingParams) -> BatchUpdate:
 
 
 @pytest.mark.parametrize("failure", [{"fail": "update"}, {"column": 99}, {"fail": "shape"}])
-def test_only_the_request_that_makes_it_fail_is_at_fault(failure: dict[str, Any]) -> None:
+def test_only_failing_request_is_at_fault(failure: dict[str, Any]) -> None:
     guarded = GuardedProcessor(Plugin(), "shift")
     guarded.update_state(added(params(), params(**failure), params(column=2)))
     logits = guarded.apply(torch.zeros(3, VOCAB))
@@ -65,7 +65,7 @@ def test_only_the_request_that_makes_it_fail_is_at_fault(failure: dict[str, Any]
     assert guarded.take_faults() == []
 
 
-def test_a_request_may_begin_to_fail_later() -> None:
+def test_request_may_start_to_fail_later() -> None:
     outputs: list[list[int]] = [[], []]
     guarded = GuardedProcessor(Plugin(), "shift")
     both = [(0, params(), [], outputs[0]), (1, params(fail="later"), [], outputs[1])]
@@ -81,7 +81,7 @@ def test_a_request_may_begin_to_fail_later() -> None:
     assert guarded.take_faults() == []
 
 
-def test_what_no_request_explains_is_raised() -> None:
+def test_error_without_culprit_is_raised() -> None:
     class Broken(Plugin):
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             if len(self.rows) > 1:
@@ -94,7 +94,7 @@ def test_what_no_request_explains_is_raised() -> None:
         guarded.apply(torch.zeros(2, VOCAB))
 
 
-def test_the_result_is_taken_as_vllm_takes_it() -> None:
+def test_result_is_cast_like_in_vllm() -> None:
     class Doubled(Plugin):
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             return logits.double() * 2
@@ -106,7 +106,7 @@ def test_the_result_is_taken_as_vllm_takes_it() -> None:
     assert result.dtype is torch.float32
 
 
-def test_moves_are_followed_after_a_failure() -> None:
+def test_moves_after_a_failure() -> None:
     guarded = GuardedProcessor(Plugin(), "shift")
     guarded.update_state(added(params(), params(fail="update"), params(column=3)))
     assert [row for row, _ in guarded.take_faults()] == [1]
@@ -116,7 +116,7 @@ def test_moves_are_followed_after_a_failure() -> None:
     assert guarded.apply(torch.zeros(2, VOCAB)).tolist() == [expected(1, 3), expected(1)]
 
 
-def test_the_others_get_what_they_get_alone(new_request: Callable[..., Any]) -> None:
+def test_other_rows_are_unaffected(new_request: Callable[..., Any]) -> None:
     rng = random.Random(5)
     batch: PersistentBatch[Any] = PersistentBatch(8)
     guarded = GuardedProcessor(Plugin(), "shift")

@@ -25,7 +25,7 @@ class Forcer(Recorder, ForcingLogitsProcessor):
     pass
 
 
-def test_split_keeps_the_order() -> None:
+def test_split_keeps_order() -> None:
     a, b, c, d = Recorder(True), Recorder(False), Recorder(True), Recorder(False)
     e, f = Forcer(False), Forcer(False)
     processors = LogitsProcessors([a, e, b, c, f, d])
@@ -35,7 +35,7 @@ def test_split_keeps_the_order() -> None:
     assert list(processors.all) == [b, d, e, f, a, c]
 
 
-def test_every_processor_hears_of_every_step() -> None:
+def test_every_processor_gets_every_update() -> None:
     recorders = [Recorder(True), Recorder(False), Forcer(False)]
     processors = LogitsProcessors(recorders)
     update = BatchUpdate(0, [], [], [])

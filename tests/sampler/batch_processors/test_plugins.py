@@ -111,7 +111,7 @@ def test_constructor(module: str, qualname: str, as_text: bool) -> None:
     [
         ("no_such_module:Shift", "no_such_module"),
         ("my_plugins:Missing", "Missing"),
-        ("my_plugins:number", "an object of type int edits no logits"),
+        ("my_plugins:number", "an object of type int is not a logits processor"),
         ("broken_plugin:Shift", "no licence"),
         ("Shift", "not of the form 'module:Class'"),
         (":Shift", "not of the form"),
@@ -119,11 +119,11 @@ def test_constructor(module: str, qualname: str, as_text: bool) -> None:
         ({"qualname": 5}, "expected 'qualname' (text)"),
         ({"qualname": "my_plugins:Shift", "arguments": []}, "expected 'qualname' (text)"),
         ({"qualname": "my_plugins:Shift", "args": {"by": 1}}, "expected 'qualname' (text)"),
-        ({"qualname": "my_plugins:Row", "kwargs": {"by": 1}}, "made without arguments"),
-        ("{nonsense", "is not JSON"),
+        ({"qualname": "my_plugins:Row", "kwargs": {"by": 1}}, "takes no constructor arguments"),
+        ("{nonsense", "not valid JSON"),
     ],
 )
-def test_what_does_not_load_is_named(module: str, spec: Any, reason: str) -> None:
+def test_load_error_names_plugin(module: str, spec: Any, reason: str) -> None:
     with pytest.raises(PluginLoadError) as caught:
         load_plugin(spec)
     assert str(caught.value).startswith("logits processor ")
@@ -132,7 +132,7 @@ def test_what_does_not_load_is_named(module: str, spec: Any, reason: str) -> Non
     assert name in str(caught.value)
 
 
-def test_what_cannot_be_made_is_named(module: str) -> None:
+def test_constructor_error_names_plugin(module: str) -> None:
     with pytest.raises(PluginLoadError, match="my_plugins:Shift: ValueError: no configuration"):
         make("my_plugins:Shift", vllm_config=None)
     with pytest.raises(PluginLoadError, match=r"my_plugins:Abstract: TypeError: .*abstract"):
@@ -143,19 +143,19 @@ def test_what_cannot_be_made_is_named(module: str) -> None:
         make("my_plugins:Times")
 
 
-def test_an_object_of_a_batch_processor_is_refused(module: str) -> None:
-    with pytest.raises(PluginLoadError, match="name the class"):
+def test_batch_processor_object_is_rejected(module: str) -> None:
+    with pytest.raises(PluginLoadError, match="give its class"):
         load_plugin(make("my_plugins:Shift"))
 
 
-def test_a_class_of_the_real_vllm_is_refused() -> None:
+def test_class_of_real_vllm_is_rejected() -> None:
     real = type("LogitsProcessor", (), {"__module__": "vllm.v1.sample.logits_processor.interface"})
     plugin = type("Mine", (real,), {"__module__": "mine"})
     with pytest.raises(PluginLoadError, match="mine:Mine: derives from the class of the vLLM that is installed"):
         load_plugin(plugin)
 
 
-def test_request_level_callables_see_every_request(module: str) -> None:
+def test_request_level_callables_run_on_every_request(module: str) -> None:
     tokenizer = object()
     for spec in ("my_plugins:double", {"qualname": "my_plugins:Times", "kwargs": {"factor": 2}}):
         processor = make(spec, tokenizer=tokenizer)
@@ -165,25 +165,25 @@ def test_request_level_callables_see_every_request(module: str) -> None:
         assert processor.apply(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
 
 
-def test_row_level_classes_wait_for_requests(module: str) -> None:
+def test_row_level_classes_run_on_request(module: str) -> None:
     assert load_plugin("my_plugins:Row").is_row_level
     assert not load_plugin("my_plugins:Shift").is_row_level
     assert not load_plugin("my_plugins:double").is_row_level
 
 
-def test_entry_points_come_first(module: str, entry_point: Callable[[str, str], None]) -> None:
+def test_entry_points_load_first(module: str, entry_point: Callable[[str, str], None]) -> None:
     entry_point("shifting", f"{module}:Outer.Inner")
     names = [plugin.name for plugin in load_plugins([f"{module}:Shift"])]
     assert names == ["shifting = my_plugins:Outer.Inner", "my_plugins:Shift"]
 
 
-def test_an_entry_point_that_does_not_load(entry_point: Callable[[str, str], None]) -> None:
+def test_failing_entry_point(entry_point: Callable[[str, str], None]) -> None:
     entry_point("licensed", "broken_plugin:Shift")
     with pytest.raises(PluginLoadError, match=r"licensed = broken_plugin:Shift, of the installed package licensed"):
         load_plugins()
 
 
-def test_only_batch_processors_check_parameters(module: str) -> None:
+def test_only_batch_processors_validate_params(module: str) -> None:
     wrong = SamplingParams(extra_args={"other": 1})
     with pytest.raises(ValueError, match="shift is missing"):
         load_plugin("my_plugins:Shift").validate_params(wrong)

@@ -29,7 +29,7 @@ def make(**changes: Any) -> VllmConfig:
     return vllm_config(**(settings | changes))
 
 
-def test_rows_are_all_that_must_be_said() -> None:
+def test_max_num_seqs_alone_is_required() -> None:
     config = VllmConfig(SchedulerConfig(max_num_seqs=3))
     assert config.scheduler_config.max_num_seqs == 3
     assert config.model_config is None
@@ -40,7 +40,7 @@ def test_rows_are_all_that_must_be_said() -> None:
     assert config.additional_config == {}
 
 
-def test_what_the_scheduler_and_the_device_say() -> None:
+def test_scheduler_and_device_config() -> None:
     config = make(max_num_batched_tokens=64, device=torch.device("cuda", 1))
     scheduler = config.scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_model_len) == (4, 64, 512)
@@ -49,7 +49,7 @@ def test_what_the_scheduler_and_the_device_say() -> None:
     assert config.device_config.device_type == "cuda"
 
 
-def test_what_the_model_says() -> None:
+def test_model_config() -> None:
     text = SimpleNamespace(vocab_size=260)
     hf_config = SimpleNamespace(get_text_config=lambda: text)
     tokenizer = object()
@@ -64,7 +64,7 @@ def test_what_the_model_says() -> None:
     assert model.logits_processors == ["a:B"]
 
 
-def test_what_was_not_said_is_as_in_vllm() -> None:
+def test_defaults_match_vllm() -> None:
     model = make(tokenizer="another", served_model_name="name").model_config
     assert model is not None
     assert (model.tokenizer, model.served_model_name) == ("another", "name")
@@ -73,7 +73,7 @@ def test_what_was_not_said_is_as_in_vllm() -> None:
     assert (model.hf_config, model.hf_text_config) == (None, None)
 
 
-def test_how_the_model_writes_its_thinking() -> None:
+def test_reasoning_config() -> None:
     reasoning = ReasoningConfig(
         reasoning_start_str="<think>",
         reasoning_end_str="Time is up.</think>",
@@ -87,7 +87,7 @@ def test_how_the_model_writes_its_thinking() -> None:
     assert (reasoning.enabled, reasoning.reasoning_parser) == (True, "")
 
 
-def test_a_setting_that_is_not_here_is_refused_with_what_is() -> None:
+def test_unknown_setting_lists_known_ones() -> None:
     config: Any = make()
     with pytest.raises(
         AttributeError,
@@ -103,14 +103,14 @@ def test_a_setting_that_is_not_here_is_refused_with_what_is() -> None:
     assert not hasattr(config.scheduler_config, "policy")
 
 
-def test_copies_and_pickles() -> None:
+def test_configs_copy_and_pickle() -> None:
     config = make()
     for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert isinstance(other.model_config, ModelConfig)
         assert other.model_config.max_model_len == 512
 
 
-def test_plugins_cannot_change_it() -> None:
+def test_configs_are_frozen() -> None:
     config: Any = make()
     with pytest.raises(AttributeError, match="cannot assign"):
         config.model_config.max_model_len = 1

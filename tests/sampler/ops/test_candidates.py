@@ -14,7 +14,7 @@ def in_order(row: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("vocab_size", [1, 5, 63, 64, 65, 1000, 1009, 5000])
 @pytest.mark.parametrize("width", [1, 2, 7, 64, 512])
 @pytest.mark.parametrize("distinct", [2, 40, 10**6])
-def test_against_sorting(vocab_size: int, width: int, distinct: int) -> None:
+def test_top_candidates_match_sorting(vocab_size: int, width: int, distinct: int) -> None:
     torch.manual_seed(vocab_size * width)
     rows = torch.randint(distinct, (4, vocab_size)).float() - distinct / 2
     rows[0] = 0.0
@@ -43,7 +43,7 @@ def test_rows_of_a_wider_matrix() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 5, 64, 65, 1009, 5000])
 @pytest.mark.parametrize("width", [1, 2, 7, 64, 512])
 @pytest.mark.parametrize("distinct", [40, 10**6])
-def test_candidates_of_a_row_are_complete(vocab_size: int, width: int, distinct: int) -> None:
+def test_row_candidates_are_complete(vocab_size: int, width: int, distinct: int) -> None:
     torch.manual_seed(vocab_size * width)
     for kind in ("all finite", "half masked", "one left"):
         row = torch.randint(distinct, (vocab_size,)).float() - distinct / 2
@@ -63,7 +63,7 @@ def test_candidates_of_a_row_are_complete(vocab_size: int, width: int, distinct:
             assert len(token_ids) >= width or too_many
 
 
-def test_of_a_large_tie_a_row_has_no_candidates() -> None:
+def test_large_tie_gives_no_row_candidates() -> None:
     row = torch.zeros(600)
     row[[7, 300]] = 1.0
     assert row_candidates(row.numpy(), 64)[0].tolist() == [7, 300]

@@ -59,7 +59,7 @@ TOP_P = [1e-12, 0.1, 0.5, 0.9, 1 - 1e-7, 1.0]
 
 @pytest.mark.parametrize(("name", "vocab_size"), ROWS)
 @pytest.mark.parametrize("top_p", TOP_P)
-def test_the_same_number_draws_the_same_token_as_sorting(
+def test_same_number_samples_same_token_as_sorting(
     name: str, vocab_size: int, top_p: float, draw_by_sorting: DrawBySorting
 ) -> None:
     logits = adversarial_rows(vocab_size)[name]
@@ -127,7 +127,7 @@ def drawn_shares(draw_numbers: Callable[[torch.Tensor], torch.Tensor]) -> dict[i
         ("ordinary", 1, 1, 1e-12),
     ],
 )
-def test_the_probabilities_are_those_of_sorting(
+def test_probabilities_match_sorting(
     name: str, vocab_size: int, top_k: int, top_p: float, keep_by_sorting: KeepBySorting
 ) -> None:
     """Not a sample: the share of all numbers that draws each token."""
@@ -141,7 +141,7 @@ def test_the_probabilities_are_those_of_sorting(
         assert abs(shares.get(token, Fraction(0)) - share) <= Fraction(2, 2**36)
 
 
-def test_the_probabilities_without_top_k_and_top_p() -> None:
+def test_probabilities_without_top_k_and_top_p() -> None:
     logits = adversarial_rows(700)["ordinary"]
     weights = integer_weights(logits.softmax(-1)).tolist()
     shares = drawn_shares(lambda numbers: random_sample(logits.softmax(-1).expand(len(numbers), -1), numbers))
@@ -151,9 +151,7 @@ def test_the_probabilities_without_top_k_and_top_p() -> None:
 
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (20, 1.0), (50, 0.7), (0, 0.05)])
-def test_the_kept_tokens_are_those_of_hugging_face(
-    scale: float, top_k: int, top_p: float, keep_by_sorting: KeepBySorting
-) -> None:
+def test_kept_tokens_match_hugging_face(scale: float, top_k: int, top_p: float, keep_by_sorting: KeepBySorting) -> None:
     """An implementation that is not ours, and says where sorting itself could be misread."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -171,7 +169,7 @@ def test_the_kept_tokens_are_those_of_hugging_face(
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.95), (30, 1.0), (64, 0.8), (300, 0.9)])
-def test_chi_square_of_a_few_thousand_draws(top_k: int, top_p: float, keep_by_sorting: KeepBySorting) -> None:
+def test_chi_square_of_thousands_of_samples(top_k: int, top_p: float, keep_by_sorting: KeepBySorting) -> None:
     torch.manual_seed(5)
     logits, count = torch.randn(400), 8000
     kept = keep_by_sorting(logits, integer_weights(logits.softmax(-1)), top_k, top_p)
@@ -239,7 +237,7 @@ def orderings(logits: torch.Tensor, top_k: int, top_p: float) -> Orderings:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.95), (50, 1.0), (50, 0.9), (0, 0.1)])
-def test_a_concentrated_row_is_not_sorted(top_k: int, top_p: float) -> None:
+def test_concentrated_row_is_not_sorted(top_k: int, top_p: float) -> None:
     torch.manual_seed(0)
     logits = -2.5 * (torch.randperm(VOCAB_SIZE) + 1.0).log()
     noted = orderings(logits, top_k, top_p)
@@ -249,13 +247,13 @@ def test_a_concentrated_row_is_not_sorted(top_k: int, top_p: float) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 0.001, 0.1, 1.0, 3.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.5), (20_000, 0.9)])
-def test_even_a_flat_row_is_sorted_only_in_small_part(scale: float, top_k: int, top_p: float) -> None:
+def test_flat_row_is_sorted_only_in_small_part(scale: float, top_k: int, top_p: float) -> None:
     torch.manual_seed(0)
     noted = orderings(torch.randn(VOCAB_SIZE) * scale, top_k, top_p)
     assert noted.sorted <= 1024
 
 
-def test_what_notes_the_orderings_does_so() -> None:
+def test_orderings_are_recorded() -> None:
     with Orderings() as noted:
         torch.randn(2, 30).sort()
         torch.randn(20).argsort(descending=True)

@@ -13,7 +13,7 @@ KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 700])
 @pytest.mark.parametrize("seed", range(4))
-def test_against_sorting(vocab_size: int, seed: int, keep_by_sorting: KeepBySorting) -> None:
+def test_kept_tokens_match_sorting(vocab_size: int, seed: int, keep_by_sorting: KeepBySorting) -> None:
     torch.manual_seed(seed)
     rows = torch.randn(6, vocab_size)
     rows[0] *= 20

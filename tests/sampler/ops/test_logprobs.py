@@ -10,7 +10,7 @@ from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 
 @pytest.mark.parametrize("vocab_size", [1, 6, 300, 5000])
 @pytest.mark.parametrize("distinct", [3, 10**6])
-def test_against_log_softmax(vocab_size: int, distinct: int) -> None:
+def test_logprobs_match_log_softmax(vocab_size: int, distinct: int) -> None:
     torch.manual_seed(vocab_size + distinct)
     logits = torch.randint(distinct, (8, vocab_size)).float() * 10 / distinct
     token_ids = torch.randint(vocab_size, (8,)).tolist()
@@ -25,7 +25,7 @@ def test_against_log_softmax(vocab_size: int, distinct: int) -> None:
         assert record.top == tuple((token, values[token]) for token in order)
 
 
-def test_a_row_does_not_depend_on_what_its_neighbours_ask() -> None:
+def test_row_is_independent_of_other_rows_top() -> None:
     logits = torch.randint(4, (1, 3000)).float()
     [alone] = token_logprobs(logits, [5], [2])
     together = token_logprobs(torch.cat([torch.randn(3, 3000), logits]), [1, 2, 3, 5], [20, 0, 700, 2])

@@ -46,7 +46,7 @@ def test_mask_tokens() -> None:
     assert masked(logits) == [[3], [], [0, 1]]
 
 
-def test_mask_no_tokens() -> None:
+def test_mask_tokens_without_tokens() -> None:
     logits = torch.zeros(2, 2)
     mask_tokens(logits, [], [])
     assert masked(logits) == [[], []]

@@ -14,7 +14,7 @@ def penalised(logit: float, count: int, repetition: float, frequency: float, pre
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_against_a_plain_loop(seed: int) -> None:
+def test_penalties_match_plain_loop(seed: int) -> None:
     rng = random.Random(seed)
     logits = torch.randn(5, 40) * 5
     logits[0, :5] = torch.tensor([0.0, -0.0, float("-inf"), 1e4, -1e4])
@@ -37,7 +37,7 @@ def test_against_a_plain_loop(seed: int) -> None:
     torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_a_prompt_token_is_repeated_but_has_no_count() -> None:
+def test_prompt_token_gets_repetition_penalty_only() -> None:
     one = torch.tensor([1.0])
     logits = torch.tensor([[4.0, 4.0]])
     apply_penalties(logits, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.0]), 2 * one, one, one)

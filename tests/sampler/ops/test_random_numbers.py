@@ -18,12 +18,12 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
     words = philox4x32(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])
     assert words[:, 0].tolist() == expected
 
 
-def test_a_number_depends_on_its_own_seed_and_position_alone() -> None:
+def test_number_depends_only_on_seed_and_position() -> None:
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**64, 50, dtype=np.uint64)
     positions = rng.integers(0, 2**40, 50)
@@ -49,12 +49,12 @@ def test_range_and_uniformity() -> None:
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.016
 
 
-def test_nothing() -> None:
+def test_empty_input() -> None:
     assert uniform_numbers(np.array([], dtype=np.uint64), np.array([], dtype=np.int64)).shape == (0,)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 300])
-def test_numbers_that_were_made_ahead_are_the_same(count: int) -> None:
+def test_precomputed_numbers_are_the_same(count: int) -> None:
     rng = np.random.default_rng(count)
     seeds = rng.integers(0, 2**64, count, dtype=np.uint64)
     numbers = UniformNumbers(seeds)

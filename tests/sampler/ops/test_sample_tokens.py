@@ -9,12 +9,12 @@ from logitship.sampler.ops.top_k_top_p import integer_weights
 ALMOST_ONE = 1 - 2.0**-53
 
 
-def test_most_likely_takes_the_lowest_id_of_a_tie() -> None:
+def test_greedy_sample_takes_lowest_id_of_tie() -> None:
     logits = torch.randint(5, (50, 997)).float()
     assert greedy_sample(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
-def test_draw_inverts_the_distribution_in_token_order() -> None:
+def test_random_sample_inverts_distribution_in_token_order() -> None:
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, ALMOST_ONE], dtype=torch.float64)
     assert random_sample(probabilities.expand(6, -1), numbers).tolist() == [0, 0, 2, 2, 3, 3]
@@ -22,7 +22,7 @@ def test_draw_inverts_the_distribution_in_token_order() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 511, 512, 70_000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0, 1e4])
-def test_draw_is_that_of_the_whole_cumulative_distribution(vocab_size: int, scale: float) -> None:
+def test_random_sample_matches_full_cumulative_distribution(vocab_size: int, scale: float) -> None:
     torch.manual_seed(vocab_size)
     probabilities = (torch.randn(9, vocab_size) * scale).softmax(-1)
     uniform = torch.cat([torch.tensor([0.0, ALMOST_ONE], dtype=torch.float64), torch.rand(7, dtype=torch.float64)])
@@ -34,7 +34,7 @@ def test_draw_is_that_of_the_whole_cumulative_distribution(vocab_size: int, scal
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 1000, 20_011])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e4])
-def test_never_a_token_of_probability_zero(vocab_size: int, scale: float) -> None:
+def test_zero_probability_is_never_sampled(vocab_size: int, scale: float) -> None:
     torch.manual_seed(vocab_size)
     logits = torch.randn(4, vocab_size) * scale
     logits[:, 1::2] = float("-inf")
@@ -62,7 +62,7 @@ def test_chi_square_with_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_row_draws_the_same_token_in_any_company(seed: int) -> None:
+def test_sampling_is_batch_invariant(seed: int) -> None:
     """Bit for bit: alone, and among rows of every kind in another order."""
     torch.manual_seed(seed)
     rows, vocab_size = 24, 1501
@@ -88,7 +88,7 @@ def test_a_row_draws_the_same_token_in_any_company(seed: int) -> None:
     ] == plain
 
 
-def test_the_drawn_rows_are_left_as_they_were() -> None:
+def test_sampling_does_not_modify_inputs() -> None:
     logits = torch.randn(3, 2000) * 0.01
     probabilities = logits.softmax(-1)
     before = logits.clone(), probabilities.clone()

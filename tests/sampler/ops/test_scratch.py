@@ -12,7 +12,7 @@ def rows(scratch: Scratch, start: int, count: int, columns: int) -> torch.Tensor
     return found
 
 
-def test_rows_of_a_step_are_apart_and_kept_for_the_next() -> None:
+def test_rows_are_separate_and_reused() -> None:
     scratch = Scratch()
     room = rows(scratch, 0, 5, 7).fill_(0.0)
     first, second = rows(scratch, 0, 2, 7).fill_(1.0), rows(scratch, 2, 3, 7).fill_(2.0)
@@ -22,7 +22,7 @@ def test_rows_of_a_step_are_apart_and_kept_for_the_next() -> None:
     assert rows(scratch, 0, 7, 5).is_contiguous()
 
 
-def test_rows_of_a_step_stay_when_there_is_more_room() -> None:
+def test_rows_survive_buffer_growth() -> None:
     scratch = Scratch()
     first = rows(scratch, 0, 2, 3).fill_(1.0)
     rows(scratch, 2, 5, 3).fill_(2.0)
@@ -30,7 +30,7 @@ def test_rows_of_a_step_stay_when_there_is_more_room() -> None:
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_room_made_in_one_mode_serves_the_other(mode: bool) -> None:
+def test_buffer_works_across_inference_modes(mode: bool) -> None:
     scratch = Scratch()
     logits = torch.randn(2, 3)
     for each in (mode, not mode):
@@ -39,5 +39,5 @@ def test_room_made_in_one_mode_serves_the_other(mode: bool) -> None:
         assert torch.equal(found, logits.log_softmax(dim=-1))
 
 
-def test_other_devices_keep_memory_by_themselves() -> None:
+def test_other_devices_get_no_buffer() -> None:
     assert Scratch().rows(0, 1, torch.empty(1, 3, device="meta")) is None

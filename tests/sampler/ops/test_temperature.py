@@ -12,7 +12,7 @@ def scaled(logits: torch.Tensor, *temperatures: float) -> torch.Tensor:
     return logits
 
 
-def test_divides_each_row_by_its_own() -> None:
+def test_each_row_has_its_own_temperature() -> None:
     logits = torch.randn(3, 10)
     assert torch.equal(scaled(logits, 0.5, 1.0, 3.0), logits / torch.tensor([[0.5], [1.0], [3.0]]))
 
@@ -28,14 +28,14 @@ def test_near_zero_approaches_the_argmax(peak: float, temperature: float) -> Non
     assert probabilities.sum() == 1
 
 
-def test_a_row_that_overflows_leaves_the_others_alone() -> None:
+def test_overflow_affects_only_its_row() -> None:
     logits = torch.randn(2, 10)
     alone = scaled(logits[:1], 0.7)
     logits[1, 0] = 1e38
     assert torch.equal(scaled(logits, 0.7, 1e-5)[:1], alone)
 
 
-def test_very_hot_is_flat() -> None:
+def test_high_temperature_is_flat() -> None:
     logits = torch.tensor([[5.0, -5.0, float("-inf"), 0.0]])
     probabilities = scaled(logits, torch.finfo(torch.float32).max).softmax(-1)
     torch.testing.assert_close(probabilities, torch.tensor([[1 / 3, 1 / 3, 0.0, 1 / 3]]))

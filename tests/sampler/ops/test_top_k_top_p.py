@@ -46,7 +46,7 @@ def candidate_draw(
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 1500])
 @pytest.mark.parametrize("seed", range(4))
-def test_draw_from_all_against_sorting(vocab_size: int, seed: int, draw_by_sorting: DrawBySorting) -> None:
+def test_sample_from_all_matches_sorting(vocab_size: int, seed: int, draw_by_sorting: DrawBySorting) -> None:
     torch.manual_seed(seed)
     logits = distributions(vocab_size)
     weights = integer_weights(logits.softmax(-1))
@@ -82,7 +82,7 @@ def hard_rows() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", hard_rows())
-def test_draw_from_all_where_buckets_are_large(name: str, draw_by_sorting: DrawBySorting) -> None:
+def test_sample_from_all_with_large_buckets(name: str, draw_by_sorting: DrawBySorting) -> None:
     logits = hard_rows()[name]
     weights = integer_weights(logits.softmax(-1))
     settings = [(0, 0.5), (0, 1 - 1e-7), (600, 0.5), (2000, 1.0), (LARGE - 1, 0.9), (0, 1.0)]
@@ -94,7 +94,7 @@ def test_draw_from_all_where_buckets_are_large(name: str, draw_by_sorting: DrawB
 
 @pytest.mark.parametrize("width", [64, 512])
 @pytest.mark.parametrize("seed", range(4))
-def test_candidates_agree_with_the_whole_vocabulary(width: int, seed: int) -> None:
+def test_candidates_agree_with_whole_vocabulary(width: int, seed: int) -> None:
     torch.manual_seed(seed)
     logits = distributions(2000)
     weights = integer_weights(logits.softmax(-1))
@@ -110,7 +110,7 @@ def test_candidates_agree_with_the_whole_vocabulary(width: int, seed: int) -> No
     assert decided > 60
 
 
-def test_what_is_decided_by_few_candidates() -> None:
+def test_few_candidates_decide() -> None:
     logits = torch.full((6, 1000), -2.0)
     logits[0, 5] = 50.0  # one certain token
     logits[1] = 1.0  # everything tied
@@ -123,7 +123,7 @@ def test_what_is_decided_by_few_candidates() -> None:
     assert [each.position is not None for each in drawn] == [True, False, True, True, True, False]
 
 
-def test_how_many_candidates_are_needed_at_least() -> None:
+def test_minimum_candidates_needed() -> None:
     """Of 1000 nearly equal tokens, 0.9 of the mass is 900 of them. In a steep row, the next ones may do."""
     nearly_equal, steep = torch.linspace(1e-3, 0, 1000), torch.linspace(60, 0, 1000)
     flat, _ = candidate_draw(nearly_equal, 64, 0, 0.9)
@@ -143,16 +143,16 @@ def kept(logits: list[float], top_k: int, top_p: float) -> list[int]:
     return sorted({sample_from_all(row, weights, top_k, top_p, number / 1000) for number in range(1000)})
 
 
-def test_top_k_keeps_all_of_a_tie() -> None:
+def test_top_k_keeps_whole_tie() -> None:
     assert kept([1.0, 3.0, 2.0, 2.0, 0.0], 2, 1.0) == [1, 2, 3]
 
 
-def test_top_p_takes_the_lower_ids_of_a_tie() -> None:
+def test_top_p_keeps_lower_ids_of_tie() -> None:
     assert kept([0.0, 0.0, 0.0, 0.0], 0, 0.5) == [0, 1]
     assert kept([0.0, 0.0, 0.0, 0.0], 0, 0.51) == [0, 1, 2]
 
 
-def test_top_p_counts_from_what_top_k_left() -> None:
+def test_top_p_is_relative_to_top_k() -> None:
     # Probabilities 8, 4, 2, 1, 1 of 16; after top-k 2 they are 8, 4 of 12.
     logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0]).log().tolist()
     assert kept(logits, 2, 0.66) == [0]

@@ -88,7 +88,7 @@ def sample(rows: list[Row], chosen: list[int] | None = None) -> Drawn:
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_row_gets_the_same_bits_in_any_company(seed: int, vocab_size: int, threads: int) -> None:
+def test_rows_are_bitwise_batch_invariant(seed: int, vocab_size: int, threads: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     rows = [random_row(rng, vocab_size) for _ in range(ROWS)]
@@ -103,7 +103,7 @@ def test_a_row_gets_the_same_bits_in_any_company(seed: int, vocab_size: int, thr
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_the_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(vocab_size: int, threads: int) -> None:
+def test_prompt_logprobs_are_independent_of_chunks(vocab_size: int, threads: int) -> None:
     rng = random.Random(vocab_size)
     torch.manual_seed(0)
     logits = torch.randn(40, vocab_size) * 3
@@ -116,7 +116,7 @@ def test_the_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(vocab_siz
         begin = end
 
 
-def test_what_another_row_asks_for_changes_no_record(threads: int) -> None:
+def test_logprobs_are_independent_of_other_rows_top(threads: int) -> None:
     """How many of the most likely tokens are looked at is decided for all rows together."""
     torch.manual_seed(0)
     logits = torch.randn(3, 5000).mul(4).round() / 4  # with ties

@@ -77,7 +77,7 @@ def test_each_sequence_has_its_own_callable_and_tokens(executor: CallableExecuto
     assert requests[2].sampling_params.processors[0].count.steps == 3
 
 
-def test_they_run_in_order_with_other_processors(executor: CallableExecutor, shipping: NewRequest, load: Load) -> None:
+def test_callables_run_in_list_order(executor: CallableExecutor, shipping: NewRequest, load: Load) -> None:
     def double(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         return logits * 2
 
@@ -92,7 +92,7 @@ def test_they_run_in_order_with_other_processors(executor: CallableExecutor, shi
     assert Batch(shipping("a", *uses)).step()[0] == [[9.0] * 4]
 
 
-def test_the_convention_is_read_once(executor: CallableExecutor, shipping: NewRequest) -> None:
+def test_convention_is_determined_once(executor: CallableExecutor, shipping: NewRequest) -> None:
     class Asked:
         signatures = 0
 
@@ -125,7 +125,7 @@ def raising(past: list[int], row: torch.Tensor) -> torch.Tensor:
         (lambda row: row, "exception", "processor Broken raised TypeError: <lambda> takes (row): expected"),
     ],
 )
-def test_a_fault_is_its_sequences_alone(
+def test_fault_affects_only_its_sequence(
     function: Any, kind: str, message: str, executor: CallableExecutor, shipping: NewRequest
 ) -> None:
     broken = loaded(executor, function, "Broken")
@@ -138,7 +138,7 @@ def test_a_fault_is_its_sequences_alone(
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("stop"), MemoryError("no more")])
-def test_whatever_is_raised_is_a_fault(error: BaseException, executor: CallableExecutor, shipping: NewRequest) -> None:
+def test_any_exception_becomes_a_fault(error: BaseException, executor: CallableExecutor, shipping: NewRequest) -> None:
     def end(past: list[int], row: torch.Tensor) -> torch.Tensor:
         raise error
 
@@ -148,6 +148,6 @@ def test_whatever_is_raised_is_a_fault(error: BaseException, executor: CallableE
     assert "callable_executor.py" not in faults[0].traceback.replace("test_callable_executor.py", "")
 
 
-def test_nothing_is_loaded_from_a_string(executor: CallableExecutor) -> None:
+def test_load_from_string_is_rejected(executor: CallableExecutor) -> None:
     with pytest.raises(AssertionError, match="not loaded from a processor string"):
         executor.load(InstalledProcessor("min_p"))

@@ -27,7 +27,7 @@ class Described(Silent):
     params_schema: ClassVar = {"type": "object", "properties": {"token_id": {"type": "integer"}}}
 
 
-def test_what_a_class_says() -> None:
+def test_description_of_a_class() -> None:
     assert describe(Described) == ClassDescription("Described", "Bans a token.", Described.params_schema)
     assert describe(Silent) == ClassDescription("Silent")  # not what its base class says
 
@@ -44,7 +44,7 @@ def test_what_a_class_says() -> None:
         ({"params_schema": {"a": (1, 2)}}, "", {"a": [1, 2]}),
     ],
 )
-def test_what_does_not_travel(attributes: dict[str, Any], description: str, schema: Any) -> None:
+def test_invalid_attributes_are_dropped(attributes: dict[str, Any], description: str, schema: Any) -> None:
     cls = type("P", (), {})
     for name, value in attributes.items():
         setattr(cls, name, value)
@@ -53,7 +53,7 @@ def test_what_does_not_travel(attributes: dict[str, Any], description: str, sche
     assert from_bytes(to_bytes(described)) == described
 
 
-def test_the_longest_fits_into_an_answer() -> None:
+def test_longest_description_fits_into_a_reply() -> None:
     longest = type("\x01" * 9000, (), {"__doc__": "é" * 5000, "params_schema": {"a": "x" * 32_000}})
     described = describe(longest)
     assert described.params_schema
@@ -66,7 +66,7 @@ def test_the_longest_fits_into_an_answer() -> None:
         lambda value: json.dumps(value).encode(errors="surrogatepass")
     )
 )
-def test_what_somebody_else_says_is_tame_or_an_error(body: bytes) -> None:
+def test_untrusted_bytes_are_sanitized_or_rejected(body: bytes) -> None:
     try:
         told = from_bytes(body)
     except ValueError:
@@ -79,6 +79,6 @@ def test_what_somebody_else_says_is_tame_or_an_error(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"P", b'"P"', b"[]", b'["P", "", []]', b'["P", "", null, 1]', b"[" * 60000])
-def test_what_is_no_description(body: bytes) -> None:
+def test_invalid_bytes_are_rejected(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"no description|line 1|depth"):
         from_bytes(body)

@@ -36,7 +36,7 @@ def call(processor: LoadedProcessor, *rows: ExecutorRow) -> list[list[float]]:
     return logits.tolist()
 
 
-def test_it_has_the_history_and_a_copy_of_the_state(load: Callable[..., LoadedProcessor]) -> None:
+def test_fork_has_history_and_copy_of_state(load: Callable[..., LoadedProcessor]) -> None:
     seen: list[tuple[list[int], list[int], list[str], bool, bool]] = []
 
     def watch(logits: torch.Tensor, param_list: list[dict[str, Any]]) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_it_has_the_history_and_a_copy_of_the_state(load: Callable[..., LoadedPr
     assert [(output, log) for output, log, *_ in seen[4:]] == [([5, 7, 8], [0, 1, 2, 3]), ([5, 6], [0, 1, 2, 2])]
 
 
-def test_what_a_processor_did_to_its_view_is_copied_too(load: Callable[..., LoadedProcessor]) -> None:
+def test_edits_of_the_view_are_copied(load: Callable[..., LoadedProcessor]) -> None:
     outputs = []
 
     def careless(logits: torch.Tensor, param_list: list[dict[str, Any]]) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_what_a_processor_did_to_its_view_is_copied_too(load: Callable[..., Load
     assert outputs == [[], [3]]
 
 
-def test_what_was_prepared_and_its_parameters_are_shared(load: Callable[..., LoadedProcessor]) -> None:
+def test_prepared_parameters_are_shared(load: Callable[..., LoadedProcessor]) -> None:
     kept, prepared = [], object()
 
     def keep(logits: torch.Tensor, param_list: list[dict[str, Any]]) -> torch.Tensor:
@@ -122,7 +122,7 @@ class Uncopyable:
 @pytest.mark.parametrize(
     ("value", "reason"), [(threading.Lock(), "TypeError: cannot pickle"), (Uncopyable(), "SystemExit: not me")]
 )
-def test_what_cannot_be_copied_is_a_fault(load: Callable[..., LoadedProcessor], value: Any, reason: str) -> None:
+def test_uncopyable_state_is_a_fault(load: Callable[..., LoadedProcessor], value: Any, reason: str) -> None:
     def keep(logits: torch.Tensor, param_list: list[dict[str, Any]]) -> torch.Tensor:
         param_list[0]["__req__"].state["kept"] = value
         return logits
@@ -166,7 +166,7 @@ class Clones(Counts):
 
 
 @pytest.mark.parametrize("target", [Counts, Clones])
-def test_a_callable_goes_its_own_way(target: type[Counts]) -> None:
+def test_forked_callable_has_its_own_state(target: type[Counts]) -> None:
     processor = LoadedProcessor("sha256:0", "Counts", CallableExecutor(), CallableFactory(target)(), per_sequence=True)
     ours = [4]
     row = attach(processor, ours)
@@ -180,7 +180,7 @@ def test_a_callable_goes_its_own_way(target: type[Counts]) -> None:
     assert call(processor, row)[0][:2] == [3, 5]
 
 
-def test_of_a_callable_of_hugging_face_the_fork_has_its_own_tokens() -> None:
+def test_fork_of_hugging_face_callable_has_its_own_tokens() -> None:
     def last(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[0, 0], scores[0, 1] = input_ids[0, -1], input_ids.shape[1]
         return scores
@@ -214,7 +214,7 @@ def shipped() -> ShippedProcessors:
     return ShippedProcessors(None, torch.device("cpu"), False, model=MODEL)
 
 
-def test_a_row_takes_what_was_forked_for_it(load: Callable[..., LoadedProcessor]) -> None:
+def test_added_row_uses_its_fork(load: Callable[..., LoadedProcessor]) -> None:
     def count(logits: torch.Tensor, param_list: list[dict[str, Any]]) -> torch.Tensor:
         for row, params in zip(logits, param_list, strict=True):
             state = params["__req__"].state
@@ -237,7 +237,7 @@ def test_a_row_takes_what_was_forked_for_it(load: Callable[..., LoadedProcessor]
     assert stage.apply(torch.zeros(2, VOCAB))[:, 0].tolist() == [3, 1]
 
 
-def test_a_fork_that_never_gets_a_row_is_closed_once(load: Callable[..., LoadedProcessor]) -> None:
+def test_unused_fork_is_closed_once(load: Callable[..., LoadedProcessor]) -> None:
     use = ProcessorUse(load(lambda logits, _: logits, "P"), {}, "r")
     use.executor_row = Closing()
     forked = use.fork([])

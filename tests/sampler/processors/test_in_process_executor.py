@@ -44,12 +44,12 @@ def fault_of(body: str) -> ProcessorFault:
     return raised.value
 
 
-def test_it_loads_and_runs() -> None:
+def test_load_and_run() -> None:
     result = run("for row, params in enumerate(custom_param_list):\n    logits[row] += params['by']\nreturn logits")
     assert result.tolist() == [[0.0] * 4, [1.0] * 4]
 
 
-def test_a_processor_is_known_by_what_runs() -> None:
+def test_digest_is_that_of_the_running_code() -> None:
     string = SourceProcessor(source("return logits").source, "Shipped", captured=b"")
     other = PickledProcessor(b"of another Python", python="2.7", source=string)
     executor = InProcessExecutor({})
@@ -58,7 +58,7 @@ def test_a_processor_is_known_by_what_runs() -> None:
     assert loaded.executor is executor
 
 
-def test_what_its_class_says_of_itself_is_known() -> None:
+def test_class_description_is_loaded() -> None:
     string = source("return logits")
     says = "class Shipped(CustomLogitProcessor):\n    'Does it.'\n    params_schema = {'type': 'object'}\n\n"
     described = string.source.replace("class Shipped(CustomLogitProcessor):\n", says)
@@ -68,21 +68,21 @@ def test_what_its_class_says_of_itself_is_known() -> None:
 
 
 @pytest.mark.parametrize("string", [InstalledProcessor("min_p"), RegisteredProcessor("sha256:" + "0" * 64)])
-def test_what_ships_no_code_is_not_loaded(string: InstalledProcessor | RegisteredProcessor) -> None:
+def test_string_without_code_is_rejected(string: InstalledProcessor | RegisteredProcessor) -> None:
     with pytest.raises(ProcessorLoadError, match="ships no code"):
         InProcessExecutor({}).load(string)
 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt()", "SystemExit(3)", "GeneratorExit()", "ValueError('no')"])
 @pytest.mark.parametrize("where", ["raise {}", "class Shipped(Base):\n    def __init__(self): raise {}"])
-def test_whatever_is_raised_while_it_loads_is_a_load_error(error: str, where: str) -> None:
+def test_any_exception_while_loading_is_a_load_error(error: str, where: str) -> None:
     text = f"from logitship import CustomLogitProcessor as Base\n{where.format(error)}\n"
     text += "    def __call__(self, logits, custom_param_list=None): return logits\n" if "class" in where else ""
     with pytest.raises(ProcessorLoadError, match=error.partition("(")[0]):
         InProcessExecutor({}).load(SourceProcessor(text, "Shipped"))
 
 
-def test_an_error_that_cannot_be_printed_is_a_load_error() -> None:
+def test_unprintable_error_is_a_load_error() -> None:
     text = "class Mute(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise Mute\n"
     with pytest.raises(ProcessorLoadError):
         InProcessExecutor({}).load(SourceProcessor(text, "Shipped"))
@@ -96,13 +96,13 @@ def test_an_error_that_cannot_be_printed_is_a_load_error() -> None:
         "from logitship.client.errors import ProcessorLoadError\nraise ProcessorLoadError('x' * 1_000_000)",
     ],
 )
-def test_what_a_load_error_says_can_be_sent(raises: str) -> None:
+def test_load_error_message_is_valid_unicode(raises: str) -> None:
     with pytest.raises(ProcessorLoadError) as raised:
         InProcessExecutor({}).load(SourceProcessor(raises, "Shipped"))
     assert len(orjson.dumps(str(raised.value))) < 4200
 
 
-def test_a_metaclass_does_not_name_the_processor() -> None:
+def test_metaclass_cannot_rename_processor() -> None:
     text = """
 from logitship import CustomLogitProcessor
 class Meta(type(CustomLogitProcessor)):
@@ -115,7 +115,7 @@ class Shipped(CustomLogitProcessor, metaclass=Meta):
 
 
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "StopIteration"])
-def test_whatever_it_raises_is_a_fault(error: str) -> None:
+def test_any_exception_becomes_a_fault(error: str) -> None:
     fault = fault_of(f"raise {error}('because')")
     assert fault.kind == "exception"
     assert fault.message == f"processor Shipped raised {error}: because"
@@ -123,11 +123,11 @@ def test_whatever_it_raises_is_a_fault(error: str) -> None:
     assert "in_process_executor" not in fault.traceback
 
 
-def test_a_bare_exception_has_no_empty_message() -> None:
+def test_exception_without_message() -> None:
     assert fault_of("raise ValueError").message == "processor Shipped raised ValueError"
 
 
-def test_what_it_called_is_in_the_traceback() -> None:
+def test_traceback_includes_called_functions() -> None:
     fault = fault_of("return logits.view(3, 7)")
     assert "return logits.view(3, 7)" in fault.traceback
     chained = fault_of("try:\n    {}['key']\nexcept KeyError as error:\n    raise ValueError('second') from error")
@@ -136,13 +136,13 @@ def test_what_it_called_is_in_the_traceback() -> None:
 
 
 @pytest.mark.parametrize("reason", ["raise KeyboardInterrupt", "return 1 / 0", "return None", "return ''.join(self)"])
-def test_an_error_that_cannot_be_printed(reason: str) -> None:
+def test_unprintable_error(reason: str) -> None:
     fault = fault_of(f"class Mute(Exception):\n    def __str__(self): {reason}\nraise Mute")
     assert fault.message.startswith("processor Shipped raised Mute: (its message cannot be shown: str() raised ")
     assert "raise Mute" in fault.traceback
 
 
-def test_an_error_whose_attributes_raise() -> None:
+def test_error_whose_attributes_raise() -> None:
     body = "class Odd(SyntaxError):\n    @property\n    def lineno(self): raise KeyboardInterrupt\nraise Odd('odd')"
     fault = fault_of(body)
     assert fault.message == "processor Shipped raised Odd: odd"
@@ -159,16 +159,16 @@ def test_an_error_whose_attributes_raise() -> None:
         "class Odd(Exception):\n    def __str__(self): return Text()",
     ],
 )
-def test_an_error_that_fails_wherever_it_is_looked_at(error: str) -> None:
+def test_error_that_raises_on_any_access(error: str) -> None:
     assert fault_of(f"{error}\nraise Odd").message == "processor Shipped raised Odd"
 
 
 @pytest.mark.parametrize("name", ["5", "[]"])
-def test_a_name_error_with_an_odd_name(name: str) -> None:
+def test_name_error_with_unusual_name(name: str) -> None:
     assert fault_of(f"raise NameError('odd', name={name})").message == "processor Shipped raised NameError: odd"
 
 
-def test_long_errors_are_cut() -> None:
+def test_long_errors_are_truncated() -> None:
     fault = fault_of("raise ValueError('start' + 'x' * 1_000_000 + 'end')")
     assert fault.message.startswith("processor Shipped raised ValueError: startxxx")
     assert fault.message.endswith("… (1000008 characters)")
@@ -177,19 +177,19 @@ def test_long_errors_are_cut() -> None:
     assert fault.traceback.endswith("xxxend\n")
 
 
-def test_deep_recursion_is_cut() -> None:
+def test_deep_recursion_is_truncated() -> None:
     fault = fault_of("return self(logits, custom_param_list)")
     assert fault.message.startswith("processor Shipped raised RecursionError")
     assert len(fault.traceback) < 4200
 
 
-def test_text_that_is_not_unicode_is_escaped() -> None:
+def test_invalid_unicode_is_escaped() -> None:
     fault = fault_of(r"raise ValueError('\ud800')")
     assert fault.message.endswith(r"ValueError: \ud800")
     assert orjson.dumps(fault.traceback)
 
 
-def test_a_global_that_did_not_travel_is_explained(load: Load) -> None:
+def test_missing_global_is_explained(load: Load) -> None:
     module: dict[str, Any] = {"__name__": "__main__"}
     exec("class Shipped:\n    def __call__(self, logits, params):\n        return helper(logits)", module)
     processor = load(module["Shipped"](), "Shipped")
@@ -197,7 +197,7 @@ def test_a_global_that_did_not_travel_is_explained(load: Load) -> None:
         InProcessExecutor({}).run(processor, torch.zeros(1, 2), [{}])
 
 
-def test_a_local_name_without_a_value_is_not() -> None:
+def test_unbound_local_is_not_explained() -> None:
     fault = fault_of("x = y\ny = x\nreturn logits")
     assert fault.message.startswith("processor Shipped raised UnboundLocalError")
     assert "was not serialized" not in fault.message
@@ -223,14 +223,14 @@ def test_a_local_name_without_a_value_is_not() -> None:
         ("(row for row in logits)", "returned generator, not a tensor"),
     ],
 )
-def test_a_wrong_result_is_named(returned: str, found: str) -> None:
+def test_invalid_result_is_described(returned: str, found: str) -> None:
     fault = fault_of(f"return {returned}")
     assert fault.kind == "bad_result"
     assert fault.message == f"processor Shipped {found}"
     assert fault.traceback == ""
 
 
-def test_a_tensor_subclass_is_taken_as_its_values() -> None:
+def test_tensor_subclass_is_accepted() -> None:
     body = (
         "import torch\nclass Trap(torch.Tensor):\n    @classmethod\n"
         "    def __torch_function__(cls, function, types, args=(), kwargs=None): raise RuntimeError('trapped')\n"
@@ -241,12 +241,12 @@ def test_a_tensor_subclass_is_taken_as_its_values() -> None:
     assert result.tolist() == [[2.0] * 4] * 2
 
 
-def test_what_only_says_that_it_is_a_tensor_is_none() -> None:
+def test_fake_tensor_is_rejected() -> None:
     fault = fault_of("import torch\nclass Sham:\n    __class__ = torch.Tensor\nreturn Sham()")
     assert fault.message == "processor Shipped returned Sham, not a tensor"
 
 
-def test_an_async_call() -> None:
+def test_async_call_is_rejected() -> None:
     text = source("return logits").source.replace("def __call__", "async def __call__")
     executor = InProcessExecutor({})
     with pytest.raises(ProcessorFault, match="returned a coroutine, not a tensor: __call__ must not be async"):
@@ -254,11 +254,11 @@ def test_an_async_call() -> None:
     gc.collect()  # a coroutine that nobody awaited would warn now
 
 
-def test_other_data_under_the_logits_is_written_to_them() -> None:
+def test_replaced_storage_is_copied_back() -> None:
     assert run("import torch\nlogits.data = torch.full_like(logits, 3.0)\nreturn logits").tolist() == [[3.0] * 4] * 2
 
 
-def test_the_callers_logits_stay_usable_whatever_becomes_of_the_processors(load: Load) -> None:
+def test_callers_logits_stay_valid(load: Load) -> None:
     def spoil(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         result = logits + 1
         logits.resize_(1)
@@ -270,7 +270,7 @@ def test_the_callers_logits_stay_usable_whatever_becomes_of_the_processors(load:
     assert logits.add_(1).tolist() == [[2.0] * 4] * 2
 
 
-def test_settings_of_torch_are_restored() -> None:
+def test_torch_settings_are_restored() -> None:
     setting = "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
     setting += "torch.set_default_device('meta')\n"
     executor = InProcessExecutor({})
@@ -288,7 +288,7 @@ def test_other_float_types_are_cast(dtype: str) -> None:
     assert result.tolist() == [[1.5] * 4] * 2
 
 
-def test_the_logits_themselves_come_back_as_they_are(load: Load) -> None:
+def test_returning_the_logits_themselves(load: Load) -> None:
     logits = torch.zeros(2, 4)
     assert InProcessExecutor({}).run(load(lambda logits, params: logits, "Same"), logits, [{}, {}]) is logits
 
@@ -301,7 +301,7 @@ def test_the_logits_themselves_come_back_as_they_are(load: Load) -> None:
         ("logits.view_as(logits)", [[0.0, 1.0], [2.0, 3.0]]),
     ],
 )
-def test_a_view_of_the_logits_is_taken_out_of_them(returned: str, expected: list[list[float]], load: Load) -> None:
+def test_overlapping_view_is_copied(returned: str, expected: list[list[float]], load: Load) -> None:
     """The caller copies the result into the logits: the two must not overlap."""
     logits = torch.arange(4.0).view(2, 2)
     processor = load(eval(f"lambda logits, params: {returned}"), "View")
@@ -309,7 +309,7 @@ def test_a_view_of_the_logits_is_taken_out_of_them(returned: str, expected: list
     assert logits.copy_(result).tolist() == expected
 
 
-def test_gradients_stay_behind(load: Load) -> None:
+def test_gradients_are_dropped(load: Load) -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     executor = InProcessExecutor({})
     result = executor.run(load(lambda logits, params: logits + weight, "New"), torch.zeros(2, 4), [{}, {}])
@@ -324,7 +324,7 @@ def test_gradients_stay_behind(load: Load) -> None:
     assert result.tolist() == [[1.0] * 4] * 2
 
 
-def test_a_fault_keeps_nothing_of_the_processor_alive(load: Load) -> None:
+def test_fault_does_not_keep_processor_alive(load: Load) -> None:
     """Faults are kept by their requests: they must not hold tensors through a traceback."""
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -340,7 +340,7 @@ def test_a_fault_keeps_nothing_of_the_processor_alive(load: Load) -> None:
     assert made[0]() is None
 
 
-def test_a_fault_of_its_own_making_is_an_exception() -> None:
+def test_processor_cannot_forge_a_fault() -> None:
     """What it says of itself is not believed: the digest and the kind are the server's."""
     body = "from logitship.client.errors import ProcessorFault\n"
     fault = fault_of(body + "raise ProcessorFault('mine', digest='', name='Other', kind='odd')")

@@ -18,7 +18,7 @@ def attach(processor: LoadedProcessor, output: list[int]) -> Any:
     return processor.executor.attach(processor, sequence)
 
 
-def test_a_list_that_a_processor_keeps_stays_up_to_date(load: Load) -> None:
+def test_kept_output_list_stays_up_to_date(load: Load) -> None:
     kept: dict[int, list[int]] = {}
 
     def keep(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_a_list_that_a_processor_keeps_stays_up_to_date(load: Load) -> None:
             output.append(token)
 
 
-def test_a_row_that_is_used_in_one_group_is_followed_in_the_next(load: Load) -> None:
+def test_used_row_stays_in_sync_after_regrouping(load: Load) -> None:
     kept: list[list[int]] = []
 
     def keep(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_a_row_that_is_used_in_one_group_is_followed_in_the_next(load: Load) -> 
     assert kept == [[6, 7]]
 
 
-def test_a_fault_is_that_of_all_rows(load: Load) -> None:
+def test_fault_affects_all_rows_of_the_group(load: Load) -> None:
     def fail(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
         raise ValueError("no")
 

@@ -75,7 +75,7 @@ def use_once(cache: ProcessorCache, name: str, size: int = 1) -> None:
     cache.release(cache.acquire(string(name, size)))
 
 
-def test_a_processor_is_loaded_once() -> None:
+def test_processor_is_loaded_once() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     first = cache.acquire(string("A"))
@@ -85,7 +85,7 @@ def test_a_processor_is_loaded_once() -> None:
     assert cache.stats() == CacheStats(hits=1, misses=1, evictions=0, entries=1, bytes=1)
 
 
-def test_what_is_pickled_for_another_python_is_kept_as_its_source() -> None:
+def test_pickle_of_other_python_is_cached_by_source() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     processor = cache.acquire(PickledProcessor(b"pickle", python="2.7", source=string("A")))
@@ -94,7 +94,7 @@ def test_what_is_pickled_for_another_python_is_kept_as_its_source() -> None:
         cache.acquire(PickledProcessor(b"pickle", python="2.7"))
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     for name in "ABCA":
@@ -109,7 +109,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert executor.loads[-1] == "B"
 
 
-def test_a_processor_counts_as_used_until_it_is_given_back() -> None:
+def test_processor_is_in_use_until_released() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     long_used = cache.acquire(string("A"))
@@ -120,7 +120,7 @@ def test_a_processor_counts_as_used_until_it_is_given_back() -> None:
     assert executor.loads == ["A", "B", "C"]
 
 
-def test_bytes_are_bounded_too() -> None:
+def test_bytes_are_limited() -> None:
     cache = ProcessorCache(CountingExecutor(), max_entries=10, max_bytes=10)
     for name in "ABCDE":
         use_once(cache, name, 2)
@@ -128,7 +128,7 @@ def test_bytes_are_bounded_too() -> None:
     assert cache.stats() == CacheStats(hits=0, misses=6, evictions=3, entries=3, bytes=9)
 
 
-def test_what_is_in_use_is_never_evicted() -> None:
+def test_processor_in_use_is_never_evicted() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     first, second = cache.acquire(string("A")), cache.acquire(string("B"))
@@ -144,7 +144,7 @@ def test_what_is_in_use_is_never_evicted() -> None:
     assert cache.stats().entries == 2
 
 
-def test_nothing_is_evicted_for_one_that_finds_no_room_anyway() -> None:
+def test_nothing_is_evicted_if_that_is_not_enough() -> None:
     cache = ProcessorCache(CountingExecutor(), max_entries=10, max_bytes=10)
     cache.acquire(string("A", 6))
     use_once(cache, "B", 2)
@@ -154,18 +154,18 @@ def test_nothing_is_evicted_for_one_that_finds_no_room_anyway() -> None:
     assert cache.stats().entries == 2
 
 
-def test_one_that_is_larger_than_the_cache_is_refused_for_good() -> None:
+def test_processor_larger_than_cache_is_rejected() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=10, max_bytes=10)
     use_once(cache, "A", 2)
-    with pytest.raises(ProcessorLoadError, match="counts for 11 bytes, more than the 10"):
+    with pytest.raises(ProcessorLoadError, match="has 11 bytes, more than the server"):
         cache.acquire(string("B", 11))
     assert cache.stats().entries == 1
     assert executor.loads == ["A"]
     assert executor.unloaded == []
 
 
-def test_a_failed_load_leaves_nothing_behind() -> None:
+def test_failed_load_leaves_no_entry() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     for error in (ProcessorLoadError("broken"), KeyboardInterrupt()):
@@ -177,7 +177,7 @@ def test_a_failed_load_leaves_nothing_behind() -> None:
     assert executor.loads == ["A"] * 3
 
 
-def test_a_host_that_loads_something_else_is_not_believed() -> None:
+def test_executor_that_loads_another_digest_is_rejected() -> None:
     class Confused(CountingExecutor):
         def load(self, asked: ProcessorString, tenant: str = "") -> LoadedProcessor:
             return super().load(string("other"), tenant)
@@ -194,7 +194,7 @@ def test_a_host_that_loads_something_else_is_not_believed() -> None:
         assert cache.stats().entries == 0
 
 
-def test_tenants_share_no_processor() -> None:
+def test_tenants_do_not_share_processors() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     processors = [cache.acquire(string("A"), tenant) for tenant in ("", "one", "two")]
@@ -208,7 +208,7 @@ def test_tenants_share_no_processor() -> None:
     assert cache.stats() == CacheStats(hits=1, misses=3, evictions=0, entries=3, bytes=3)
 
 
-def test_what_is_found_is_made_ready_again() -> None:
+def test_cache_hit_calls_ensure() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     processor = cache.acquire(string("A"))
@@ -217,7 +217,7 @@ def test_what_is_found_is_made_ready_again() -> None:
     assert executor.ensured == [processor]
 
 
-def test_what_cannot_be_made_ready_again_stays_where_it_is() -> None:
+def test_failed_ensure_keeps_entry() -> None:
     """The next who asks tries again, and those who hold it give it back as ever."""
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
@@ -232,7 +232,7 @@ def test_what_cannot_be_made_ready_again_stays_where_it_is() -> None:
     assert executor.unloaded == ["A"]
 
 
-def test_making_ready_holds_up_nobody_else() -> None:
+def test_ensure_does_not_block_other_processors() -> None:
     waiting, go_on = threading.Event(), threading.Event()
 
     class Slow(CountingExecutor):
@@ -251,7 +251,7 @@ def test_making_ready_holds_up_nobody_else() -> None:
         slow.result()
 
 
-def test_what_makes_way_is_unloaded_before_the_load() -> None:
+def test_evicted_processor_is_unloaded_before_load() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     use_once(cache, "A")
@@ -269,7 +269,7 @@ def test_what_makes_way_is_unloaded_before_the_load() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_threads_never_hold_more_than_may_be_held(seed: int) -> None:
+def test_threads_never_exceed_limits(seed: int) -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     together = threading.Barrier(8)
@@ -296,7 +296,7 @@ def test_threads_never_hold_more_than_may_be_held(seed: int) -> None:
     assert len(executor.loads) == len(executor.unloaded)
 
 
-def test_clear_keeps_what_is_in_use() -> None:
+def test_clear_keeps_processors_in_use() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
     used = cache.acquire(string("A"))
@@ -309,7 +309,7 @@ def test_clear_keeps_what_is_in_use() -> None:
     assert cache.stats().entries == 0
 
 
-def test_threads_that_come_together_load_once() -> None:
+def test_concurrent_acquires_load_once() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     executor.may_load.clear()
@@ -329,7 +329,7 @@ def test_threads_that_come_together_load_once() -> None:
     assert cache.stats() == CacheStats(hits=7, misses=1, evictions=0, entries=1, bytes=1)
 
 
-def test_a_load_does_not_hold_up_other_processors() -> None:
+def test_load_does_not_block_other_processors() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
     ready = cache.acquire(string("A"))
@@ -344,7 +344,7 @@ def test_a_load_does_not_hold_up_other_processors() -> None:
         slow.result()
 
 
-def test_who_waits_for_a_load_that_fails_tries_for_itself() -> None:
+def test_waiter_retries_after_failed_load() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     executor.may_load.clear()
@@ -368,7 +368,7 @@ def test_who_waits_for_a_load_that_fails_tries_for_itself() -> None:
     assert cache.stats().entries == 1
 
 
-def test_a_load_that_fails_gives_its_place_back() -> None:
+def test_failed_load_frees_capacity() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     executor.may_load.clear()
@@ -385,7 +385,7 @@ def test_a_load_that_fails_gives_its_place_back() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_use_against_a_plain_list(seed: int) -> None:
+def test_random_use_matches_plain_list(seed: int) -> None:
     rng = random.Random(seed)
     executor = CountingExecutor()
     max_entries, max_bytes = rng.randint(1, 4), rng.randint(4, 12)

@@ -62,7 +62,7 @@ def test_rows_of_a_stage(
         assert (rows_of.data_ptr() == logits[expected[name][0]].data_ptr()) is group.is_adjacent
 
 
-def test_only_some_rows(processors: Sequence[LoadedProcessor]) -> None:
+def test_stage_of_some_rows(processors: Sequence[LoadedProcessor]) -> None:
     (stage,) = group_rows({row: [member(processors[row // 2])] for row in range(6)}, ignore)
     assert [group.rows for group in stage.without({1, 2, 3}).groups] == [[0], [4, 5]]
     assert [group.rows for group in stage.at({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
@@ -72,7 +72,7 @@ def use_of(group: ProcessorGroup, place: int) -> ProcessorUse:
     return group.members[place].use
 
 
-def test_calls_are_counted_once_for_all_and_failures_are_left_out(processors: Sequence[LoadedProcessor]) -> None:
+def test_calls_are_counted_once_and_failures_skipped(processors: Sequence[LoadedProcessor]) -> None:
     told: list[tuple[int, float]] = []
     rows = {row: [member(processors[0])] for row in range(4)}
     (stage,) = group_rows(rows, lambda processor: lambda num_rows, seconds: told.append((num_rows, seconds)))
@@ -91,7 +91,7 @@ def test_calls_are_counted_once_for_all_and_failures_are_left_out(processors: Se
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]
 
 
-def test_a_group_is_last_if_all_of_its_rows_are_done(processors: Sequence[LoadedProcessor]) -> None:
+def test_group_is_last_if_all_rows_are(processors: Sequence[LoadedProcessor]) -> None:
     rows = {
         0: [member(processors[0])],
         1: [member(processors[0], is_last=False), member(processors[1])],

@@ -27,7 +27,7 @@ def view_of(
     )
 
 
-def test_it_says_what_sglang_says_of_a_request() -> None:
+def test_view_has_sglangs_attributes() -> None:
     params, tokenizer = SamplingParams(temperature=0.5), object()
     view = view_of([3, 4], [5], rid="r7", sampling_params=params, tokenizer=tokenizer)
     assert (view.rid, view.origin_input_ids, view.output_ids) == ("r7", [3, 4], [5])
@@ -36,7 +36,7 @@ def test_it_says_what_sglang_says_of_a_request() -> None:
     assert view.tokenizer is tokenizer
 
 
-def test_sync_follows_the_output_by_the_new_tokens_alone() -> None:
+def test_sync_reads_only_new_tokens() -> None:
     class Counting(list[int]):
         read = 0
 
@@ -56,7 +56,7 @@ def test_sync_follows_the_output_by_the_new_tokens_alone() -> None:
     assert Counting.read == 10
 
 
-def test_edits_by_the_processor_stay_its_own() -> None:
+def test_edits_do_not_affect_the_engine() -> None:
     prompt, output, eos = [3, 4], [5], frozenset({1})
     view = view_of(prompt, output, eos_token_ids=eos)
     follower = OutputFollower(view, output)
@@ -70,7 +70,7 @@ def test_edits_by_the_processor_stay_its_own() -> None:
     assert view.output_ids == [5, 90, 91, 6]
 
 
-def test_before_the_first_use_there_is_nothing_to_follow() -> None:
+def test_unused_output_is_not_followed() -> None:
     uses: list[str] = []
     output = [5]
     view = view_of([], output)
@@ -89,7 +89,7 @@ def test_before_the_first_use_there_is_nothing_to_follow() -> None:
 
 
 @pytest.mark.parametrize("edit", ["view.output_ids = None", "del view.output_ids", "view.output_ids"])
-def test_every_access_is_a_use(edit: str) -> None:
+def test_every_access_counts_as_use(edit: str) -> None:
     view = view_of([], [5])
     follower = OutputFollower(view, [5])
     exec(edit)
@@ -97,7 +97,7 @@ def test_every_access_is_a_use(edit: str) -> None:
 
 
 @pytest.mark.parametrize("is_used", [True, False])
-def test_a_copy_of_a_view_and_its_follower_go_their_own_way(is_used: bool) -> None:
+def test_copies_of_view_and_follower_are_independent(is_used: bool) -> None:
     output, other = [5], [5, 9]
     view = view_of([], output)
     follower = OutputFollower(view, output)
@@ -114,7 +114,7 @@ def test_a_copy_of_a_view_and_its_follower_go_their_own_way(is_used: bool) -> No
 
 
 @pytest.mark.parametrize("edit", ["view.output_ids = None", "view.output_ids = (5,)", "del view.output_ids"])
-def test_the_output_comes_back_with_the_next_token(edit: str) -> None:
+def test_replaced_output_is_restored_with_next_token(edit: str) -> None:
     output = [5]
     view = view_of([], output)
     follower = OutputFollower(view, output)
@@ -125,19 +125,19 @@ def test_the_output_comes_back_with_the_next_token(edit: str) -> None:
     assert view.output_ids == [5, 6]
 
 
-def test_the_sampling_params_are_a_copy() -> None:
+def test_sampling_params_are_copied() -> None:
     params = SamplingParams(min_tokens=3)
     view = view_of([], [], sampling_params=params)
     object.__setattr__(view.sampling_params, "min_tokens", "many")
     assert params.min_tokens == 3
 
 
-def test_each_view_has_a_state_of_its_own() -> None:
+def test_each_view_has_its_own_state() -> None:
     first, second = view_of([], []), view_of([], [])
     first.state["seen"] = True
     assert second.state == {}
 
 
-def test_a_misspelt_attribute_is_refused() -> None:
+def test_unknown_attribute_is_rejected() -> None:
     with pytest.raises(AttributeError):
         view_of([], []).outputs = []  # type: ignore[attr-defined]

@@ -64,7 +64,7 @@ def test_groups_become_adjacent(keys: list[GroupKey]) -> None:
 
 @settings(deadline=None)
 @given(KEYS)
-def test_nothing_is_swapped_where_groups_are_adjacent(keys: list[GroupKey]) -> None:
+def test_adjacent_groups_need_no_swaps(keys: list[GroupKey]) -> None:
     assert adjacent_swaps(after(keys, adjacent_swaps(keys))) == []
     if groups_are_adjacent(keys):
         assert adjacent_swaps(keys) == []
@@ -72,7 +72,7 @@ def test_nothing_is_swapped_where_groups_are_adjacent(keys: list[GroupKey]) -> N
 
 @settings(deadline=None)
 @given(KEYS)
-def test_each_swap_puts_a_row_right_and_the_last_one_two(keys: list[GroupKey]) -> None:
+def test_each_swap_places_a_row_and_the_last_one_two(keys: list[GroupKey]) -> None:
     swaps = adjacent_swaps(keys)
     rows, final = list(keys), after(keys, swaps)
     misplaced = sum(key != belongs for key, belongs in zip(rows, final, strict=True))
@@ -85,7 +85,7 @@ def test_each_swap_puts_a_row_right_and_the_last_one_two(keys: list[GroupKey]) -
     assert misplaced == 0
 
 
-def test_few_more_swaps_than_the_least_possible() -> None:
+def test_swaps_are_close_to_the_minimum() -> None:
     ours = least = 0
     for keys in small_batches():
         swaps, fewest = len(adjacent_swaps(keys)), least_swaps(keys)
@@ -118,18 +118,18 @@ def test_examples(keys: list[GroupKey], expected: list[tuple[int, int]]) -> None
     assert sorted(tuple(sorted(swap)) for swap in adjacent_swaps(keys)) == expected
 
 
-def test_an_addition_costs_at_most_one_swap_for_each_other_group() -> None:
+def test_addition_needs_at_most_one_swap_per_other_group() -> None:
     keys = [key for key in (A, B, C, ("d",), ("e",)) for _ in range(50)]
     assert len(adjacent_swaps([*keys, A])) <= 4
 
 
-def test_a_long_list_of_processors_is_no_deep_recursion() -> None:
+def test_long_processor_list_does_not_recurse() -> None:
     long = tuple(str(number) for number in range(3000))
     keys = [NONE, long, long[:2000], long]
     assert after(keys, adjacent_swaps(keys)) == [NONE, long, long, long[:2000]]
 
 
-def test_the_key_of_a_request(load: Callable[..., LoadedProcessor]) -> None:
+def test_group_key_of_a_request(load: Callable[..., LoadedProcessor]) -> None:
     def own(name: str) -> LoadedProcessor:
         loaded = load(lambda logits, params: logits, name)
         return LoadedProcessor(loaded.digest, name, loaded.executor, loaded.instance, per_sequence=True)

@@ -77,7 +77,7 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def test_rows_without_a_processor_are_left_alone(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_rows_without_processor_are_unchanged(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     add = load(add_by, "Add")
     batch = Batch(new_shipped(), shipping("a"), shipping("b", (add, {"by": 1.0})), shipping("c"))
     logits = logits_of(3)
@@ -91,7 +91,7 @@ def test_rows_without_a_processor_are_left_alone(new_shipped: NewShipped, shippi
 
 @pytest.mark.parametrize("call", [add_by, in_float64, doubled])
 @pytest.mark.parametrize("carrying", [[0, 1, 2], [2, 3], [0, 2, 4], [1, 4], [3]])
-def test_a_group_sees_its_rows_and_no_others(
+def test_group_sees_only_its_rows(
     call: Any, carrying: list[int], new_shipped: NewShipped, shipping: Shipping, load: Load
 ) -> None:
     seen: list[tuple[torch.Tensor, list[str]]] = []
@@ -118,9 +118,7 @@ def test_a_group_sees_its_rows_and_no_others(
     torch.testing.assert_close(result, expected)
 
 
-def test_an_adjacent_group_is_handed_the_logits_themselves(
-    new_shipped: NewShipped, shipping: Shipping, load: Load
-) -> None:
+def test_adjacent_group_gets_a_view_of_the_logits(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     seen: list[int] = []
 
     def watched(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -134,7 +132,7 @@ def test_an_adjacent_group_is_handed_the_logits_themselves(
     assert seen == [logits[1].data_ptr()]
 
 
-def test_processors_of_a_request_run_in_their_order(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_processors_run_in_list_order(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     add, double = load(add_by, "Add"), load(doubled, "Double")
     batch = Batch(
         new_shipped(),
@@ -146,7 +144,7 @@ def test_processors_of_a_request_run_in_their_order(new_shipped: NewShipped, shi
     assert result[:, 0].tolist() == [4.0, 3.0, 24.0]
 
 
-def test_the_same_class_twice_is_two_uses(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_same_class_twice_is_two_uses(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     """Each with its parameters, its state and its receipt."""
     states: list[Any] = []
 
@@ -162,7 +160,7 @@ def test_the_same_class_twice_is_two_uses(new_shipped: NewShipped, shipping: Shi
     assert [use.receipt.steps for use in request.sampling_params.processors] == [1, 1]
 
 
-def test_what_a_processor_learns_of_its_request(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_contents_of_the_request_view(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     seen: list[Params] = []
 
     def watched(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -180,9 +178,7 @@ def test_what_a_processor_learns_of_its_request(new_shipped: NewShipped, shippin
 
 
 @pytest.mark.parametrize("edit", ["view.output_ids = None", "del view.output_ids", "del view.state", "params.clear()"])
-def test_a_view_that_is_spoilt_harms_nobody_else(
-    edit: str, new_shipped: NewShipped, shipping: Shipping, load: Load
-) -> None:
+def test_broken_view_affects_no_other_row(edit: str, new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     def spoil(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
         if "__req__" in params[0] and params[0]["__req__"].rid == "spoilt":
             exec(edit, {"view": params[0]["__req__"], "params": params[0]})
@@ -195,9 +191,7 @@ def test_a_view_that_is_spoilt_harms_nobody_else(
         assert logits[1].tolist() == [1.0] * VOCAB
 
 
-def test_parameters_that_are_edited_stay_the_sequences_own(
-    new_shipped: NewShipped, shipping: Shipping, load: Load
-) -> None:
+def test_edited_params_are_per_sequence(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     """Two continuations of one request share what it sent; a processor may keep its state in there."""
 
     def take_one(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -224,7 +218,7 @@ def misshapen(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("call", "kind"), [(raising, "exception"), (misshapen, "bad_result")])
 @pytest.mark.parametrize("faulty", [[1, 2], [0, 3]])
-def test_a_group_that_fails_ends_alone(
+def test_failing_group_ends_alone(
     call: Any, kind: str, faulty: list[int], new_shipped: NewShipped, shipping: Shipping, load: Load
 ) -> None:
     healthy, broken = load(add_by, "Add"), load(call, "Broken")
@@ -258,7 +252,7 @@ def test_a_group_that_fails_ends_alone(
         ([float("-inf")] * VOCAB, "left no token: every logit of the row is -inf"),
     ],
 )
-def test_a_row_that_is_not_finite_ends_alone(
+def test_non_finite_row_ends_alone(
     bad: list[float],
     found: str,
     in_place: bool,
@@ -300,13 +294,13 @@ def test_a_row_that_is_not_finite_ends_alone(
     assert torch.equal(result[others, 1:], before[others, 1:])
 
 
-def test_float64_that_does_not_fit_is_not_finite(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_float64_overflow_is_not_finite(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     request = shipping("a", (load(lambda logits, params: logits.double() + 1e300, "Huge"), {}))
     _, faults = Batch(new_shipped(), request).step(torch.zeros(1, VOCAB))
     assert faults[0].kind == "non_finite"
 
 
-def test_minus_infinity_forbids(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_negative_infinity_is_allowed(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     def only_token_3(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
         forced = torch.full_like(logits, float("-inf"))
         forced[:, 3] = 0.0
@@ -317,7 +311,7 @@ def test_minus_infinity_forbids(new_shipped: NewShipped, shipping: Shipping, loa
     assert result.argmax().item() == 3
 
 
-def test_faults_are_of_one_step(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_faults_are_per_step(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     failing = [True]
 
     def sometimes(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -336,7 +330,7 @@ def test_faults_are_of_one_step(new_shipped: NewShipped, shipping: Shipping, loa
     assert shipped.take_faults() == []
 
 
-def test_gradients_do_not_spread(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_gradients_are_dropped(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     weight = torch.nn.Parameter(torch.ones(VOCAB))
 
     def steer(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -348,7 +342,7 @@ def test_gradients_do_not_spread(new_shipped: NewShipped, shipping: Shipping, lo
     assert result[:, 0].tolist() == [1.0, 0.0]
 
 
-def test_receipts_count_the_steps_that_were_applied(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
+def test_receipts_count_applied_steps(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
     add = load(add_by, "Add")
     first, second = shipping("a", (add, {"by": 1.0})), shipping("b", (add, {"by": 1.0}))
     batch = Batch(new_shipped(), first)
@@ -362,7 +356,7 @@ def test_receipts_count_the_steps_that_were_applied(new_shipped: NewShipped, shi
     assert receipts[0].milliseconds >= receipts[1].milliseconds > 0
 
 
-def test_the_uses_may_stand_elsewhere(load: Load) -> None:
+def test_custom_lookup_of_uses(load: Load) -> None:
     """A executor engine whose sampling params have no field for them finds them its own way."""
     use = ProcessorUse(load(add_by, "Add"), {"by": 1.0}, "r")
     shipped = ShippedProcessors(
@@ -373,7 +367,7 @@ def test_the_uses_may_stand_elsewhere(load: Load) -> None:
     assert not shipped.is_argmax_invariant()
 
 
-def test_a_sequence_that_will_be_back_keeps_its_state(load: Load) -> None:
+def test_preempted_sequence_keeps_its_state(load: Load) -> None:
     """It loses its row, gets another one later, and goes for good when nobody keeps it any more."""
     calls: list[int] = []
 
@@ -401,7 +395,7 @@ def test_a_sequence_that_will_be_back_keeps_its_state(load: Load) -> None:
     assert calls == [1, 2, 1]
 
 
-def test_an_empty_batch(new_shipped: NewShipped) -> None:
+def test_empty_batch(new_shipped: NewShipped) -> None:
     result, faults = Batch(new_shipped()).step(torch.zeros(0, VOCAB))
     assert (list(result.shape), faults) == ([0, VOCAB], {})
 
@@ -442,7 +436,7 @@ def fails_at(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_schedules_against_each_request_alone(
+def test_random_schedules_match_each_request_alone(
     seed: int, new_shipped: NewShipped, shipping: Shipping, load: Load
 ) -> None:
     rng = random.Random(seed)
@@ -518,7 +512,7 @@ def left(row: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_masks_run_before_the_others_and_once_more_after_them(
+def test_masks_run_before_and_after_other_processors(
     first: bool, new_shipped: NewShipped, shipping: Shipping, load: Load, load_mask: Load
 ) -> None:
     seen: list[list[int]] = []
@@ -545,7 +539,7 @@ def test_masks_intersect(new_shipped: NewShipped, shipping: Shipping, load_mask:
     assert [left(row) for row in result] == [[2, 3], [2, 3, 4]]
 
 
-def test_what_comes_with_logitship_leaves_the_check_to_the_sampler(
+def test_trusted_processors_are_checked_by_the_sampler(
     new_shipped: NewShipped, shipping: Shipping, load_mask: Load
 ) -> None:
     mask, force = load_mask(only(1), "Mask"), load_mask(forcing(2), "Force", False)
@@ -554,7 +548,7 @@ def test_what_comes_with_logitship_leaves_the_check_to_the_sampler(
     assert left(result[0]) == []
 
 
-def test_a_shipped_processor_that_leaves_nothing_of_what_masks_left(
+def test_shipped_processor_forbids_all_tokens_left_by_masks(
     new_shipped: NewShipped, shipping: Shipping, load: Load, load_mask: Load
 ) -> None:
     ban = load(only(*range(1, VOCAB)), "Ban")
@@ -570,7 +564,7 @@ def test_a_shipped_processor_that_leaves_nothing_of_what_masks_left(
     assert left(result[1]) == list(range(1, VOCAB))
 
 
-def test_each_call_is_told_once_with_its_rows(load: Load, shipping: Shipping) -> None:
+def test_observer_gets_each_call_with_its_rows(load: Load, shipping: Shipping) -> None:
     calls: list[tuple[str, int]] = []
 
     def on_call(processor: LoadedProcessor) -> Callable[[int, float], None]:
@@ -596,7 +590,7 @@ def test_each_call_is_told_once_with_its_rows(load: Load, shipping: Shipping) ->
     ("bad", "found"),
     [(float("nan"), "returned NaN"), (float("-inf"), "left no token: every logit of the row is -inf")],
 )
-def test_who_looks_at_all_rows_asks_whose_fault_one_is(
+def test_unchecked_row_is_attributed_by_fault_of(
     bad: float, found: str, shipping: Shipping, load: Load, load_mask: Load
 ) -> None:
     """Only what no other processor gets to see afterwards is left to the caller."""

@@ -226,7 +226,7 @@ def schedule(waiting: list[Sequence], rng: random.Random) -> Iterator[tuple[Pers
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_replay(seed: int, clock: Clock, tokenizers: dict[bool | None, Any]) -> None:
+def test_recording_is_reproduced(seed: int, clock: Clock, tokenizers: dict[bool | None, Any]) -> None:
     rng = random.Random(seed)
     waiting = [sequence for script in replayed() for sequence in sequences_of(script)]
     rng.shuffle(waiting)
@@ -276,10 +276,12 @@ def test_constructors_that_raise(script: Script, tokenizers: dict[bool | None, A
     factory = factory_of(script, 0, tokenizers)
     with pytest.raises(ProcessorLoadError) as error:
         factory()
-    assert str(error.value).startswith(f"{script['processor']} cannot be made: {raised['type']}: {raised['message']}")
+    assert str(error.value).startswith(
+        f"{script['processor']} cannot be created: {raised['type']}: {raised['message']}"
+    )
 
 
-def test_nothing_of_the_recording_is_forgotten() -> None:
+def test_whole_recording_is_replayed() -> None:
     assert (len(RECORDING["vectors"]), len(RECORDING["chains"])) == (103, 2)
     assert (len(replayed()), len(REFUSED), len(LEFT_OUT)) == (93, 9, 3)
     names = {(script["name"], script["variant"]) for script in SCRIPTS}

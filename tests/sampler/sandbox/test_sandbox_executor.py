@@ -548,7 +548,7 @@ def test_what_a_sandbox_cannot_copy_is_the_forks_fault(executor: SandboxExecutor
     assert logits[1:] == [1, 1]
     ((place, (kind, message)),) = faults(outcome).items()
     assert (place, kind) == (0, "uncopyable")
-    assert "processor P keeps something of a sequence that cannot be copied" in message
+    assert "processor P keeps state of a sequence that cannot be copied" in message
 
 
 def test_a_fork_of_what_died_with_its_sandbox_has_died_too(executor: SandboxExecutor, caller: Caller) -> None:

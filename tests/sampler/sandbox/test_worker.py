@@ -258,7 +258,7 @@ def test_what_cannot_be_copied_is_told_of_the_fork_alone() -> None:
         assert answer is Answer.FAULTS
         (((rows, kind, message, _)),) = orjson.loads(body)
         assert (rows, kind) == ([0, 3], "uncopyable")
-        assert message.startswith("processor P keeps something of a sequence that cannot be copied")
+        assert message.startswith("processor P keeps state of a sequence that cannot be copied")
         assert logits[:, 0].tolist() == [0, 1, 1, 0]
     assert step(worker, (9, []))[0] is Answer.FAULTS
     for handle in (7, 9):

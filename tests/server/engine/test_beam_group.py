@@ -532,7 +532,7 @@ def test_what_cannot_be_copied_ends_its_own_request(make_engine: BuildEngine, is
             "KeepsALock",
             400,
         )
-        assert "cannot be copied, as beam search needs it: TypeError" in error.message
+        assert "cannot be copied, which beam search requires: TypeError" in error.message
     assert {chunk.finish_reason.kind for chunk in (*good, *plain)} <= {"stop", "length"}
     assert_free(engine)
 

@@ -13,14 +13,14 @@ from logitship.client.serialization.loading import instantiate, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, parse
 from logitship.client.serialization.source.source_capture import capture_source
 
-WITHOUT = {"ModuleAttributes", "NoSource", "SetLater", "Trained"}
+WITHOUT_SOURCE = {"ModuleAttributes", "NoSource", "SetLater", "Trained"}
 """Classes without source: it uses a module as an object, its code was only exec'd, or an object was changed after the
 statement that created it."""
 
 
 def test_source_gives_same_results_as_pickle(results: Any) -> None:
     with_source = {name: result for name, result in results.from_source.items() if result is not None}
-    assert with_source == {name: result for name, result in results.expected.items() if name not in WITHOUT}
+    assert with_source == {name: result for name, result in results.expected.items() if name not in WITHOUT_SOURCE}
 
 
 def test_source_keeps_author_text(results: Any) -> None:
