@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from logitship.client.http import http_requests as requests
 from logitship.client.http.http_requests import HttpRequest
 from logitship.client.http.request_options import (
     Batch,
@@ -44,6 +43,7 @@ from logitship.client.http.transport import (
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
 from .errors import APIStatusError, TransportError
+from .http import http_requests as requests
 from .processor_info import ProcessorDetails, ProcessorInfo, parse_deleted, parse_processor, parse_processors
 from .records import Generation, GenerationChunk, Model
 
