@@ -24,7 +24,7 @@ class DraftLogits:
     rows: list[int]
     logits: torch.Tensor
 
-    def of(self, rows: list[int]) -> torch.Tensor:
+    def for_rows(self, rows: list[int]) -> torch.Tensor:
         """Return the logits of some of the rows; may be edited in place."""
         if rows == self.rows:
             return self.logits

@@ -64,9 +64,9 @@ def test_idle_steps_are_not_counted(metrics: EngineMetrics, read: Read) -> None:
 
 
 def test_processor_calls(metrics: EngineMetrics, read: Read) -> None:
-    metrics.observer_of_calls(processor("sha256:1", "grammar"))(3, 0.5)
-    metrics.observer_of_calls(processor("sha256:2", "Mine"))(1, 0.25)
-    metrics.observer_of_calls(processor("sha256:3", "Mine"))(2, 0.25)
+    metrics.call_observer(processor("sha256:1", "grammar"))(3, 0.5)
+    metrics.call_observer(processor("sha256:2", "Mine"))(1, 0.25)
+    metrics.call_observer(processor("sha256:3", "Mine"))(2, 0.25)
     mine = {"processor": "Mine", "origin": "shipped"}
     assert read("processor_call_duration_seconds_sum", processor="grammar", origin="installed") == 0.5
     assert read("processor_rows_total", processor="grammar", origin="installed") == 3
@@ -77,7 +77,7 @@ def test_processor_calls(metrics: EngineMetrics, read: Read) -> None:
 def test_number_of_series_is_bounded(metrics: EngineMetrics) -> None:
     before = len(generate_latest(metrics.registry).splitlines())
     for number in range(1000):
-        metrics.observer_of_calls(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
+        metrics.call_observer(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
     names = {
         sample.labels["processor"]
         for metric in metrics.registry.collect()
@@ -136,7 +136,7 @@ def test_scrape_while_metrics_are_updated(metrics: EngineMetrics) -> None:
     thread = threading.Thread(target=scrape)
     thread.start()
     for number in range(300):
-        metrics.observer_of_calls(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
+        metrics.call_observer(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
         metrics.http_answered("GET", f"/{number}", 200, 0.1)
     stop.set()
     thread.join()

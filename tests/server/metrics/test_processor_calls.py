@@ -16,7 +16,7 @@ def test_equal_to_prometheus_histogram(seconds: list[float]) -> None:
     calls = ProcessorCalls(BOUNDS)
     our_registry.register(calls)
     histogram = Histogram(NAME, "Time.", ["processor", "origin"], buckets=BOUNDS, registry=reference_registry)
-    counted, child = calls.of(ProcessorLabel("P", "shipped")), histogram.labels("P", "shipped")
+    counted, child = calls.statistics(ProcessorLabel("P", "shipped")), histogram.labels("P", "shipped")
     for each in seconds:
         counted.observe(2, each)
         child.observe(each)
@@ -33,6 +33,6 @@ def test_equal_to_prometheus_histogram(seconds: list[float]) -> None:
 
 def test_statistics_by_label() -> None:
     calls = ProcessorCalls(BOUNDS)
-    one = calls.of(ProcessorLabel("P", "shipped"))
-    assert calls.of(ProcessorLabel("P", "shipped")) is one
-    assert calls.of(ProcessorLabel("P", "installed")) is not one
+    one = calls.statistics(ProcessorLabel("P", "shipped"))
+    assert calls.statistics(ProcessorLabel("P", "shipped")) is one
+    assert calls.statistics(ProcessorLabel("P", "installed")) is not one

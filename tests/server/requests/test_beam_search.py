@@ -15,7 +15,7 @@ from logitship.server.requests.beam_search import (
     Candidate,
     Hypotheses,
     beam_search_of,
-    candidates_of,
+    rank_candidates,
     select,
 )
 
@@ -68,12 +68,12 @@ def test_invalid_fields_are_refused(fields: Fields, name: str) -> None:
 
 def test_candidates_are_ranked_across_beams() -> None:
     most_likely = [[(5, -1.0), (6, -2.0), (7, -math.inf)], [(5, -0.5), (8, -1.5)]]
-    assert candidates_of([-1.0, -1.5], most_likely, 3) == [
+    assert rank_candidates([-1.0, -1.5], most_likely, 3) == [
         Candidate(0, 5, 0, -2.0),
         Candidate(1, 5, 0, -2.0),
         Candidate(0, 6, 1, -3.0),
     ]
-    assert [(one.beam, one.token_id) for one in candidates_of([-1.0, -1.5], most_likely, 99)][3:] == [(1, 8)]
+    assert [(one.beam, one.token_id) for one in rank_candidates([-1.0, -1.5], most_likely, 99)][3:] == [(1, 8)]
 
 
 def ranked(*tokens: int) -> list[Candidate]:
