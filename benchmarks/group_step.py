@@ -150,7 +150,7 @@ class Sides:
             self._logits.device,
             False,
             model=ModelView(self._case.vocab_size, frozenset({0}), None),
-            on_call=metrics.observer_of_calls,
+            on_call=metrics.call_observer,
             check_last=False,
             clock=StepClock(),
         )

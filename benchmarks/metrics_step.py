@@ -29,9 +29,7 @@ def step(num_rows: int, num_processors: int) -> Callable[[], None]:
     meters = [RequestMeter(metrics.requests) for _ in range(num_rows)]
     chunk = GenerationChunk(index=0, text="a", token_ids=[1], prompt_tokens=1, completion_tokens=1)
     observers = [
-        metrics.observer_of_calls(
-            LoadedProcessor(f"sha256:{number}", f"Processor{number}", DisabledExecutor("none"), None)
-        )
+        metrics.call_observer(LoadedProcessor(f"sha256:{number}", f"Processor{number}", DisabledExecutor("none"), None))
         for number in range(num_processors)
     ]
 

@@ -40,7 +40,8 @@ MAX_GRAMMAR_LENGTH = 1 << 18
 
 class GrammarParams(ProcessorParams):
     """See `GrammarProcessor`. Exactly one of `json_schema`, `json_object`, `regex`, `ebnf`, `choice` and
-    `structural_tag`."""
+    `structural_tag`.
+    """
 
     json_schema: Annotated[
         dict[str, Any] | bool | str | None, Expects("a JSON schema, as an object or as JSON text")

@@ -25,7 +25,7 @@ class Lipogram(CustomLogitProcessor):
         return logits
 
     def tokens_with(self, letter: str, request: Any) -> torch.Tensor:
-        """bool [vocab]: the tokens with this letter. Kept on `self` for the next step and the next request."""
+        """Bool [vocab]: the tokens with this letter. Kept on `self` for the next step and the next request."""
         if letter not in self.banned:
             tokens = request.tokenizer.convert_ids_to_tokens(range(request.vocab_size))
             banned = torch.tensor([letter in (token or "").lower() for token in tokens])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs
 from logitship.sampler.processors.processor_use import ProcessorUse, uses_of
-from logitship.server.requests.beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, candidates_of, select
+from logitship.server.requests.beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, rank_candidates, select
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.requests.sequence import Sequence, Sink
@@ -147,7 +147,7 @@ class BeamGroup:
         """
         beams = [beam for beam in self._beams if beam in sampled]
         records = [sampled[beam] for beam in beams]
-        candidates = candidates_of(
+        candidates = rank_candidates(
             [beam.cumulative_logprob for beam in beams], [record.top for record in records], self._num_candidates
         )
         selection = select(

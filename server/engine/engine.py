@@ -191,7 +191,7 @@ class Engine:
                 for row in rows:
                     members[row].num_computed += 1
                 self._sampler.update_state(None)
-                rows = self._deliver(members, rows, self._run_sampler(draft_logits.of(rows), rows))
+                rows = self._deliver(members, rows, self._run_sampler(draft_logits.for_rows(rows), rows))
 
     def _run_sampler(self, logits: torch.Tensor, rows: list[int] | None = None) -> SamplerOutput:
         with self._clock.sample:

@@ -24,7 +24,7 @@ class DraftLogits:
     rows: list[int]
     logits: torch.Tensor
 
-    def of(self, rows: list[int]) -> torch.Tensor:
+    def for_rows(self, rows: list[int]) -> torch.Tensor:
         """Return the logits of some of the rows; may be edited in place."""
         if rows == self.rows:
             return self.logits
@@ -54,7 +54,7 @@ def forward(runner: ModelRunner, plan: Plan, members: list[Sequence]) -> StepLog
         plan: the plan.
         members: the sequences that sample, in row order.
     """
-    positions = _Positions(plan)
+    positions = _LogitPositions(plan)
     rows = [positions.last[sequence] for sequence in members]
     drafts = positions.drafts(members)
     keep = [*rows, *(position for depth in drafts for _, position in depth), *positions.prompt]
@@ -79,7 +79,7 @@ def prompt_logprob_offsets(chunk: ScheduledChunk) -> range:
     return range(begin, end)
 
 
-class _Positions:
+class _LogitPositions:
     """Positions of tokens in the forward pass of a plan.
 
     Attributes:

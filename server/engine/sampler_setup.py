@@ -61,7 +61,7 @@ def make_sampler(
         device,
         pinned,
         model=model_view(loaded),
-        on_call=metrics.observer_of_calls,
+        on_call=metrics.call_observer,
         check_last=False,  # the sampler checks all rows
         clock=clock,
     )

@@ -107,9 +107,9 @@ class EngineMetrics:
             self._step_rows.observe(clock.num_rows)
         clock.reset()
 
-    def observer_of_calls(self, processor: LoadedProcessor) -> Callable[[int, float], None]:
+    def call_observer(self, processor: LoadedProcessor) -> Callable[[int, float], None]:
         """Return the function that takes the rows and seconds of each call of a processor. Engine thread only."""
-        return self._calls.of(self._labels.of(processor.digest, processor.name)).observe
+        return self._calls.statistics(self._labels.label(processor.digest, processor.name)).observe
 
     def http_answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Observe an HTTP response.

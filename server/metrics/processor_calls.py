@@ -49,7 +49,7 @@ class ProcessorCalls(Collector):
         self._bounds = bounds
         self._by_label: dict[ProcessorLabel, CallStatistics] = {}
 
-    def of(self, label: ProcessorLabel) -> CallStatistics:
+    def statistics(self, label: ProcessorLabel) -> CallStatistics:
         """Return the statistics of a label."""
         return self._by_label.setdefault(label, CallStatistics(self._bounds))
 

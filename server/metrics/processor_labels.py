@@ -42,7 +42,7 @@ class ProcessorLabels:
         self._most_names = most_names
         self._other = ProcessorLabel(OTHER, "shipped")
 
-    def of(self, digest: str, name: str) -> ProcessorLabel:
+    def label(self, digest: str, name: str) -> ProcessorLabel:
         """Return the label of a processor: the same object for the same label."""
         installed = self._installed.get(digest)
         if installed is not None:

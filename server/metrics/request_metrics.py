@@ -96,7 +96,7 @@ class RequestMetrics:
             return
         self._errors.labels(error.type).inc()
         if error.digest is not None:
-            label = self._labels.of(error.digest, error.name or "?")
+            label = self._labels.label(error.digest, error.name or "?")
             self._faults.labels(label.name, label.origin, error.kind or "?").inc()
 
 

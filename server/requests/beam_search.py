@@ -151,7 +151,7 @@ class Selection:
     finished: list[Candidate]
 
 
-def candidates_of(
+def rank_candidates(
     cumulative_logprobs: Sequence[float], most_likely: Sequence[Sequence[tuple[int, float]]], count: int
 ) -> list[Candidate]:
     """Return the best continuations of all beams together, the best first. Among equals, earlier beams come first.

@@ -151,7 +151,7 @@ class Sequence:
     def append(self, token_id: int, logprobs: TokenLogprobs | None, trace: RowTrace | None = None) -> None:
         """Append a sampled token, check whether it ends the sequence, and emit a chunk."""
         self.output_token_ids.append(token_id)
-        text = self._text(token_id)
+        text = self._detokenize(token_id)
         if self.finish_reason is None and len(self.output_token_ids) >= self._max_tokens:
             text += self._flush()
             # The last piece may complete a stop string, which then is the finish reason.
@@ -185,7 +185,7 @@ class Sequence:
         self.finish_reason = reason
         self._emit(text, [], [], [])
 
-    def _text(self, token_id: int) -> str:
+    def _detokenize(self, token_id: int) -> str:
         params = self.sampling_params
         may_stop = len(self.output_token_ids) >= params.min_tokens
         if may_stop and self._is_stop_token(token_id):
@@ -199,12 +199,12 @@ class Sequence:
         if len(self.output_token_ids) <= params.min_tokens and params.min_tokens > 0:
             # Stop strings are only searched for in the text after the first `min_tokens` tokens.
             return piece
-        return self._check_stop_strings(piece)
+        return self._cut_at_stop_string(piece)
 
     def _is_stop_token(self, token_id: int) -> bool:
         return self.sampling_params.is_end_token(token_id)
 
-    def _check_stop_strings(self, piece: str) -> str:
+    def _cut_at_stop_string(self, piece: str) -> str:
         found = self._stop_strings.push(piece)
         if isinstance(found, StopMatch):
             self.finish_reason = FinishReason("stop", found.matched)
@@ -213,7 +213,7 @@ class Sequence:
 
     def _flush(self) -> str:
         """Return the text that the detokenizer and the stop strings held back."""
-        text = self._check_stop_strings(self._detokenizer.flush())
+        text = self._cut_at_stop_string(self._detokenizer.flush())
         return text if self.finish_reason and self.finish_reason.kind == "stop" else text + self._stop_strings.flush()
 
     def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs], traces: list[RowTrace]) -> None:

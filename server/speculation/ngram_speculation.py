@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from logitship.server.requests.sequence import Sequence
 
-from .prompt_lookup import HitRates, PromptLookup
+from .prompt_lookup import AcceptanceRates, PromptLookup
 from .serving_cost import ServingCost
 
 _MARGIN = 1.125
@@ -51,7 +51,7 @@ class NGramSpeculation:
     def __init__(self, num_draft_tokens: int, forward_cost: Callable[[int], float]) -> None:
         self.num_draft_tokens = num_draft_tokens
         self._cost = ServingCost(forward_cost)
-        self._hit_rates = HitRates()
+        self._hit_rates = AcceptanceRates()
         self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
         self._num_drafted_in_a_row = 0
         self._expected = 0.0

@@ -21,7 +21,7 @@ _FACTORS: Final = [secrets.randbelow(_PRIME - 1) + 1 for _ in range(max(_SIZES))
 """Of the n-grams' keys: nobody can send tokens that all have the same."""
 
 
-class HitRate:
+class AcceptanceRate:
     """How often guesses came true of late: an exponential mean.
 
     Attributes:
@@ -37,7 +37,7 @@ class HitRate:
         self.value += self._weight * (hit - self.value)
 
 
-class HitRates:
+class AcceptanceRates:
     """Those of one sequence, or of all.
 
     Args:
@@ -51,14 +51,16 @@ class HitRates:
     def __init__(
         self, first: Mapping[int, float] = _FIRST_RATES, further: float = _FURTHER_RATE, weight: float = 1 / 64
     ) -> None:
-        self.first = {size: HitRate(value, weight) for size, value in first.items()}
-        self.further = HitRate(further, weight)
+        self.first = {size: AcceptanceRate(value, weight) for size, value in first.items()}
+        self.further = AcceptanceRate(further, weight)
 
-    def of_sequence(self) -> HitRates:
+    def of_sequence(self) -> AcceptanceRates:
         """What is expected of one more sequence: the same, until it has guesses of its own."""
-        return HitRates({size: rate.value for size, rate in self.first.items()}, self.further.value, weight=1 / 8)
+        return AcceptanceRates(
+            {size: rate.value for size, rate in self.first.items()}, self.further.value, weight=1 / 8
+        )
 
-    def of_guess(self, size: int | None) -> HitRate:
+    def of_guess(self, size: int | None) -> AcceptanceRate:
         """The one that a guess belongs to: just after an n-gram of a length, or after a guess that came true (None)."""
         return self.further if size is None else self.first[size]
 
@@ -73,7 +75,7 @@ class PromptLookup:
         of_all: the hit rates of all sequences, which this one begins with and adds to.
     """
 
-    def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int], of_all: HitRates) -> None:
+    def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int], of_all: AcceptanceRates) -> None:
         self._output = output_token_ids
         self._tokens = list(prompt_token_ids)
         self._num_prompt = len(prompt_token_ids)

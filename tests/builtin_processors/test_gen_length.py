@@ -27,7 +27,8 @@ def test_grows_with_the_output(zoo_model: ModelView, make_row: MakeRow) -> None:
 
 def test_the_first_step(zoo_model: ModelView, make_row: MakeRow) -> None:
     """Where the original's two variants disagree: an end token in the prompt was not drawn, and a prompt may end amid a
-    sentence."""
+    sentence.
+    """
     params: dict[str, Any] = {"boost_factor": 3.0, "p": 0}
     assert boost(params, [EOS, 20], [], zoo_model, make_row) == 3
     assert boost(params | {"complete_sentences": True}, [20, NEW_LINE], [], zoo_model, make_row) == 3

@@ -65,7 +65,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> d
 
 
 def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each position an object by token id; null for the first."""
+    """VLLM's `prompt_logprobs`: for each position an object by token id; null for the first."""
     return [None if position.logprob is None else _by_token_id(tokenizer, position, top) for position in positions]
 
 

@@ -79,7 +79,8 @@ class TargetToken(LogitsProcessor):
 
 class NoRepeat(LogitsProcessor):
     """Forbids what the output holds. Processes additions first, as vLLM's own processors do, and keeps every request's
-    output list from when it came."""
+    output list from when it came.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.outputs: dict[int, list[int]] = {}

@@ -72,7 +72,7 @@ def request(
     processors: tuple[tuple[ProcessorString, dict[str, Any] | None], ...] = (),
     **params: Any,
 ) -> GenerationRequest:
-    """A request with 8 tokens of output, unless `params` says otherwise; text is one token a byte."""
+    """Return a request for 8 tokens of output, unless `params` has `max_tokens`. Text has one token per byte."""
     token_ids = [4 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
     return GenerationRequest(
         rid=rid,
@@ -85,7 +85,7 @@ def request(
 
 @dataclasses.dataclass
 class Result:
-    """One continuation, put together."""
+    """One continuation, with its chunks joined."""
 
     token_ids: list[int]
     text: str
@@ -124,7 +124,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def greedy_reference(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
-    """The whole sequence through transformers' own attention, again for every token.
+    """Recompute the whole sequence with transformers' own attention for every token.
 
     No token may win by so little that rounding decides: logits of about 10 differ by some 1e-6 between two
     implementations in float32.
@@ -140,7 +140,7 @@ def greedy_reference(loaded: LoadedModel, prompt: list[int], count: int) -> list
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_greedy_output_is_that_of_a_plain_transformers_loop(
+def test_greedy_output_equals_transformers(
     make_engine: BuildEngine, loaded_model: LoadedModel, float32_model: LoadedModel, dtype: torch.dtype
 ) -> None:
     """In float32, fused layers compute the model."""
@@ -156,7 +156,7 @@ def test_greedy_output_is_that_of_a_plain_transformers_loop(
     assert [result.token_ids for result in run(all_at_once())] == expected
 
 
-def test_a_request_gets_the_same_tokens_alone_and_in_company(make_engine: BuildEngine) -> None:
+def test_tokens_do_not_depend_on_batch_composition(make_engine: BuildEngine) -> None:
     def wanted(number: int) -> GenerationRequest:
         processors: tuple[tuple[ProcessorString, dict[str, Any] | None], ...] = ()
         if number % 3 == 1:
@@ -176,10 +176,10 @@ def test_a_request_gets_the_same_tokens_alone_and_in_company(make_engine: BuildE
             processors=processors,
         )
 
-    company, alone = make_engine(), make_engine(max_num_seqs=1)
+    batched, alone = make_engine(), make_engine(max_num_seqs=1)
 
     async def compare() -> tuple[list[Result], list[Result]]:
-        together = await asyncio.gather(*(generate(company, wanted(i)) for i in range(24)))
+        together = await asyncio.gather(*(generate(batched, wanted(i)) for i in range(24)))
         apart = [await generate(alone, wanted(i)) for i in range(24)]
         return together, apart
 
@@ -188,7 +188,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_company(make_engine: BuildE
     assert [result.text for result in together] == [result.text for result in apart]
 
 
-def test_continuations_differ_and_the_first_is_that_of_n_1(make_engine: BuildEngine) -> None:
+def test_continuations_differ_and_first_equals_n_1(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def both() -> tuple[list[Result], list[Result], Result]:
@@ -203,7 +203,7 @@ def test_continuations_differ_and_the_first_is_that_of_n_1(make_engine: BuildEng
     assert single.token_ids == first[0].token_ids
 
 
-def test_requests_without_a_seed_differ(make_engine: BuildEngine) -> None:
+def test_requests_without_seed_differ(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def two() -> list[Result]:
@@ -213,10 +213,10 @@ def test_requests_without_a_seed_differ(make_engine: BuildEngine) -> None:
     assert first.token_ids != second.token_ids
 
 
-def test_leaving_early_frees_the_row_within_a_step(make_engine: BuildEngine) -> None:
+def test_closing_the_stream_frees_the_row_within_a_step(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1)
 
-    async def leave() -> tuple[int, GenerationChunk, Result]:
+    async def close_stream() -> tuple[int, GenerationChunk, Result]:
         stream = await engine.submit(request("endless", max_tokens=400))
         chunks = aiter(stream)
         await anext(chunks)
@@ -225,15 +225,15 @@ def test_leaving_early_frees_the_row_within_a_step(make_engine: BuildEngine) -> 
         last = [chunk async for chunk in chunks][-1]
         return seen, last, await generate(engine, request("next"))
 
-    seen, last, following = run(leave())
+    seen, last, following = run(close_stream())
     assert last.finish_reason == FinishReason("abort")
-    # The step in progress when it was cancelled, and the one whose count was read, may still have given a token.
+    # The step that was running when it was cancelled, and the one before the count, may have added a token.
     assert last.completion_tokens <= seen + 2
     assert len(following.token_ids) == 8
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-def test_abort_by_id_reaches_a_request_that_waits(make_engine: BuildEngine) -> None:
+def test_abort_waiting_request(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1)
 
     async def abort() -> tuple[Result, Result]:
@@ -251,7 +251,7 @@ def test_abort_by_id_reaches_a_request_that_waits(make_engine: BuildEngine) -> N
     assert waited.token_ids == []
 
 
-def test_abort_reaches_a_request_whose_processor_is_being_loaded(make_engine: BuildEngine, tmp_path: Path) -> None:
+def test_abort_while_loading_a_processor(make_engine: BuildEngine, tmp_path: Path) -> None:
     engine = make_engine()
     go = tmp_path / "go"
     slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
@@ -259,7 +259,7 @@ def test_abort_reaches_a_request_whose_processor_is_being_loaded(make_engine: Bu
     async def abort() -> Result:
         wanted = request("r", max_tokens=400, processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),))
         loading = asyncio.create_task(generate(engine, wanted))
-        await asyncio.sleep(0)  # it is admitted now, and its processor waits for the file
+        await asyncio.sleep(0)  # admitted now; its processor waits for the file
         engine.abort("r")
         go.touch()
         return await loading
@@ -270,19 +270,19 @@ def test_abort_reaches_a_request_whose_processor_is_being_loaded(make_engine: Bu
 
 
 @pytest.mark.parametrize("chunk_size", [4, 256])
-def test_no_output_but_the_prompts_logprobs(make_engine: BuildEngine, chunk_size: int) -> None:
+def test_prompt_logprobs_without_output(make_engine: BuildEngine, chunk_size: int) -> None:
     engine = make_engine(chunked_prefill_size=chunk_size)
     prompt = list(range(10, 33))
-    beside = [request(f"b{i}", [40 + i], temperature=0, max_tokens=40) for i in range(2)]
+    others_wanted = [request(f"b{i}", [40 + i], temperature=0, max_tokens=40) for i in range(2)]
     scoring = request("s", prompt, n=2, max_tokens=0, prompt_logprobs=1)
     one_token = request("t", prompt, max_tokens=1, prompt_logprobs=1)
 
     async def together() -> tuple[list[Result], list[list[Result]], Result]:
-        scored, *others = await asyncio.gather(*(generate_all(engine, each) for each in (scoring, *beside)))
+        scored, *others = await asyncio.gather(*(generate_all(engine, each) for each in (scoring, *others_wanted)))
         return scored, others, await generate(engine, one_token)
 
     async def alone() -> list[list[Result]]:
-        return [await generate_all(engine, each) for each in beside]
+        return [await generate_all(engine, each) for each in others_wanted]
 
     scored, others, expected = run(together())
     for result in scored:
@@ -297,7 +297,7 @@ def test_no_output_but_the_prompts_logprobs(make_engine: BuildEngine, chunk_size
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-def test_the_queue_has_a_bound(make_engine: BuildEngine) -> None:
+def test_queue_is_bounded(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1, max_queued_requests=2)
 
     async def fill() -> None:
@@ -339,19 +339,19 @@ def test_the_queue_has_a_bound(make_engine: BuildEngine) -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused(make_engine: BuildEngine, wanted: GenerationRequest, param: str) -> None:
+def test_invalid_requests_are_refused(make_engine: BuildEngine, wanted: GenerationRequest, param: str) -> None:
     engine = make_engine()
 
     async def refused() -> RequestRefused:
         with pytest.raises(BadRequest) as refusal:
             await engine.submit(wanted)
-        await generate(engine, request())  # and the engine serves the next, under the same id
+        await generate(engine, request())  # the id is free again
         return refusal.value
 
     assert run(refused()).param == param
 
 
-def test_without_the_flag_the_engine_itself_loads_nothing(make_engine: BuildEngine) -> None:
+def test_engine_loads_no_code_without_the_flag(make_engine: BuildEngine) -> None:
     engine = make_engine(enable_custom_logit_processor=False)
     code = SourceProcessor("raise SystemExit", "X")
 
@@ -366,7 +366,7 @@ def test_without_the_flag_the_engine_itself_loads_nothing(make_engine: BuildEngi
     run(refused())
 
 
-def test_a_running_id_is_taken(make_engine: BuildEngine) -> None:
+def test_duplicate_request_id_is_refused(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def twice() -> None:
@@ -378,10 +378,10 @@ def test_a_running_id_is_taken(make_engine: BuildEngine) -> None:
     run(twice())
 
 
-def test_leaving_late_does_not_cancel_who_has_the_id_now(make_engine: BuildEngine) -> None:
+def test_late_close_does_not_cancel_the_next_request_with_the_id(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
-    async def leave_late() -> Result:
+    async def close_late() -> Result:
         first = await engine.submit(request("same", max_tokens=1))
         while engine.stats().steps < 1 or engine.stats().running:
             await asyncio.sleep(0.001)
@@ -391,16 +391,16 @@ def test_leaving_late_does_not_cancel_who_has_the_id_now(make_engine: BuildEngin
         await first.aclose()
         return await second
 
-    assert run(leave_late()).finish_reason == FinishReason("length")
+    assert run(close_late()).finish_reason == FinishReason("length")
 
 
-def test_output_ends_where_the_model_ends(make_engine: BuildEngine) -> None:
+def test_output_ends_at_the_model_length(make_engine: BuildEngine) -> None:
     result = run(generate(make_engine(), request(prompt=[5] * 500, max_tokens=None)))
     assert result.finish_reason == FinishReason("length")
     assert len(result.token_ids) == 12
 
 
-def test_the_end_token_ends_and_is_no_text(make_engine: BuildEngine) -> None:
+def test_end_token(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def both() -> tuple[Result, Result, Result]:
@@ -435,11 +435,11 @@ class Write(CustomLogitProcessor):
 
 
 def writing(rid: str, text: str, engine: AsyncEngine, **params: Any) -> GenerationRequest:
-    """A request whose processor makes the model write a text, byte by byte, again and again."""
+    """Return a request whose processor makes the model write a text repeatedly."""
     return request(rid, processors=((WRITE, {"tokens": engine.tokenizer.encode(text)}),), **params)
 
 
-def test_stop_strings_across_tokens_are_trimmed_and_held_back(make_engine: BuildEngine) -> None:
+def test_stop_strings_across_tokens(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def three() -> list[Result]:
@@ -459,7 +459,7 @@ def test_stop_strings_across_tokens_are_trimmed_and_held_back(make_engine: Build
     assert all("E" not in chunk.text for chunk in trimmed.chunks)
 
 
-def test_a_character_of_several_tokens_arrives_whole(make_engine: BuildEngine) -> None:
+def test_character_of_several_tokens(make_engine: BuildEngine) -> None:
     engine = make_engine()
     text = "naïve 🎉 日本"
     result = run(generate(engine, writing("a", text, engine, max_tokens=len(text.encode()))))
@@ -467,14 +467,14 @@ def test_a_character_of_several_tokens_arrives_whole(make_engine: BuildEngine) -
     assert all("\ufffd" not in chunk.text for chunk in result.chunks)
 
 
-def test_an_unfinished_character_is_shown_at_the_end(make_engine: BuildEngine) -> None:
+def test_incomplete_character_is_emitted_at_the_end(make_engine: BuildEngine) -> None:
     engine = make_engine()
     result = run(generate(engine, writing("a", "ab🎉", engine, max_tokens=4)))
     assert result.text == "ab\ufffd"
 
 
 @pytest.mark.parametrize("start", [0, 1, 17, 39])
-def test_prompt_logprobs_are_the_models(make_engine: BuildEngine, loaded_model: LoadedModel, start: int) -> None:
+def test_prompt_logprobs_equal_the_model(make_engine: BuildEngine, loaded_model: LoadedModel, start: int) -> None:
     prompt = [4 + (11 * k) % 250 for k in range(40)]
     loaded_model.model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -494,7 +494,7 @@ def test_prompt_logprobs_are_the_models(make_engine: BuildEngine, loaded_model: 
     assert len(result.chunks[0].logprobs[0].top) == 3
 
 
-def test_processors_run_in_order_and_are_receipted(make_engine: BuildEngine) -> None:
+def test_processors_run_in_order_with_receipts(make_engine: BuildEngine) -> None:
     engine = make_engine()
     wanted = request(processors=((COUNTDOWN, None), (BOOST, {"token_id": 77, "by": 0.0})), temperature=0, max_tokens=5)
     result = run(generate(engine, wanted))
@@ -503,7 +503,7 @@ def test_processors_run_in_order_and_are_receipted(make_engine: BuildEngine) -> 
     assert result.last.receipts[0].digest == COUNTDOWN.digest
 
 
-def test_a_fault_ends_its_own_request_alone(make_engine: BuildEngine) -> None:
+def test_fault_ends_only_its_request(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=8)
 
     def others() -> list[GenerationRequest]:
@@ -526,7 +526,7 @@ def test_a_fault_ends_its_own_request_alone(make_engine: BuildEngine) -> None:
     assert len(fault.token_ids) == 3
 
 
-def test_processors_are_released_however_the_request_ends(make_engine: BuildEngine) -> None:
+def test_processors_are_released_for_every_finish_reason(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def use() -> None:
@@ -538,7 +538,7 @@ def test_processors_are_released_however_the_request_ends(make_engine: BuildEngi
         await stream.aclose()
         async for _ in stream:
             pass
-        with pytest.raises(BadRequest):  # the first of the two is loaded by then
+        with pytest.raises(BadRequest):  # after the first of the two was loaded
             await engine.submit(request("d", processors=(boosted[0], (InstalledProcessor("nonesuch"), None))))
         assert engine.stats().processor_cache_entries == 3
         assert await engine.flush_cache()
@@ -547,9 +547,7 @@ def test_processors_are_released_however_the_request_ends(make_engine: BuildEngi
     run(use())
 
 
-def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
-    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_step_does_not_end_the_engine(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     forward = ModelRunner.forward
     failures = iter([False, False, True])
@@ -559,7 +557,7 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
             raise RuntimeError("out of memory")
         return forward(*args, **kwargs)
 
-    async def fail_and_go_on() -> tuple[list[Result], list[Result], list[Result]]:
+    async def fail_once() -> tuple[list[Result], list[Result], list[Result]]:
         wanted = [request(f"r{i}", seed=i) for i in range(6)]
         before = await asyncio.gather(*(generate(engine, one) for one in wanted))
         monkeypatch.setattr(ModelRunner, "forward", sometimes)
@@ -567,15 +565,15 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
         after = await asyncio.gather(*(generate(engine, one) for one in wanted))
         return before, failed, after
 
-    before, failed, after = run(fail_and_go_on())
+    before, failed, after = run(fail_once())
     errors = [result.finish_reason.error for result in failed if result.finish_reason.kind == "abort"]
-    assert 1 <= len(errors) <= 4  # those that had a row; those that waited were served
+    assert 1 <= len(errors) <= 4  # only those that had a row
     assert all(len(result.token_ids) == 8 for result in failed if result.finish_reason.kind == "length")
     assert {error.status_code for error in errors if error} == {500}
     assert [result.token_ids for result in after] == [result.token_ids for result in before]
 
 
-def test_nobody_waits_for_an_engine_that_died(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_death_ends_all_streams(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def die(self: Engine) -> bool:
@@ -595,7 +593,7 @@ def test_nobody_waits_for_an_engine_that_died(make_engine: BuildEngine, monkeypa
     assert error.status_code == 500
 
 
-def test_shutdown_finishes_what_runs_and_refuses_what_comes(make_engine: BuildEngine) -> None:
+def test_shutdown_finishes_running_requests(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def shut_down() -> Result:
@@ -613,7 +611,7 @@ def test_shutdown_finishes_what_runs_and_refuses_what_comes(make_engine: BuildEn
     assert len(run(shut_down()).token_ids) == 200
 
 
-def test_shutdown_has_a_limit(make_engine: BuildEngine) -> None:
+def test_shutdown_timeout(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
     async def shut_down() -> Result:

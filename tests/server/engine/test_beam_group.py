@@ -1,4 +1,4 @@
-"""Beam search in the engine, against searches written plainly: without a cache, without a batch, without forks."""
+"""Beam search in the engine, against plain implementations without a cache, a batch or forks."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from logitship.server.requests.beam_search import BeamSearch
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
 
 BuildEngine = Callable[..., AsyncEngine]
-Carried = tuple[tuple[ProcessorString, dict[str, Any]], ...]
+Processors = tuple[tuple[ProcessorString, dict[str, Any]], ...]
 Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
 """(output, logits [vocab]) to edited logits [vocab]."""
 
 ENDS = frozenset({1, *range(100, 130)})
-"""Enough tokens for a sequence of the tiny model to end now and then."""
+"""Enough tokens that sequences of the tiny model end now and then."""
 PROMPTS = [[5, 6, 7, 8], [9], [40 + 3 * k for k in range(25)]]
 
-FOLLOWS_ITS_HISTORY = SourceProcessor(
+CHECKS_HISTORY = SourceProcessor(
     """
 from logitship import CustomLogitProcessor
 
-class FollowsItsHistory(CustomLogitProcessor):
-    '''What it raises depends on every call that was made for this very history, and on nothing else.'''
+class ChecksHistory(CustomLogitProcessor):
+    '''Boosts tokens that depend on the history alone, and asserts one call per token of it.'''
     def __call__(self, logits, custom_param_list=None):
         for row, params in zip(logits, custom_param_list):
             req = params["__req__"]
             state = req.state
             calls = state.setdefault("calls", params["calls"])
-            assert calls is params["calls"], "two names of one list"
+            assert calls is params["calls"], "params and state refer to one list"
             calls.append(len(req.output_ids))
             assert calls == list(range(len(req.output_ids) + 1)), (calls, req.output_ids)
             for token in req.output_ids[state.get("read", 0):]:
@@ -54,21 +54,21 @@ class FollowsItsHistory(CustomLogitProcessor):
             row[state.get("hash", 7) % 6 :: 6] += 3.0
         return logits
 """,
-    "FollowsItsHistory",
+    "ChecksHistory",
 )
-KEEPS_A_LOCK = SourceProcessor(
+KEEPS_UNCOPYABLE = SourceProcessor(
     """
 import itertools
 from logitship import CustomLogitProcessor
 
-class KeepsALock(CustomLogitProcessor):
+class KeepsUncopyable(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         for params in custom_param_list:
             if params.get("keeps"):
                 params["__req__"].state["lock"] = (each for each in ())
         return logits
 """,
-    "KeepsALock",
+    "KeepsUncopyable",
 )
 FAILS_LATER = SourceProcessor(
     """
@@ -89,7 +89,7 @@ def request(
     prompt: Sequence[int] = (5, 6, 7, 8),
     search: BeamSearch | None = None,
     n: int = 1,
-    processors: Carried = (),
+    processors: Processors = (),
     **params: Any,
 ) -> GenerationRequest:
     values: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "stop_token_ids": ENDS}
@@ -104,7 +104,7 @@ def request(
 
 
 async def generate(engine: AsyncEngine, wanted: GenerationRequest) -> list[GenerationChunk]:
-    """The answer: of a search one chunk a sequence, without the absent ones."""
+    """Return the last chunk of each output, without absent ones."""
     last: dict[int, GenerationChunk] = {}
     tokens: dict[int, list[int]] = {}
     async for chunk in await engine.submit(wanted):
@@ -123,7 +123,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def assert_free(engine: AsyncEngine) -> None:
-    """No slot and no row is taken, and no request is in the books."""
+    """Assert that no slot or row is in use, and no request is active."""
     internal = engine._engine
     assert internal._runner.cache.num_free == engine.config.max_num_seqs
     assert len(internal._batch) == 0
@@ -137,7 +137,7 @@ def no_edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def plain_attention(loaded: LoadedModel) -> Iterator[None]:
-    """Transformers' own attention. An engine on the model goes on with its own afterwards."""
+    """Use transformers' own attention, and restore the engine's afterwards."""
     before = loaded.model.config._attn_implementation
     loaded.model.set_attn_implementation("eager")
     yield
@@ -157,7 +157,7 @@ def reference(
     edit: Edit = no_edit,
     ends: frozenset[int] = ENDS,
 ) -> list[tuple[list[int], float]]:
-    """Finished outputs and their scores, the best first: the rules of `generate(num_beams=…)`, step by step."""
+    """Return finished outputs and scores, the best first, by the rules of `generate(num_beams=…)`."""
     with plain_attention(loaded):
         return _reference(loaded, prompt, search, max_tokens, edit, ends)
 
@@ -194,8 +194,8 @@ def _reference(
     return finished
 
 
-def up_to_its_end(output: list[int]) -> list[int]:
-    """Without the padding behind the end token."""
+def up_to_end_token(output: list[int]) -> list[int]:
+    """Remove the padding after the end token."""
     end = next((place for place, token in enumerate(output) if token in ENDS), len(output))
     return output[: end + 1]
 
@@ -206,7 +206,7 @@ def found(chunks: Sequence[GenerationChunk]) -> list[tuple[list[int], Any]]:
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-def test_equal_to_generate_of_hugging_face(
+def test_equal_to_hugging_face_generate(
     make_engine: BuildEngine, loaded_model: LoadedModel, early_stopping: bool
 ) -> None:
     cases = list(itertools.product(PROMPTS, (1, 2, 4), (-1.0, 0.0, 0.6, 1.0, 2.0)))
@@ -227,7 +227,7 @@ def test_equal_to_generate_of_hugging_face(
                 return_dict_in_generate=True,
                 output_scores=True,
             )
-        rows = [up_to_its_end(row[len(prompt) :].tolist()) for row in output.sequences]
+        rows = [up_to_end_token(row[len(prompt) :].tolist()) for row in output.sequences]
         scores = output.sequences_scores.tolist() if width > 1 else [None]
         expected.append(list(zip(rows, scores, strict=True)))
     engine = make_engine(max_num_seqs=8)
@@ -254,7 +254,7 @@ def test_equal_to_generate_of_hugging_face(
     assert_free(engine)
 
 
-def test_with_edits_it_is_the_one_that_normalizes_again(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+def test_equal_to_renormalized_generate_with_edits(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
     forbidden = [49, 54, 97, 246, *range(200, 230)]
     with plain_attention(loaded_model):
         output = generate_of(loaded_model)(
@@ -271,19 +271,19 @@ def test_with_edits_it_is_the_one_that_normalizes_again(make_engine: BuildEngine
             return_dict_in_generate=True,
             output_scores=True,
         )
-    carried: Carried = ((InstalledProcessor("disallowed_tokens"), {"token_ids": forbidden}),)
+    processors: Processors = ((InstalledProcessor("disallowed_tokens"), {"token_ids": forbidden}),)
     engine = make_engine()
-    answer = run(generate(engine, request(search=BeamSearch(4), n=4, processors=carried)))
-    assert [chunk.token_ids for chunk in answer] == [up_to_its_end(row[4:].tolist()) for row in output.sequences]
+    answer = run(generate(engine, request(search=BeamSearch(4), n=4, processors=processors)))
+    assert [chunk.token_ids for chunk in answer] == [up_to_end_token(row[4:].tolist()) for row in output.sequences]
     assert [chunk.beam_score for chunk in answer] == pytest.approx(output.sequences_scores.tolist(), abs=1e-3)
 
 
-def test_beside_speculation_nothing_changes(make_engine: BuildEngine) -> None:
-    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
+def test_speculation_does_not_change_outputs(make_engine: BuildEngine) -> None:
+    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
     wanted = [
-        request("a", PROMPTS[0], BeamSearch(3), 3, carried, max_tokens=20),
+        request("a", PROMPTS[0], BeamSearch(3), 3, processors, max_tokens=20),
         request("b", [5, 6, 7] * 8, BeamSearch(2), 2, stop_token_ids=(), max_tokens=20),
-        request("c", [5, 6, 7] * 8, processors=carried, stop_token_ids=(), max_tokens=30),
+        request("c", [5, 6, 7] * 8, processors=processors, stop_token_ids=(), max_tokens=30),
         request("d", [9, 9, 9, 9, 9, 9], stop_token_ids=(), max_tokens=30),
     ]
 
@@ -296,7 +296,7 @@ def test_beside_speculation_nothing_changes(make_engine: BuildEngine) -> None:
 
 
 async def outputs(engine: AsyncEngine, wanted: GenerationRequest) -> list[list[int]]:
-    """The tokens of each sequence."""
+    """Return the tokens of each sequence."""
     tokens: dict[int, list[int]] = {}
     async for chunk in await engine.submit(wanted):
         tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
@@ -321,7 +321,7 @@ def test_sums_scores_and_counts(make_engine: BuildEngine) -> None:
 
 
 def replayed(string: SourceProcessor, params: Callable[[], dict[str, Any]]) -> Edit:
-    """A processor's edit after an output: it is shown each beginning of it, as if it had been drawn without beams."""
+    """Return a processor's edit after an output, with one call per prefix of it, as when sampling."""
     processor = load_class(string)()
 
     def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -342,9 +342,9 @@ def replayed(string: SourceProcessor, params: Callable[[], dict[str, Any]]) -> E
 
 
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
-def test_the_state_follows_its_beam(make_engine: BuildEngine, loaded_model: LoadedModel, isolation: str) -> None:
+def test_processor_state_follows_its_beam(make_engine: BuildEngine, loaded_model: LoadedModel, isolation: str) -> None:
     searches = [BeamSearch(2), BeamSearch(4, 0.6), BeamSearch(3, 1.0, True)]
-    edit = replayed(FOLLOWS_ITS_HISTORY, lambda: {"calls": []})
+    edit = replayed(CHECKS_HISTORY, lambda: {"calls": []})
     expected = [reference(loaded_model, prompt, search, edit=edit) for prompt in PROMPTS for search in searches]
     engine = make_engine(max_num_seqs=9, processor_isolation=isolation)
 
@@ -353,7 +353,7 @@ def test_the_state_follows_its_beam(make_engine: BuildEngine, loaded_model: Load
             *(
                 generate(
                     engine,
-                    request(f"{i} {j}", prompt, search, search.width, ((FOLLOWS_ITS_HISTORY, {"calls": []}),)),
+                    request(f"{i} {j}", prompt, search, search.width, ((CHECKS_HISTORY, {"calls": []}),)),
                 )
                 for i, prompt in enumerate(PROMPTS)
                 for j, search in enumerate(searches)
@@ -363,7 +363,7 @@ def test_the_state_follows_its_beam(make_engine: BuildEngine, loaded_model: Load
     answers = run(search_all())
     assert [found(answer) for answer in answers] == expected
     for chunk in itertools.chain.from_iterable(answers):
-        # One call a token of its own history, whatever other beams came to.
+        # One call per token of its own history.
         assert [receipt.steps for receipt in chunk.receipts] == [len(chunk.token_ids)]
     assert_free(engine)
 
@@ -394,11 +394,11 @@ def test_every_beam_is_a_path_of_the_tree(make_engine: BuildEngine, loaded_model
 
     ends = frozenset({1})
     wanted: dict[str, Any] = {"stop_token_ids": (), "max_tokens": 8}
-    carried: Carried = ((InstalledProcessor("tree"), {"tree": tree}),)
+    processors: Processors = ((InstalledProcessor("tree"), {"tree": tree}),)
     for width in (2, 3, 16):
         search = BeamSearch(width)
         engine = make_engine(max_num_seqs=16)
-        answer = run(generate(engine, request(search=search, n=width, processors=carried, **wanted)))
+        answer = run(generate(engine, request(search=search, n=width, processors=processors, **wanted)))
         assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, 8, edit, ends)
         for chunk in answer:
             *path, end = chunk.token_ids
@@ -406,13 +406,13 @@ def test_every_beam_is_a_path_of_the_tree(make_engine: BuildEngine, loaded_model
             for length in range(len(path)):
                 prefix = "_".join(map(str, [7, *path[:length]]))
                 assert path[length] in prefixes[prefix]
-        # Sixteen are asked for; the tree has fewer sequences, since a token without a path of its own leads nowhere.
+        # The tree has fewer than 16 paths: a token without an entry of its own is a dead end.
         assert len(answer) == min(width, len({tuple(chunk.token_ids) for chunk in answer}))
         assert_free(engine)
 
 
-def test_a_beam_that_no_token_is_left_to_dies_alone(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
-    """After 20, nothing may follow; one can only go on with 21 and 22."""
+def test_beam_without_allowed_tokens_is_dropped(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    """Only 20, 21 and 22 are allowed, and nothing after 20."""
 
     def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
         masked = torch.full_like(logits, -math.inf)
@@ -438,13 +438,13 @@ def test_a_beam_that_no_token_is_left_to_dies_alone(make_engine: BuildEngine, lo
     assert_free(engine)
 
 
-def test_two_searches_beside_plain_requests_are_as_alone(make_engine: BuildEngine) -> None:
-    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
+def test_outputs_do_not_depend_on_batch_composition(make_engine: BuildEngine) -> None:
+    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
     wanted = [
-        request("a", PROMPTS[0], BeamSearch(3), 3, carried),
+        request("a", PROMPTS[0], BeamSearch(3), 3, processors),
         request("b", PROMPTS[2], BeamSearch(2, 2.0, "never"), 2, max_tokens=11),
-        *(request(f"plain {i}", PROMPTS[i], temperature=0.8, seed=i, processors=carried[: i % 2]) for i in range(3)),
-        request("c", PROMPTS[1], BeamSearch(4, early_stopping=True), 2, carried, min_tokens=3),
+        *(request(f"plain {i}", PROMPTS[i], temperature=0.8, seed=i, processors=processors[: i % 2]) for i in range(3)),
+        request("c", PROMPTS[1], BeamSearch(4, early_stopping=True), 2, processors, min_tokens=3),
     ]
     engine, alone = make_engine(max_num_seqs=9, chunked_prefill_size=8), make_engine(max_num_seqs=4)
 
@@ -462,7 +462,7 @@ def test_two_searches_beside_plain_requests_are_as_alone(make_engine: BuildEngin
     assert_free(engine)
 
 
-def test_searches_that_do_not_fit_together_wait_for_all_their_slots(make_engine: BuildEngine) -> None:
+def test_searches_wait_for_all_their_slots(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=4)
 
     async def all_at_once() -> list[list[GenerationChunk]]:
@@ -477,12 +477,14 @@ def test_searches_that_do_not_fit_together_wait_for_all_their_slots(make_engine:
 
 
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
-def test_an_abort_in_the_middle_frees_all(make_engine: BuildEngine, isolation: str) -> None:
+def test_abort_frees_slots_and_rows(make_engine: BuildEngine, isolation: str) -> None:
     engine = make_engine(max_num_seqs=4, processor_isolation=isolation)
-    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
+    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
 
     async def abort() -> tuple[list[GenerationChunk], list[GenerationChunk]]:
-        endless = request("endless", search=BeamSearch(4), n=2, processors=carried, max_tokens=400, stop_token_ids=())
+        endless = request(
+            "endless", search=BeamSearch(4), n=2, processors=processors, max_tokens=400, stop_token_ids=()
+        )
         running = asyncio.ensure_future(generate(engine, endless))
         waiting = asyncio.ensure_future(generate(engine, request("waiting", search=BeamSearch(2), n=1)))
         while engine.stats().running < 4:
@@ -496,10 +498,10 @@ def test_an_abort_in_the_middle_frees_all(make_engine: BuildEngine, isolation: s
     assert_free(engine)
 
 
-def test_a_client_that_leaves_cancels_its_search(make_engine: BuildEngine) -> None:
+def test_closing_the_stream_cancels_the_search(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
-    async def leave() -> None:
+    async def close_stream() -> None:
         endless = request("endless", search=BeamSearch(4), max_tokens=400, stop_token_ids=())
         stream = await engine.submit(endless)
         while engine.stats().running < 4:
@@ -507,19 +509,19 @@ def test_a_client_that_leaves_cancels_its_search(make_engine: BuildEngine) -> No
         await stream.aclose()
         await generate(engine, request("next"))
 
-    run(leave())
+    run(close_stream())
     assert_free(engine)
 
 
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
-def test_what_cannot_be_copied_ends_its_own_request(make_engine: BuildEngine, isolation: str) -> None:
+def test_uncopyable_state_ends_its_request(make_engine: BuildEngine, isolation: str) -> None:
     engine = make_engine(processor_isolation=isolation, max_num_seqs=6)
 
     async def both() -> list[list[GenerationChunk]]:
         wanted = [
-            request("bad", search=BeamSearch(2), n=2, processors=((KEEPS_A_LOCK, {"keeps": True}),)),
-            request("good", search=BeamSearch(2), processors=((KEEPS_A_LOCK, {}),)),
-            request("plain", processors=((KEEPS_A_LOCK, {"keeps": True}),)),
+            request("bad", search=BeamSearch(2), n=2, processors=((KEEPS_UNCOPYABLE, {"keeps": True}),)),
+            request("good", search=BeamSearch(2), processors=((KEEPS_UNCOPYABLE, {}),)),
+            request("plain", processors=((KEEPS_UNCOPYABLE, {"keeps": True}),)),
         ]
         return await asyncio.gather(*(generate(engine, one) for one in wanted))
 
@@ -529,7 +531,7 @@ def test_what_cannot_be_copied_ends_its_own_request(make_engine: BuildEngine, is
         assert (error.type, error.kind, error.name, error.status_code) == (
             "ProcessorFault",
             "uncopyable",
-            "KeepsALock",
+            "KeepsUncopyable",
             400,
         )
         assert "cannot be copied, which beam search requires: TypeError" in error.message
@@ -537,7 +539,7 @@ def test_what_cannot_be_copied_ends_its_own_request(make_engine: BuildEngine, is
     assert_free(engine)
 
 
-def test_a_fault_ends_the_whole_search(make_engine: BuildEngine) -> None:
+def test_fault_ends_the_whole_search(make_engine: BuildEngine) -> None:
     engine = make_engine()
     answer = run(
         generate(engine, request(search=BeamSearch(3), n=2, processors=((FAILS_LATER, {}),), stop_token_ids=()))
@@ -546,7 +548,7 @@ def test_a_fault_ends_the_whole_search(make_engine: BuildEngine) -> None:
     assert_free(engine)
 
 
-def test_a_step_that_fails_ends_searches_too(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_ends_searches(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     sampler = engine._engine._sampler
     sample, calls = sampler.sample, itertools.count()
@@ -568,8 +570,8 @@ def test_a_step_that_fails_ends_searches_too(make_engine: BuildEngine, monkeypat
     assert_free(engine)
 
 
-def test_stop_strings_end_sequences(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
-    """A stop string of one token, which is the most likely first one: it is like an end token."""
+def test_stop_strings(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    """The stop string is the most likely first token, so it acts like an end token."""
     search, stop, token = BeamSearch(3, 0.0), "N", 49
     expected = reference(loaded_model, [5, 6, 7, 8], search, 8, ends=frozenset({1, token}))
     engine = make_engine()
@@ -584,7 +586,7 @@ def test_stop_strings_end_sequences(make_engine: BuildEngine, loaded_model: Load
         assert stop not in without.text
 
 
-def test_a_stop_string_across_tokens(make_engine: BuildEngine) -> None:
+def test_stop_string_across_tokens(make_engine: BuildEngine) -> None:
     engine = make_engine()
     wanted: dict[str, Any] = {"search": BeamSearch(3, 0.0), "n": 3, "stop_token_ids": (), "max_tokens": 8}
     plain = run(generate(engine, request(**wanted)))
@@ -612,7 +614,7 @@ def test_min_tokens_and_ignore_eos(make_engine: BuildEngine, loaded_model: Loade
     assert found(ignoring) == reference(loaded_model, [5, 6, 7, 8], search, ends=frozenset({-1}))
 
 
-def test_prompt_log_probabilities_are_those_of_a_plain_request(make_engine: BuildEngine) -> None:
+def test_prompt_logprobs(make_engine: BuildEngine) -> None:
     engine = make_engine(enable_deterministic_inference=True)
     (plain,) = run(generate(engine, request(max_tokens=1, prompt_logprobs=2)))
     for chunk in run(generate(engine, request(search=BeamSearch(3), n=3, prompt_logprobs=2))):
@@ -642,9 +644,9 @@ def test_refusals(make_engine: BuildEngine, fields: dict[str, Any], param: str) 
 
 
 class Recorder(LogitsProcessor):
-    """Keeps what it is told of rows, as vLLM's contract has it."""
+    """Records the rows of `BatchUpdate.added`."""
 
-    told: ClassVar[list[tuple[list[int], list[int]]]] = []
+    added: ClassVar[list[tuple[list[int], list[int]]]] = []
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._outputs: dict[int, list[int]] = {}
@@ -656,29 +658,27 @@ class Recorder(LogitsProcessor):
         if batch_update is not None:
             for _, _, prompt, output in batch_update.added:
                 assert prompt is not None
-                Recorder.told.append((list(output), output))
+                Recorder.added.append((list(output), output))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
 
-def test_batch_processors_are_told_of_a_branch_with_its_output(make_engine: BuildEngine) -> None:
-    Recorder.told.clear()
+def test_batch_update_of_a_branch_has_its_output(make_engine: BuildEngine) -> None:
+    Recorder.added.clear()
     engine = make_engine(logits_processors=(Recorder,))
     answer = run(generate(engine, request(search=BeamSearch(4), n=4)))
-    lengths = [len(at_first) for at_first, _ in Recorder.told]
+    lengths = [len(initial) for initial, _ in Recorder.added]
     assert lengths[:4] == [0, 1, 1, 1]
     assert max(lengths) > 1
-    for at_first, live in Recorder.told:
-        assert live[: len(at_first)] == at_first
-    # The lists are live: an answer's tokens are those of one of them, and the token that it ended with.
+    for initial, live in Recorder.added:
+        assert live[: len(initial)] == initial
+    # The lists are live: an answer's tokens are those of one of the lists, and its last token.
     for chunk in answer:
-        assert any(chunk.token_ids[: len(live)] == live[: len(chunk.token_ids) - 1] for _, live in Recorder.told)
+        assert any(chunk.token_ids[: len(live)] == live[: len(chunk.token_ids) - 1] for _, live in Recorder.added)
 
 
-def test_penalties_and_bad_words_know_the_output_of_a_branch(
-    make_engine: BuildEngine, loaded_model: LoadedModel
-) -> None:
+def test_penalties_apply_to_the_output_of_a_branch(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
     def edit(output: list[int], logits: torch.Tensor) -> torch.Tensor:
         logits = logits.clone()
         for token in output:
@@ -691,7 +691,7 @@ def test_penalties_and_bad_words_know_the_output_of_a_branch(
     assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit)
 
 
-def test_in_a_sandbox_nothing_of_the_beams_stays(make_engine: BuildEngine) -> None:
+def test_sandbox_keeps_no_state_of_dropped_beams(make_engine: BuildEngine) -> None:
     counts = SourceProcessor(
         """
 import gc
@@ -719,7 +719,7 @@ class Counts(CustomLogitProcessor):
     assert [chunk.finish_reason.kind for chunk in run(several())] == ["length"] * 3
 
 
-def test_a_branch_that_is_cancelled_before_its_first_step_is_closed(
+def test_branch_cancelled_before_its_first_step_is_closed(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -737,15 +737,15 @@ def test_a_branch_that_is_cancelled_before_its_first_step_is_closed(
         return worked
 
     monkeypatch.setattr(internal, "step", step_then_cancel)
-    carried: Carried = ((FOLLOWS_ITS_HISTORY, {"calls": []}),)
-    (chunk,) = run(generate(engine, request(search=BeamSearch(3), processors=carried)))
+    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
+    (chunk,) = run(generate(engine, request(search=BeamSearch(3), processors=processors)))
     assert chunk.finish_reason == FinishReason("abort")
     assert len(waiting) == 2
     assert set(waiting) <= set(closed)
     assert_free(engine)
 
 
-def test_a_search_that_waits_can_be_cancelled(make_engine: BuildEngine) -> None:
+def test_waiting_search_can_be_cancelled(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=3)
 
     async def cancel() -> list[list[GenerationChunk]]:

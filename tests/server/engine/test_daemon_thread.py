@@ -8,7 +8,7 @@ import pytest
 from logitship.server.engine.daemon_thread import in_daemon_thread
 
 
-def test_the_result_and_the_error_arrive() -> None:
+def test_result_and_error() -> None:
     async def both() -> None:
         assert await in_daemon_thread(divmod, 7, 2) == (3, 1)
         with pytest.raises(ZeroDivisionError):
@@ -17,8 +17,8 @@ def test_the_result_and_the_error_arrive() -> None:
     asyncio.run(both())
 
 
-def test_what_never_ends_keeps_nobody_waiting() -> None:
-    """More of it than a shared pool has threads: others go on, and so does the end of the program."""
+def test_hanging_calls_block_nothing() -> None:
+    """There are more of them than threads in the shared pool; other calls and the end of the program do not wait."""
     never = threading.Event()
 
     async def hang() -> int:
@@ -35,14 +35,14 @@ def test_what_never_ends_keeps_nobody_waiting() -> None:
         thread.join()
 
 
-def test_who_gives_up_is_not_told() -> None:
+def test_cancelled_future() -> None:
     done = threading.Event()
 
-    async def give_up() -> None:
+    async def cancel() -> None:
         future = in_daemon_thread(done.wait)
         future.cancel()
         done.set()
         await asyncio.to_thread(lambda: [t.join() for t in threading.enumerate() if t.name == "logitship-load"])
         assert future.cancelled()
 
-    asyncio.run(give_up())
+    asyncio.run(cancel())

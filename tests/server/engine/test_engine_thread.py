@@ -22,8 +22,8 @@ class Dying:
         raise KeyboardInterrupt
 
 
-def test_its_death_is_told_before_it_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing the log may fail: nobody must wait for the engine then."""
+def test_on_death_is_called_before_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing the log may fail, and clients must not wait for the engine then."""
     order: list[str] = []
     logged = Event()
 
@@ -33,16 +33,16 @@ def test_its_death_is_told_before_it_is_logged(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(engine_thread.logger, "critical", critical)
     thread = EngineThread()
-    thread.start(Dying(), after_step=lambda: None, on_death=lambda: order.append("told"))
+    thread.start(Dying(), after_step=lambda: None, on_death=lambda: order.append("on_death"))
     assert logged.wait(60)
-    assert order == ["told", "the engine's thread died"]
+    assert order == ["on_death", "the engine's thread died"]
 
 
-def test_what_makes_the_engine_runs_on_its_thread() -> None:
+def test_call_runs_on_the_thread() -> None:
     thread = EngineThread()
-    made_on = thread.call(threading.current_thread)
-    assert made_on.name == "logitship-engine"
-    assert made_on is thread.call(threading.current_thread)
+    engine_thread_object = thread.call(threading.current_thread)
+    assert engine_thread_object.name == "logitship-engine"
+    assert engine_thread_object is thread.call(threading.current_thread)
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda: 1 / 0)
     assert thread.alive
@@ -57,26 +57,26 @@ class Idle:
         return False
 
 
-def test_once_idle_it_gives_back_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back = Semaphore(0)
+def test_idle_thread_trims_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed = Semaphore(0)
     monkeypatch.setattr(engine_thread, "IDLE", 0.01)
-    monkeypatch.setattr(engine_thread, "trim_freed_memory", given_back.release)
+    monkeypatch.setattr(engine_thread, "trim_freed_memory", trimmed.release)
     thread = EngineThread()
     thread.start(Idle(), after_step=lambda: None, on_death=lambda: None)
     for _ in range(3):
-        assert given_back.acquire(timeout=60)
-        # Not again and again while nothing happens, but once more after whatever the thread does next.
-        assert not given_back.acquire(timeout=0.2)
+        assert trimmed.acquire(timeout=60)
+        # Once while idle, and again after the thread has done something.
+        assert not trimmed.acquire(timeout=0.2)
         thread.call(lambda: None)
     thread.stop(60)
     assert not thread.alive
 
 
-def resident() -> int:
+def resident_pages() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
-def test_what_lies_between_blocks_in_use_goes_back_to_the_system() -> None:
+def test_trim_freed_memory_between_used_blocks() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = (ctypes.c_size_t,)
@@ -84,14 +84,14 @@ def test_what_lies_between_blocks_in_use_goes_back_to_the_system() -> None:
     blocks = [libc.malloc(BLOCK) for _ in range(10_000)]
     for block in blocks:
         ctypes.memset(block, 1, BLOCK)
-    # Every hundredth stays, so that the heap cannot shrink from its end.
+    # Keep every hundredth block, so that the heap cannot shrink from its end.
     for number, block in enumerate(blocks):
         if number % 100:
             libc.free(block)
-    before = resident()
+    before = resident_pages()
     assert trim_freed_memory()
-    given_back = (before - resident()) * 4096
+    trimmed = (before - resident_pages()) * 4096
     for block in blocks[::100]:
         assert ctypes.string_at(block, BLOCK) == b"\x01" * BLOCK
         libc.free(block)
-    assert given_back > 100 * 2**20
+    assert trimmed > 100 * 2**20

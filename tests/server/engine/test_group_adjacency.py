@@ -1,4 +1,4 @@
-"""The engine keeps the rows of a processor side by side, and hands them over as a view of the model's logits."""
+"""The engine keeps a processor's rows adjacent, and passes them as a view of the model's logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from logitship.server.requests.sequence import Sequence
 
 MAX_NUM_SEQS = 6
 INTERLEAVED = ["A", "B", "A", "B", "", "A", "AB", "", "BA", "C", "B", "AC"]
-"""The processors of the requests that come one after the other: each letter is one."""
+"""Processors of successive requests: each letter is one."""
 
 
 # --- processors: functions of one row ---
@@ -40,20 +40,20 @@ def roll_by_history(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> 
     return row.roll(sum(prompt) + len(output))
 
 
-def turn_round_at_odd_places(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> torch.Tensor:
+def negate_at_odd_lengths(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> torch.Tensor:
     return -row if len(output) % 2 else row
 
 
-def lower_what_was_said(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> torch.Tensor:
+def mask_output_tokens(row: torch.Tensor, prompt: Rows[int], output: Rows[int]) -> torch.Tensor:
     return row.index_fill(0, torch.tensor(output, dtype=torch.int64), -100.0)
 
 
-FUNCTIONS = {"A": roll_by_history, "B": turn_round_at_odd_places, "C": lower_what_was_said}
+FUNCTIONS = {"A": roll_by_history, "B": negate_at_odd_lengths, "C": mask_output_tokens}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a processor: which it was in its requests' lists, their ids, and where the rows lie."""
+    """A call of a processor: its index in the requests' lists, their ids, and the address of the rows."""
 
     stage: int
     rids: list[str]
@@ -61,7 +61,7 @@ class Call:
 
 
 class WatchedExecutor(LocalExecutor):
-    """Runs the functions, and notes the calls of a step."""
+    """Runs the functions, and records the calls of a step."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -76,7 +76,7 @@ class WatchedExecutor(LocalExecutor):
         return torch.stack([processor.instance(row, view.origin_input_ids, view.output_ids) for row, view in rows])
 
 
-# --- an engine that is stepped by hand, and watched where logits go through ---
+# --- an engine that is stepped manually, with its logits and rows recorded ---
 
 
 class WatchedRunner(ModelRunner):
@@ -88,7 +88,7 @@ class WatchedRunner(ModelRunner):
 class WatchedSampler(Sampler):
     batch: PersistentBatch[Sequence]
     order: list[str]
-    """Which request held which row in the last step."""
+    """Request ids of the last step, by row."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         self.update = batch_update
@@ -119,7 +119,7 @@ class WatchedEngine:
         )
 
     def add(self, rid: str, letters: str, max_tokens: int = 12) -> Sequence:
-        """A request that is the same whenever it is asked for under this id."""
+        """Add a request that is determined by its id."""
         rng = random.Random(rid)
         uses = []
         for stage, letter in enumerate(letters):
@@ -136,7 +136,7 @@ class WatchedEngine:
         self.engine.abort(lambda other: other is sequence)
 
     def step(self) -> list[Call]:
-        """The calls of processors in one step."""
+        """Compute a step. Returns its processor calls."""
         self.executor.calls = []
         self.sampler.order = []
         assert self.engine.step()
@@ -163,12 +163,12 @@ def watched(loaded_model: LoadedModel) -> WatchedEngine:
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_are_adjacent_views_in_every_step(seed: int, watched: WatchedEngine) -> None:
     rng = random.Random(seed)
-    came: dict[str, tuple[Sequence, str]] = {}
+    added: dict[str, tuple[Sequence, str]] = {}
     swaps = 0
-    while len(came) < 40 or watched.running:
-        while len(came) < 40 and (not watched.running or rng.random() < 0.5):
-            rid, letters = f"{seed}-{len(came)}", INTERLEAVED[len(came) % len(INTERLEAVED)]
-            came[rid] = watched.add(rid, letters, rng.randint(1, 12)), letters
+    while len(added) < 40 or watched.running:
+        while len(added) < 40 and (not watched.running or rng.random() < 0.5):
+            rid, letters = f"{seed}-{len(added)}", INTERLEAVED[len(added) % len(INTERLEAVED)]
+            added[rid] = watched.add(rid, letters, rng.randint(1, 12)), letters
         if rng.random() < 0.1:
             watched.abort(rng.choice(watched.running))
         if not watched.running:
@@ -176,8 +176,8 @@ def test_groups_are_adjacent_views_in_every_step(seed: int, watched: WatchedEngi
         calls = watched.step()
         order, logits = watched.sampler.order, watched.runner.logits
         first_stage = [call for call in calls if call.stage == 0]
-        assert sorted(rid for call in first_stage for rid in call.rids) == sorted(rid for rid in order if came[rid][1])
-        assert len(first_stage) == len({came[rid][1][0] for call in first_stage for rid in call.rids})
+        assert sorted(rid for call in first_stage for rid in call.rids) == sorted(rid for rid in order if added[rid][1])
+        assert len(first_stage) == len({added[rid][1][0] for call in first_stage for rid in call.rids})
         for call in first_stage:
             row = order.index(call.rids[0])
             assert order[row : row + len(call.rids)] == call.rids
@@ -186,14 +186,14 @@ def test_groups_are_adjacent_views_in_every_step(seed: int, watched: WatchedEngi
             swaps += sum(how is MoveDirectionality.SWAP for _, _, how in watched.sampler.update.moved)
     assert swaps > 5
 
-    for rid, (sequence, letters) in came.items():
+    for rid, (sequence, letters) in added.items():
         tokens = sequence.output_token_ids
         alone = watched.add(rid, letters)
         watched.finish()
         assert tokens == alone.output_token_ids[: len(tokens)]
 
 
-def test_second_processors_are_adjacent_within_the_first(watched: WatchedEngine) -> None:
+def test_second_processors_are_adjacent_within_first_groups(watched: WatchedEngine) -> None:
     for number, letters in enumerate(["AB", "A", "AC", "AB", "AC", "AB"]):
         watched.add(str(number), letters)
     while len(watched.sampler.batch) < 6:
@@ -204,7 +204,7 @@ def test_second_processors_are_adjacent_within_the_first(watched: WatchedEngine)
     assert all(call.address == logits[order.index(call.rids[0])].data_ptr() for call in calls)
 
 
-def test_without_processors_no_row_is_swapped(watched: WatchedEngine) -> None:
+def test_no_swaps_without_processors(watched: WatchedEngine) -> None:
     for number in range(12):
         watched.add(str(number), "", max_tokens=1 + number % 5)
     while watched.running:
@@ -213,7 +213,7 @@ def test_without_processors_no_row_is_swapped(watched: WatchedEngine) -> None:
         assert update is None or all(how is MoveDirectionality.UNIDIRECTIONAL for _, _, how in update.moved)
 
 
-def test_rows_stay_where_they_are_while_nobody_comes_or_goes(watched: WatchedEngine) -> None:
+def test_unchanged_batch_keeps_its_rows(watched: WatchedEngine) -> None:
     for number, letters in enumerate(["A", "B", "A", "", "B"]):
         watched.add(str(number), letters)
     while len(watched.sampler.batch) < 5:

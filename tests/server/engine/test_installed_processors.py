@@ -1,4 +1,4 @@
-"""What the operator installs, and what requests may name: through the whole engine."""
+"""Installed processors and named callables, through the whole engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BuildEngine = Callable[..., AsyncEngine]
 
 
 class Target(LogitsProcessor):
-    """Allows only `extra_args["target_token"]`, which it does not compare with the vocabulary."""
+    """Allows only `extra_args["target_token"]`, without checking that it is in the vocabulary."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
@@ -102,7 +102,7 @@ async def all_tokens(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tu
 
 @pytest.fixture
 def callables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of callables that requests may name."""
+    """Create a module of callables that requests can name."""
     (tmp_path / "my_callables.py").write_text(
         """
 from os import system
@@ -110,7 +110,7 @@ from subprocess import Popen
 import torch
 
 class Countdown:
-    '''Forces start, start - 1, …: keeps its place on itself.'''
+    '''Forces start, start - 1, …; its state is an attribute.'''
     def __init__(self, start):
         if start < 0:
             raise ValueError("start is negative")
@@ -142,8 +142,8 @@ class HuggingFace:
     sys.modules.pop("my_callables", None)
 
 
-def test_a_grammar_that_cannot_be_checked_now(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request may be sent again: it is not refused for good."""
+def test_busy_grammar_checker_is_a_503(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy checker is a temporary error: the client may retry."""
 
     def busy(*_: object) -> None:
         raise PreparationUnavailable("try again later")
@@ -159,7 +159,7 @@ def test_a_grammar_that_cannot_be_checked_now(make_engine: BuildEngine, monkeypa
     assert engine.tokenizer.decode(found).isdigit()
 
 
-def test_a_batch_processor_acts_on_the_requests_that_ask(make_engine: BuildEngine) -> None:
+def test_batch_processor_only_edits_requests_that_ask(make_engine: BuildEngine) -> None:
     engine = make_engine(logits_processors=(Target,))
     plain, forced = run(
         all_tokens(engine, request("a"), request("b", extra_args={"target_token": 77}, temperature=1.0))
@@ -175,19 +175,19 @@ def test_a_batch_processor_acts_on_the_requests_that_ask(make_engine: BuildEngin
         ("crash", "Target does not take these parameters: RuntimeError: not prepared for that"),
     ],
 )
-def test_its_parameters_are_checked_at_admission(make_engine: BuildEngine, target: Any, message: str) -> None:
+def test_batch_processor_validates_params_at_admission(make_engine: BuildEngine, target: Any, message: str) -> None:
     engine = make_engine(logits_processors=(Target,))
     with pytest.raises(BadRequest, match=message):
         run(tokens(engine, request("a", extra_args={"target_token": target})))
 
 
 @pytest.mark.parametrize("target", [10**6, -(10**6), 1 << 80])
-def test_a_request_that_it_fails_on_ends_alone(make_engine: BuildEngine, target: int) -> None:
+def test_batch_processor_fault_ends_only_its_request(make_engine: BuildEngine, target: int) -> None:
     engine = make_engine(logits_processors=(Target,))
-    innocent = [request("a"), request("b", extra_args={"target_token": 9}), request("c", seed=4, temperature=1.0)]
-    alone = run(all_tokens(engine, *innocent))
-    guilty = request("d", extra_args={"target_token": target})
-    *others, (found, last) = run(all_tokens(engine, *innocent, guilty))
+    good = [request("a"), request("b", extra_args={"target_token": 9}), request("c", seed=4, temperature=1.0)]
+    alone = run(all_tokens(engine, *good))
+    bad = request("d", extra_args={"target_token": target})
+    *others, (found, last) = run(all_tokens(engine, *good, bad))
     assert [token_ids for token_ids, _ in others] == [token_ids for token_ids, _ in alone]
     assert found == []
     assert last.finish_reason is not None
@@ -199,22 +199,22 @@ def test_a_request_that_it_fails_on_ends_alone(make_engine: BuildEngine, target:
 
 
 @pytest.mark.parametrize("name", ["no_such:Plugin", "logitship.server.config:DEFAULT_MODEL"])
-def test_what_does_not_load_stops_the_start(make_engine: BuildEngine, name: str) -> None:
+def test_unloadable_batch_processor_stops_the_start(make_engine: BuildEngine, name: str) -> None:
     with pytest.raises(StartError, match=f"logits processor {name}"):
         make_engine(logits_processors=(name,))
 
 
-def test_a_row_level_class_of_the_operator_is_asked_for_by_name(make_engine: BuildEngine) -> None:
+def test_installed_row_level_processor_by_name(make_engine: BuildEngine) -> None:
     engine = make_engine(logits_processors=(Force,), enable_custom_logit_processor=False)
     name = f"{Force.__module__}:Force"
-    carried = ProcessorRequest(InstalledProcessor(name), {"token": 33})
-    plain, forced = run(all_tokens(engine, request("a"), request("b", carried)))
+    processor = ProcessorRequest(InstalledProcessor(name), {"token": 33})
+    plain, forced = run(all_tokens(engine, request("a"), request("b", processor)))
     assert forced[0] == [33] * 6
     assert plain[0] != forced[0]
     assert [(receipt.name, receipt.steps) for receipt in forced[1].receipts] == [(name, 6)]
 
 
-def test_a_callable_by_name_has_a_state_of_its_own_in_each_sequence(make_engine: BuildEngine, callables: None) -> None:
+def test_named_callable_has_separate_state_per_sequence(make_engine: BuildEngine, callables: None) -> None:
     engine = make_engine(logits_processor_pattern=r"my_callables\..*")
     counting = CallableRequest("my_callables.Countdown", (50,))
 
@@ -242,7 +242,7 @@ def test_functions_and_hugging_face_objects(make_engine: BuildEngine, callables:
     assert lengths[0] == [5, 6, 7, 8, 9, 10]
 
 
-def test_one_list_runs_in_order(make_engine: BuildEngine, callables: None) -> None:
+def test_processors_run_in_list_order(make_engine: BuildEngine, callables: None) -> None:
     engine = make_engine(logits_processor_pattern=r"my_callables\..*")
     source = "from logitship import CustomLogitProcessor\n\nclass Last(CustomLogitProcessor):\n" + (
         "    def __call__(self, logits, custom_param_list=None):\n"
@@ -264,7 +264,7 @@ def test_one_list_runs_in_order(make_engine: BuildEngine, callables: None) -> No
     assert before[0] == [50, 49, 48, 47, 46, 45]
 
 
-def test_a_callable_that_fails_ends_its_own_request(make_engine: BuildEngine, callables: None) -> None:
+def test_callable_fault_ends_only_its_request(make_engine: BuildEngine, callables: None) -> None:
     engine = make_engine(logits_processor_pattern=r"my_callables\..*")
     repeats = CallableRequest("my_callables.forbid_repeats")
     alone = run(tokens(engine, request("a", repeats)))
@@ -301,16 +301,16 @@ def test_a_callable_that_fails_ends_its_own_request(make_engine: BuildEngine, ca
         (r".*", "logitship.builtin_processors.min_p.MinPLogitsProcessor", "is a batch processor"),
     ],
 )
-def test_refused_names(
+def test_refused_callable_names(
     make_engine: BuildEngine, callables: None, pattern: str | None, wanted: Any, message: str
 ) -> None:
     engine = make_engine(logits_processor_pattern=pattern)
-    carried = wanted if isinstance(wanted, CallableRequest) else CallableRequest(wanted)
+    processor = wanted if isinstance(wanted, CallableRequest) else CallableRequest(wanted)
     with pytest.raises(BadRequest, match=message) as caught:
-        run(tokens(engine, request("a", carried)))
+        run(tokens(engine, request("a", processor)))
     assert caught.value.param == "processors[0]"
 
 
-def test_a_pattern_must_be_a_regular_expression(make_engine: BuildEngine) -> None:
+def test_pattern_must_be_a_regular_expression(make_engine: BuildEngine) -> None:
     with pytest.raises(ValueError, match="logits_processor_pattern is not a regular expression"):
         make_engine(logits_processor_pattern="(")

@@ -1,4 +1,4 @@
-"""`n` continuations: one prompt computed, and each as if it had been asked for by itself."""
+"""`n` continuations: the prompt is computed once, and each equals a request of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COUNTS = SourceProcessor(
 from logitship import CustomLogitProcessor
 
 class Counts(CustomLogitProcessor):
-    '''Raises a token that depends on what it counted in the state and in its parameters, and on the history.'''
+    '''Boosts a token that depends on counts in its state and parameters, and on the history.'''
     def __call__(self, logits, custom_param_list=None):
         for row, params in zip(logits, custom_param_list):
             req = params["__req__"]
@@ -54,7 +54,7 @@ FAILS_FIRST = SourceProcessor(
 from logitship import CustomLogitProcessor
 
 class FailsFirst(CustomLogitProcessor):
-    '''Its first call fails, whoever it is for.'''
+    '''Its first call fails.'''
     calls = 0
     def __call__(self, logits, custom_param_list=None):
         self.calls += 1
@@ -67,7 +67,7 @@ class FailsFirst(CustomLogitProcessor):
 
 
 class CountsCalls:
-    """A callable that raises a token by its number of calls: vLLM V0's convention."""
+    """A callable in vLLM V0's convention that boosts a token by its number of calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -79,7 +79,7 @@ class CountsCalls:
         return logits
 
 
-def carried(string: ProcessorString, **params: Any) -> tuple[AttachedProcessor, ...]:
+def processors_of(string: ProcessorString, **params: Any) -> tuple[AttachedProcessor, ...]:
     return (ProcessorRequest(string, params),)
 
 
@@ -130,7 +130,7 @@ async def generate(engine: AsyncEngine, wanted: GenerationRequest) -> list[Resul
 
 
 async def singles(engine: AsyncEngine, wanted: GenerationRequest, seed: int) -> list[Result]:
-    """The same continuations, each asked for by itself."""
+    """Generate the same continuations, each as a request of its own."""
     results = []
     for index in range(wanted.n):
         values = {name: getattr(wanted.sampling_params, name) for name in ("max_tokens", "temperature", "top_k")}
@@ -154,10 +154,12 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class PromptTokens:
-    """Counts the prompt tokens that the model computes, and may call something in the middle.
+    """Counts the prompt tokens that the model computes, with a hook in the forward pass.
 
     Attributes:
-        during: called within each forward pass with the number of those before it.
+        count: prompt tokens since the last `take`.
+        passes: forward passes so far.
+        during: called in each forward pass with the number of passes before it.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,7 @@ class PromptTokens:
         monkeypatch.setattr(ModelRunner, "forward", counting)
 
     def take(self) -> int:
-        """Those since the last time."""
+        """Return the prompt tokens since the last call."""
         count, self.count = self.count, 0
         return count
 
@@ -187,7 +189,7 @@ def prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> PromptTokens:
 
 @pytest.mark.parametrize("chunk_size", [7, 59, 60, 256])
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-def test_the_prompt_is_computed_once(
+def test_prompt_is_computed_once(
     make_engine: BuildEngine, prompt_tokens: PromptTokens, chunk_size: int, max_tokens: int
 ) -> None:
     engine = make_engine(max_num_seqs=8, chunked_prefill_size=chunk_size)
@@ -198,7 +200,7 @@ def test_the_prompt_is_computed_once(
     assert [result.cached_tokens for result in results] == [{0}, *[{59}] * 4]
 
 
-def test_batched_prompts_are_shared_each_by_its_own(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
+def test_batched_prompts_are_shared_separately(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
     engine = make_engine(max_num_seqs=8, prefix_cache_bytes=0)
     other = PROMPT[::-1]
     wanted = [request("b_0", n=2, seed=1), request("b_1", other, n=2, seed=2)]
@@ -216,7 +218,7 @@ def test_batched_prompts_are_shared_each_by_its_own(make_engine: BuildEngine, pr
     ]
 
 
-def test_a_continuation_is_the_same_whatever_n_is(make_engine: BuildEngine) -> None:
+def test_continuation_does_not_depend_on_n(make_engine: BuildEngine) -> None:
     rng = random.Random(0)
     engine = make_engine(max_num_seqs=3)
 
@@ -235,7 +237,7 @@ def test_a_continuation_is_the_same_whatever_n_is(make_engine: BuildEngine) -> N
     run(compare())
 
 
-def test_the_seeds_of_continuations() -> None:
+def test_continuation_seeds() -> None:
     seeds = [continuation_seed(7, index) for index in range(1000)]
     assert seeds[0] == 7
     assert len(set(seeds)) == 1000
@@ -243,19 +245,17 @@ def test_the_seeds_of_continuations() -> None:
 
 
 STATEFUL = [
-    carried(COUNTS, seen=[]),
-    carried(InstalledProcessor("no_repeat_ngram"), ngram_size=1, window_size=50),
-    carried(InstalledProcessor("thinking_budget"), thinking_budget=3),
-    carried(InstalledProcessor("gen_length"), boost_factor=0.5),
+    processors_of(COUNTS, seen=[]),
+    processors_of(InstalledProcessor("no_repeat_ngram"), ngram_size=1, window_size=50),
+    processors_of(InstalledProcessor("thinking_budget"), thinking_budget=3),
+    processors_of(InstalledProcessor("gen_length"), boost_factor=0.5),
     (CallableRequest(CountsCalls),),
     (CallableRequest(CountsCalls()),),
 ]
 
 
 @pytest.mark.parametrize("processors", STATEFUL)
-def test_each_continuation_has_a_state_of_its_own(
-    make_engine: BuildEngine, processors: tuple[AttachedProcessor, ...]
-) -> None:
+def test_continuations_have_separate_state(make_engine: BuildEngine, processors: tuple[AttachedProcessor, ...]) -> None:
     engine = make_engine(max_num_seqs=3, logits_processor_pattern=".*")
     wanted = request("r", n=5, seed=3, max_tokens=12, processors=processors)
 
@@ -268,9 +268,9 @@ def test_each_continuation_has_a_state_of_its_own(
     assert len({tuple(result.token_ids) for result in results}) == 5
 
 
-def test_each_continuation_has_a_state_of_its_own_in_a_sandbox(make_engine: BuildEngine) -> None:
+def test_continuations_have_separate_state_in_a_sandbox(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=3, processor_isolation="sandbox")
-    wanted = request("r", n=4, seed=3, processors=carried(COUNTS, seen=[]))
+    wanted = request("r", n=4, seed=3, processors=processors_of(COUNTS, seen=[]))
 
     async def both() -> tuple[list[Result], list[Result]]:
         return await generate(engine, wanted), await singles(engine, wanted, 3)
@@ -280,7 +280,7 @@ def test_each_continuation_has_a_state_of_its_own_in_a_sandbox(make_engine: Buil
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]
 
 
-def test_prompt_logprobs_are_the_same_for_all(make_engine: BuildEngine) -> None:
+def test_continuations_have_equal_prompt_logprobs(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=4, chunked_prefill_size=16, enable_deterministic_inference=True)
     for max_tokens in (0, 3):
         for start in (0, 1, 30, 59):
@@ -294,15 +294,13 @@ def test_prompt_logprobs_are_the_same_for_all(make_engine: BuildEngine) -> None:
             assert single.prompt_logprobs == first
 
 
-def test_one_that_gets_its_slot_late_copies_from_one_that_runs(
-    make_engine: BuildEngine, prompt_tokens: PromptTokens
-) -> None:
+def test_late_continuation_copies_from_running_one(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
     engine = make_engine(max_num_seqs=2, chunked_prefill_size=16, enable_deterministic_inference=True)
     prompt_tokens.take()
-    begun = prompt_tokens.passes
+    passes_before = prompt_tokens.passes
 
     def abort_second(passes: int) -> None:
-        if passes == begun + 10:
+        if passes == passes_before + 10:
             engine.abort("r_1")
 
     prompt_tokens.during = abort_second
@@ -313,15 +311,15 @@ def test_one_that_gets_its_slot_late_copies_from_one_that_runs(
     assert results[2].prompt_logprobs == results[0].prompt_logprobs
 
 
-def test_the_next_takes_over_from_one_that_is_aborted(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
+def test_next_continuation_takes_over_from_aborted_one(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
     engine = make_engine(chunked_prefill_size=16, prefix_cache_bytes=0)
     wanted = request("r", n=3, seed=5)
     expected = run(singles(engine, wanted, 5))
     prompt_tokens.take()
-    begun = prompt_tokens.passes
+    passes_before = prompt_tokens.passes
 
     def abort_first(passes: int) -> None:
-        if passes == begun + 1:  # the second chunk of the prompt's four
+        if passes == passes_before + 1:  # the second of the prompt's four chunks
             engine.abort("r_0")
 
     prompt_tokens.during = abort_first
@@ -332,15 +330,17 @@ def test_the_next_takes_over_from_one_that_is_aborted(make_engine: BuildEngine, 
     assert [result.cached_tokens for result in results] == [{0}, {0}, {59}]
 
 
-def test_a_fault_of_one_leaves_the_others_their_prompt(make_engine: BuildEngine, prompt_tokens: PromptTokens) -> None:
+def test_fault_of_one_continuation_keeps_the_shared_prompt(
+    make_engine: BuildEngine, prompt_tokens: PromptTokens
+) -> None:
     engine = make_engine()
     prompt_tokens.take()
-    results = run(generate(engine, request("r", n=3, processors=carried(FAILS_FIRST))))
+    results = run(generate(engine, request("r", n=3, processors=processors_of(FAILS_FIRST))))
     assert [result.finish_reason.kind for result in results] == ["abort", "length", "length"]
     assert prompt_tokens.take() == 60 + 2
 
 
-def test_best_of_makes_more_and_knows_their_logprobs(make_engine: BuildEngine) -> None:
+def test_best_of_generates_more_with_logprobs(make_engine: BuildEngine) -> None:
     engine = make_engine(enable_deterministic_inference=True)
 
     async def three() -> tuple[list[Result], list[Result], list[Result]]:
@@ -356,7 +356,7 @@ def test_best_of_makes_more_and_knows_their_logprobs(make_engine: BuildEngine) -
     assert [len(result.logprobs) for result in as_many] == [0, 0]
 
 
-def test_best_of_counts_for_the_queue_and_is_not_below_n(make_engine: BuildEngine) -> None:
+def test_best_of_limits(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=2, max_queued_requests=2)
 
     async def refused() -> None:

@@ -15,11 +15,11 @@ MAX_LEN = 64
 
 
 class ScriptedEngine:
-    """The scheduler and its cache without a model: a token's key says what the token is and where it stands.
+    """The scheduler and its cache without a model: the key of a token encodes the token and its position.
 
     Attributes:
-        prompt_tokens: number of prompt tokens that were computed, by request.
-        drawn: all sequences that drew a first token, each from the right prompt.
+        prompt_tokens: computed prompt tokens, by request.
+        sampled: sequences that sampled a first token, each from the right prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_slots: int, chunk_size: int) -> None:
@@ -28,12 +28,12 @@ class ScriptedEngine:
         self._cache = SlotCache(shape, torch.float64, torch.device("cpu"))
         self.scheduler = Scheduler(self._cache, chunk_size)
         self.prompt_tokens: dict[str, int] = {}
-        self.drawn: set[tuple[str, int]] = set()
+        self.sampled: set[tuple[str, int]] = set()
         self.chunks: list[GenerationChunk] = []
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """The sequences that run or wait."""
+        """Running and waiting sequences."""
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def add(self, rid: str, n: int, prompt: list[int], max_tokens: int, *, tenant: str = "") -> list[Sequence]:
@@ -56,10 +56,10 @@ class ScriptedEngine:
         return sequences
 
     def step(self) -> None:
-        """As `Engine.step`. Every step gives every sequence whose turn it is something to do."""
+        """Do what `Engine.step` does."""
         plan = self.scheduler.schedule()
-        assert plan, "somebody waits for what nobody computes"
-        drawing = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        assert plan, "sequences wait for a prompt that is not computed"
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         for chunk in plan.prefill:
             sequence = chunk.sequence
             self.prompt_tokens[sequence.rid] = self.prompt_tokens.get(sequence.rid, 0) + len(chunk.token_ids)
@@ -67,7 +67,7 @@ class ScriptedEngine:
         for chunk in plan.chunks:
             self._compute(chunk.sequence, chunk.token_ids)
         self.scheduler.share_prompts()
-        for sequence in drawing:
+        for sequence in sampling:
             self._check_history(sequence)
             sequence.append(4 + (7 * sequence.num_computed + sequence.index) % 250, None)
             if sequence.finish_reason is not None:
@@ -102,10 +102,10 @@ class ScriptedEngine:
             expected = [_mark(number, position, token_id) for position, token_id in enumerate(history)]
             assert layer[sequence.slot, 0, : len(history), 0].tolist() == expected
         if not sequence.output_token_ids:
-            # What stands before the last token; whether that is there too, depends on who computed it.
+            # All but the last token, which is only there if this sequence computed the prompt.
             records = [record.token_id for record in sequence.prompt_logprobs]
             assert records[: sequence.num_prompt - 1] == sequence.prompt_token_ids[:-1]
-            self.drawn.add((sequence.rid, sequence.index))
+            self.sampled.add((sequence.rid, sequence.index))
 
 
 def _mark(layer: int, position: int, token_id: int) -> float:
@@ -116,17 +116,17 @@ def prompt_of(length: int, begin: int = 4) -> list[int]:
     return [begin + k % 200 for k in range(length)]
 
 
-def test_a_prompt_is_computed_once(tokenizer: Tokenizer) -> None:
+def test_prompt_is_computed_once(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=7)
     sequences = engine.add("r", 6, prompt_of(30), max_tokens=3)
     other = engine.add("other", 1, prompt_of(30), max_tokens=3)
     engine.run()
     assert engine.prompt_tokens == {"r": 30 + 5, "other": 30}
     assert [sequence.num_copied for sequence in (*sequences, *other)] == [0, *[29] * 5, 0]
-    assert len(engine.drawn) == 7
+    assert len(engine.sampled) == 7
 
 
-def test_it_is_shared_before_the_first_to_compute_it_may_end(tokenizer: Tokenizer) -> None:
+def test_shared_before_the_first_sequence_finishes(tokenizer: Tokenizer) -> None:
     for max_tokens in (0, 1):
         engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=256)
         engine.add("r", 4, prompt_of(30), max_tokens)
@@ -134,7 +134,7 @@ def test_it_is_shared_before_the_first_to_compute_it_may_end(tokenizer: Tokenize
         assert engine.prompt_tokens == {"r": 30 + 3}
 
 
-def test_a_prompt_of_one_token_is_nothing_to_wait_for(tokenizer: Tokenizer) -> None:
+def test_prompt_of_one_token_is_not_shared(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=256)
     sequences = engine.add("r", 4, [5], max_tokens=2)
     engine.step()
@@ -143,7 +143,7 @@ def test_a_prompt_of_one_token_is_nothing_to_wait_for(tokenizer: Tokenizer) -> N
     engine.run()
 
 
-def test_the_next_takes_over_when_the_first_ends_early(tokenizer: Tokenizer) -> None:
+def test_next_sequence_takes_over_when_first_ends(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=10)
     first, second, third = engine.add("r", 3, prompt_of(30), max_tokens=2)
     engine.step()
@@ -154,10 +154,10 @@ def test_the_next_takes_over_when_the_first_ends_early(tokenizer: Tokenizer) -> 
     engine.end(third)
     engine.run()
     assert second.num_copied == 0
-    assert engine.drawn == {("r", 1)}
+    assert engine.sampled == {("r", 1)}
 
 
-def test_who_comes_late_copies_from_one_that_runs(tokenizer: Tokenizer) -> None:
+def test_late_sequence_copies_from_running_one(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=2, chunk_size=256)
     sequences = engine.add("r", 3, prompt_of(20), max_tokens=8)
     engine.step()
@@ -173,15 +173,15 @@ def test_who_comes_late_copies_from_one_that_runs(tokenizer: Tokenizer) -> None:
     assert {chunk.cached_tokens for chunk in late} == {19}
 
 
-def test_who_comes_after_all_others_ended_computes_it_again(tokenizer: Tokenizer) -> None:
+def test_sequence_after_all_others_computes_again(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=1, chunk_size=256)
     sequences = engine.add("r", 2, prompt_of(20), max_tokens=2)
     engine.run()
     assert [sequence.num_copied for sequence in sequences] == [0, 0]
-    assert len(engine.drawn) == 2
+    assert len(engine.sampled) == 2
 
 
-def test_requests_of_two_tenants_with_one_id_share_nothing(tokenizer: Tokenizer) -> None:
+def test_tenants_with_equal_request_ids_share_nothing(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=5)
     sequences = [
         *engine.add("r", 2, prompt_of(20), max_tokens=2, tenant="a"),
@@ -198,9 +198,8 @@ def step_or_abort(engine: ScriptedEngine, rng: random.Random) -> None:
         engine.step()
 
 
-def test_any_schedule_computes_the_right_prompts(tokenizer: Tokenizer) -> None:
-    """Random requests, sizes and cancellations: everybody draws from the right prompt, and nobody waits for ever."""
-
+def test_random_schedules(tokenizer: Tokenizer) -> None:
+    """Random requests, sizes and aborts: every sequence samples from its own prompt and finishes."""
     for seed in range(100):
         rng = random.Random(seed)
         engine = ScriptedEngine(tokenizer, num_slots=rng.randint(1, 6), chunk_size=rng.choice([1, 3, 8, 256]))

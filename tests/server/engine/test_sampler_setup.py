@@ -20,7 +20,7 @@ def processors(clock: StepClock) -> TimedProcessors:
     return TimedProcessors(None, torch.device("cpu"), False, model=model, clock=clock)
 
 
-def test_both_ways_to_call_them_count(
+def test_both_apply_methods_are_timed(
     processors: TimedProcessors, clock: StepClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[str] = []

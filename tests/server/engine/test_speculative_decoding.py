@@ -1,4 +1,4 @@
-"""With drafts and without: the same tokens, whatever is drafted, through the whole engine on the tiny model."""
+"""Outputs with and without drafts are equal, whatever is drafted: through the whole engine on the tiny model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATEFUL = SourceProcessor(
 from logitship import CustomLogitProcessor
 
 class Stateful(CustomLogitProcessor):
-    '''What it raises depends on its calls, and on what it kept of the logits. It notices a call too many.'''
+    '''Boosts a token that depends on its calls and on earlier logits. Asserts one call per token.'''
     def __call__(self, logits, custom_param_list=None):
         for row, params in zip(logits, custom_param_list):
             req = params["__req__"]
@@ -64,7 +64,7 @@ class FailsAtNine(CustomLogitProcessor):
 
 
 class EveryThird(LogitsProcessor):
-    """Raises a token of each row, another one at every third place."""
+    """Boosts a token of each row, and another one at every third position."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.outputs: BatchRows[list[int]] = BatchRows(lambda params, prompt, output: output)
@@ -133,12 +133,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[AttachedProcessor, ...]]] = {
 
 
 def requests(names: Iterable[str] = CASES) -> list[GenerationRequest]:
-    made = []
+    built = []
     for number, name in enumerate(names):
         params, processors = CASES[name]
         defaults = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
         prompt = [THINK, *(4 + (7 * number + 13 * place) % 250 for place in range(5 + number))]
-        made.append(
+        built.append(
             GenerationRequest(
                 rid=name,
                 prompt_token_ids=prompt,
@@ -146,11 +146,11 @@ def requests(names: Iterable[str] = CASES) -> list[GenerationRequest]:
                 processors=processors,
             )
         )
-    return made
+    return built
 
 
 class Result:
-    """What a request gave."""
+    """The output of a request."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -171,22 +171,22 @@ def run(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[str, R
             found.steps = [receipt.steps for receipt in chunk.receipts]
         return found
 
-    async def all_of_them() -> dict[str, Result]:
+    async def gather_all() -> dict[str, Result]:
         named = list(wanted)
         async with asyncio.timeout(240):
             results = await asyncio.gather(*map(result, named))
         return {request.rid: found for request, found in zip(named, results, strict=True)}
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(gather_all())
 
 
 def reason(result: Result) -> str:
-    """Why it ended, without the number that a module of a class that is loaded gets."""
+    """Return the finish reason, without the number in the module name of a loaded class."""
     return re.sub(r"processor_\d+", "processor", str(result.finish_reason))
 
 
 class Oracle:
-    """Drafts what is known to come, with a mistake here and there."""
+    """Drafts the known output, with random mistakes."""
 
     def __init__(self, known: dict[str, Result], mistakes: float) -> None:
         self.known = known
@@ -201,10 +201,11 @@ class Oracle:
             done = len(sequence.output_token_ids)
             last, drafted = self._before.get(sequence.rid, (done, 0))
             self.accepted += max(0, done - last - 1) if drafted else 0
-            coming = self.known[sequence.rid].token_ids[done:] + [5] * 9
+            expected_tokens = self.known[sequence.rid].token_ids[done:] + [5] * 9
             most = min(self.random.randrange(9), sequence.num_missing - 1)
             draft = [
-                self.random.randrange(260) if self.random.random() < self.mistakes else token for token in coming[:most]
+                self.random.randrange(260) if self.random.random() < self.mistakes else token
+                for token in expected_tokens[:most]
             ]
             self._before[sequence.rid] = done, len(draft)
             self.drafted += len(draft)
@@ -219,7 +220,7 @@ def isolation(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("mistakes", [0.0, 0.3, 1.0])
-def test_drafts_change_nothing(
+def test_drafts_do_not_change_outputs(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, isolation: str, mistakes: float
 ) -> None:
     settings = {
@@ -245,7 +246,9 @@ def test_drafts_change_nothing(
         assert oracle.accepted > 0.3 * oracle.drafted
 
 
-def test_a_plugin_is_asked_for_the_rows_that_go_on(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_processor_gets_the_rows_with_accepted_drafts(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = requests(["greedy", "random", "filtered", "penalties"])
     plain = run(make_engine(logits_processors=(EveryThird,)), wanted)
     assert 100 in plain["greedy"].token_ids
@@ -259,15 +262,15 @@ def test_a_plugin_is_asked_for_the_rows_that_go_on(make_engine: BuildEngine, mon
     assert oracle.accepted > 0.3 * oracle.drafted
 
 
-def test_a_plugin_that_cannot_be_asked_is_refused_at_start(make_engine: BuildEngine) -> None:
+def test_batch_processor_without_draft_support_is_refused(make_engine: BuildEngine) -> None:
     with pytest.raises(StartError, match=r"speculative decoding is enabled. \(.*WithoutDrafts: no apply_with_spec"):
         make_engine(logits_processors=(WithoutDrafts,), speculative_algorithm="NGRAM")
 
 
-def test_its_own_drafts_save_steps(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request whose output repeats itself takes fewer steps than it has tokens, and gives the same.
+def test_prompt_lookup_saves_steps(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with repetitive output takes fewer steps than it has tokens, with the same output.
 
-    Every step costs the same here. What a busy machine measures may say that drafts do not pay.
+    Every step costs the same here: on a busy machine, measured costs may say that drafts do not pay off.
     """
     observe = NGramSpeculation.observe
     monkeypatch.setattr(build, "measure_step_cost", lambda runner, most_tokens: lambda num_tokens: 1.0)
@@ -288,10 +291,12 @@ def test_its_own_drafts_save_steps(make_engine: BuildEngine, monkeypatch: pytest
     assert engine.stats().steps < 120
 
 
-def test_draws_have_the_distribution_of_the_model(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tokens out of three possible ones, drawn 3,000 times with a constant draft: a chi-square test by enumeration.
+def test_samples_follow_the_distribution_of_the_model(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sample three tokens out of three 3,000 times with a constant draft, and compare with the enumerated distribution.
 
-    The seeds are new ones, so that the draws are not those of the run without drafts.
+    Uses a chi-square test; the seeds differ from those of the enumeration.
     """
     tokens = [50, 60, 70]
     defaults = {"max_tokens": 3, "ignore_eos": True, "allowed_token_ids": tokens}
@@ -317,17 +322,17 @@ def test_draws_have_the_distribution_of_the_model(make_engine: BuildEngine, monk
     monkeypatch.setattr(NGramSpeculation, "drafts", constant)
     engine = make_engine(speculative_algorithm="NGRAM", max_num_seqs=64, max_queued_requests=5000)
     probability = enumerated(make_engine(), tokens)
-    drawn = Counter(tuple(each.token_ids) for each in run(engine, wanted(range(3000))).values())
+    sampled = Counter(tuple(each.token_ids) for each in run(engine, wanted(range(3000))).values())
     assert sum(probability.values()) == pytest.approx(1, abs=1e-3)
-    chi_square = sum((drawn[path] - 3000 * p) ** 2 / (3000 * p) for path, p in probability.items())
-    # 26 degrees of freedom: beyond 54 in one of a thousand.
+    chi_square = sum((sampled[path] - 3000 * p) ** 2 / (3000 * p) for path, p in probability.items())
+    # 26 degrees of freedom: exceeds 54 with a probability of 0.001.
     assert chi_square < 54
     # Without drafts, each request has a row in two steps after its first token. Some of the drafts are accepted.
     assert decoded < 0.95 * 2 * 3000
 
 
 def enumerated(engine: AsyncEngine, tokens: list[int]) -> dict[tuple[int, ...], float]:
-    """The probability of each output of three tokens, by forcing it and reading the log-probabilities."""
+    """Return the probability of each output of three tokens, from the log-probabilities after each prefix."""
     numbers = count()
 
     def probabilities(prefix: tuple[int, ...]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""A thinking budget through the whole engine, on the tiny model: 2 is <think> and 3 is </think>."""
+"""Thinking budgets through the whole engine, on the tiny model: token 2 is <think>, token 3 is </think>."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OVERRULE = SourceProcessor(
 from logitship import CustomLogitProcessor
 
 class Overrule(CustomLogitProcessor):
-    '''Forbids a token.'''
+    '''Masks a token.'''
     def __call__(self, logits, custom_param_list=None):
         logits[:, custom_param_list[0]["token"]] = -float("inf")
         return logits
@@ -67,7 +67,7 @@ def run(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tuple[list[int]
     return asyncio.run(bounded())
 
 
-def test_rows_with_budgets_and_without(make_engine: BuildEngine) -> None:
+def test_rows_with_and_without_budgets(make_engine: BuildEngine) -> None:
     engine = make_engine(reasoning_config=CONFIG, max_num_seqs=8)
     plain, unlimited, none_left, seven, answering, random = (
         tokens
@@ -90,7 +90,7 @@ def test_rows_with_budgets_and_without(make_engine: BuildEngine) -> None:
     assert run(make_engine(), request("alone", None)) == run(engine, request("plain", None))
 
 
-def test_an_end_of_several_tokens(make_engine: BuildEngine) -> None:
+def test_end_marker_of_several_tokens(make_engine: BuildEngine) -> None:
     engine = make_engine(reasoning_config={**CONFIG, "reasoning_end_str": "So.</think>"})
     ((tokens, _),) = run(engine, request("a", 5))
     assert tokens[:4] == [*engine.tokenizer.encode("So."), END]
@@ -104,7 +104,7 @@ def test_an_end_of_several_tokens(make_engine: BuildEngine) -> None:
         (None, {"allowed_token_ids": HELLO}, "allowed_token_ids"),
     ],
 )
-def test_who_forbids_the_end_is_named(
+def test_error_names_what_masks_the_end_marker(
     make_engine: BuildEngine, processor: ProcessorRequest | None, params: dict[str, Any], involved: str
 ) -> None:
     engine = make_engine(reasoning_config=CONFIG)
@@ -118,7 +118,7 @@ def test_who_forbids_the_end_is_named(
     assert len(other) == 12
 
 
-def test_a_server_that_knows_of_no_thinking_refuses_budgets(make_engine: BuildEngine) -> None:
+def test_budget_is_refused_without_reasoning_config(make_engine: BuildEngine) -> None:
     engine = make_engine()
     with pytest.raises(BadRequest, match=r"start it with --reasoning-config '\{\"reasoning_start_str\"") as refused:
         run(engine, request("a", 7))

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 Read = Callable[..., float | None]
-"""A sample of a registry by its name and labels; None if there is none."""
+"""Returns a sample of a registry by name and labels, or None."""
 
 
 @pytest.fixture

@@ -37,13 +37,13 @@ def processor(digest: str, name: str) -> LoadedProcessor:
 
 
 def stepped(clock: StepClock, **seconds: float) -> StepClock:
-    """The clock after a step with these phases."""
+    """Return the clock after a step with these phases."""
     for name, each in seconds.items():
         getattr(clock, name).seconds = each
     return clock
 
 
-def test_a_step_and_its_phases(metrics: EngineMetrics, read: Read) -> None:
+def test_step_and_phases(metrics: EngineMetrics, read: Read) -> None:
     clock = StepClock()
     clock.num_rows = 5
     metrics.step_ended(stepped(clock, schedule=0.25, forward=1.0, processors=0.5))
@@ -55,7 +55,7 @@ def test_a_step_and_its_phases(metrics: EngineMetrics, read: Read) -> None:
     assert clock.forward.seconds == clock.num_rows == 0
 
 
-def test_a_step_with_nothing_to_do_does_not_count(metrics: EngineMetrics, read: Read) -> None:
+def test_idle_steps_are_not_counted(metrics: EngineMetrics, read: Read) -> None:
     clock = stepped(StepClock(), schedule=0.25, deliver=0.125)
     metrics.step_ended(clock)
     metrics.step_ended(stepped(clock, forward=1.0))
@@ -63,10 +63,10 @@ def test_a_step_with_nothing_to_do_does_not_count(metrics: EngineMetrics, read: 
     assert read("step_phase_duration_seconds_count", phase="schedule") == 0
 
 
-def test_calls_of_processors(metrics: EngineMetrics, read: Read) -> None:
-    metrics.observer_of_calls(processor("sha256:1", "grammar"))(3, 0.5)
-    metrics.observer_of_calls(processor("sha256:2", "Mine"))(1, 0.25)
-    metrics.observer_of_calls(processor("sha256:3", "Mine"))(2, 0.25)
+def test_processor_calls(metrics: EngineMetrics, read: Read) -> None:
+    metrics.call_observer(processor("sha256:1", "grammar"))(3, 0.5)
+    metrics.call_observer(processor("sha256:2", "Mine"))(1, 0.25)
+    metrics.call_observer(processor("sha256:3", "Mine"))(2, 0.25)
     mine = {"processor": "Mine", "origin": "shipped"}
     assert read("processor_call_duration_seconds_sum", processor="grammar", origin="installed") == 0.5
     assert read("processor_rows_total", processor="grammar", origin="installed") == 3
@@ -74,10 +74,10 @@ def test_calls_of_processors(metrics: EngineMetrics, read: Read) -> None:
     assert read("processor_rows_total", **mine) == 3
 
 
-def test_clients_cannot_make_more_series_than_that(metrics: EngineMetrics) -> None:
+def test_number_of_series_is_bounded(metrics: EngineMetrics) -> None:
     before = len(generate_latest(metrics.registry).splitlines())
     for number in range(1000):
-        metrics.observer_of_calls(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
+        metrics.call_observer(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
     names = {
         sample.labels["processor"]
         for metric in metrics.registry.collect()
@@ -89,13 +89,13 @@ def test_clients_cannot_make_more_series_than_that(metrics: EngineMetrics) -> No
     assert len(generate_latest(metrics.registry).splitlines()) - before < 101 * 30
 
 
-def test_http(metrics: EngineMetrics, read: Read) -> None:
+def test_http_requests(metrics: EngineMetrics, read: Read) -> None:
     metrics.http_answered("GET", "/v1/models/{name}", 404, 0.5)
     assert read("http_requests_total", method="GET", route="/v1/models/{name}", status="404") == 1
     assert read("http_request_duration_seconds_sum", route="/v1/models/{name}") == 0.5
 
 
-def test_what_the_engine_counts_is_read_when_it_is_asked_for(read: Read) -> None:
+def test_engine_stats_are_read_at_each_scrape(read: Read) -> None:
     names = (
         "running_sequences waiting_sequences steps_total accepting processor_cache_hits_total "
         "processor_cache_misses_total processor_cache_evictions_total processor_cache_entries processor_cache_bytes "
@@ -107,21 +107,21 @@ def test_what_the_engine_counts_is_read_when_it_is_asked_for(read: Read) -> None
     assert [read("sandboxes_ended_total", reason=reason) for reason in ("crash", "unloaded")] == [1, 4]
 
 
-def test_the_model_without_its_path(metrics: EngineMetrics) -> None:
+def test_model_path_is_not_exported(metrics: EngineMetrics) -> None:
     text = generate_latest(metrics.registry).decode()
     assert 'model="tiny"' in text
     assert "/secret" not in text
     assert "process_cpu_seconds_total" in text
 
 
-def test_two_engines_have_nothing_in_common() -> None:
+def test_engines_have_separate_registries() -> None:
     one, other = (EngineMetrics(replace(MODEL, name=name), {}) for name in ("one", "other"))
     one.requests.admitted.inc()
     assert one.registry.get_sample_value("logitship_requests_total") == 1
     assert other.registry.get_sample_value("logitship_requests_total") == 0
 
 
-def test_it_is_read_while_it_is_written(metrics: EngineMetrics) -> None:
+def test_scrape_while_metrics_are_updated(metrics: EngineMetrics) -> None:
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -136,7 +136,7 @@ def test_it_is_read_while_it_is_written(metrics: EngineMetrics) -> None:
     thread = threading.Thread(target=scrape)
     thread.start()
     for number in range(300):
-        metrics.observer_of_calls(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
+        metrics.call_observer(processor(f"sha256:{number + 2}", f"P{number}"))(1, 0.0)
         metrics.http_answered("GET", f"/{number}", 200, 0.1)
     stop.set()
     thread.join()

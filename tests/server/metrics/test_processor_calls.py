@@ -11,12 +11,12 @@ NAME = "logitship_processor_call_duration_seconds"
 
 
 @pytest.mark.parametrize("seconds", [[], [0.0], [0.001], [0.0010001], [0.05, 0.1, 5.0], [0.02] * 3])
-def test_it_is_the_histogram_that_prometheus_would_make(seconds: list[float]) -> None:
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
+def test_equal_to_prometheus_histogram(seconds: list[float]) -> None:
+    our_registry, reference_registry = CollectorRegistry(), CollectorRegistry()
     calls = ProcessorCalls(BOUNDS)
-    ours.register(calls)
-    histogram = Histogram(NAME, "Time.", ["processor", "origin"], buckets=BOUNDS, registry=theirs)
-    counted, child = calls.of(ProcessorLabel("P", "shipped")), histogram.labels("P", "shipped")
+    our_registry.register(calls)
+    histogram = Histogram(NAME, "Time.", ["processor", "origin"], buckets=BOUNDS, registry=reference_registry)
+    counted, child = calls.statistics(ProcessorLabel("P", "shipped")), histogram.labels("P", "shipped")
     for each in seconds:
         counted.observe(2, each)
         child.observe(each)
@@ -27,12 +27,12 @@ def test_it_is_the_histogram_that_prometheus_would_make(seconds: list[float]) ->
         *(("_bucket", {"le": le}) for le in ("0.001", "0.01", "0.1", "+Inf")),
     ]:
         sample = NAME + suffix, labels | more
-        assert ours.get_sample_value(*sample) == theirs.get_sample_value(*sample) is not None
-    assert ours.get_sample_value("logitship_processor_rows_total", labels) == 2 * len(seconds)
+        assert our_registry.get_sample_value(*sample) == reference_registry.get_sample_value(*sample) is not None
+    assert our_registry.get_sample_value("logitship_processor_rows_total", labels) == 2 * len(seconds)
 
 
-def test_one_label_is_counted_in_one_place() -> None:
+def test_statistics_by_label() -> None:
     calls = ProcessorCalls(BOUNDS)
-    one = calls.of(ProcessorLabel("P", "shipped"))
-    assert calls.of(ProcessorLabel("P", "shipped")) is one
-    assert calls.of(ProcessorLabel("P", "installed")) is not one
+    one = calls.statistics(ProcessorLabel("P", "shipped"))
+    assert calls.statistics(ProcessorLabel("P", "shipped")) is one
+    assert calls.statistics(ProcessorLabel("P", "installed")) is not one

@@ -16,7 +16,7 @@ Read = Callable[..., float | None]
 
 
 class Time:
-    """Stands for `time`: goes on when told to."""
+    """Replaces the module `time`; the test sets the time."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -42,7 +42,7 @@ def chunk(*token_ids: int, index: int = 0, total: int = 0, ends: FinishReason | 
     return GenerationChunk(index=index, text="", token_ids=list(token_ids), **values)
 
 
-def test_a_request_from_its_arrival_to_its_end(metrics: RequestMetrics, read: Read, time: Time) -> None:
+def test_request_lifecycle(metrics: RequestMetrics, read: Read, time: Time) -> None:
     meter = RequestMeter(metrics)
     meter.admitted()
     time.now += 0.25
@@ -63,9 +63,7 @@ def test_a_request_from_its_arrival_to_its_end(metrics: RequestMetrics, read: Re
     assert read("sequences_finished_total", reason="length") == 1
 
 
-def test_two_continuations_have_one_prompt_and_one_time_in_the_queue(
-    metrics: RequestMetrics, read: Read, time: Time
-) -> None:
+def test_continuations_share_prompt_and_queue_time(metrics: RequestMetrics, read: Read, time: Time) -> None:
     meter = RequestMeter(metrics)
     meter.started()
     time.now += 1
@@ -80,9 +78,7 @@ def test_two_continuations_have_one_prompt_and_one_time_in_the_queue(
     assert read("sequences_finished_total", reason="stop") == 2
 
 
-def test_drafts_that_came_in_one_step_have_no_time_between_them(
-    metrics: RequestMetrics, read: Read, time: Time
-) -> None:
+def test_accepted_drafts_have_no_latency(metrics: RequestMetrics, read: Read, time: Time) -> None:
     meter = RequestMeter(metrics)
     meter.delivered([chunk(1), chunk(2)])
     time.now += 1
@@ -91,7 +87,7 @@ def test_drafts_that_came_in_one_step_have_no_time_between_them(
     assert read("generation_tokens_total") == 5
 
 
-def test_a_request_that_gave_no_token(metrics: RequestMetrics, read: Read, time: Time) -> None:
+def test_request_without_output(metrics: RequestMetrics, read: Read, time: Time) -> None:
     meter = RequestMeter(metrics)
     meter.delivered([chunk(ends=FinishReason("abort")), chunk(index=1, ends=ABSENT)])
     assert read("time_to_first_token_seconds_count") == 0
@@ -115,14 +111,14 @@ def test_faults_by_processor_and_kind(metrics: RequestMetrics, read: Read) -> No
     assert read("processor_faults_total", processor="grammar", origin="installed", kind="exception") == 1
 
 
-def test_an_error_that_is_no_processors(metrics: RequestMetrics, read: Read, registry: CollectorRegistry) -> None:
+def test_error_without_processor(metrics: RequestMetrics, read: Read, registry: CollectorRegistry) -> None:
     error = RequestError("NoTokenLeftError", "no token is left", 400)
     RequestMeter(metrics).delivered([chunk(ends=FinishReason("abort", error=error))])
     assert read("sequence_errors_total", type="NoTokenLeftError") == 1
     assert b"logitship_processor_faults_total{" not in generate_latest(registry)
 
 
-def test_any_name_can_be_read_back(metrics: RequestMetrics, registry: CollectorRegistry) -> None:
+def test_names_are_escaped(metrics: RequestMetrics, registry: CollectorRegistry) -> None:
     names = {'quote"', "back\\slash", "line\nfeed", "ümläut 🎈", "", "}", "a,b=c"}
     for name in names:
         metrics.finished(fault(name))
@@ -132,6 +128,6 @@ def test_any_name_can_be_read_back(metrics: RequestMetrics, registry: CollectorR
     assert read_back == (names - {""}) | {"?"}
 
 
-def test_no_text_of_an_error_is_a_label(metrics: RequestMetrics, registry: CollectorRegistry) -> None:
+def test_error_messages_are_not_exported(metrics: RequestMetrics, registry: CollectorRegistry) -> None:
     metrics.finished(fault("Bad"))
     assert b"secret" not in generate_latest(registry)

@@ -9,7 +9,7 @@ from logitship.server.metrics.step_clock import StepClock
 
 
 class Time:
-    """Stands for `time`: goes on when told to."""
+    """Replaces the module `time`; the test sets the time."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -29,17 +29,17 @@ def seconds(clock: StepClock) -> dict[str, float]:
     return {phase.name: phase.seconds for phase in clock.phases if phase.seconds}
 
 
-def test_phases_one_after_the_other(time: Time) -> None:
+def test_sequential_phases(time: Time) -> None:
     clock = StepClock()
     with clock.schedule:
         time.now += 1
-    time.now += 5  # between two phases: of none
+    time.now += 5  # between phases
     with clock.forward:
         time.now += 2
     assert seconds(clock) == {"schedule": 1, "forward": 2}
 
 
-def test_a_moment_counts_for_the_innermost_phase(time: Time) -> None:
+def test_time_counts_for_the_innermost_phase(time: Time) -> None:
     clock = StepClock()
     with clock.deliver:
         time.now += 1
@@ -52,7 +52,7 @@ def test_a_moment_counts_for_the_innermost_phase(time: Time) -> None:
     assert seconds(clock) == {"deliver": 17, "sample": 10, "processors": 4}
 
 
-def test_a_phase_may_come_several_times_in_a_step(time: Time) -> None:
+def test_repeated_phase(time: Time) -> None:
     clock = StepClock()
     for _ in range(3):
         with clock.sample:
@@ -60,7 +60,7 @@ def test_a_phase_may_come_several_times_in_a_step(time: Time) -> None:
     assert seconds(clock) == {"sample": 3}
 
 
-def test_an_exception_ends_the_phases_that_it_leaves(time: Time) -> None:
+def test_exception_ends_phases(time: Time) -> None:
     clock = StepClock()
     with contextlib.suppress(ValueError), clock.deliver, clock.sample:
         time.now += 1
@@ -79,7 +79,7 @@ def test_reset(time: Time) -> None:
     assert (seconds(clock), clock.num_rows) == ({}, 0)
 
 
-def test_every_phase_is_among_them() -> None:
+def test_phases_lists_every_phase() -> None:
     clock = StepClock()
     assert [getattr(clock, phase.name) for phase in clock.phases] == list(clock.phases)
     assert len(clock.phases) == 6

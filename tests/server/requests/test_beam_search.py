@@ -15,7 +15,7 @@ from logitship.server.requests.beam_search import (
     Candidate,
     Hypotheses,
     beam_search_of,
-    candidates_of,
+    rank_candidates,
     select,
 )
 
@@ -42,7 +42,7 @@ class Fields:
         (Fields(n=2, num_beams=4, use_beam_search=True), 4),
     ],
 )
-def test_what_asks_for_a_search(fields: Fields, width: int | None) -> None:
+def test_fields_that_select_beam_search(fields: Fields, width: int | None) -> None:
     search = beam_search_of(fields)
     assert (search and search.width) == width
 
@@ -60,37 +60,37 @@ def test_what_asks_for_a_search(fields: Fields, width: int | None) -> None:
         (Fields(num_beams=1, early_stopping="never"), "early_stopping"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fields: Fields, name: str) -> None:
+def test_invalid_fields_are_refused(fields: Fields, name: str) -> None:
     with pytest.raises(InvalidSamplingParams) as refused:
         beam_search_of(fields)
     assert refused.value.field == name
 
 
-def test_candidates_of_all_beams_are_ranked_together() -> None:
+def test_candidates_are_ranked_across_beams() -> None:
     most_likely = [[(5, -1.0), (6, -2.0), (7, -math.inf)], [(5, -0.5), (8, -1.5)]]
-    assert candidates_of([-1.0, -1.5], most_likely, 3) == [
+    assert rank_candidates([-1.0, -1.5], most_likely, 3) == [
         Candidate(0, 5, 0, -2.0),
         Candidate(1, 5, 0, -2.0),
         Candidate(0, 6, 1, -3.0),
     ]
-    assert [(one.beam, one.token_id) for one in candidates_of([-1.0, -1.5], most_likely, 99)][3:] == [(1, 8)]
+    assert [(one.beam, one.token_id) for one in rank_candidates([-1.0, -1.5], most_likely, 99)][3:] == [(1, 8)]
 
 
 def ranked(*tokens: int) -> list[Candidate]:
-    return [Candidate(0, token, place, -float(place)) for place, token in enumerate(tokens)]
+    return [Candidate(0, token, rank, -float(rank)) for rank, token in enumerate(tokens)]
 
 
-def test_only_the_best_that_end_are_hypotheses_and_the_next_ones_fill_up() -> None:
-    asked = []
+def test_select_running_and_finished_candidates() -> None:
+    checked = []
 
     def ends(candidate: Candidate) -> bool:
-        asked.append(candidate.token_id)
+        checked.append(candidate.token_id)
         return candidate.token_id >= 100
 
     selection = select(ranked(100, 1, 101, 2, 3), 2, ends)
     assert [one.token_id for one in selection.finished] == [100]  # 101 is not among the first two
     assert [one.token_id for one in selection.running] == [1, 2]
-    assert asked == [100, 1, 101, 2]  # nobody needs to know of 3
+    assert checked == [100, 1, 101, 2]  # 3 is not needed
 
 
 @given(
@@ -98,7 +98,7 @@ def test_only_the_best_that_end_are_hypotheses_and_the_next_ones_fill_up() -> No
     st.sampled_from([-1.0, 0.0, 0.7, 1.0, 2.0]),
     st.lists(st.tuples(st.floats(-20, 0), st.integers(1, 9)), max_size=12),
 )
-def test_the_best_hypotheses_are_kept(width: int, penalty: float, finished: list[tuple[float, int]]) -> None:
+def test_best_hypotheses_are_kept(width: int, penalty: float, finished: list[tuple[float, int]]) -> None:
     hypotheses: Hypotheses[int] = Hypotheses(BeamSearch(width, penalty))
     for number, (cumulative, length) in enumerate(finished):
         hypotheses.add(cumulative, length, number)
@@ -109,7 +109,7 @@ def test_the_best_hypotheses_are_kept(width: int, penalty: float, finished: list
 
 
 def full_pool(search: BeamSearch) -> Hypotheses[str]:
-    """One that is full; the worst has the sum -8 over four tokens."""
+    """Two hypotheses, of which the worse has the sum -8 over four tokens."""
     hypotheses: Hypotheses[str] = Hypotheses(search)
     hypotheses.add(-2.0, 4, "best")
     hypotheses.add(-8.0, 4, "worst")
@@ -121,16 +121,16 @@ def full_pool(search: BeamSearch) -> Hypotheses[str]:
     [
         (True, 1.0, -0.1, True),
         (False, 1.0, -9.9, False),  # -9.9 / 5 is above -8 / 4
-        (False, 1.0, -10.0, True),  # as good is not better
+        (False, 1.0, -10.0, True),  # equal is not better
         (False, 0.0, -7.9, False),
         (False, 0.0, -8.1, True),
-        ("never", 1.0, -19.9, False),  # ten tokens may follow
+        ("never", 1.0, -19.9, False),  # could still reach ten tokens
         ("never", 1.0, -20.1, True),
-        ("never", -1.0, -6.3, False),  # longer is worse: it would have to end now
+        ("never", -1.0, -6.3, False),  # a longer output scores worse
         ("never", -1.0, -6.5, True),
     ],
 )
-def test_when_a_search_with_enough_hypotheses_is_over(
+def test_is_final_with_enough_hypotheses(
     early_stopping: bool, length_penalty: float, running: float, is_final: bool
 ) -> None:
     hypotheses = full_pool(BeamSearch(2, length_penalty, early_stopping))
@@ -138,13 +138,13 @@ def test_when_a_search_with_enough_hypotheses_is_over(
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-def test_a_search_goes_on_until_it_has_enough_hypotheses_or_no_beam(early_stopping: bool) -> None:
+def test_is_not_final_without_enough_hypotheses(early_stopping: bool) -> None:
     hypotheses = full_pool(BeamSearch(3, 1.0, early_stopping))
     assert not hypotheses.is_final([-1e6], length=5, max_length=10)
     assert hypotheses.is_final([], length=5, max_length=10)
 
 
-def test_penalties_of_any_length_are_numbers() -> None:
+def test_extreme_length_penalties_give_finite_scores() -> None:
     for penalty in (-10, 10):
         score: Callable[[float, int], float] = BeamSearch(1, penalty).score
         assert math.isfinite(score(-1e6, 1_000_000))

@@ -24,68 +24,68 @@ def pieces_of(text: IncrementalDetokenizer, ids: list[int]) -> list[str]:
     return [*(text.push(token) for token in ids), text.flush()]
 
 
-def test_a_character_comes_whole_with_its_last_byte(tokenizer: Tokenizer) -> None:
+def test_character_is_emitted_with_its_last_byte(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a€😀b", add_special_tokens=False)
     assert len(ids) == 1 + 3 + 4 + 1
     assert pieces_of(detokenizer(tokenizer, []), ids) == ["a", "", "", "€", "", "", "", "😀", "b", ""]
 
 
-def test_a_prompt_that_ends_inside_a_character(tokenizer: Tokenizer) -> None:
+def test_prompt_ends_inside_character(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("x😀y", add_special_tokens=False)
     for cut in (2, 3, 4):
         assert "".join(pieces_of(detokenizer(tokenizer, ids[:cut]), ids[cut:])) == "😀y"
 
 
-def test_a_prompt_of_broken_bytes_is_not_repeated(tokenizer: Tokenizer) -> None:
+def test_invalid_bytes_of_prompt_are_not_repeated(tokenizer: Tokenizer) -> None:
     continuation = tokenizer.encode("€", add_special_tokens=False)[1]
     a, b = tokenizer.encode("ab", add_special_tokens=False)
     assert pieces_of(detokenizer(tokenizer, [continuation] * 5), [a, b]) == ["a", "b", ""]
 
 
-def test_nothing_came_of_an_unfinished_prompt(tokenizer: Tokenizer) -> None:
+def test_incomplete_prompt_without_output(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("€", add_special_tokens=False)
     assert detokenizer(tokenizer, ids[:2]).flush() == ""
 
 
-def test_bytes_that_never_became_a_character(tokenizer: Tokenizer) -> None:
+def test_incomplete_characters_become_replacement_characters(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab€", add_special_tokens=False)
     assert pieces_of(detokenizer(tokenizer, []), ids[:-1]) == ["a", "b", "", "", REPLACEMENT]
     broken = [ids[3], ids[0], ids[1]]
     assert "".join(pieces_of(detokenizer(tokenizer, []), broken)) == f"{REPLACEMENT}ab"
 
 
-def test_broken_bytes_do_not_hold_the_text_up(tokenizer: Tokenizer) -> None:
-    """However long the garbage, no more than three tokens wait."""
+def test_invalid_bytes_hold_back_at_most_three_tokens(tokenizer: Tokenizer) -> None:
+    """However many invalid bytes there are."""
     lead = tokenizer.encode("€", add_special_tokens=False)[0]
     text = detokenizer(tokenizer, [])
-    given = ""
+    emitted = ""
     for number in range(1, 50):
-        given += text.push(lead)
-        assert len(given) >= number - 3
-    assert given + text.flush() == REPLACEMENT * 49
+        emitted += text.push(lead)
+        assert len(emitted) >= number - 3
+    assert emitted + text.flush() == REPLACEMENT * 49
 
 
-def test_a_flush_in_the_middle_gives_each_token_out_once(tokenizer: Tokenizer) -> None:
+def test_flush_does_not_repeat_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("€a", add_special_tokens=False)
     text = detokenizer(tokenizer, [])
     assert [text.push(ids[0]), text.flush(), text.flush(), text.push(ids[3])] == ["", REPLACEMENT, "", "a"]
 
 
-def test_special_tokens_have_no_text_unless_asked_for(tokenizer: Tokenizer) -> None:
+def test_skip_special_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab", add_special_tokens=False)
     ids.insert(1, THINK)
     assert pieces_of(detokenizer(tokenizer, [], skip=True), ids) == ["a", "", "b", ""]
     assert pieces_of(detokenizer(tokenizer, [], skip=False), ids) == ["a", "<think>", "b", ""]
 
 
-def test_special_tokens_inside_a_character_do_not_end_it(tokenizer: Tokenizer) -> None:
+def test_special_tokens_inside_character(tokenizer: Tokenizer) -> None:
     first, second, third = tokenizer.encode("€", add_special_tokens=False)
     ids = [first, THINK, THINK, THINK, END, second, third]
     assert pieces_of(detokenizer(tokenizer, []), ids) == ["", "", "", "", "", "", "€", ""]
 
 
 def random_ids(rng: random.Random, tokenizer: Tokenizer, length: int) -> list[int]:
-    """Text in several scripts, broken bytes, cut characters and special tokens, mixed."""
+    """Return a mix of several scripts, invalid bytes, incomplete characters and special tokens."""
     ids: list[int] = []
     while len(ids) < length:
         kind = rng.random()
@@ -101,7 +101,7 @@ def random_ids(rng: random.Random, tokenizer: Tokenizer, length: int) -> list[in
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("seed", range(60))
-def test_the_pieces_are_the_text(seed: int, skip: bool, tokenizer: Tokenizer) -> None:
+def test_pieces_concatenate_to_the_decoded_text(seed: int, skip: bool, tokenizer: Tokenizer) -> None:
     rng = random.Random(seed)
     context, ids = random_ids(rng, tokenizer, rng.randint(0, 5))[:5], random_ids(rng, tokenizer, 40)
     text = detokenizer(tokenizer, context, skip)
@@ -109,7 +109,7 @@ def test_the_pieces_are_the_text(seed: int, skip: bool, tokenizer: Tokenizer) ->
     def decoded(count: int) -> str:
         return tokenizer.decode(context + ids[:count], skip_special_tokens=skip)
 
-    # What the prompt leaves open is the output's: the known prefix ends before its unfinished character.
+    # An incomplete character at the end of the prompt is part of the output.
     known = decoded(0)
     for pending in range(1, min(3, len(context)) + 1):
         if known.endswith(REPLACEMENT):
@@ -117,17 +117,17 @@ def test_the_pieces_are_the_text(seed: int, skip: bool, tokenizer: Tokenizer) ->
             if not shorter.endswith(REPLACEMENT):
                 known = shorter
     whole = decoded(len(ids))
-    given = known
+    emitted = known
     for count, token in enumerate(ids, 1):
-        given += text.push(token)
-        # No later token changes what was given out, so no piece ended inside a character.
-        assert whole.startswith(given)
-        assert len(decoded(count)) - len(given) <= 3
-    assert given + text.flush() == whole
+        emitted += text.push(token)
+        # Later tokens do not change emitted text, so no piece ended inside a character.
+        assert whole.startswith(emitted)
+        assert len(decoded(count)) - len(emitted) <= 3
+    assert emitted + text.flush() == whole
 
 
-def test_the_space_before_a_word_is_kept(sentencepiece_like: Tokenizer) -> None:
-    """Decoding alone strips the space of a first word: the piece is the difference to the token before."""
+def test_leading_space_is_kept(sentencepiece_like: Tokenizer) -> None:
+    """Decoding a word alone strips its space: a piece is the difference to the previous token."""
     text = detokenizer(sentencepiece_like, [3])
     assert pieces_of(text, [4, 3, 4]) == [" world", " hello", " world", ""]
     assert pieces_of(detokenizer(sentencepiece_like, []), [3, 4]) == ["hello", " world", ""]
@@ -142,19 +142,19 @@ def sentencepiece_like() -> Tokenizer:
 
 
 def stopped(stop: tuple[str, ...], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
-    """The text that is given out, and the stop string that ended it."""
+    """Return the emitted text, and the stop string that ended it."""
     search = StopStrings(stop, include=include)
-    given = ""
+    emitted = ""
     for piece in pieces:
         found = search.push(piece)
         if isinstance(found, StopMatch):
-            return given + found.text, found.matched
-        given += found
-    return given + search.flush(), None
+            return emitted + found.text, found.matched
+        emitted += found
+    return emitted + search.flush(), None
 
 
 def naive(stop: tuple[str, ...], text: str, include: bool) -> tuple[str, str | None]:
-    """Character by character: what is complete first ends the text, the longest of those."""
+    """Search character by character: the stop string that ends first ends the text, the longest of those."""
     for end in range(1, len(text) + 1):
         complete = [string for string in stop if text[:end].endswith(string)]
         if complete:
@@ -163,7 +163,7 @@ def naive(stop: tuple[str, ...], text: str, include: bool) -> tuple[str, str | N
     return text, None
 
 
-def test_without_stop_strings_all_is_given_out_at_once() -> None:
+def test_no_stop_strings() -> None:
     search = StopStrings((), include=False)
     assert search.push("text") == "text"
     assert search.flush() == ""
@@ -187,14 +187,14 @@ def test_stop_strings(stop: tuple[str, ...], pieces: list[str], expected: tuple[
     assert stopped(stop, pieces) == expected
 
 
-def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+def test_only_possible_stop_strings_are_held_back() -> None:
     search = StopStrings(("</end>",), include=False)
     assert [search.push(piece) for piece in ("one", " <", " two </", "e", "x")] == ["one", " ", "< two ", "", "</ex"]
 
 
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("seed", range(100))
-def test_any_split_stops_at_the_same_place(seed: int, include: bool) -> None:
+def test_match_does_not_depend_on_piece_boundaries(seed: int, include: bool) -> None:
     rng = random.Random(seed)
     for _ in range(50):
         stop = tuple("".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3)))

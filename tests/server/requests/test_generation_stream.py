@@ -22,7 +22,7 @@ async def texts(of: GenerationStream) -> list[str]:
     return [each.text async for each in of]
 
 
-async def _one_wake_up() -> None:
+async def deliver_twice() -> None:
     loop = asyncio.get_running_loop()
     first, second = stream(), stream()
     with mock.patch.object(loop, "call_soon_threadsafe", wraps=loop.call_soon_threadsafe) as wake_up:
@@ -33,20 +33,20 @@ async def _one_wake_up() -> None:
     assert await texts(second) == ["x"]
 
 
-def test_a_step_wakes_an_event_loop_once() -> None:
-    asyncio.run(_one_wake_up())
+def test_each_delivery_wakes_the_event_loop_once() -> None:
+    asyncio.run(deliver_twice())
 
 
-async def _stream() -> GenerationStream:
+async def make_stream() -> GenerationStream:
     return stream()
 
 
-async def _beside(closed: GenerationStream) -> list[str]:
+async def deliver_to_both(closed: GenerationStream) -> list[str]:
     other = stream()
     GenerationStream.deliver([(closed, [chunk("a")]), (other, [chunk("b", last=True)])])
     return await texts(other)
 
 
-def test_a_closed_event_loop_is_in_nobodys_way() -> None:
-    of_closed_loop = asyncio.run(_stream())
-    assert asyncio.run(_beside(of_closed_loop)) == ["b"]
+def test_closed_event_loop_does_not_block_other_streams() -> None:
+    closed = asyncio.run(make_stream())
+    assert asyncio.run(deliver_to_both(closed)) == ["b"]

@@ -4,7 +4,7 @@ from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_building import in_client_words
 
 
-def test_fields_are_renamed_and_what_stands_in_quotes_is_not() -> None:
+def test_field_names_are_replaced_except_in_quotes() -> None:
     refused = BadRequest("'min_new_tokens' is over max_new_tokens", param="min_new_tokens")
     in_client_words(refused, {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"})
     assert refused.param == "min_tokens"

@@ -1,4 +1,4 @@
-"""Which values may go to processors that run in sandboxes. What else is checked at admission is tested from outside."""
+"""Values that can be sent to sandboxed processors. The other checks are tested through the APIs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from logitship.server.requests.request_validation import check_sandboxed
 
 SHIPPED = SourceProcessor("class A: ...", "A")
 INSTALLED = InstalledProcessor("min_p")
-ODD = numpy.float64(1)
+UNSUPPORTED = numpy.float64(1)
 
 
 def request(*processors: AttachedProcessor, **params: Any) -> GenerationRequest:
@@ -36,15 +36,15 @@ def ships_code(string: ProcessorString) -> bool:
 @pytest.mark.parametrize(
     ("refused", "param"),
     [
-        (request(ProcessorRequest(SHIPPED, {"a": [ODD]})), "processors[0].params"),
+        (request(ProcessorRequest(SHIPPED, {"a": [UNSUPPORTED]})), "processors[0].params"),
         (request(ProcessorRequest(INSTALLED), ProcessorRequest(SHIPPED, {"a": Path()})), "processors[1].params"),
-        (request(ProcessorRequest(SHIPPED), custom_params={"a": {1: ODD}}), "custom_params"),
+        (request(ProcessorRequest(SHIPPED), custom_params={"a": {1: UNSUPPORTED}}), "custom_params"),
         (request(ProcessorRequest(SHIPPED), extra_args={"a": object()}), "extra_args"),
-        (request(ProcessorRequest(SHIPPED), temperature=ODD), "temperature"),
-        (request(ProcessorRequest(SHIPPED), logit_bias={3: ODD}), "logit_bias"),
+        (request(ProcessorRequest(SHIPPED), temperature=UNSUPPORTED), "temperature"),
+        (request(ProcessorRequest(SHIPPED), logit_bias={3: UNSUPPORTED}), "logit_bias"),
     ],
 )
-def test_what_a_sandbox_does_not_take(refused: GenerationRequest, param: str) -> None:
+def test_sandbox_refuses_other_values(refused: GenerationRequest, param: str) -> None:
     with pytest.raises(BadRequest, match="a sandbox takes plain values only") as error:
         check_sandboxed(refused, ships_code)
     assert error.value.param == param
@@ -55,20 +55,24 @@ def test_what_a_sandbox_does_not_take(refused: GenerationRequest, param: str) ->
     [
         request(ProcessorRequest(SHIPPED, {"a": [1, {"b": (None, {2})}]}), custom_params={"c": b"d"}),
         request(ProcessorRequest(SHIPPED), stop=["x"], stop_token_ids={1}, allowed_token_ids=[3], logit_bias={4: 1}),
-        # These run in the server's process.
-        request(ProcessorRequest(INSTALLED, {"a": ODD}), custom_params={"a": ODD}, extra_args={"a": object()}),
-        request(CallableRequest(print, (ODD,)), extra_args={"a": object()}),
+        # Not sandboxed.
+        request(
+            ProcessorRequest(INSTALLED, {"a": UNSUPPORTED}),
+            custom_params={"a": UNSUPPORTED},
+            extra_args={"a": object()},
+        ),
+        request(CallableRequest(print, (UNSUPPORTED,)), extra_args={"a": object()}),
         request(extra_args={"a": object()}),
     ],
 )
-def test_what_runs(taken: GenerationRequest) -> None:
+def test_accepted_values(taken: GenerationRequest) -> None:
     check_sandboxed(taken, ships_code)
 
 
-def test_the_engine_asks_only_if_there_are_sandboxes(make_engine: Callable[..., AsyncEngine]) -> None:
+def test_engine_only_checks_values_for_sandboxes(make_engine: Callable[..., AsyncEngine]) -> None:
     engine = make_engine()
-    odd = request(ProcessorRequest(SHIPPED, {"a": ODD}))
-    engine.check(odd)
+    unsupported = request(ProcessorRequest(SHIPPED, {"a": UNSUPPORTED}))
+    engine.check(unsupported)
     engine.config = dataclasses.replace(engine.config, processor_isolation="sandbox")
     with pytest.raises(BadRequest, match=r"holds a value of type numpy\.float64"):
-        asyncio.run(engine.submit(odd))
+        asyncio.run(engine.submit(unsupported))

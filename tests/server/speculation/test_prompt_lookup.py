@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from logitship.server.speculation.prompt_lookup import HitRates, PromptLookup
+from logitship.server.speculation.prompt_lookup import AcceptanceRates, PromptLookup
 
 
 def slow_guess(tokens: list[int]) -> int | None:
@@ -42,7 +42,7 @@ def test_it_guesses_what_a_search_of_the_whole_history_finds() -> None:
         letters = generator.choice([2, 3, 8])
         prompt = [generator.randrange(letters) for _ in range(generator.randrange(0, 30))]
         output: list[int] = []
-        lookup, slow = PromptLookup(prompt, output, HitRates()), SlowLookup(prompt)
+        lookup, slow = PromptLookup(prompt, output, AcceptanceRates()), SlowLookup(prompt)
         for _ in range(40):
             drafted = lookup.draft(5)
             assert drafted == slow.draft(5)
@@ -56,15 +56,15 @@ def test_it_guesses_what_a_search_of_the_whole_history_finds() -> None:
 
 def test_what_repeats_is_drafted_again_and_again() -> None:
     output: list[int] = []
-    lookup = PromptLookup([5, 7, 9, 5, 7, 9, 5, 7], output, HitRates())
+    lookup = PromptLookup([5, 7, 9, 5, 7, 9, 5, 7], output, AcceptanceRates())
     assert lookup.draft(7) == [9, 5, 7, 9, 5, 7, 9]
-    assert PromptLookup([1, 2, 3, 4], [], HitRates()).draft(3) == []
-    assert PromptLookup([], [], HitRates()).draft(3) == []
+    assert PromptLookup([1, 2, 3, 4], [], AcceptanceRates()).draft(3) == []
+    assert PromptLookup([], [], AcceptanceRates()).draft(3) == []
 
 
 def test_the_probability_follows_the_hits() -> None:
     output: list[int] = []
-    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, output, HitRates())
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, output, AcceptanceRates())
     first = lookup.probability(0)
     for token in range(1, 10):
         output.append(token)
@@ -80,7 +80,7 @@ def test_the_probability_follows_the_hits() -> None:
 
 
 def test_a_sequence_begins_with_what_became_of_the_others() -> None:
-    of_all = HitRates()
+    of_all = AcceptanceRates()
     expected = []
     for hit in (True, False):
         for _ in range(60):

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.active_requests import ActiveRequest, ActiveRequests
+from logitship.server.metrics.processor_labels import ProcessorLabels
+from logitship.server.metrics.request_metrics import RequestMeter, RequestMetrics
+from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
+from logitship.server.requests.generation_stream import GenerationStream
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
+from logitship.server.requests.sequence import Sequence
+from logitship.server.tokenizer import Tokenizer
+
+MakeSequence = Callable[[ActiveRequest, int], Sequence]
+PROCESSOR = LoadedProcessor("sha256:1", "P", DisabledExecutor("none"), None)
+
+
+class Released:
+    """Counts the releases of processors."""
+
+    def __init__(self) -> None:
+        self.processors: list[LoadedProcessor] = []
+
+    def __call__(self, processors: list[LoadedProcessor]) -> None:
+        self.processors += processors
+
+
+@pytest.fixture
+def released() -> Released:
+    return Released()
+
+
+@pytest.fixture
+def requests(released: Released) -> ActiveRequests:
+    return ActiveRequests(max_running=2, max_queued=3, release=released)
+
+
+@pytest.fixture
+def make_sequence(tokenizer: Tokenizer, requests: ActiveRequests) -> MakeSequence:
+    def make(active: ActiveRequest, index: int) -> Sequence:
+        request = active.request
+        return Sequence(
+            rid=request.rid,
+            index=index,
+            names=frozenset({request.rid}),
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            max_tokens=8,
+            tokenizer=tokenizer,
+            sink=requests.sink(active),
+            tenant=request.tenant,
+        )
+
+    return make
+
+
+def active(rid: str, n: int = 1, **fields: Any) -> ActiveRequest:
+    request = GenerationRequest(rid=rid, prompt_token_ids=[5, 6], sampling_params=SamplingParams(), n=n, **fields)
+    meter = RequestMeter(RequestMetrics(CollectorRegistry(), ProcessorLabels({})))
+    return ActiveRequest(request, GenerationStream(n, lambda: None), meter, n, processors=[PROCESSOR])
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def chunks(request: ActiveRequest) -> list[GenerationChunk]:
+    return [chunk async for chunk in request.stream]
+
+
+def test_request_ids_are_unique_by_tenant(requests: ActiveRequests) -> None:
+    async def reserve() -> None:
+        requests.reserve(active("r"))
+        requests.reserve(active("r", tenant="other"))
+        with pytest.raises(BadRequest, match="'r' is running already"):
+            requests.reserve(active("r"))
+        assert len(requests) == 2
+
+    run(reserve())
+
+
+def test_queue_is_bounded(requests: ActiveRequests) -> None:
+    async def reserve() -> None:
+        requests.reserve(active("a", n=4))
+        with pytest.raises(QueueFull):
+            requests.reserve(active("b", n=2))
+        requests.reserve(active("b"))
+
+    run(reserve())
+
+
+def test_processors_are_released_with_the_last_sequence(
+    requests: ActiveRequests, released: Released, make_sequence: MakeSequence
+) -> None:
+    async def finish() -> None:
+        request = active("r", n=2)
+        requests.reserve(request)
+        first, second = (make_sequence(request, index) for index in range(2))
+        requests.sequence_finished(first)
+        assert (released.processors, len(requests)) == ([], 1)
+        requests.sequence_finished(second)
+        assert (released.processors, len(requests)) == ([PROCESSOR], 0)
+
+    run(finish())
+
+
+def test_chunks_are_delivered_after_the_step(requests: ActiveRequests, make_sequence: MakeSequence) -> None:
+    async def deliver() -> None:
+        request = active("r")
+        requests.reserve(request)
+        sequence = make_sequence(request, 0)
+        sequence.append(70, None)
+        sequence.finish(FinishReason("abort"))
+        assert len(request.undelivered) == 2
+        requests.deliver()
+        assert request.undelivered == []
+        assert [chunk.token_ids for chunk in await chunks(request)] == [[70], []]
+
+    run(deliver())
+
+
+def test_cancel_by_request_and_batch_id(requests: ActiveRequests) -> None:
+    async def cancel() -> None:
+        one, batched, other = active("a"), active("b", batch_rid="batch"), active("a", tenant="other")
+        for request in (one, batched, other):
+            requests.reserve(request)
+        requests.cancel("batch", tenant="")
+        assert [each.cancelled for each in (one, batched, other)] == [False, True, False]
+        requests.cancel(None, tenant="")
+        assert [each.cancelled for each in (one, batched, other)] == [True, True, False]
+
+    run(cancel())
+
+
+def test_close_refuses_new_requests(requests: ActiveRequests) -> None:
+    async def close() -> None:
+        requests.reserve(active("a"))
+        requests.close()
+        assert not requests.accepting
+        with pytest.raises(ServiceUnavailable, match="shutting down"):
+            requests.reserve(active("b"))
+        assert len(requests) == 1
+
+    run(close())
+
+
+def test_fail_all_ends_every_stream_and_refuses_new_requests(requests: ActiveRequests) -> None:
+    async def fail() -> None:
+        request = active("a", n=2)
+        requests.reserve(request)
+        requests.fail_all()
+        reasons = [chunk.finish_reason for chunk in await chunks(request)]
+        assert [reason.error.status_code for reason in reasons if reason and reason.error] == [500, 500]
+        with pytest.raises(ServiceUnavailable, match="died"):
+            requests.check_accepting()
+
+    run(fail())
