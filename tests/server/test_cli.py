@@ -9,6 +9,7 @@ import pytest
 
 from logitship.server import cli
 from logitship.server.config import ServerConfig
+from logitship.server.flags import FLAG_OF_FIELD
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +36,9 @@ OTHER_VALUES: dict[type, str] = {int: "7", float: "0.25", str: "other"}
 
 def every_flag() -> list[Any]:
     return [
-        pytest.param(name, names[0].removeprefix("--").replace("-", "_"), id=name)
-        for flags in cli._FLAGS.values()
-        for names, _ in flags
-        for name in names
+        pytest.param(spelling, flag.field, id=spelling)
+        for flag in FLAG_OF_FIELD.values()
+        for spelling in flag.spellings
     ]
 
 
@@ -72,8 +72,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
 
 
 def test_every_field_has_a_flag() -> None:
-    fields = {names[0].removeprefix("--").replace("-", "_") for flags in cli._FLAGS.values() for names, _ in flags}
-    assert fields == {field.name for field in dataclasses.fields(ServerConfig)}
+    assert FLAG_OF_FIELD.keys() == {field.name for field in dataclasses.fields(ServerConfig)}
 
 
 def test_the_peers_spellings(configs: list[ServerConfig]) -> None:
@@ -169,9 +168,8 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
         cli.main(["serve", "--help"])
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for flags in cli._FLAGS.values():
-        for names, _ in flags:
-            assert all(name in shown for name in names)
+    for flag in FLAG_OF_FIELD.values():
+        assert all(spelling in shown for spelling in flag.spellings)
     assert "(default: 30000)" in shown
     assert "(default: SmolLM2-135M-Instruct)" in shown
 

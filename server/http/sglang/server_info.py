@@ -8,9 +8,9 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
-from logitship.server.cli import help_of_fields
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.flags import FLAG_OF_FIELD
 from logitship.server.http.documentation import ref
 from logitship.server.schemas.sglang_answer_schemas import EngineState, ModelInfoAnswer
 
@@ -78,10 +78,10 @@ def server_info_schema() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    types, texts = get_type_hints(ServerConfig), help_of_fields()
+    types = get_type_hints(ServerConfig)
     found = {}
     for field in fields(ServerConfig):
         if field.name not in _SECRETS:
             schema = TypeAdapter(types[field.name]).json_schema()
-            found[field.name] = {**schema, "description": texts[field.name], "examples": [field.default]}
+            found[field.name] = {**schema, "description": FLAG_OF_FIELD[field.name].help, "examples": [field.default]}
     return found
