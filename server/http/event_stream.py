@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from logitship.server.requests.continuation import Continuation
 
 from .body import JSONResponse
-from .exception_handlers import GenerationFailed, failure_body, internal_error_body
-from .running_requests import RunningRequests
+from .exception_handlers import failure_body, internal_error_body
+from .running_requests import GenerationFailed, RunningRequests
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from logitship.server.requests.messages import RequestError
 
 from .body import JSONResponse
 from .request_log import note_refusal
+from .running_requests import GenerationFailed
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left before the answer. Nobody receives it; access logs show it."""
@@ -31,20 +32,6 @@ logger = logging.getLogger(__name__)
 
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
-
-
-class GenerationFailed(Exception):
-    """An admitted request was ended by an error.
-
-    Attributes:
-        error: what went wrong.
-        index: which continuation of the answer it hit first.
-    """
-
-    def __init__(self, error: RequestError, index: int) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.index = index
 
 
 def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

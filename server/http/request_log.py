@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -17,9 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
 from logitship.server.metrics.engine_metrics import EngineMetrics
-
-if TYPE_CHECKING:
-    from .running_requests import RunningRequests
+from logitship.server.requests.continuation import Continuation
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +34,18 @@ _LONGEST_PATH = 200
 """Characters."""
 
 
+class GenerationProgress(Protocol):
+    """What `RunningRequests` tells the log.
+
+    Attributes:
+        continuations: those of all prompts, as far as they have been generated.
+        first_token_at: when the first token arrived, on the clock of `time.perf_counter`; None before that.
+    """
+
+    continuations: Sequence[Continuation]
+    first_token_at: float | None
+
+
 class RequestRecord:
     """What is to be logged of an HTTP request.
 
@@ -49,30 +59,30 @@ class RequestRecord:
         self.id = header if header is not None and self._has_own_id else uuid4().hex
         self.refusal: str | None = None
         self._began = time.perf_counter()
-        self._running: RunningRequests | None = None
+        self._progress: GenerationProgress | None = None
 
     @property
     def seconds(self) -> float:
         """Since it came."""
         return time.perf_counter() - self._began
 
-    def follow(self, running: RunningRequests, request_id: str | None) -> None:
+    def follow(self, progress: GenerationProgress, request_id: str | None) -> None:
         """Log what becomes of these requests in the engine.
 
         Args:
             request_id: that of the answer; None if the answer has several.
         """
-        self._running = running
+        self._progress = progress
         if not self._has_own_id and request_id is not None and _SANE_ID.fullmatch(request_id):
             self.id = request_id
             current_request_id.set(request_id)
 
     def generated(self) -> dict[str, Any]:
         """What was generated; empty for requests that are not about that."""
-        running = self._running
-        if running is None:
+        progress = self._progress
+        if progress is None:
             return {}
-        continuations = running.continuations
+        continuations = progress.continuations
         reasons = [each.finish_reason for each in continuations if each.finish_reason is not None]
         fields: dict[str, Any] = {
             "prompt_tokens": sum({each.prompt: each.prompt_tokens for each in continuations}.values()),
@@ -81,8 +91,8 @@ class RequestRecord:
         }
         if (error := next((reason.error for reason in reasons if reason.error), None)) is not None:
             fields["error"] = {"type": error.type, "kind": error.kind, "processor": error.name, "digest": error.digest}
-        if running.first_token_at is not None:
-            fields["ttft_seconds"] = round(running.first_token_at - self._began, 6)
+        if progress.first_token_at is not None:
+            fields["ttft_seconds"] = round(progress.first_token_at - self._began, 6)
         if processors := _processors(receipt for each in continuations for receipt in each.receipts):
             fields["processors"] = processors
         return fields
@@ -91,10 +101,10 @@ class RequestRecord:
 _current: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)
 
 
-def follow(running: RunningRequests, request_id: str | None) -> None:
+def follow(progress: GenerationProgress, request_id: str | None) -> None:
     """Log of the current HTTP request what becomes of its requests in the engine: see `RequestRecord.follow`."""
     if (record := _current.get()) is not None:
-        record.follow(running, request_id)
+        record.follow(progress, request_id)
 
 
 def note_refusal(error_type: str) -> None:

@@ -13,11 +13,24 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest, RequestError
 from logitship.server.requests.request_building import in_client_words
 
-from .exception_handlers import GenerationFailed
 from .request_log import follow
+
+
+class GenerationFailed(Exception):
+    """An admitted request was ended by an error.
+
+    Attributes:
+        error: what went wrong.
+        index: the continuation that failed first, by its place in the response.
+    """
+
+    def __init__(self, error: RequestError, index: int) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.index = index
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ class RunningRequests:
         self._n = n
         self._pumps: list[asyncio.Task[None]] = []
         self.first_token_at: float | None = None
-        self.continuations = [Continuation(index, index // n) for index in range(len(streams) * n)]
+        self.continuations: Sequence[Continuation] = [Continuation(index, index // n) for index in range(len(streams) * n)]
 
     async def __aiter__(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
         """Chunks until every continuation has ended."""
