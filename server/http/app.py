@@ -11,7 +11,6 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
 from logitship.server.http.sglang.sglang_routes import sglang_router
 from logitship.server.schemas.answer_schemas import ErrorAnswer
-from logitship.server.schemas.documented import Documented
 from logitship.server.schemas.openai_answer_schemas import (
     ChatAnswerSchema,
     ChatEvent,
@@ -40,7 +39,7 @@ from .pooling_routes import pooling_router
 from .processor_routes import processor_router
 from .request_log import RequestLogMiddleware
 
-_SCHEMAS: list[type[Documented]] = [
+_SCHEMAS: list[type] = [
     AbortRequest,
     ChatAnswerSchema,
     ChatCompletionRequest,

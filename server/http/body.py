@@ -79,6 +79,6 @@ class JSONResponse(Response):
 
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         """The encoded body."""
         return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)

@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
 from logitship.server.schemas.answer_schemas import ErrorAnswer
-from logitship.server.schemas.documented import AnswerModel, Documented
 
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def ref(model: type[Documented]) -> dict[str, Any]:
+def ref(model: type) -> dict[str, Any]:
     """A schema that refers to a model's. The model must be among those of `add_schemas`."""
     return {"$ref": _REFERENCE.format(model=model.__name__)}
 
 
-def one_or_more(model: type[Documented]) -> dict[str, Any]:
+def one_or_more(model: type) -> dict[str, Any]:
     """A schema for an object, or a list of them."""
     return {"oneOf": [ref(model), {"type": "array", "items": ref(model)}]}
 
 
 def operation(
     *,
-    body: type[Documented] | dict[str, Any] | None = None,
+    body: type | dict[str, Any] | None = None,
     body_example: object = None,
-    answer: type[AnswerModel] | dict[str, Any] | None = None,
-    events: type[AnswerModel] | None = None,
+    answer: type | dict[str, Any] | None = None,
+    events: type | None = None,
     text: str | None = None,
     media_type: str = "text/plain",
 ) -> dict[str, Any]:
@@ -63,12 +62,12 @@ def operation(
     return extra
 
 
-def _json(of: type[Documented] | dict[str, Any] | None) -> dict[str, Any]:
+def _json(of: type | dict[str, Any] | None) -> dict[str, Any]:
     """Content that is JSON with this schema; None: there is none."""
     return {} if of is None else {"application/json": {"schema": of if isinstance(of, dict) else ref(of)}}
 
 
-def _event_stream(events: type[AnswerModel]) -> dict[str, Any]:
+def _event_stream(events: type) -> dict[str, Any]:
     return {
         "type": "string",
         "description": f"With `stream`: lines `data: …`, each with a JSON object as `{events.__name__}` has it, or "
@@ -78,13 +77,15 @@ def _event_stream(events: type[AnswerModel]) -> dict[str, Any]:
     }
 
 
-def complete(document: dict[str, Any], models: Sequence[type[Documented]]) -> None:
+def complete(document: dict[str, Any], models: Sequence[type]) -> None:
     """Put what the references point to into an OpenAPI document, and take out what is not so.
 
     Args:
         models: those that are referred to, with what they refer to.
     """
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+    _, definitions = TypeAdapter.json_schemas(
+        [(model, "validation", TypeAdapter(model)) for model in models], ref_template=_REFERENCE
+    )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     for route in document["paths"].values():

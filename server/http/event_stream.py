@@ -26,13 +26,13 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Any) -> bytes:
+def event(data: object) -> bytes:
     """A server-sent event with JSON data."""
     return b"data: " + orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
 
 
 async def answer_at_end(
-    request: Request, running: RunningRequests, build: Callable[[list[Continuation]], Any]
+    request: Request, running: RunningRequests, build: Callable[[list[Continuation]], object]
 ) -> Response:
     """One JSON answer when all continuations have ended.
 

@@ -11,7 +11,6 @@ of client find what they look for. A processor's fault adds `traceback`, `digest
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import RequestError
+from logitship.server.schemas.answer_schemas import ErrorAnswer, FaultDetails
 
 from .body import JSONResponse
 from .request_log import note_refusal
@@ -34,33 +34,45 @@ _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 
 
-def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> ErrorAnswer:
     """The body of an error answer."""
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
 
-def refusal_body(refused: RequestRefused) -> dict[str, Any]:
+def refusal_body(refused: RequestRefused) -> ErrorAnswer:
     """The body for a request that was not admitted."""
     code = "model_not_found" if refused.param == "model" else _CODES.get(refused.status_code)
     return error_body(refused.message, refused.type, refused.param, code)
 
 
-def failure_body(failed: GenerationFailed) -> dict[str, Any]:
+def failure_body(failed: GenerationFailed) -> ErrorAnswer:
     """The body for a request that was admitted and then ended by an error."""
     error = failed.error
-    body = error_body(error.message, error.type, "custom_logit_processor" if error.digest else None)
-    body["error"] |= {"index": failed.index, **fault_details(error)}
-    return body
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": "custom_logit_processor" if error.digest else None,
+            "code": None,
+            "index": failed.index,
+            **fault_details(error),
+        }
+    }
 
 
-def fault_details(error: RequestError) -> dict[str, str | None]:
+def fault_details(error: RequestError) -> FaultDetails:
     """The processor at fault, in which way it is, and its traceback; empty where no processor is."""
     if error.digest is None:
         return {}
-    return {"traceback": error.traceback, "digest": error.digest, "name": error.name, "kind": error.kind}
+    details: FaultDetails = {"traceback": error.traceback, "digest": error.digest}
+    if error.name is not None:
+        details["name"] = error.name
+    if error.kind is not None:
+        details["kind"] = error.kind
+    return details
 
 
-def internal_error_body() -> dict[str, Any]:
+def internal_error_body() -> ErrorAnswer:
     """The body for a mistake of ours: the details go to the log, not to the client."""
     return error_body("internal server error", "internal_server_error")
 

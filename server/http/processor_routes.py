@@ -67,7 +67,8 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
     async def delete(request: Request, id: ProcessorId) -> Response:
         """Delete a registered version, or all versions of a name or a digest. Requests that run keep theirs."""
         ids = engine.processors.delete(id, caller_of(request).tenant)
-        return JSONResponse({"id": id, "object": "processor", "deleted": True, "ids": ids})
+        deleted: DeletedProcessor = {"id": id, "object": "processor", "deleted": True, "ids": ids}
+        return JSONResponse(deleted)
 
     return router
 

@@ -92,7 +92,9 @@ class RunningRequests:
         self._n = n
         self._pumps: list[asyncio.Task[None]] = []
         self.first_token_at: float | None = None
-        self.continuations: Sequence[Continuation] = [Continuation(index, index // n) for index in range(len(streams) * n)]
+        self.continuations: Sequence[Continuation] = [
+            Continuation(index, index // n) for index in range(len(streams) * n)
+        ]
 
     async def __aiter__(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
         """Chunks until every continuation has ended."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal, NotRequired, TypeAlias
 
-from .documented import ABSENT, AnswerModel
+from typing_extensions import TypedDict
+
+from .documented import documented
 
 DIGEST = "sha256:d59b82276836541679b9d69859783f73e2d2d78894e7979162f769268c1f2a72"
 """In examples."""
 
 
-class ErrorDetails(AnswerModel):
-    """What went wrong."""
+class FaultDetails(TypedDict, total=False):
+    """Keys of an error that a processor's fault adds."""
 
-    examples: ClassVar = {
+    traceback: str
+    digest: str
+    name: str
+    kind: str
+
+
+@documented(
+    {
         "message": "processor Lipogram raised ZeroDivisionError: division by zero",
         "type": "ProcessorFault",
         "param": "custom_logit_processor",
@@ -24,6 +33,9 @@ class ErrorDetails(AnswerModel):
         "digest": DIGEST,
         "traceback": 'Traceback (most recent call last):\n  File "lipogram.py", line 9, in __call__\n',
     }
+)
+class ErrorDetails(TypedDict):
+    """What went wrong."""
 
     message: str
     """One sentence, with the field or the object that it is about."""
@@ -33,22 +45,20 @@ class ErrorDetails(AnswerModel):
     """Path of the field in the request body."""
     code: str | None
     """OpenAI's code, where it has one."""
-    index: int = ABSENT
+    index: NotRequired[int]
     """Of an error that ended a running request: the continuation that it hit first."""
-    kind: str = ABSENT
+    kind: NotRequired[str]
     """Of a processor's fault: in which way it broke its contract."""
-    name: str = ABSENT
+    name: NotRequired[str]
     """Of a processor's fault: the processor's name."""
-    digest: str = ABSENT
+    digest: NotRequired[str]
     """Of a processor's fault: the processor's identity."""
-    traceback: str = ABSENT
+    traceback: NotRequired[str]
     """Of a processor's fault: the traceback of its own code; empty where there is none."""
 
 
-class ErrorAnswer(AnswerModel):
-    """Why a request was refused, or ended."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "error": {
             "message": "top_kk: unknown field, did you mean top_k?",
             "type": "invalid_request_error",
@@ -56,15 +66,20 @@ class ErrorAnswer(AnswerModel):
             "code": None,
         }
     }
+)
+class ErrorAnswer(TypedDict):
+    """Why a request was refused, or ended."""
 
     error: ErrorDetails
     """All there is to say of it."""
 
 
-class ReceiptAnswer(AnswerModel):
-    """Proof that a processor was applied."""
+StageName: TypeAlias = Literal["model", "request", "processor", "sampling"]
 
-    examples: ClassVar = {"digest": DIGEST, "name": "Lipogram", "steps": 12, "milliseconds": 0.869}
+
+@documented({"digest": DIGEST, "name": "Lipogram", "steps": 12, "milliseconds": 0.869})
+class ReceiptAnswer(TypedDict):
+    """Proof that a processor was applied."""
 
     digest: str
     """The processor's identity."""
@@ -76,10 +91,9 @@ class ReceiptAnswer(AnswerModel):
     """Its share of the time: that of each call, divided by the rows of the call."""
 
 
-class TraceToken(AnswerModel):
+@documented({"token_id": 30, "text": "."})
+class TraceToken(TypedDict):
     """A token."""
-
-    examples: ClassVar = {"token_id": 30, "text": "."}
 
     token_id: int
     """Its number in the vocabulary."""
@@ -87,10 +101,8 @@ class TraceToken(AnswerModel):
     """Its text."""
 
 
-class TraceStageAnswer(AnswerModel):
-    """What the candidates' probabilities were at one stage of the way from the model to the token."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "stage": "processor",
         "name": "Lipogram",
         "digest": DIGEST,
@@ -98,15 +110,18 @@ class TraceStageAnswer(AnswerModel):
         "logprobs": [-0.105, None],
         "num_allowed": 12345,
     }
+)
+class TraceStageAnswer(TypedDict):
+    """What the candidates' probabilities were at one stage of the way from the model to the token."""
 
-    stage: Literal["model", "request", "processor", "sampling"]
+    stage: StageName
     """`model`: its logits. `request`: after the request's own parameters. `processor`: after one of its processors.
     `sampling`: what the token was drawn from."""
-    name: str = ABSENT
+    name: NotRequired[str]
     """Of a processor: its name."""
-    digest: str = ABSENT
+    digest: NotRequired[str]
     """Of a processor: its identity."""
-    again: Literal[True] = ABSENT
+    again: NotRequired[Literal[True]]
     """Of a processor that is a mask: it ran before the others already."""
     logprobs: list[float | None]
     """Of each candidate, its log-probability at this stage; null: it is forbidden."""
@@ -114,10 +129,8 @@ class TraceStageAnswer(AnswerModel):
     """How many tokens of the vocabulary are allowed at this stage; 1: this one is forced."""
 
 
-class TokenTrace(AnswerModel):
-    """What became of the most likely tokens, from the model to the token that was drawn."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "token_id": 30,
         "text": ".",
         "candidates": [{"token_id": 30, "text": "."}, {"token_id": 28, "text": ","}],
@@ -134,6 +147,9 @@ class TokenTrace(AnswerModel):
             {"stage": "sampling", "logprobs": [0.0, None], "num_allowed": 1},
         ],
     }
+)
+class TokenTrace(TypedDict):
+    """What became of the most likely tokens, from the model to the token that was drawn."""
 
     token_id: int
     """The token that was drawn."""

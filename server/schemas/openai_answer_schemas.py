@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from .answer_schemas import DIGEST, ReceiptAnswer, TokenTrace
-from .documented import ABSENT, AnswerModel
+from .documented import documented, example_of
 
 _RECEIPT = {"digest": DIGEST, "name": "Lipogram", "steps": 4, "milliseconds": 0.869}
 _USAGE = {
@@ -16,22 +18,20 @@ _USAGE = {
 }
 _TOKEN = {"token": " Paris", "logprob": -0.105, "bytes": [32, 80, 97, 114, 105, 115]}
 _PROMPT_LOGPROBS = [None, {"2040": {"logprob": -1.2, "rank": 1, "decoded_token": " capital"}}]
-_TRACE = [TokenTrace.examples]
+_TRACE = [example_of(TokenTrace)]
 
 
-class PromptTokensDetails(AnswerModel):
+@documented({"cached_tokens": 0})
+class PromptTokensDetails(TypedDict):
     """Where a prompt's tokens came from."""
-
-    examples: ClassVar = {"cached_tokens": 0}
 
     cached_tokens: int
     """Those whose keys and values were copied from another continuation."""
 
 
-class UsageAnswer(AnswerModel):
+@documented(_USAGE)
+class UsageAnswer(TypedDict):
     """Token counts. A prompt counts once, however many continuations it has."""
-
-    examples: ClassVar = _USAGE
 
     prompt_tokens: int
     """Tokens of the prompts."""
@@ -43,10 +43,9 @@ class UsageAnswer(AnswerModel):
     """Where the prompts' tokens came from."""
 
 
-class PromptLogprob(AnswerModel):
+@documented({"logprob": -1.2, "rank": 1, "decoded_token": " capital"})
+class PromptLogprob(TypedDict):
     """A token at a position of a prompt, as vLLM has it."""
-
-    examples: ClassVar = {"logprob": -1.2, "rank": 1, "decoded_token": " capital"}
 
     logprob: float
     """Its log-probability."""
@@ -56,33 +55,32 @@ class PromptLogprob(AnswerModel):
     """Its text."""
 
 
-class Ending(AnswerModel):
-    """Why a choice ended, and what belongs to its tokens."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "finish_reason": "stop",
         "stop_reason": "\n",
         "receipts": [_RECEIPT],
         "token_ids": [7042],
         "trace": _TRACE,
     }
+)
+class Ending(TypedDict):
+    """Why a choice ended, and what belongs to its tokens."""
 
     finish_reason: Literal["stop", "length", "abort"] | None
     """Why it ended; null while it runs."""
-    stop_reason: str | int | None = ABSENT
+    stop_reason: NotRequired[str | int | None]
     """The stop string or token of the request that ended it; null for the model's own end."""
-    receipts: list[ReceiptAnswer] = ABSENT
+    receipts: NotRequired[list[ReceiptAnswer]]
     """At the end, if the request carried processors: one each."""
-    token_ids: list[int] = ABSENT
+    token_ids: NotRequired[list[int]]
     """With `return_token_ids`: the output, or the event's new tokens."""
-    trace: list[TokenTrace] = ABSENT
+    trace: NotRequired[list[TokenTrace]]
     """With `trace`: one entry a token of the output, or a new token of the event."""
 
 
-class ModelCard(AnswerModel):
-    """A model."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "SmolLM2-135M-Instruct",
         "object": "model",
         "created": 1793500000,
@@ -91,6 +89,9 @@ class ModelCard(AnswerModel):
         "parent": None,
         "max_model_len": 8192,
     }
+)
+class ModelCard(TypedDict):
+    """A model."""
 
     id: str
     """The name to ask for it by."""
@@ -108,10 +109,9 @@ class ModelCard(AnswerModel):
     """Longest prompt and output together, in tokens."""
 
 
-class ModelList(AnswerModel):
+@documented({"object": "list", "data": [example_of(ModelCard)]})
+class ModelList(TypedDict):
     """The models."""
-
-    examples: ClassVar = {"object": "list", "data": [ModelCard.examples]}
 
     object: Literal["list"]
     """The type."""
@@ -119,14 +119,15 @@ class ModelList(AnswerModel):
     """There is one."""
 
 
-class _Head(AnswerModel):
-    """What every answer and every event begins with."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "created": 1793500000,
         "model": "SmolLM2-135M-Instruct",
         "system_fingerprint": None,
     }
+)
+class _Head(TypedDict):
+    """What every answer and every event begins with."""
 
     id: str
     """Id of the request."""
@@ -138,15 +139,16 @@ class _Head(AnswerModel):
     """Always null."""
 
 
-class CompletionLogprobs(AnswerModel):
-    """Log-probabilities of a text's tokens."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "tokens": [" Paris"],
         "token_logprobs": [-0.105],
         "top_logprobs": [{" Paris": -0.105, " a": -3.2}],
         "text_offset": [0],
     }
+)
+class CompletionLogprobs(TypedDict):
+    """Log-probabilities of a text's tokens."""
 
     tokens: list[str]
     """The tokens' texts."""
@@ -158,16 +160,17 @@ class CompletionLogprobs(AnswerModel):
     """Where each token begins in the text, in characters."""
 
 
-class CompletionChoice(Ending):
-    """A continuation, or what an event adds to it."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "index": 0,
         "text": " Paris.",
-        "logprobs": CompletionLogprobs.examples,
+        "logprobs": example_of(CompletionLogprobs),
         "prompt_token_ids": [504, 3575, 282, 4649, 314],
         "prompt_logprobs": _PROMPT_LOGPROBS,
     }
+)
+class CompletionChoice(Ending):
+    """A continuation, or what an event adds to it."""
 
     index: int
     """Continuation `j` of prompt `i` has `i * n + j`."""
@@ -175,21 +178,22 @@ class CompletionChoice(Ending):
     """The text, or what is new of it."""
     logprobs: CompletionLogprobs | None
     """With `logprobs`: those of the tokens."""
-    prompt_token_ids: list[int] = ABSENT
+    prompt_token_ids: NotRequired[list[int]]
     """With `return_token_ids`: the prompt, once."""
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] = ABSENT
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
     """With `prompt_logprobs`: one entry a position, with tokens by their ids."""
 
 
-class CompletionAnswerSchema(_Head):
-    """An answer of `/v1/completions`."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "cmpl-6f2c",
         "object": "text_completion",
         "choices": [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
         "usage": _USAGE,
     }
+)
+class CompletionAnswerSchema(_Head):
+    """An answer of `/v1/completions`."""
 
     object: Literal["text_completion"]
     """The type."""
@@ -199,28 +203,28 @@ class CompletionAnswerSchema(_Head):
     """Token counts of all of them."""
 
 
-class CompletionEvent(_Head):
-    """An event of a stream of `/v1/completions`: what is new of one continuation."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "cmpl-6f2c",
         "object": "text_completion",
         "choices": [{"index": 0, "text": " Paris", "logprobs": None, "finish_reason": None, "stop_reason": None}],
         "usage": _USAGE,
     }
+)
+class CompletionEvent(_Head):
+    """An event of a stream of `/v1/completions`: what is new of one continuation."""
 
     object: Literal["text_completion"]
     """The type."""
     choices: list[CompletionChoice]
     """One; none in the event with the usage."""
-    usage: UsageAnswer | None = ABSENT
+    usage: NotRequired[UsageAnswer | None]
     """With `stream_options`: token counts; null in the events before the last."""
 
 
-class ChatToken(AnswerModel):
+@documented(_TOKEN)
+class ChatToken(TypedDict):
     """A token and its log-probability."""
-
-    examples: ClassVar = _TOKEN
 
     token: str
     """Its text."""
@@ -230,19 +234,17 @@ class ChatToken(AnswerModel):
     """Its text in UTF-8, which may be a part of a character."""
 
 
+@documented({"top_logprobs": [_TOKEN]})
 class ChatPosition(ChatToken):
     """A token of an output."""
-
-    examples: ClassVar = {"top_logprobs": [_TOKEN]}
 
     top_logprobs: list[ChatToken]
     """The most likely tokens of this position, most likely first."""
 
 
-class ChatLogprobs(AnswerModel):
+@documented({"content": [{**_TOKEN, "top_logprobs": [_TOKEN]}], "refusal": None})
+class ChatLogprobs(TypedDict):
     """Log-probabilities of a message's tokens."""
-
-    examples: ClassVar = {"content": [{**_TOKEN, "top_logprobs": [_TOKEN]}], "refusal": None}
 
     content: list[ChatPosition]
     """One entry a token."""
@@ -250,10 +252,9 @@ class ChatLogprobs(AnswerModel):
     """Always null."""
 
 
-class ChatMessage(AnswerModel):
+@documented({"role": "assistant", "content": "The moon is a satellite.", "refusal": None})
+class ChatMessage(TypedDict):
     """A message of the model."""
-
-    examples: ClassVar = {"role": "assistant", "content": "The moon is a satellite.", "refusal": None}
 
     role: Literal["assistant"]
     """Who speaks."""
@@ -263,10 +264,9 @@ class ChatMessage(AnswerModel):
     """Always null."""
 
 
+@documented({"index": 0, "message": example_of(ChatMessage), "logprobs": example_of(ChatLogprobs)})
 class ChatChoice(Ending):
     """A continuation of a conversation."""
-
-    examples: ClassVar = {"index": 0, "message": ChatMessage.examples, "logprobs": ChatLogprobs.examples}
 
     index: int
     """Which of the `n`."""
@@ -276,16 +276,14 @@ class ChatChoice(Ending):
     """With `logprobs`: those of the tokens."""
 
 
-class ChatAnswerSchema(_Head):
-    """An answer of `/v1/chat/completions`."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "chatcmpl-6f2c",
         "object": "chat.completion",
         "choices": [
             {
                 "index": 0,
-                "message": ChatMessage.examples,
+                "message": example_of(ChatMessage),
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
@@ -295,6 +293,9 @@ class ChatAnswerSchema(_Head):
         "prompt_token_ids": [504, 3575],
         "prompt_logprobs": _PROMPT_LOGPROBS,
     }
+)
+class ChatAnswerSchema(_Head):
+    """An answer of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"]
     """The type."""
@@ -302,27 +303,25 @@ class ChatAnswerSchema(_Head):
     """The continuations."""
     usage: UsageAnswer
     """Token counts of all of them."""
-    prompt_token_ids: list[int] = ABSENT
+    prompt_token_ids: NotRequired[list[int]]
     """With `return_token_ids`: the prompt that the chat template made."""
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] = ABSENT
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
     """With `prompt_logprobs`: one entry a position, with tokens by their ids."""
 
 
-class ChatDelta(AnswerModel):
+@documented({"role": "assistant", "content": "The"})
+class ChatDelta(TypedDict):
     """What is new of a message."""
 
-    examples: ClassVar = {"role": "assistant", "content": "The"}
-
-    role: Literal["assistant"] = ABSENT
+    role: NotRequired[Literal["assistant"]]
     """In the first event."""
     content: str
     """The new text."""
 
 
+@documented({"index": 0, "delta": {"content": "The"}, "logprobs": example_of(ChatLogprobs)})
 class ChatEventChoice(Ending):
     """What is new of a continuation of a conversation."""
-
-    examples: ClassVar = {"index": 0, "delta": {"content": "The"}, "logprobs": ChatLogprobs.examples}
 
     index: int
     """Which of the `n`."""
@@ -332,10 +331,8 @@ class ChatEventChoice(Ending):
     """With `logprobs`: those of the new tokens."""
 
 
-class ChatEvent(_Head):
-    """An event of a stream of `/v1/chat/completions`."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "chatcmpl-6f2c",
         "object": "chat.completion.chunk",
         "choices": [
@@ -343,10 +340,13 @@ class ChatEvent(_Head):
         ],
         "usage": _USAGE,
     }
+)
+class ChatEvent(_Head):
+    """An event of a stream of `/v1/chat/completions`."""
 
     object: Literal["chat.completion.chunk"]
     """The type."""
     choices: list[ChatEventChoice]
     """One; none in the event with the usage."""
-    usage: UsageAnswer | None = ABSENT
+    usage: NotRequired[UsageAnswer | None]
     """With `stream_options`: token counts; null in the events before the last."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from .answer_schemas import DIGEST
-from .documented import AnswerModel
+from .documented import documented
 
 SOURCE = (
     "from logitship import CustomLogitProcessor\n\n\n"
@@ -85,10 +87,9 @@ _INFO: dict[str, object] = {
 }
 
 
-class ProcessorObject(AnswerModel):
+@documented(_INFO)
+class ProcessorObject(TypedDict):
     """A processor that requests can name."""
-
-    examples: ClassVar = _INFO
 
     object: Literal["processor"]
     """The type."""
@@ -118,10 +119,9 @@ class ProcessorObject(AnswerModel):
     """When this version was registered, in seconds since 1970; null for an installed one."""
 
 
+@documented({"source": SOURCE, "class_name": "NoComma", "source_note": None})
 class ProcessorDetailsObject(ProcessorObject):
     """A processor with its code."""
-
-    examples: ClassVar = {"source": SOURCE, "class_name": "NoComma", "source_note": None}
 
     source: str | None
     """Python text of the module that defines it; null where there is none to show."""
@@ -131,10 +131,9 @@ class ProcessorDetailsObject(ProcessorObject):
     """What to know of the source: why there is none, or what it leaves out."""
 
 
-class ProcessorList(AnswerModel):
+@documented({"object": "list", "data": [_INFO]})
+class ProcessorList(TypedDict):
     """The processors."""
-
-    examples: ClassVar = {"object": "list", "data": [_INFO]}
 
     object: Literal["list"]
     """The type."""
@@ -142,15 +141,16 @@ class ProcessorList(AnswerModel):
     """The installed ones, then those registered with this API key."""
 
 
-class DeletedProcessor(AnswerModel):
-    """What was deleted."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "NoComma",
         "object": "processor",
         "deleted": True,
         "ids": ["NoComma@1", "NoComma@2"],
     }
+)
+class DeletedProcessor(TypedDict):
+    """What was deleted."""
 
     id: str
     """What the request named."""

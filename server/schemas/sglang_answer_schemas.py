@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Literal, NotRequired, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from .answer_schemas import DIGEST, ReceiptAnswer, TokenTrace
-from .documented import ABSENT, AnswerModel
+from .documented import documented, example_of
 
 TokenLogprobEntry: TypeAlias = Annotated[
-    list[float | int | str | None],
+    Sequence[float | int | str | None],
     Field(min_length=3, max_length=3, description="`[logprob, token id, text or null]`"),
 ]
 
 
-class StopReason(AnswerModel):
+@documented({"type": "stop", "matched": 2})
+class StopReason(TypedDict):
     """It came to its end."""
-
-    examples: ClassVar = {"type": "stop", "matched": 2}
 
     type: Literal["stop"]
     """An end token, a stop token or a stop string."""
@@ -26,10 +27,9 @@ class StopReason(AnswerModel):
     """The token id or the string."""
 
 
-class LengthReason(AnswerModel):
+@documented({"type": "length", "length": 4})
+class LengthReason(TypedDict):
     """It has as many tokens as it may."""
-
-    examples: ClassVar = {"type": "length", "length": 4}
 
     type: Literal["length"]
     """`max_new_tokens`, or the model's length."""
@@ -37,10 +37,8 @@ class LengthReason(AnswerModel):
     """Number of its tokens."""
 
 
-class AbortReason(AnswerModel):
-    """It was cancelled, or ended by an error."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "type": "abort",
         "message": "processor Lipogram raised ZeroDivisionError: division by zero",
         "status_code": 400,
@@ -50,6 +48,9 @@ class AbortReason(AnswerModel):
         "digest": DIGEST,
         "traceback": 'Traceback (most recent call last):\n  File "lipogram.py", line 9, in __call__\n',
     }
+)
+class AbortReason(TypedDict):
+    """It was cancelled, or ended by an error."""
 
     type: Literal["abort"]
     """It did not come to its end."""
@@ -59,20 +60,18 @@ class AbortReason(AnswerModel):
     """The HTTP status that would fit; null if somebody cancelled it."""
     err_type: str | None
     """The type of the error; null if somebody cancelled it."""
-    kind: str = ABSENT
+    kind: NotRequired[str]
     """Of a processor's fault: in which way it broke its contract."""
-    name: str = ABSENT
+    name: NotRequired[str]
     """Of a processor's fault: the processor's name."""
-    digest: str = ABSENT
+    digest: NotRequired[str]
     """Of a processor's fault: the processor's identity."""
-    traceback: str = ABSENT
+    traceback: NotRequired[str]
     """Of a processor's fault: the traceback of its own code; empty where there is none."""
 
 
-class MetaInfo(AnswerModel):
-    """What there is to say of a continuation."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "first",
         "finish_reason": {"type": "length", "length": 4},
         "prompt_tokens": 5,
@@ -86,12 +85,15 @@ class MetaInfo(AnswerModel):
         "output_token_logprobs_length": 1,
         "input_top_logprobs": [None, [[-1.2, 3575, None]]],
         "output_top_logprobs": [[[-0.105, 7042, " Paris"], [-3.2, 253, " a"]]],
-        "trace": [TokenTrace.examples],
-        "receipts": [ReceiptAnswer.examples],
+        "trace": [example_of(TokenTrace)],
+        "receipts": [example_of(ReceiptAnswer)],
         "cumulative_logprob": -2.5,
         "beam_score": -0.625,
         "e2e_latency": 0.25,
     }
+)
+class MetaInfo(TypedDict):
+    """What there is to say of a continuation."""
 
     id: str
     """Id of the request; of several continuations, with `_0`, `_1`, … appended."""
@@ -109,32 +111,30 @@ class MetaInfo(AnswerModel):
     """Tokens of the output so far."""
     cached_tokens: int
     """Prompt tokens whose keys and values were copied from another continuation."""
-    input_token_logprobs: list[TokenLogprobEntry] = ABSENT
+    input_token_logprobs: NotRequired[list[TokenLogprobEntry]]
     """With `return_logprob`: of the prompt's tokens from `logprob_start_len` on."""
-    output_token_logprobs: list[TokenLogprobEntry] = ABSENT
+    output_token_logprobs: NotRequired[list[TokenLogprobEntry]]
     """With `return_logprob`: of the output's tokens."""
-    output_token_logprobs_length: int = ABSENT
+    output_token_logprobs_length: NotRequired[int]
     """With `return_logprob`: how many those are."""
-    input_top_logprobs: list[list[TokenLogprobEntry] | None] = ABSENT
+    input_top_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
     """With `top_logprobs_num`: of each of those positions, the most likely tokens."""
-    output_top_logprobs: list[list[TokenLogprobEntry] | None] = ABSENT
+    output_top_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
     """With `top_logprobs_num`: the same for the output."""
-    trace: list[TokenTrace] = ABSENT
+    trace: NotRequired[list[TokenTrace]]
     """With `trace`: one entry a token of the output so far."""
-    receipts: list[ReceiptAnswer] = ABSENT
+    receipts: NotRequired[list[ReceiptAnswer]]
     """At the end, if the request carried processors: one each."""
-    cumulative_logprob: float = ABSENT
+    cumulative_logprob: NotRequired[float]
     """Of a beam search: the sum of the tokens' log-probabilities."""
-    beam_score: float = ABSENT
+    beam_score: NotRequired[float]
     """Of a beam search: what the sequences were compared by."""
-    e2e_latency: float = ABSENT
+    e2e_latency: NotRequired[float]
     """At the end: seconds since the request came."""
 
 
-class GenerateAnswerSchema(AnswerModel):
-    """A continuation."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "text": " Paris.",
         "output_ids": [7042, 30],
         "meta_info": {
@@ -150,6 +150,9 @@ class GenerateAnswerSchema(AnswerModel):
         },
         "index": 0,
     }
+)
+class GenerateAnswerSchema(TypedDict):
+    """A continuation."""
 
     text: str
     """The text, from its beginning."""
@@ -157,16 +160,12 @@ class GenerateAnswerSchema(AnswerModel):
     """Its tokens."""
     meta_info: MetaInfo
     """What there is to say of it."""
-    index: int = ABSENT
+    index: NotRequired[int]
     """In the events of a stream with several continuations: which one."""
 
 
-class ModelInfoAnswer(AnswerModel):
-    """The model."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-    examples: ClassVar = {
+@documented(
+    {
         "model_path": "SmolLM2-135M-Instruct",
         "tokenizer_path": "SmolLM2-135M-Instruct",
         "is_generation": True,
@@ -182,6 +181,9 @@ class ModelInfoAnswer(AnswerModel):
         "dtype": "float32",
         "device": "cpu",
     }
+)
+class ModelInfoAnswer(TypedDict):
+    """The model."""
 
     model_path: str
     """Where it was loaded from."""
@@ -213,10 +215,8 @@ class ModelInfoAnswer(AnswerModel):
     """Where it runs."""
 
 
-class EngineState(AnswerModel):
-    """Counters of the engine."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "running": 3,
         "waiting": 0,
         "steps": 1234,
@@ -237,6 +237,9 @@ class EngineState(AnswerModel):
         "sandboxes_started": 3,
         "sandboxes_ended": {"deadline": 1},
     }
+)
+class EngineState(TypedDict):
+    """Counters of the engine."""
 
     running: int
     """Sequences that have a slot."""

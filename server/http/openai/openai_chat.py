@@ -1,13 +1,12 @@
-"""`/v1/chat/completions` on its way out."""
+"""Responses of `/v1/chat/completions`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.trace_answers import trace_objects
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import GenerationChunk
+from logitship.server.schemas.openai_answer_schemas import ChatAnswerSchema, ChatChoice, ChatEvent, ChatEventChoice
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest
 
 from .openai_answers import OpenAIAnswer
@@ -16,50 +15,78 @@ from .openai_requests import OpenAIRequest
 
 
 class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
-    """OpenAI's chat completion objects."""
-
-    object = "chat.completion"
-    event_object = "chat.completion.chunk"
+    """Builds OpenAI's chat completion objects."""
 
     def __init__(self, engine: AsyncEngine, request: OpenAIRequest[ChatCompletionRequest]) -> None:
         super().__init__(engine, request)
         self._begun: set[int] = set()
+        self._empty_event: ChatEvent = {
+            "id": request.id,
+            "object": "chat.completion.chunk",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            **self.null_usage(),
+            "choices": [],
+        }
 
-    def whole(self, continuations: list[Continuation]) -> dict[str, Any]:
-        """The answer as one object. What belongs to the prompt stands beside the choices, as vLLM has it."""
-        answer = super().whole(continuations)
+    def whole(self, continuations: list[Continuation]) -> ChatAnswerSchema:
+        """Build the response. What belongs to the prompt stands beside the choices, as in vLLM."""
+        request = self.request
+        response: ChatAnswerSchema = {
+            "id": request.id,
+            "object": "chat.completion",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            "choices": [self._choice(continuation) for continuation in self.answered(continuations)],
+            "usage": self.usage(continuations),
+        }
         if self.body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(
+            response["prompt_logprobs"] = prompt_logprobs(
                 self.tokenizer, continuations[0].prompt_logprobs, self.body.prompt_logprobs
             )
         if self.body.return_token_ids:
-            answer["prompt_token_ids"] = self.request.prompts[0].token_ids
-        return answer
+            response["prompt_token_ids"] = request.prompts[0].token_ids
+        return response
 
-    def choice(self, continuation: Continuation) -> dict[str, Any]:
-        """A choice of the whole answer."""
-        return {
+    def empty_event(self) -> ChatEvent:
+        """Build a chunk without choices."""
+        return self._empty_event.copy()
+
+    def chunk_events(self, continuation: Continuation, chunk: GenerationChunk) -> list[ChatEvent]:
+        """Build the stream's chunks for one chunk of the engine. The first is preceded by one with the role."""
+        choice: ChatEventChoice = {
+            "index": continuation.index,
+            "delta": {"content": chunk.text},
+            **self.ending(continuation),
+            "logprobs": chat_logprobs(self.tokenizer, chunk.logprobs) if self.body.logprobs else None,
+        }
+        self._add_details(choice, chunk)
+        event: ChatEvent = {**self._empty_event, "choices": [choice]}
+        if continuation.index in self._begun:
+            return [event]
+        self._begun.add(continuation.index)
+        first: ChatEventChoice = {
+            "index": continuation.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return [{**self._empty_event, "choices": [first]}, event]
+
+    def _choice(self, continuation: Continuation) -> ChatChoice:
+        choice: ChatChoice = {
             "index": continuation.index,
             "message": {"role": "assistant", "content": continuation.text, "refusal": None},
-            **self._about(continuation, continuation),
+            **self.ending(continuation),
+            "logprobs": chat_logprobs(self.tokenizer, continuation.logprobs) if self.body.logprobs else None,
         }
+        self._add_details(choice, continuation)
+        return choice
 
-    def event_choices(self, continuation: Continuation, chunk: GenerationChunk) -> list[dict[str, Any]]:
-        """What a chunk brings. An event with the role alone goes before the first."""
-        choices = []
-        if continuation.index not in self._begun:
-            self._begun.add(continuation.index)
-            delta = {"role": "assistant", "content": ""}
-            choices.append({"index": continuation.index, "delta": delta, "logprobs": None, "finish_reason": None})
-        about = self._about(continuation, chunk)
-        choices.append({"index": continuation.index, "delta": {"content": chunk.text}, **about})
-        return choices
-
-    def _about(self, continuation: Continuation, part: Continuation | GenerationChunk) -> dict[str, Any]:
-        fields = self.ending(continuation)
-        fields["logprobs"] = chat_logprobs(self.tokenizer, part.logprobs) if self.body.logprobs else None
+    def _add_details(self, choice: ChatChoice | ChatEventChoice, part: Continuation | GenerationChunk) -> None:
         if self.body.return_token_ids:
-            fields["token_ids"] = part.token_ids
+            choice["token_ids"] = part.token_ids
         if self.body.trace is not None:
-            fields["trace"] = trace_objects(self.tokenizer, part.traces)
-        return fields
+            choice["trace"] = trace_objects(self.tokenizer, part.traces)

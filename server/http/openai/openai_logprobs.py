@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from logitship.server.http.body import finite
 from logitship.server.requests.messages import TokenLogprobs
+from logitship.server.schemas.openai_answer_schemas import (
+    ChatLogprobs,
+    ChatPosition,
+    ChatToken,
+    CompletionLogprobs,
+    PromptLogprob,
+)
 from logitship.server.tokenizer import Tokenizer
 
 
 def completion_logprobs(
     tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int, text_offset: int
-) -> dict[str, Any]:
+) -> CompletionLogprobs:
     """`logprobs` of a completions choice.
 
     Args:
@@ -44,19 +50,20 @@ def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dic
     return found
 
 
-def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """`logprobs` of a chat choice."""
-    content = [
-        {
-            **_chat_token(tokenizer, position.token_id, position.logprob),
-            "top_logprobs": [_chat_token(tokenizer, *top) for top in position.top],
-        }
-        for position in positions
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [_chat_position(tokenizer, position) for position in positions], "refusal": None}
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs) -> ChatPosition:
+    assert position.logprob is not None  # only the first token of a prompt has none
+    return {
+        **_chat_token(tokenizer, position.token_id, position.logprob),
+        "top_logprobs": [_chat_token(tokenizer, *top) for top in position.top],
+    }
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatToken:
     return {
         "token": tokenizer.token_text(token_id),
         "logprob": finite(logprob),
@@ -64,12 +71,16 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> d
     }
 
 
-def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int
+) -> list[dict[str, PromptLogprob] | None]:
     """vLLM's `prompt_logprobs`: for each position an object by token id; null for the first."""
     return [None if position.logprob is None else _by_token_id(tokenizer, position, top) for position in positions]
 
 
-def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, Any]:
+def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, PromptLogprob]:
+    assert position.logprob is not None
+    assert position.rank is not None
     own = (position.token_id, position.logprob, position.rank)
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top[:top], start=1)]
     return {

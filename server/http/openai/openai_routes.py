@@ -72,7 +72,8 @@ def openai_router(engine: AsyncEngine) -> APIRouter:
     @router.get("/models", openapi_extra=operation(answer=ModelList))
     async def models() -> Response:
         """The models: there is one."""
-        return JSONResponse({"object": "list", "data": [_model(engine, started)]})
+        models: ModelList = {"object": "list", "data": [_model(engine, started)]}
+        return JSONResponse(models)
 
     @router.get("/models/{name:path}", openapi_extra=operation(answer=ModelCard))
     async def model(name: ModelName) -> Response:
@@ -90,7 +91,7 @@ async def _answer(engine: AsyncEngine, request: Request, answer: OpenAIAnswer[An
     return await answer_at_end(request, running, answer.whole)
 
 
-def _model(engine: AsyncEngine, created: int) -> dict[str, Any]:
+def _model(engine: AsyncEngine, created: int) -> ModelCard:
     model = engine.model
     return {
         "id": model.name,

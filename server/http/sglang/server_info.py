@@ -12,6 +12,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.flags import FLAG_OF_FIELD
 from logitship.server.http.documentation import ref
+from logitship.server.schemas.documented import example_of
 from logitship.server.schemas.sglang_answer_schemas import EngineState, ModelInfoAnswer
 
 from .sglang_answers import WEIGHT_VERSION
@@ -19,7 +20,7 @@ from .sglang_answers import WEIGHT_VERSION
 _SECRETS = ("api_key", "shipping_api_key")
 
 
-def model_info_of(engine: AsyncEngine) -> dict[str, Any]:
+def model_info_of(engine: AsyncEngine) -> ModelInfoAnswer:
     """The model."""
     model = engine.model
     return {
@@ -56,7 +57,7 @@ def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
 
 def server_info_schema() -> dict[str, Any]:
     """JSON schema of `server_info_of`: the settings' types and descriptions are those of the flags."""
-    of_model = ModelInfoAnswer.model_json_schema()["properties"]
+    of_model = TypeAdapter(ModelInfoAnswer).json_schema()["properties"]
     properties = {
         **_settings(),
         **of_model,
@@ -65,7 +66,7 @@ def server_info_schema() -> dict[str, Any]:
             "type": "array",
             "items": ref(EngineState),
             "description": "What the engine is doing now, in one entry.",
-            "examples": [[EngineState.examples]],
+            "examples": [[example_of(EngineState)]],
         },
     }
     return {

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import Literal, TypeAlias
 
 from logitship.server.http.body import finite
 from logitship.server.http.event_stream import event
 from logitship.server.http.exception_handlers import fault_details
+from logitship.server.http.receipt_objects import receipt_objects
 from logitship.server.http.running_requests import RunningRequests
 from logitship.server.http.trace_answers import trace_objects
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
+from logitship.server.schemas.answer_schemas import TokenTrace
+from logitship.server.schemas.sglang_answer_schemas import (
+    AbortReason,
+    GenerateAnswerSchema,
+    LengthReason,
+    MetaInfo,
+    StopReason,
+    TokenLogprobEntry,
+)
 from logitship.server.tokenizer import Tokenizer
 
 from .sglang_generate import Generate
@@ -29,9 +38,9 @@ class GenerateAnswer:
         self._tokenizer = tokenizer
         self._started = time.perf_counter()
         self._tables: dict[int, _LogprobTables] = {}
-        self._traces: dict[int, list[dict[str, Any]]] = {}
+        self._traces: dict[int, list[TokenTrace]] = {}
 
-    def whole(self, continuations: list[Continuation]) -> Any:
+    def whole(self, continuations: list[Continuation]) -> GenerateAnswerSchema | list[GenerateAnswerSchema]:
         """One object, or a list of them."""
         objects = [self._object(continuation) for continuation in continuations]
         return objects if self._generate.many else objects[0]
@@ -40,18 +49,20 @@ class GenerateAnswer:
         """One event a chunk, each with everything that its continuation has given so far."""
         async for continuation, _ in running:
             data = self._object(continuation)
-            yield event({**data, "index": continuation.index} if self._generate.many else data)
+            if self._generate.many:
+                data["index"] = continuation.index
+            yield event(data)
 
-    def _object(self, continuation: Continuation) -> dict[str, Any]:
+    def _object(self, continuation: Continuation) -> GenerateAnswerSchema:
         return {
             "text": continuation.text,
             "output_ids": continuation.token_ids,
             "meta_info": self._meta_info(continuation),
         }
 
-    def _meta_info(self, continuation: Continuation) -> dict[str, Any]:
+    def _meta_info(self, continuation: Continuation) -> MetaInfo:
         reason = continuation.finish_reason
-        meta: dict[str, Any] = {
+        meta: MetaInfo = {
             "id": self._generate.rids[continuation.index],
             "finish_reason": None if reason is None else _finish_reason(reason, continuation.completion_tokens),
             "prompt_tokens": continuation.prompt_tokens,
@@ -67,15 +78,16 @@ class GenerateAnswer:
                 continuation.index,
                 _LogprobTables(self._tokenizer if self._generate.texts_in_logprobs else None, with_top=top > 0),
             )
-            meta |= tables.update(continuation)
+            tables.update(continuation)
+            tables.add_to(meta)
         if self._generate.submissions[continuation.prompt].request.sampling_params.trace is not None:
             # Kept from event to event, because each event repeats them whole.
             objects = self._traces.setdefault(continuation.index, [])
             objects += trace_objects(self._tokenizer, continuation.traces[len(objects) :])
             meta["trace"] = objects
         if continuation.receipts:
-            meta["receipts"] = [asdict(receipt) for receipt in continuation.receipts]
-        if continuation.beam_score is not None:
+            meta["receipts"] = receipt_objects(continuation.receipts)
+        if continuation.beam_score is not None and continuation.cumulative_logprob is not None:
             meta["cumulative_logprob"] = continuation.cumulative_logprob
             meta["beam_score"] = continuation.beam_score
         if reason is not None:
@@ -83,7 +95,7 @@ class GenerateAnswer:
         return meta
 
 
-def _finish_reason(reason: FinishReason, completion_tokens: int) -> dict[str, Any]:
+def _finish_reason(reason: FinishReason, completion_tokens: int) -> StopReason | LengthReason | AbortReason:
     if reason.kind == "stop":
         return {"type": "stop", "matched": reason.matched}
     if reason.kind == "length":
@@ -100,6 +112,9 @@ def _finish_reason(reason: FinishReason, completion_tokens: int) -> dict[str, An
     }
 
 
+_Side: TypeAlias = Literal["input", "output"]
+
+
 class _LogprobTables:
     """SGLang's log-probability lists of one continuation: `[logprob, token id, text or null]` for each entry.
 
@@ -109,20 +124,24 @@ class _LogprobTables:
     def __init__(self, tokenizer: Tokenizer | None, *, with_top: bool) -> None:
         self._tokenizer = tokenizer
         self._with_top = with_top
-        self._tokens: dict[str, list[Any]] = {"input": [], "output": []}
-        self._top: dict[str, list[Any]] = {"input": [], "output": []}
+        self._tokens: dict[_Side, list[TokenLogprobEntry]] = {"input": [], "output": []}
+        self._top: dict[_Side, list[list[TokenLogprobEntry] | None]] = {"input": [], "output": []}
 
-    def update(self, continuation: Continuation) -> dict[str, Any]:
-        """Add what is new, and give the fields of `meta_info`."""
+    def update(self, continuation: Continuation) -> None:
+        """Append the entries of the new tokens."""
         self._extend("input", continuation.prompt_logprobs)
         self._extend("output", continuation.logprobs)
-        fields: dict[str, Any] = {f"{side}_token_logprobs": entries for side, entries in self._tokens.items()}
-        fields["output_token_logprobs_length"] = len(self._tokens["output"])
-        if self._with_top:
-            fields |= {f"{side}_top_logprobs": entries for side, entries in self._top.items()}
-        return fields
 
-    def _extend(self, side: str, positions: Sequence[TokenLogprobs]) -> None:
+    def add_to(self, meta: MetaInfo) -> None:
+        """Set the lists in `meta_info`."""
+        meta["input_token_logprobs"] = self._tokens["input"]
+        meta["output_token_logprobs"] = self._tokens["output"]
+        meta["output_token_logprobs_length"] = len(self._tokens["output"])
+        if self._with_top:
+            meta["input_top_logprobs"] = self._top["input"]
+            meta["output_top_logprobs"] = self._top["output"]
+
+    def _extend(self, side: _Side, positions: Sequence[TokenLogprobs]) -> None:
         for position in positions[len(self._tokens[side]) :]:
             if side == "input" and not self._tokens["input"]:
                 # SGLang gives none for the first position, wherever it is: clients add up what is not null.

@@ -38,7 +38,13 @@ Script = Callable[[GenerationRequest], list[GenerationChunk]]
 
 EOS = 0
 FAULT = RequestError(
-    "ProcessorFault", "the processor Bad raised ZeroDivisionError", 400, "Traceback: 1/0", "sha256:" + "0" * 64, "Bad"
+    "ProcessorFault",
+    "the processor Bad raised ZeroDivisionError",
+    400,
+    "Traceback: 1/0",
+    "sha256:" + "0" * 64,
+    "Bad",
+    "exception",
 )
 BAN = ProcessorInfo(
     id="ban", kind="installed", name="ban", description="Bans tokens.", params_schema={"type": "object"}, is_mask=True
