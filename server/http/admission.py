@@ -136,7 +136,7 @@ async def sampling_params(
 
 
 @dataclass(frozen=True)
-class Carried:
+class ParsedProcessors:
     """The processors that one prompt carries.
 
     Attributes:
@@ -174,7 +174,7 @@ def read_processors(
     params: Mapping[str, Any] | None,
     params_at: str,
     constraint: Constraint | None = None,
-) -> Carried:
+) -> ParsedProcessors:
     """The processors of one prompt.
 
     Args:
@@ -222,7 +222,7 @@ def read_processors(
     names = {"processors": at}
     for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
         names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
-    return Carried(processors, names)
+    return ParsedProcessors(processors, names)
 
 
 def _one_list_a_prompt(value: Any) -> bool:

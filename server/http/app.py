@@ -10,12 +10,11 @@ from fastapi import FastAPI
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
 from logitship.server.http.sglang.sglang_routes import sglang_router
-from logitship.server.schemas.answer_schemas import ErrorAnswer
-from logitship.server.schemas.openai_answer_schemas import (
-    ChatAnswerSchema,
-    ChatEvent,
-    CompletionAnswerSchema,
-    CompletionEvent,
+from logitship.server.schemas.openai_response_schemas import (
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
+    CompletionResponse,
+    CompletionStreamResponse,
     ModelCard,
     ModelList,
 )
@@ -26,7 +25,8 @@ from logitship.server.schemas.processor_schemas import (
     ProcessorList,
     ProcessorObject,
 )
-from logitship.server.schemas.sglang_answer_schemas import EngineState, GenerateAnswerSchema, ModelInfoAnswer
+from logitship.server.schemas.response_schemas import ErrorResponse
+from logitship.server.schemas.sglang_response_schemas import GenerateResponse, InternalState, ModelInfoResponse
 from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
 
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
@@ -41,19 +41,19 @@ from .request_log import RequestLogMiddleware
 
 _SCHEMAS: list[type] = [
     AbortRequest,
-    ChatAnswerSchema,
+    ChatCompletionResponse,
     ChatCompletionRequest,
-    ChatEvent,
-    CompletionAnswerSchema,
-    CompletionEvent,
+    ChatCompletionStreamResponse,
+    CompletionResponse,
+    CompletionStreamResponse,
     CompletionRequest,
     DeletedProcessor,
-    EngineState,
-    ErrorAnswer,
-    GenerateAnswerSchema,
+    InternalState,
+    ErrorResponse,
+    GenerateResponse,
     GenerateRequest,
     ModelCard,
-    ModelInfoAnswer,
+    ModelInfoResponse,
     ModelList,
     ProcessorDetailsObject,
     ProcessorList,

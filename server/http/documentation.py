@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from logitship.server.schemas.answer_schemas import ErrorAnswer
+from logitship.server.schemas.response_schemas import ErrorResponse
 
 _REFERENCE = "#/components/schemas/{model}"
 
@@ -46,7 +46,7 @@ def operation(
         content["text/event-stream"] = {"schema": _event_stream(events)}
     if text is not None:
         content[media_type] = {"schema": {"type": "string", "examples": [text]}}
-    error = {"content": _json(ErrorAnswer)}
+    error = {"content": _json(ErrorResponse)}
     extra: dict[str, Any] = {
         "responses": {
             "200": {"description": "Done.", "content": content},
@@ -73,7 +73,7 @@ def _event_stream(events: type) -> dict[str, Any]:
         "description": f"With `stream`: lines `data: …`, each with a JSON object as `{events.__name__}` has it, or "
         "with an error; then `data: [DONE]`.",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [ref(events), ref(ErrorAnswer)]},
+        "contentSchema": {"anyOf": [ref(events), ref(ErrorResponse)]},
     }
 
 

@@ -31,7 +31,7 @@ def event(data: object) -> bytes:
     return b"data: " + orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
 
 
-async def answer_at_end(
+async def respond_when_finished(
     request: Request, running: RunningRequests, build: Callable[[list[Continuation]], object]
 ) -> Response:
     """One JSON answer when all continuations have ended.

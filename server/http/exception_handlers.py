@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import RequestError
-from logitship.server.schemas.answer_schemas import ErrorAnswer, FaultDetails
+from logitship.server.schemas.response_schemas import ErrorResponse, FaultDetails
 
 from .body import JSONResponse
 from .request_log import note_refusal
@@ -34,18 +34,18 @@ _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 
 
-def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> ErrorAnswer:
+def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> ErrorResponse:
     """The body of an error answer."""
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
 
-def refusal_body(refused: RequestRefused) -> ErrorAnswer:
+def refusal_body(refused: RequestRefused) -> ErrorResponse:
     """The body for a request that was not admitted."""
     code = "model_not_found" if refused.param == "model" else _CODES.get(refused.status_code)
     return error_body(refused.message, refused.type, refused.param, code)
 
 
-def failure_body(failed: GenerationFailed) -> ErrorAnswer:
+def failure_body(failed: GenerationFailed) -> ErrorResponse:
     """The body for a request that was admitted and then ended by an error."""
     error = failed.error
     return {
@@ -72,7 +72,7 @@ def fault_details(error: RequestError) -> FaultDetails:
     return details
 
 
-def internal_error_body() -> ErrorAnswer:
+def internal_error_body() -> ErrorResponse:
     """The body for a mistake of ours: the details go to the log, not to the client."""
     return error_body("internal server error", "internal_server_error")
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from .answer_schemas import DIGEST
 from .documented import documented
+from .response_schemas import DIGEST
 
 SOURCE = (
     "from logitship import CustomLogitProcessor\n\n\n"

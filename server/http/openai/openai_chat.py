@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.trace_answers import trace_objects
+from logitship.server.http.response_objects import trace_objects
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import GenerationChunk
-from logitship.server.schemas.openai_answer_schemas import ChatAnswerSchema, ChatChoice, ChatEvent, ChatEventChoice
+from logitship.server.schemas.openai_response_schemas import (
+    ChatChoice,
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
+    ChatStreamChoice,
+)
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest
 
-from .openai_answers import OpenAIAnswer
 from .openai_logprobs import chat_logprobs, prompt_logprobs
-from .openai_requests import OpenAIRequest
+from .openai_requests import ParsedOpenAIRequest
+from .openai_response_builder import OpenAIResponseBuilder
 
 
-class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
+class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
     """Builds OpenAI's chat completion objects."""
 
-    def __init__(self, engine: AsyncEngine, request: OpenAIRequest[ChatCompletionRequest]) -> None:
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[ChatCompletionRequest]) -> None:
         super().__init__(engine, request)
         self._begun: set[int] = set()
-        self._empty_event: ChatEvent = {
+        self._empty_stream_response: ChatCompletionStreamResponse = {
             "id": request.id,
             "object": "chat.completion.chunk",
             "created": request.created,
@@ -30,16 +35,16 @@ class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
             "choices": [],
         }
 
-    def whole(self, continuations: list[Continuation]) -> ChatAnswerSchema:
+    def response(self, continuations: list[Continuation]) -> ChatCompletionResponse:
         """Build the response. What belongs to the prompt stands beside the choices, as in vLLM."""
         request = self.request
-        response: ChatAnswerSchema = {
+        response: ChatCompletionResponse = {
             "id": request.id,
             "object": "chat.completion",
             "created": request.created,
             "model": request.model,
             "system_fingerprint": None,
-            "choices": [self._choice(continuation) for continuation in self.answered(continuations)],
+            "choices": [self._choice(continuation) for continuation in self.chosen(continuations)],
             "usage": self.usage(continuations),
         }
         if self.body.prompt_logprobs is not None:
@@ -50,30 +55,32 @@ class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
             response["prompt_token_ids"] = request.prompts[0].token_ids
         return response
 
-    def empty_event(self) -> ChatEvent:
+    def empty_stream_response(self) -> ChatCompletionStreamResponse:
         """Build a chunk without choices."""
-        return self._empty_event.copy()
+        return self._empty_stream_response.copy()
 
-    def chunk_events(self, continuation: Continuation, chunk: GenerationChunk) -> list[ChatEvent]:
+    def stream_responses(
+        self, continuation: Continuation, chunk: GenerationChunk
+    ) -> list[ChatCompletionStreamResponse]:
         """Build the stream's chunks for one chunk of the engine. The first is preceded by one with the role."""
-        choice: ChatEventChoice = {
+        choice: ChatStreamChoice = {
             "index": continuation.index,
             "delta": {"content": chunk.text},
             **self.ending(continuation),
             "logprobs": chat_logprobs(self.tokenizer, chunk.logprobs) if self.body.logprobs else None,
         }
         self._add_details(choice, chunk)
-        event: ChatEvent = {**self._empty_event, "choices": [choice]}
+        event: ChatCompletionStreamResponse = {**self._empty_stream_response, "choices": [choice]}
         if continuation.index in self._begun:
             return [event]
         self._begun.add(continuation.index)
-        first: ChatEventChoice = {
+        first: ChatStreamChoice = {
             "index": continuation.index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
         }
-        return [{**self._empty_event, "choices": [first]}, event]
+        return [{**self._empty_stream_response, "choices": [first]}, event]
 
     def _choice(self, continuation: Continuation) -> ChatChoice:
         choice: ChatChoice = {
@@ -85,7 +92,7 @@ class ChatAnswer(OpenAIAnswer[ChatCompletionRequest]):
         self._add_details(choice, continuation)
         return choice
 
-    def _add_details(self, choice: ChatChoice | ChatEventChoice, part: Continuation | GenerationChunk) -> None:
+    def _add_details(self, choice: ChatChoice | ChatStreamChoice, part: Continuation | GenerationChunk) -> None:
         if self.body.return_token_ids:
             choice["token_ids"] = part.token_ids
         if self.body.trace is not None:

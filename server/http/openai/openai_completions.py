@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.trace_answers import trace_objects
+from logitship.server.http.response_objects import trace_objects
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import GenerationChunk
-from logitship.server.schemas.openai_answer_schemas import CompletionAnswerSchema, CompletionChoice, CompletionEvent
+from logitship.server.schemas.openai_response_schemas import (
+    CompletionChoice,
+    CompletionResponse,
+    CompletionStreamResponse,
+)
 from logitship.server.schemas.openai_schemas import CompletionRequest
 
-from .openai_answers import OpenAIAnswer
 from .openai_logprobs import completion_logprobs, prompt_logprobs
-from .openai_requests import OpenAIRequest
+from .openai_requests import ParsedOpenAIRequest
+from .openai_response_builder import OpenAIResponseBuilder
 
 
-class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
+class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
     """Builds OpenAI's text completion objects."""
 
-    def __init__(self, engine: AsyncEngine, request: OpenAIRequest[CompletionRequest]) -> None:
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[CompletionRequest]) -> None:
         super().__init__(engine, request)
         self._text_offsets: dict[int, int] = {}
         """Characters of the tokens so far, by the index of the continuation."""
-        self._empty_event: CompletionEvent = {
+        self._empty_stream_response: CompletionStreamResponse = {
             "id": request.id,
             "object": "text_completion",
             "created": request.created,
@@ -31,7 +35,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
             "choices": [],
         }
 
-    def whole(self, continuations: list[Continuation]) -> CompletionAnswerSchema:
+    def response(self, continuations: list[Continuation]) -> CompletionResponse:
         """Build the response of a request without `stream`."""
         request = self.request
         return {
@@ -40,17 +44,17 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
             "created": request.created,
             "model": request.model,
             "system_fingerprint": None,
-            "choices": [self._whole_choice(continuation) for continuation in self.answered(continuations)],
+            "choices": [self._whole_choice(continuation) for continuation in self.chosen(continuations)],
             "usage": self.usage(continuations),
         }
 
-    def empty_event(self) -> CompletionEvent:
+    def empty_stream_response(self) -> CompletionStreamResponse:
         """Build a chunk without choices."""
-        return self._empty_event.copy()
+        return self._empty_stream_response.copy()
 
-    def chunk_events(self, continuation: Continuation, chunk: GenerationChunk) -> list[CompletionEvent]:
+    def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> list[CompletionStreamResponse]:
         """Build the stream's chunk for one chunk of the engine."""
-        return [{**self._empty_event, "choices": [self._choice(continuation, chunk)]}]
+        return [{**self._empty_stream_response, "choices": [self._choice(continuation, chunk)]}]
 
     def _whole_choice(self, continuation: Continuation) -> CompletionChoice:
         choice = self._choice(continuation, continuation)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from logitship.server.http.body import finite
 from logitship.server.requests.messages import TokenLogprobs
-from logitship.server.schemas.openai_answer_schemas import (
+from logitship.server.schemas.openai_response_schemas import (
     ChatLogprobs,
-    ChatPosition,
-    ChatToken,
+    ChatLogprobsContent,
+    ChatTokenLogprob,
     CompletionLogprobs,
     PromptLogprob,
 )
@@ -55,7 +55,7 @@ def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> C
     return {"content": [_chat_position(tokenizer, position) for position in positions], "refusal": None}
 
 
-def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs) -> ChatPosition:
+def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs) -> ChatLogprobsContent:
     assert position.logprob is not None  # only the first token of a prompt has none
     return {
         **_chat_token(tokenizer, position.token_id, position.logprob),
@@ -63,7 +63,7 @@ def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs) -> ChatPositio
     }
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatToken:
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatTokenLogprob:
     return {
         "token": tokenizer.token_text(token_id),
         "logprob": finite(logprob),

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import (
-    Carried,
+    ParsedProcessors,
     check_batch,
     check_processor_lists,
     default_that_fits,
@@ -39,7 +39,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class OpenAIRequest(Generic[Body]):
+class ParsedOpenAIRequest(Generic[Body]):
     """A body, read.
 
     Attributes:
@@ -59,9 +59,9 @@ class OpenAIRequest(Generic[Body]):
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-async def read_completion(
+async def parse_completion_request(
     engine: AsyncEngine, caller: Caller, body: CompletionRequest
-) -> OpenAIRequest[CompletionRequest]:
+) -> ParsedOpenAIRequest[CompletionRequest]:
     """Check what the schema cannot, tokenize, and make the engine's requests.
 
     Raises:
@@ -75,7 +75,7 @@ async def read_completion(
         check_processor_lists(body, len(given))
     constraint = constraint_of(body)
     request_id = _request_id(body, "cmpl")
-    request = OpenAIRequest(request_id, engine.model.name, body, [], [])
+    request = ParsedOpenAIRequest(request_id, engine.model.name, body, [], [])
     for i, value in enumerate(given):
         carried = read_processors(
             engine, caller, body, i if is_batch else None, body.custom_params, "custom_params", constraint
@@ -101,9 +101,9 @@ async def read_completion(
     return request
 
 
-async def read_chat(
+async def parse_chat_request(
     engine: AsyncEngine, caller: Caller, body: ChatCompletionRequest
-) -> OpenAIRequest[ChatCompletionRequest]:
+) -> ParsedOpenAIRequest[ChatCompletionRequest]:
     """The same for a conversation, which the chat template turns into one prompt.
 
     Raises:
@@ -137,7 +137,7 @@ async def read_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    return OpenAIRequest(request_id, engine.model.name, body, [prompt], [submission])
+    return ParsedOpenAIRequest(request_id, engine.model.name, body, [prompt], [submission])
 
 
 def check_model_name(engine: AsyncEngine, name: str) -> None:
@@ -202,7 +202,7 @@ async def _submission(
     names: Mapping[str, str],
     rid: str,
     batch_rid: str | None,
-    carried: Carried,
+    carried: ParsedProcessors,
     **values: Any,
 ) -> Submission:
     params = await sampling_params(

@@ -13,14 +13,14 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.flags import FLAG_OF_FIELD
 from logitship.server.http.documentation import ref
 from logitship.server.schemas.documented import example_of
-from logitship.server.schemas.sglang_answer_schemas import EngineState, ModelInfoAnswer
+from logitship.server.schemas.sglang_response_schemas import InternalState, ModelInfoResponse
 
-from .sglang_answers import WEIGHT_VERSION
+from .sglang_response_builder import WEIGHT_VERSION
 
 _SECRETS = ("api_key", "shipping_api_key")
 
 
-def model_info_of(engine: AsyncEngine) -> ModelInfoAnswer:
+def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:
     """The model."""
     model = engine.model
     return {
@@ -57,16 +57,16 @@ def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
 
 def server_info_schema() -> dict[str, Any]:
     """JSON schema of `server_info_of`: the settings' types and descriptions are those of the flags."""
-    of_model = TypeAdapter(ModelInfoAnswer).json_schema()["properties"]
+    of_model = TypeAdapter(ModelInfoResponse).json_schema()["properties"]
     properties = {
         **_settings(),
         **of_model,
         "version": {"type": "string", "description": "logitship's version.", "examples": [version("logitship")]},
         "internal_states": {
             "type": "array",
-            "items": ref(EngineState),
+            "items": ref(InternalState),
             "description": "What the engine is doing now, in one entry.",
-            "examples": [[example_of(EngineState)]],
+            "examples": [[example_of(InternalState)]],
         },
     }
     return {

@@ -51,7 +51,7 @@ _ONE_A_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len"
 
 
 @dataclass(frozen=True)
-class Generate:
+class ParsedGenerateRequest:
     """A `/generate` body, read.
 
     Attributes:
@@ -67,18 +67,18 @@ class Generate:
     texts_in_logprobs: bool
 
 
-async def read_generate(engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> Generate:
+async def parse_generate_request(engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> ParsedGenerateRequest:
     """Check what the schema cannot, tokenize, and make the engine's requests.
 
     Raises:
         RequestRefused: names the field.
     """
-    reader = _Reader(engine, caller, body)
+    reader = _GenerateReader(engine, caller, body)
     reader.check_lists()
     samplings = reader.samplings()
     n = samplings[0].n
     rids = reader.rids()
-    return Generate(
+    return ParsedGenerateRequest(
         submissions=[await reader.submission(i, samplings[i], rids[i]) for i in range(len(samplings))],
         rids=rids if n == 1 else [f"{rid}_{j}" for rid in rids for j in range(n)],
         many=reader.is_batch or n > 1,
@@ -86,7 +86,7 @@ async def read_generate(engine: AsyncEngine, caller: Caller, body: GenerateReque
     )
 
 
-class _Reader:
+class _GenerateReader:
     """Reads one body, prompt by prompt."""
 
     def __init__(self, engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> None:

@@ -12,16 +12,16 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
 from logitship.server.http.body import JSONResponse, read_body
 from logitship.server.http.documentation import one_or_more, operation
-from logitship.server.http.event_stream import EventStream, answer_at_end
+from logitship.server.http.event_stream import EventStream, respond_when_finished
 from logitship.server.http.running_requests import submit_all
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
 from logitship.server.requests.messages import GenerationRequest
-from logitship.server.schemas.sglang_answer_schemas import GenerateAnswerSchema, ModelInfoAnswer
+from logitship.server.schemas.sglang_response_schemas import GenerateResponse, ModelInfoResponse
 from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest
 
 from .server_info import model_info_of, server_info_of, server_info_schema
-from .sglang_answers import GenerateAnswer
-from .sglang_generate import read_generate
+from .sglang_generate import parse_generate_request
+from .sglang_response_builder import GenerateResponseBuilder
 
 HEALTH_TIMEOUT = 20.0
 """Seconds that `/health_generate` waits for its token."""
@@ -34,8 +34,8 @@ _GENERATE = operation(
         "sampling_params": {"max_new_tokens": 4, "temperature": 0},
         "rid": "first",
     },
-    answer=one_or_more(GenerateAnswerSchema),
-    events=GenerateAnswerSchema,
+    answer=one_or_more(GenerateResponse),
+    events=GenerateResponse,
 )
 
 
@@ -49,12 +49,12 @@ def sglang_router(engine: AsyncEngine) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Continue one prompt or several."""
         body = await read_body(request, GenerateRequest, limit)
-        plan = await read_generate(engine, caller_of(request), body)
-        answer = GenerateAnswer(plan, engine.tokenizer)
-        running = await submit_all(engine, plan.submissions)
+        parsed = await parse_generate_request(engine, caller_of(request), body)
+        builder = GenerateResponseBuilder(parsed, engine.tokenizer)
+        running = await submit_all(engine, parsed.submissions)
         if body.stream:
-            return EventStream(running, answer.events(running))
-        return await answer_at_end(request, running, answer.whole)
+            return EventStream(running, builder.stream(running))
+        return await respond_when_finished(request, running, builder.response)
 
     @router.post("/abort_request", openapi_extra=operation(body=AbortRequest, body_example={"rid": "first"}))
     async def abort_request(request: Request) -> Response:
@@ -73,8 +73,8 @@ def sglang_router(engine: AsyncEngine) -> APIRouter:
             return Response("Cache flushed.\n", media_type="text/plain")
         return Response("Nothing was flushed: requests are running or waiting.\n", 400, media_type="text/plain")
 
-    @router.get("/get_model_info", openapi_extra=operation(answer=ModelInfoAnswer))
-    @router.get("/model_info", openapi_extra=operation(answer=ModelInfoAnswer))
+    @router.get("/get_model_info", openapi_extra=operation(answer=ModelInfoResponse))
+    @router.get("/model_info", openapi_extra=operation(answer=ModelInfoResponse))
     async def model_info() -> Response:
         """The model."""
         return JSONResponse(model_info_of(engine))

@@ -9,24 +9,24 @@ from typing import Generic, TypeAlias, TypedDict
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.event_stream import event
-from logitship.server.http.receipt_objects import receipt_objects
+from logitship.server.http.response_objects import receipt_objects
 from logitship.server.http.running_requests import RunningRequests, raise_if_failed
 from logitship.server.requests.best_of import most_likely
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import GenerationChunk
-from logitship.server.schemas.openai_answer_schemas import (
-    ChatAnswerSchema,
-    ChatEvent,
-    CompletionAnswerSchema,
-    CompletionEvent,
-    Ending,
-    UsageAnswer,
+from logitship.server.schemas.openai_response_schemas import (
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
+    ChoiceEnding,
+    CompletionResponse,
+    CompletionStreamResponse,
+    UsageInfo,
 )
 
-from .openai_requests import Body, OpenAIRequest
+from .openai_requests import Body, ParsedOpenAIRequest
 
-Answer: TypeAlias = CompletionAnswerSchema | ChatAnswerSchema
-Event: TypeAlias = CompletionEvent | ChatEvent
+OpenAIResponse: TypeAlias = CompletionResponse | ChatCompletionResponse
+OpenAIStreamResponse: TypeAlias = CompletionStreamResponse | ChatCompletionStreamResponse
 
 
 class NullUsage(TypedDict, total=False):
@@ -35,28 +35,28 @@ class NullUsage(TypedDict, total=False):
     usage: None
 
 
-class OpenAIAnswer(ABC, Generic[Body]):
+class OpenAIResponseBuilder(ABC, Generic[Body]):
     """Builds the response to one request, whole or chunk by chunk."""
 
-    def __init__(self, engine: AsyncEngine, request: OpenAIRequest[Body]) -> None:
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[Body]) -> None:
         self.request = request
         self.body = request.body
         self.tokenizer = engine.tokenizer
         self._end_tokens = engine.model.eos_token_ids - frozenset(request.body.stop_token_ids)
 
     @abstractmethod
-    def whole(self, continuations: list[Continuation]) -> Answer:
+    def response(self, continuations: list[Continuation]) -> OpenAIResponse:
         """Build the response of a request without `stream`."""
 
     @abstractmethod
-    def empty_event(self) -> Event:
+    def empty_stream_response(self) -> OpenAIStreamResponse:
         """Build a chunk without choices."""
 
     @abstractmethod
-    def chunk_events(self, continuation: Continuation, chunk: GenerationChunk) -> Sequence[Event]:
+    def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> Sequence[OpenAIStreamResponse]:
         """Build the stream's chunks for one chunk of the engine, with one choice each."""
 
-    async def events(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
+    async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
         """Yield the encoded events of a stream.
 
         Raises:
@@ -64,16 +64,16 @@ class OpenAIAnswer(ABC, Generic[Body]):
         """
         async for continuation, chunk in running:
             raise_if_failed(continuation)
-            for data in self.chunk_events(continuation, chunk):
+            for data in self.stream_responses(continuation, chunk):
                 if self.body.usage_in_each_event:
                     data["usage"] = self.usage([continuation])
                 yield event(data)
         if self.body.usage_at_end:
-            last = self.empty_event()
+            last = self.empty_stream_response()
             last["usage"] = self.usage(running.continuations)
             yield event(last)
 
-    def ending(self, continuation: Continuation) -> Ending:
+    def ending(self, continuation: Continuation) -> ChoiceEnding:
         """Build the fields of a choice that say why it ended; null while it runs."""
         reason = continuation.finish_reason
         if reason is None:
@@ -81,12 +81,12 @@ class OpenAIAnswer(ABC, Generic[Body]):
         assert reason.kind != "absent"
         # vLLM's `stop_reason` names what the request asked to stop at; for the model's own end token it is null.
         matched = None if reason.matched in self._end_tokens else reason.matched
-        ending: Ending = {"finish_reason": reason.kind, "stop_reason": matched}
+        ending: ChoiceEnding = {"finish_reason": reason.kind, "stop_reason": matched}
         if continuation.receipts:
             ending["receipts"] = receipt_objects(continuation.receipts)
         return ending
 
-    def answered(self, continuations: Sequence[Continuation]) -> Sequence[Continuation]:
+    def chosen(self, continuations: Sequence[Continuation]) -> Sequence[Continuation]:
         """Select the continuations that become choices, with their index in the response."""
         made, n = self.body.num_continuations, self.body.n
         if made == n:
@@ -99,7 +99,7 @@ class OpenAIAnswer(ABC, Generic[Body]):
         """Build the usage of every chunk but the last: OpenAI sends null if the last one has it."""
         return {"usage": None} if self.body.usage_at_end else {}
 
-    def usage(self, continuations: Sequence[Continuation]) -> UsageAnswer:
+    def usage(self, continuations: Sequence[Continuation]) -> UsageInfo:
         """Count tokens. A prompt counts once, with the counts of its first continuation.
 
         Continuations that `best_of` discards count too: they were generated.

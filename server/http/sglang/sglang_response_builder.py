@@ -9,15 +9,14 @@ from typing import Literal, TypeAlias
 from logitship.server.http.body import finite
 from logitship.server.http.event_stream import event
 from logitship.server.http.exception_handlers import fault_details
-from logitship.server.http.receipt_objects import receipt_objects
+from logitship.server.http.response_objects import receipt_objects, trace_objects
 from logitship.server.http.running_requests import RunningRequests
-from logitship.server.http.trace_answers import trace_objects
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
-from logitship.server.schemas.answer_schemas import TokenTrace
-from logitship.server.schemas.sglang_answer_schemas import (
+from logitship.server.schemas.response_schemas import TokenTraceObject
+from logitship.server.schemas.sglang_response_schemas import (
     AbortReason,
-    GenerateAnswerSchema,
+    GenerateResponse,
     LengthReason,
     MetaInfo,
     StopReason,
@@ -25,27 +24,27 @@ from logitship.server.schemas.sglang_answer_schemas import (
 )
 from logitship.server.tokenizer import Tokenizer
 
-from .sglang_generate import Generate
+from .sglang_generate import ParsedGenerateRequest
 
 WEIGHT_VERSION = "default"
 
 
-class GenerateAnswer:
+class GenerateResponseBuilder:
     """Makes the answer to one `/generate` request, whole or event by event."""
 
-    def __init__(self, generate: Generate, tokenizer: Tokenizer) -> None:
+    def __init__(self, generate: ParsedGenerateRequest, tokenizer: Tokenizer) -> None:
         self._generate = generate
         self._tokenizer = tokenizer
         self._started = time.perf_counter()
         self._tables: dict[int, _LogprobTables] = {}
-        self._traces: dict[int, list[TokenTrace]] = {}
+        self._traces: dict[int, list[TokenTraceObject]] = {}
 
-    def whole(self, continuations: list[Continuation]) -> GenerateAnswerSchema | list[GenerateAnswerSchema]:
+    def response(self, continuations: list[Continuation]) -> GenerateResponse | list[GenerateResponse]:
         """One object, or a list of them."""
         objects = [self._object(continuation) for continuation in continuations]
         return objects if self._generate.many else objects[0]
 
-    async def events(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
+    async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
         """One event a chunk, each with everything that its continuation has given so far."""
         async for continuation, _ in running:
             data = self._object(continuation)
@@ -53,7 +52,7 @@ class GenerateAnswer:
                 data["index"] = continuation.index
             yield event(data)
 
-    def _object(self, continuation: Continuation) -> GenerateAnswerSchema:
+    def _object(self, continuation: Continuation) -> GenerateResponse:
         return {
             "text": continuation.text,
             "output_ids": continuation.token_ids,

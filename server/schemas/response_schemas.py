@@ -34,7 +34,7 @@ class FaultDetails(TypedDict, total=False):
         "traceback": 'Traceback (most recent call last):\n  File "lipogram.py", line 9, in __call__\n',
     }
 )
-class ErrorDetails(TypedDict):
+class ErrorInfo(TypedDict):
     """What went wrong."""
 
     message: str
@@ -67,10 +67,10 @@ class ErrorDetails(TypedDict):
         }
     }
 )
-class ErrorAnswer(TypedDict):
+class ErrorResponse(TypedDict):
     """Why a request was refused, or ended."""
 
-    error: ErrorDetails
+    error: ErrorInfo
     """All there is to say of it."""
 
 
@@ -78,7 +78,7 @@ StageName: TypeAlias = Literal["model", "request", "processor", "sampling"]
 
 
 @documented({"digest": DIGEST, "name": "Lipogram", "steps": 12, "milliseconds": 0.869})
-class ReceiptAnswer(TypedDict):
+class ReceiptObject(TypedDict):
     """Proof that a processor was applied."""
 
     digest: str
@@ -111,7 +111,7 @@ class TraceToken(TypedDict):
         "num_allowed": 12345,
     }
 )
-class TraceStageAnswer(TypedDict):
+class TraceStageObject(TypedDict):
     """What the candidates' probabilities were at one stage of the way from the model to the token."""
 
     stage: StageName
@@ -148,7 +148,7 @@ class TraceStageAnswer(TypedDict):
         ],
     }
 )
-class TokenTrace(TypedDict):
+class TokenTraceObject(TypedDict):
     """What became of the most likely tokens, from the model to the token that was drawn."""
 
     token_id: int
@@ -157,5 +157,5 @@ class TokenTrace(TypedDict):
     """Its text."""
     candidates: list[TraceToken]
     """The most likely tokens of all stages, and the drawn one; the most likely in the model first."""
-    stages: list[TraceStageAnswer]
+    stages: list[TraceStageObject]
     """The stages, in their order."""

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, NotRequired, TypeAlias
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from .answer_schemas import DIGEST, ReceiptAnswer, TokenTrace
 from .documented import documented, example_of
+from .response_schemas import DIGEST, ReceiptObject, TokenTraceObject
 
 TokenLogprobEntry: TypeAlias = Annotated[
     Sequence[float | int | str | None],
@@ -85,8 +85,8 @@ class AbortReason(TypedDict):
         "output_token_logprobs_length": 1,
         "input_top_logprobs": [None, [[-1.2, 3575, None]]],
         "output_top_logprobs": [[[-0.105, 7042, " Paris"], [-3.2, 253, " a"]]],
-        "trace": [example_of(TokenTrace)],
-        "receipts": [example_of(ReceiptAnswer)],
+        "trace": [example_of(TokenTraceObject)],
+        "receipts": [example_of(ReceiptObject)],
         "cumulative_logprob": -2.5,
         "beam_score": -0.625,
         "e2e_latency": 0.25,
@@ -121,9 +121,9 @@ class MetaInfo(TypedDict):
     """With `top_logprobs_num`: of each of those positions, the most likely tokens."""
     output_top_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
     """With `top_logprobs_num`: the same for the output."""
-    trace: NotRequired[list[TokenTrace]]
+    trace: NotRequired[list[TokenTraceObject]]
     """With `trace`: one entry a token of the output so far."""
-    receipts: NotRequired[list[ReceiptAnswer]]
+    receipts: NotRequired[list[ReceiptObject]]
     """At the end, if the request carried processors: one each."""
     cumulative_logprob: NotRequired[float]
     """Of a beam search: the sum of the tokens' log-probabilities."""
@@ -151,7 +151,7 @@ class MetaInfo(TypedDict):
         "index": 0,
     }
 )
-class GenerateAnswerSchema(TypedDict):
+class GenerateResponse(TypedDict):
     """A continuation."""
 
     text: str
@@ -182,7 +182,7 @@ class GenerateAnswerSchema(TypedDict):
         "device": "cpu",
     }
 )
-class ModelInfoAnswer(TypedDict):
+class ModelInfoResponse(TypedDict):
     """The model."""
 
     model_path: str
@@ -238,7 +238,7 @@ class ModelInfoAnswer(TypedDict):
         "sandboxes_ended": {"deadline": 1},
     }
 )
-class EngineState(TypedDict):
+class InternalState(TypedDict):
     """Counters of the engine."""
 
     running: int

@@ -6,8 +6,8 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from .answer_schemas import DIGEST, ReceiptAnswer, TokenTrace
 from .documented import documented, example_of
+from .response_schemas import DIGEST, ReceiptObject, TokenTraceObject
 
 _RECEIPT = {"digest": DIGEST, "name": "Lipogram", "steps": 4, "milliseconds": 0.869}
 _USAGE = {
@@ -18,7 +18,7 @@ _USAGE = {
 }
 _TOKEN = {"token": " Paris", "logprob": -0.105, "bytes": [32, 80, 97, 114, 105, 115]}
 _PROMPT_LOGPROBS = [None, {"2040": {"logprob": -1.2, "rank": 1, "decoded_token": " capital"}}]
-_TRACE = [example_of(TokenTrace)]
+_TRACE = [example_of(TokenTraceObject)]
 
 
 @documented({"cached_tokens": 0})
@@ -30,7 +30,7 @@ class PromptTokensDetails(TypedDict):
 
 
 @documented(_USAGE)
-class UsageAnswer(TypedDict):
+class UsageInfo(TypedDict):
     """Token counts. A prompt counts once, however many continuations it has."""
 
     prompt_tokens: int
@@ -64,18 +64,18 @@ class PromptLogprob(TypedDict):
         "trace": _TRACE,
     }
 )
-class Ending(TypedDict):
+class ChoiceEnding(TypedDict):
     """Why a choice ended, and what belongs to its tokens."""
 
     finish_reason: Literal["stop", "length", "abort"] | None
     """Why it ended; null while it runs."""
     stop_reason: NotRequired[str | int | None]
     """The stop string or token of the request that ended it; null for the model's own end."""
-    receipts: NotRequired[list[ReceiptAnswer]]
+    receipts: NotRequired[list[ReceiptObject]]
     """At the end, if the request carried processors: one each."""
     token_ids: NotRequired[list[int]]
     """With `return_token_ids`: the output, or the event's new tokens."""
-    trace: NotRequired[list[TokenTrace]]
+    trace: NotRequired[list[TokenTraceObject]]
     """With `trace`: one entry a token of the output, or a new token of the event."""
 
 
@@ -169,7 +169,7 @@ class CompletionLogprobs(TypedDict):
         "prompt_logprobs": _PROMPT_LOGPROBS,
     }
 )
-class CompletionChoice(Ending):
+class CompletionChoice(ChoiceEnding):
     """A continuation, or what an event adds to it."""
 
     index: int
@@ -192,14 +192,14 @@ class CompletionChoice(Ending):
         "usage": _USAGE,
     }
 )
-class CompletionAnswerSchema(_Head):
+class CompletionResponse(_Head):
     """An answer of `/v1/completions`."""
 
     object: Literal["text_completion"]
     """The type."""
     choices: list[CompletionChoice]
     """The continuations."""
-    usage: UsageAnswer
+    usage: UsageInfo
     """Token counts of all of them."""
 
 
@@ -211,19 +211,19 @@ class CompletionAnswerSchema(_Head):
         "usage": _USAGE,
     }
 )
-class CompletionEvent(_Head):
+class CompletionStreamResponse(_Head):
     """An event of a stream of `/v1/completions`: what is new of one continuation."""
 
     object: Literal["text_completion"]
     """The type."""
     choices: list[CompletionChoice]
     """One; none in the event with the usage."""
-    usage: NotRequired[UsageAnswer | None]
+    usage: NotRequired[UsageInfo | None]
     """With `stream_options`: token counts; null in the events before the last."""
 
 
 @documented(_TOKEN)
-class ChatToken(TypedDict):
+class ChatTokenLogprob(TypedDict):
     """A token and its log-probability."""
 
     token: str
@@ -235,10 +235,10 @@ class ChatToken(TypedDict):
 
 
 @documented({"top_logprobs": [_TOKEN]})
-class ChatPosition(ChatToken):
+class ChatLogprobsContent(ChatTokenLogprob):
     """A token of an output."""
 
-    top_logprobs: list[ChatToken]
+    top_logprobs: list[ChatTokenLogprob]
     """The most likely tokens of this position, most likely first."""
 
 
@@ -246,7 +246,7 @@ class ChatPosition(ChatToken):
 class ChatLogprobs(TypedDict):
     """Log-probabilities of a message's tokens."""
 
-    content: list[ChatPosition]
+    content: list[ChatLogprobsContent]
     """One entry a token."""
     refusal: None
     """Always null."""
@@ -265,7 +265,7 @@ class ChatMessage(TypedDict):
 
 
 @documented({"index": 0, "message": example_of(ChatMessage), "logprobs": example_of(ChatLogprobs)})
-class ChatChoice(Ending):
+class ChatChoice(ChoiceEnding):
     """A continuation of a conversation."""
 
     index: int
@@ -294,14 +294,14 @@ class ChatChoice(Ending):
         "prompt_logprobs": _PROMPT_LOGPROBS,
     }
 )
-class ChatAnswerSchema(_Head):
+class ChatCompletionResponse(_Head):
     """An answer of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"]
     """The type."""
     choices: list[ChatChoice]
     """The continuations."""
-    usage: UsageAnswer
+    usage: UsageInfo
     """Token counts of all of them."""
     prompt_token_ids: NotRequired[list[int]]
     """With `return_token_ids`: the prompt that the chat template made."""
@@ -310,7 +310,7 @@ class ChatAnswerSchema(_Head):
 
 
 @documented({"role": "assistant", "content": "The"})
-class ChatDelta(TypedDict):
+class DeltaMessage(TypedDict):
     """What is new of a message."""
 
     role: NotRequired[Literal["assistant"]]
@@ -320,12 +320,12 @@ class ChatDelta(TypedDict):
 
 
 @documented({"index": 0, "delta": {"content": "The"}, "logprobs": example_of(ChatLogprobs)})
-class ChatEventChoice(Ending):
+class ChatStreamChoice(ChoiceEnding):
     """What is new of a continuation of a conversation."""
 
     index: int
     """Which of the `n`."""
-    delta: ChatDelta
+    delta: DeltaMessage
     """What is new of the message."""
     logprobs: ChatLogprobs | None
     """With `logprobs`: those of the new tokens."""
@@ -341,12 +341,12 @@ class ChatEventChoice(Ending):
         "usage": _USAGE,
     }
 )
-class ChatEvent(_Head):
+class ChatCompletionStreamResponse(_Head):
     """An event of a stream of `/v1/chat/completions`."""
 
     object: Literal["chat.completion.chunk"]
     """The type."""
-    choices: list[ChatEventChoice]
+    choices: list[ChatStreamChoice]
     """One; none in the event with the usage."""
-    usage: NotRequired[UsageAnswer | None]
+    usage: NotRequired[UsageInfo | None]
     """With `stream_options`: token counts; null in the events before the last."""
