@@ -24,16 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     if command == "serve":
-        options = {**_of_environment(), **options}
+        options = {**_environment_options(), **options}
     try:
-        import torch  # noqa: F401  # the client alone is installed without it
+        import torch  # noqa: F401  # missing if only the light client is installed
     except ImportError:
         print('This needs the server: pip install "logitship[serve]"', file=sys.stderr)
         return 1
     if command == "check":
         return run_check_command(options)
     try:
-        config = ServerConfig(**{name: _frozen(value) for name, value in options.items()})
+        config = ServerConfig(**{name: _as_tuple(value) for name, value in options.items()})
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _of_environment() -> dict[str, str | list[str]]:
-    """API keys, from where other users of the machine do not see them, and what RTP-LLM takes from there."""
+def _environment_options() -> dict[str, str | list[str]]:
+    """Read API keys, which would be visible to other users on the command line, and RTP-LLM's `TREE_DECODE_CONFIG`."""
     keys = {"api_key": "LOGITSHIP_API_KEY", "shipping_api_key": "LOGITSHIP_SHIPPING_API_KEY"}
     found: dict[str, str | list[str]] = {
         field: os.environ[name].split(",") for field, name in keys.items() if os.environ.get(name)
@@ -54,7 +54,7 @@ def _of_environment() -> dict[str, str | list[str]]:
     return found
 
 
-def _frozen(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -73,7 +73,7 @@ def _serve(config: ServerConfig) -> int:
 def _demo(config: ServerConfig) -> int:
     from .demo import run_demo
 
-    # It prints for people, and ships nothing but its own code: the server's warnings would only get in between.
+    # The demo ships only its own code: the server's warnings would clutter its output.
     logging.basicConfig(level="ERROR")
     return run_demo(config)
 
@@ -99,12 +99,12 @@ _DEMO_FIELDS = ("model_path", "processor_isolation")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="logitship", description="Logits processors that arrive with the request.")
+    parser = argparse.ArgumentParser(prog="logitship", description="LLM server with client-supplied logits processors.")
     parser.add_argument("--version", action="version", version=f"logitship {version('logitship')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP")
-    check = commands.add_parser("check", help="try a processor class as a server would run it")
-    demo = commands.add_parser("demo", help="ship two processors and see what they do")
+    check = commands.add_parser("check", help="test a processor class the way a server runs it")
+    demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
     for title, flags in FLAGS.items():
         group = serve.add_argument_group(title)
         for flag in flags:

@@ -39,43 +39,54 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             ("--model-path", "--model"), "a Hugging Face folder, a GGUF file, a hub name, or the default model's name"
         ),
-        Flag(("--tokenizer-path", "--tokenizer"), "where the tokenizer is, if not with the model"),
+        Flag(("--tokenizer-path", "--tokenizer"), "path of the tokenizer, if it is not in the model's folder"),
         Flag(("--served-model-name",), "the name under which clients ask for the model"),
-        Flag(("--dtype",), "type of the weights; auto: float32 on a CPU, the checkpoint's own elsewhere"),
+        Flag(("--dtype",), "dtype of the weights; auto: float32 on a CPU, the checkpoint's dtype elsewhere"),
         Flag(("--device",), "cpu, cuda, cuda:1, …; auto: a GPU if there is one"),
-        Flag(("--model-impl",), "transformers: the model's own code; auto: faster layers where they are known"),
-        Flag(("--chat-template",), "a file with a Jinja template, instead of the tokenizer's"),
-        Flag(("--trust-remote-code",), "run code that comes with the model's folder"),
+        Flag(
+            ("--model-impl",),
+            "transformers: use the model's own code; auto: use faster layers for supported architectures",
+        ),
+        Flag(("--chat-template",), "file with a Jinja chat template that replaces the tokenizer's"),
+        Flag(("--trust-remote-code",), "run Python code from the model's folder"),
     ),
     "engine": (
-        Flag(("--max-num-seqs", "--max-running-requests"), "sequences that decode together"),
-        Flag(("--max-model-len", "--context-length"), "longest prompt and output together, in tokens"),
-        Flag(("--max-queued-requests",), "requests that may wait; more are refused with 429"),
-        Flag(("--chunked-prefill-size",), "most prompt tokens computed in one step beside the running sequences"),
-        Flag(("--mem-fraction-static", "--gpu-memory-utilization"), "share of the free memory for keys and values"),
+        Flag(("--max-num-seqs", "--max-running-requests"), "maximum number of sequences in the running batch"),
+        Flag(("--max-model-len", "--context-length"), "maximum length of prompt plus output, in tokens"),
+        Flag(("--max-queued-requests",), "maximum number of waiting requests; more are refused with 429"),
+        Flag(
+            ("--chunked-prefill-size",),
+            "maximum number of prompt tokens computed in one step next to the running sequences",
+        ),
+        Flag(("--mem-fraction-static", "--gpu-memory-utilization"), "fraction of the free memory for the KV cache"),
         Flag(
             ("--prefix-cache-bytes",),
-            "bytes of it for what earlier requests began with, which is not computed again; 0: none (default: a tenth)",
+            "bytes of the KV cache that keep the prefixes of earlier requests; 0: no prefix cache (default: a tenth)",
         ),
-        Flag(("--random-seed", "--seed"), "seeds the requests that bring no seed of their own"),
+        Flag(("--random-seed", "--seed"), "seed for requests without a seed of their own"),
         Flag(
-            ("--enable-deterministic-inference",), "the same bits whatever else runs: read docs/deterministic.md first"
+            ("--enable-deterministic-inference",),
+            "bitwise the same results in any batch composition: read docs/deterministic.md first",
         ),
-        Flag(("--speculative-algorithm",), "NGRAM: check several tokens in a step where a text repeats itself"),
-        Flag(("--speculative-num-draft-tokens",), "most tokens of a sequence that a step checks ahead"),
+        Flag(("--speculative-algorithm",), "NGRAM: speculative decoding by prompt lookup"),
+        Flag(("--speculative-num-draft-tokens",), "maximum number of draft tokens per sequence and step"),
     ),
     "sampling": (
-        Flag(("--max-logprobs",), "most log-probabilities that a request may ask for at each position"),
-        Flag(("--logprobs-mode",), "before any edit (raw), or after all of them (processed), unless the request says"),
+        Flag(("--max-logprobs",), "maximum number of log-probabilities per position that a request may ask for"),
+        Flag(
+            ("--logprobs-mode",),
+            "default of the request field: log-probabilities before (raw) or after (processed) all edits",
+        ),
         Flag(
             ("--reasoning-config",),
-            'start and end of the model\'s thinking, for budgets: {"reasoning_start_str": …, "reasoning_end_str": …}',
+            'start and end of the reasoning, for budgets: {"reasoning_start_str": …, "reasoning_end_str": …}',
             metavar="JSON",
         ),
     ),
     "processors": (
         Flag(
-            ("--enable-custom-logit-processor",), "run processors that come with requests: read docs/security.md first"
+            ("--enable-custom-logit-processor",),
+            "run processors that clients ship with requests: read docs/security.md first",
         ),
         Flag(
             ("--logits-processors",),
@@ -83,50 +94,56 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="NAME",
         ),
         Flag(
-            ("--logits-processor-pattern",), "callables that requests may name: a regular expression, matched in full"
+            ("--logits-processor-pattern",),
+            "regular expression for the callables that requests may name; must match the full name",
         ),
         Flag(
             ("--allow-processor",),
-            "a file with the digests of the only processors that may be shipped, one a line",
+            "file with the digests of the only processors that may be shipped, one per line",
             metavar="FILE",
         ),
         Flag(
             ("--tree-decode-config", "--tree_decode_config"),
-            "a file with a tree of tokens that every request follows; or in $TREE_DECODE_CONFIG",
+            "file with a token tree that every request follows; or $TREE_DECODE_CONFIG",
             metavar="FILE",
         ),
-        Flag(("--tree",), "trees of tokens that requests can ask for by name", metavar="NAME=FILE"),
-        Flag(("--max-processor-size",), "longest processor string, in bytes"),
-        Flag(("--processor-cache-entries",), "most shipped processors kept loaded, and most registered ones"),
-        Flag(("--processor-cache-bytes",), "most bytes of shipped processors kept loaded, and of registered ones"),
+        Flag(("--tree",), "token trees that requests can select by name", metavar="NAME=FILE"),
+        Flag(("--max-processor-size",), "maximum size of a processor string, in bytes"),
+        Flag(
+            ("--processor-cache-entries",), "maximum number of shipped processors kept loaded, and of registered ones"
+        ),
+        Flag(
+            ("--processor-cache-bytes",),
+            "maximum total size of shipped processors kept loaded, and of registered ones, in bytes",
+        ),
     ),
     "isolation": (
         Flag(
             ("--processor-isolation",),
-            "where shipped code runs; none: in the server's own process, with all its rights",
+            "where shipped code runs; none: in the server's own process, with all its privileges",
         ),
-        Flag(("--max-sandboxes",), "most shipped processors kept loaded in sandboxes, each a process"),
-        Flag(("--sandbox-memory",), "bytes that a sandbox may take, beyond what torch takes"),
-        Flag(("--sandbox-cpu-time",), "seconds of CPU time that a sandbox may burn outside its calls"),
-        Flag(("--sandbox-step-timeout",), "seconds that a call of a shipped processor may take"),
-        Flag(("--sandbox-load-timeout",), "seconds that it may take to load one"),
+        Flag(("--max-sandboxes",), "maximum number of sandboxes; each is a process with one shipped processor"),
+        Flag(("--sandbox-memory",), "memory limit of a sandbox, in bytes, on top of what torch takes"),
+        Flag(("--sandbox-cpu-time",), "CPU time that a sandbox may use outside its calls, in seconds"),
+        Flag(("--sandbox-step-timeout",), "time limit for one call of a shipped processor, in seconds"),
+        Flag(("--sandbox-load-timeout",), "time limit for loading a shipped processor, in seconds"),
     ),
     "HTTP": (
         Flag(("--host",), "address to listen on"),
         Flag(("--port",), "port to listen on; 0: any free one"),
         Flag(
             ("--api-key",),
-            "bearer tokens, of which every request must carry one; or in $LOGITSHIP_API_KEY, with commas",
+            "bearer tokens; every request must send one of them; or $LOGITSHIP_API_KEY, comma-separated",
         ),
         Flag(
             ("--shipping-api-key",),
-            "tokens that may ship processors, which the others then may not; or in $LOGITSHIP_SHIPPING_API_KEY",
+            "the only bearer tokens that may ship processors; or $LOGITSHIP_SHIPPING_API_KEY, comma-separated",
         ),
-        Flag(("--max-request-bytes",), "longest request body, in bytes"),
+        Flag(("--max-request-bytes",), "maximum size of a request body, in bytes"),
         Flag(("--disable-playground",), "do not serve the playground, the page at /"),
-        Flag(("--shutdown-timeout",), "seconds that running requests get to finish after SIGTERM"),
-        Flag(("--log-level",), "how much to log"),
-        Flag(("--log-format",), "lines for people, or a JSON object a line"),
+        Flag(("--shutdown-timeout",), "time that running requests get to finish after SIGTERM, in seconds"),
+        Flag(("--log-level",), "log level"),
+        Flag(("--log-format",), "text, or one JSON object per line"),
     ),
 }
 """Flags by group."""

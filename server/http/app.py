@@ -1,4 +1,4 @@
-"""The ASGI application: one function that wires it together."""
+"""The ASGI application: routes, middleware and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _SCHEMAS: list[type] = [
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, with the schemas of bodies and answers."""
+        """Return the OpenAPI document, with the schemas of request and response bodies."""
         if self.openapi_schema is None:
             complete(super().openapi(), _SCHEMAS)
         assert self.openapi_schema is not None
@@ -72,16 +72,16 @@ class _App(FastAPI):
 
 
 def create_app(engine: AsyncEngine) -> FastAPI:
-    """The HTTP front of `engine`, which the caller starts and stops.
+    """Create the HTTP application of `engine`, which the caller starts and stops.
 
-    Everything but `/health`, `/health_generate` and the playground's files asks for an API key if `engine.config` has
-    any.
+    If `engine.config` has API keys, every route requires one, except `/health`, `/health_generate` and the playground's
+    files.
     """
     app = _App(
         title="logitship",
-        summary="An LLM server that runs the logits processor that comes with a request.",
+        summary="An LLM server that runs client-supplied logits processors.",
         version=version("logitship"),
-        # FastAPI's own pages load scripts from elsewhere.
+        # FastAPI's own pages load scripts from a CDN.
         docs_url=None,
         redoc_url=None,
     )
@@ -96,5 +96,5 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys())
-    app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # around all others: it sees their answers
+    app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # outermost: sees the responses of all others
     return app

@@ -1,4 +1,4 @@
-"""Schemas whose fields have examples in the OpenAPI document."""
+"""Schemas with descriptions and examples in the OpenAPI document: pydantic models and TypedDicts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 class Documented(BaseModel):
-    """A JSON object. Docstrings of its fields are their descriptions."""
+    """A JSON object. The docstrings of the fields become their descriptions."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     examples: ClassVar[Mapping[str, object]] = {}
-    """An example of each field, by its name in JSON. Those of base classes count too."""
+    """An example per field, by its name in JSON. Includes those of base classes."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The JSON schema, with the examples."""
+        """Return the JSON schema, with the examples."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema)["properties"]
         for base in reversed(cls.__mro__):
@@ -33,10 +33,10 @@ class Documented(BaseModel):
 
 
 def documented(example: Mapping[str, object]) -> Callable[[type[T]], type[T]]:
-    """Document a TypedDict, an object in a response, in the OpenAPI document. The docstrings of its keys are used.
+    """Document a TypedDict, an object in a response. The docstrings of the keys become their descriptions.
 
     Args:
-        example: of the whole object; of a subclass: of the keys that it adds.
+        example: example of the whole object; for a subclass, of the keys that it adds.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -59,7 +59,7 @@ def documented(example: Mapping[str, object]) -> Callable[[type[T]], type[T]]:
 
 
 def example_of(cls: type) -> Mapping[str, object]:
-    """Return the example of a TypedDict that `documented` decorates."""
+    """Return the example of a TypedDict decorated with `documented`."""
     return _EXAMPLES[cls]
 
 

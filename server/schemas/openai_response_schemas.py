@@ -1,4 +1,4 @@
-"""The answers of OpenAI's routes, for the OpenAPI document."""
+"""Responses of OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ _TRACE = [example_of(TokenTraceObject)]
 
 @documented({"cached_tokens": 0})
 class PromptTokensDetails(TypedDict):
-    """Where a prompt's tokens came from."""
+    """Breakdown of the prompt tokens."""
 
     cached_tokens: int
-    """Those whose keys and values were copied from another continuation."""
+    """Tokens whose KV cache was reused."""
 
 
 @documented(_USAGE)
 class UsageInfo(TypedDict):
-    """Token counts. A prompt counts once, however many continuations it has."""
+    """Token counts. A prompt counts once, regardless of the number of continuations."""
 
     prompt_tokens: int
     """Tokens of the prompts."""
     completion_tokens: int
-    """Tokens that were generated."""
+    """Generated tokens."""
     total_tokens: int
-    """Both together."""
+    """Sum of both."""
     prompt_tokens_details: PromptTokensDetails
-    """Where the prompts' tokens came from."""
+    """Breakdown of the prompt tokens."""
 
 
 @documented({"logprob": -1.2, "rank": 1, "decoded_token": " capital"})
 class PromptLogprob(TypedDict):
-    """A token at a position of a prompt, as vLLM has it."""
+    """A token at a position of a prompt, in vLLM's format."""
 
     logprob: float
-    """Its log-probability."""
+    """Log-probability."""
     rank: int
-    """1 for the most likely token there."""
+    """1 for the most likely token of the position."""
     decoded_token: str
-    """Its text."""
+    """Text."""
 
 
 @documented(
@@ -65,18 +65,18 @@ class PromptLogprob(TypedDict):
     }
 )
 class ChoiceEnding(TypedDict):
-    """Why a choice ended, and what belongs to its tokens."""
+    """Fields common to all choices."""
 
     finish_reason: Literal["stop", "length", "abort"] | None
-    """Why it ended; null while it runs."""
+    """Why the generation ended; null while it runs."""
     stop_reason: NotRequired[str | int | None]
-    """The stop string or token of the request that ended it; null for the model's own end."""
+    """The request's stop string or stop token that ended it; null for the model's own end token."""
     receipts: NotRequired[list[ReceiptObject]]
-    """At the end, if the request carried processors: one each."""
+    """At the end, if the request had processors: one per processor."""
     token_ids: NotRequired[list[int]]
-    """With `return_token_ids`: the output, or the event's new tokens."""
+    """With `return_token_ids`: the output's tokens, or the new tokens of a stream event."""
     trace: NotRequired[list[TokenTraceObject]]
-    """With `trace`: one entry a token of the output, or a new token of the event."""
+    """With `trace`: one entry per token of the output, or per new token of a stream event."""
 
 
 @documented(
@@ -94,19 +94,19 @@ class ModelCard(TypedDict):
     """A model."""
 
     id: str
-    """The name to ask for it by."""
+    """Name of the model in requests."""
     object: Literal["model"]
-    """The type."""
+    """Object type."""
     created: int
-    """When the server started, in seconds since 1970."""
+    """Start time of the server, as a Unix timestamp."""
     owned_by: Literal["logitship"]
-    """Who serves it."""
+    """The owner."""
     root: str
-    """Where it was loaded from."""
+    """Path that the model was loaded from."""
     parent: None
     """Always null."""
     max_model_len: int
-    """Longest prompt and output together, in tokens."""
+    """Maximum length of prompt plus output, in tokens."""
 
 
 @documented({"object": "list", "data": [example_of(ModelCard)]})
@@ -114,9 +114,9 @@ class ModelList(TypedDict):
     """The models."""
 
     object: Literal["list"]
-    """The type."""
+    """Object type."""
     data: list[ModelCard]
-    """There is one."""
+    """The models: there is one."""
 
 
 @documented(
@@ -127,12 +127,12 @@ class ModelList(TypedDict):
     }
 )
 class _Head(TypedDict):
-    """What every answer and every event begins with."""
+    """Fields common to all responses and stream events."""
 
     id: str
-    """Id of the request."""
+    """Request id."""
     created: int
-    """When the request came, in seconds since 1970."""
+    """Arrival time of the request, as a Unix timestamp."""
     model: str
     """The model's name."""
     system_fingerprint: None
@@ -148,16 +148,16 @@ class _Head(TypedDict):
     }
 )
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities of a text's tokens."""
+    """Log-probabilities of a choice's tokens."""
 
     tokens: list[str]
-    """The tokens' texts."""
+    """Texts of the tokens."""
     token_logprobs: list[float | None]
-    """Their log-probabilities; null for the first token of a prompt."""
+    """Log-probabilities of the tokens; null for the first token of a prompt."""
     top_logprobs: list[dict[str, float] | None]
-    """Of each position, the most likely tokens and the one that stands there."""
+    """Per position, the most likely tokens and the actual one."""
     text_offset: list[int]
-    """Where each token begins in the text, in characters."""
+    """Offset of each token in the text, in characters."""
 
 
 @documented(
@@ -170,16 +170,16 @@ class CompletionLogprobs(TypedDict):
     }
 )
 class CompletionChoice(ChoiceEnding):
-    """A continuation, or what an event adds to it."""
+    """A continuation, or the new part of one in a stream event."""
 
     index: int
-    """Continuation `j` of prompt `i` has `i * n + j`."""
+    """`i * n + j` for continuation `j` of prompt `i`."""
     text: str
-    """The text, or what is new of it."""
+    """The text, or the new text of a stream event."""
     logprobs: CompletionLogprobs | None
-    """With `logprobs`: those of the tokens."""
+    """With `logprobs`: log-probabilities of the tokens."""
     prompt_token_ids: NotRequired[list[int]]
-    """With `return_token_ids`: the prompt, once."""
+    """With `return_token_ids`: the prompt; in a stream, only in its first event."""
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
     """With `prompt_logprobs`: one entry a position, with tokens by their ids."""
 
@@ -193,7 +193,7 @@ class CompletionChoice(ChoiceEnding):
     }
 )
 class CompletionResponse(_Head):
-    """An answer of `/v1/completions`."""
+    """A response of `/v1/completions`."""
 
     object: Literal["text_completion"]
     """The type."""
@@ -212,7 +212,7 @@ class CompletionResponse(_Head):
     }
 )
 class CompletionStreamResponse(_Head):
-    """An event of a stream of `/v1/completions`: what is new of one continuation."""
+    """A stream event of `/v1/completions`: the new part of one continuation."""
 
     object: Literal["text_completion"]
     """The type."""
@@ -224,40 +224,40 @@ class CompletionStreamResponse(_Head):
 
 @documented(_TOKEN)
 class ChatTokenLogprob(TypedDict):
-    """A token and its log-probability."""
+    """A token with its log-probability."""
 
     token: str
-    """Its text."""
+    """Text."""
     logprob: float
-    """Its log-probability; -9999.0 stands for minus infinity."""
+    """Log-probability; -9999.0 means minus infinity."""
     bytes: list[int]
-    """Its text in UTF-8, which may be a part of a character."""
+    """UTF-8 bytes, possibly of only a part of a character."""
 
 
 @documented({"top_logprobs": [_TOKEN]})
 class ChatLogprobsContent(ChatTokenLogprob):
-    """A token of an output."""
+    """A position of an output."""
 
     top_logprobs: list[ChatTokenLogprob]
-    """The most likely tokens of this position, most likely first."""
+    """The most likely tokens at this position, most likely first."""
 
 
 @documented({"content": [{**_TOKEN, "top_logprobs": [_TOKEN]}], "refusal": None})
 class ChatLogprobs(TypedDict):
-    """Log-probabilities of a message's tokens."""
+    """Log-probabilities of a choice's message."""
 
     content: list[ChatLogprobsContent]
-    """One entry a token."""
+    """One entry per token."""
     refusal: None
     """Always null."""
 
 
 @documented({"role": "assistant", "content": "The moon is a satellite.", "refusal": None})
 class ChatMessage(TypedDict):
-    """A message of the model."""
+    """A message generated by the model."""
 
     role: Literal["assistant"]
-    """Who speaks."""
+    """Author of the message."""
     content: str
     """The text."""
     refusal: None
@@ -266,14 +266,14 @@ class ChatMessage(TypedDict):
 
 @documented({"index": 0, "message": example_of(ChatMessage), "logprobs": example_of(ChatLogprobs)})
 class ChatChoice(ChoiceEnding):
-    """A continuation of a conversation."""
+    """A generated message."""
 
     index: int
-    """Which of the `n`."""
+    """Index among the `n` choices."""
     message: ChatMessage
     """The message."""
     logprobs: ChatLogprobs | None
-    """With `logprobs`: those of the tokens."""
+    """With `logprobs`: log-probabilities of the tokens."""
 
 
 @documented(
@@ -295,7 +295,7 @@ class ChatChoice(ChoiceEnding):
     }
 )
 class ChatCompletionResponse(_Head):
-    """An answer of `/v1/chat/completions`."""
+    """A response of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"]
     """The type."""
@@ -304,31 +304,31 @@ class ChatCompletionResponse(_Head):
     usage: UsageInfo
     """Token counts of all of them."""
     prompt_token_ids: NotRequired[list[int]]
-    """With `return_token_ids`: the prompt that the chat template made."""
+    """With `return_token_ids`: the prompt, as rendered by the chat template."""
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
     """With `prompt_logprobs`: one entry a position, with tokens by their ids."""
 
 
 @documented({"role": "assistant", "content": "The"})
 class DeltaMessage(TypedDict):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: NotRequired[Literal["assistant"]]
-    """In the first event."""
+    """Only in the first event."""
     content: str
     """The new text."""
 
 
 @documented({"index": 0, "delta": {"content": "The"}, "logprobs": example_of(ChatLogprobs)})
 class ChatStreamChoice(ChoiceEnding):
-    """What is new of a continuation of a conversation."""
+    """The new part of a generated message."""
 
     index: int
-    """Which of the `n`."""
+    """Index among the `n` choices."""
     delta: DeltaMessage
-    """What is new of the message."""
+    """The new part of the message."""
     logprobs: ChatLogprobs | None
-    """With `logprobs`: those of the new tokens."""
+    """With `logprobs`: log-probabilities of the new tokens."""
 
 
 @documented(
@@ -342,7 +342,7 @@ class ChatStreamChoice(ChoiceEnding):
     }
 )
 class ChatCompletionStreamResponse(_Head):
-    """An event of a stream of `/v1/chat/completions`."""
+    """A stream event of `/v1/chat/completions`."""
 
     object: Literal["chat.completion.chunk"]
     """The type."""

@@ -1,4 +1,4 @@
-"""What answers of several routes have: errors, receipts, traces, token counts. For the OpenAPI document."""
+"""Objects in the responses of several routes: errors, receipts, traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from .documented import documented
 
 DIGEST = "sha256:d59b82276836541679b9d69859783f73e2d2d78894e7979162f769268c1f2a72"
-"""In examples."""
+"""Digest in the examples."""
 
 
 class FaultDetails(TypedDict, total=False):
@@ -35,26 +35,26 @@ class FaultDetails(TypedDict, total=False):
     }
 )
 class ErrorInfo(TypedDict):
-    """What went wrong."""
+    """An error."""
 
     message: str
-    """One sentence, with the field or the object that it is about."""
+    """Human-readable message that names the field or object."""
     type: str
-    """Which kind of error it is."""
+    """Error type."""
     param: str | None
     """Path of the field in the request body."""
     code: str | None
-    """OpenAI's code, where it has one."""
+    """OpenAI's error code, if it has one."""
     index: NotRequired[int]
-    """Of an error that ended a running request: the continuation that it hit first."""
+    """Only if an error ended a running request: index of the first continuation that failed."""
     kind: NotRequired[str]
-    """Of a processor's fault: in which way it broke its contract."""
+    """Only for a processor's fault: how the processor violated its contract."""
     name: NotRequired[str]
-    """Of a processor's fault: the processor's name."""
+    """Only for a processor's fault: the processor's name."""
     digest: NotRequired[str]
-    """Of a processor's fault: the processor's identity."""
+    """Only for a processor's fault: the processor's digest."""
     traceback: NotRequired[str]
-    """Of a processor's fault: the traceback of its own code; empty where there is none."""
+    """Only for a processor's fault: the traceback of its own code; may be empty."""
 
 
 @documented(
@@ -68,10 +68,10 @@ class ErrorInfo(TypedDict):
     }
 )
 class ErrorResponse(TypedDict):
-    """Why a request was refused, or ended."""
+    """The response to a request that was refused or failed."""
 
     error: ErrorInfo
-    """All there is to say of it."""
+    """The error."""
 
 
 StageName: TypeAlias = Literal["model", "request", "processor", "sampling"]
@@ -82,13 +82,13 @@ class ReceiptObject(TypedDict):
     """Proof that a processor was applied."""
 
     digest: str
-    """The processor's identity."""
+    """The processor's digest."""
     name: str
-    """Its name."""
+    """The processor's name."""
     steps: int
-    """Number of steps to which it was applied."""
+    """Number of steps in which it was applied."""
     milliseconds: float
-    """Its share of the time: that of each call, divided by the rows of the call."""
+    """Time spent in the processor: each call's time, divided by the rows of the call."""
 
 
 @documented({"token_id": 30, "text": "."})
@@ -96,9 +96,9 @@ class TraceToken(TypedDict):
     """A token."""
 
     token_id: int
-    """Its number in the vocabulary."""
+    """Token id."""
     text: str
-    """Its text."""
+    """The token's text."""
 
 
 @documented(
@@ -112,21 +112,21 @@ class TraceToken(TypedDict):
     }
 )
 class TraceStageObject(TypedDict):
-    """What the candidates' probabilities were at one stage of the way from the model to the token."""
+    """The candidates' log-probabilities at one stage of a step."""
 
     stage: StageName
-    """`model`: its logits. `request`: after the request's own parameters. `processor`: after one of its processors.
-    `sampling`: what the token was drawn from."""
+    """`model`: the model's logits. `request`: after the request's sampling parameters. `processor`: after one of its
+    processors. `sampling`: the distribution that the token was sampled from."""
     name: NotRequired[str]
-    """Of a processor: its name."""
+    """Only for a processor: its name."""
     digest: NotRequired[str]
-    """Of a processor: its identity."""
+    """Only for a processor: its digest."""
     again: NotRequired[Literal[True]]
-    """Of a processor that is a mask: it ran before the others already."""
+    """Only for a mask, which runs before and after the other processors: this is its second run."""
     logprobs: list[float | None]
-    """Of each candidate, its log-probability at this stage; null: it is forbidden."""
+    """Log-probability of each candidate at this stage; null: forbidden."""
     num_allowed: int
-    """How many tokens of the vocabulary are allowed at this stage; 1: this one is forced."""
+    """Number of tokens allowed at this stage; 1: the token is forced."""
 
 
 @documented(
@@ -149,13 +149,13 @@ class TraceStageObject(TypedDict):
     }
 )
 class TokenTraceObject(TypedDict):
-    """What became of the most likely tokens, from the model to the token that was drawn."""
+    """How the probabilities changed from the model's logits to the sampled token."""
 
     token_id: int
-    """The token that was drawn."""
+    """The sampled token."""
     text: str
-    """Its text."""
+    """The token's text."""
     candidates: list[TraceToken]
-    """The most likely tokens of all stages, and the drawn one; the most likely in the model first."""
+    """The most likely tokens of all stages and the sampled token, sorted by the model's probability."""
     stages: list[TraceStageObject]
-    """The stages, in their order."""
+    """The stages, in order."""

@@ -1,4 +1,4 @@
-"""The answers of SGLang's routes, for the OpenAPI document."""
+"""Responses of SGLang's routes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ TokenLogprobEntry: TypeAlias = Annotated[
 
 @documented({"type": "stop", "matched": 2})
 class StopReason(TypedDict):
-    """It came to its end."""
+    """Ended by an end token, a stop token or a stop string."""
 
     type: Literal["stop"]
-    """An end token, a stop token or a stop string."""
+    """Kind of reason."""
     matched: int | str | None
-    """The token id or the string."""
+    """The matched token id or string."""
 
 
 @documented({"type": "length", "length": 4})
 class LengthReason(TypedDict):
-    """It has as many tokens as it may."""
+    """Reached `max_new_tokens` or the model's length."""
 
     type: Literal["length"]
-    """`max_new_tokens`, or the model's length."""
+    """Kind of reason."""
     length: int
-    """Number of its tokens."""
+    """Number of output tokens."""
 
 
 @documented(
@@ -50,24 +50,24 @@ class LengthReason(TypedDict):
     }
 )
 class AbortReason(TypedDict):
-    """It was cancelled, or ended by an error."""
+    """Cancelled, or ended by an error."""
 
     type: Literal["abort"]
-    """It did not come to its end."""
+    """Kind of reason."""
     message: str
-    """What happened."""
+    """Human-readable message."""
     status_code: int | None
-    """The HTTP status that would fit; null if somebody cancelled it."""
+    """HTTP status of the error; null if the request was cancelled."""
     err_type: str | None
-    """The type of the error; null if somebody cancelled it."""
+    """Type of the error; null if the request was cancelled."""
     kind: NotRequired[str]
-    """Of a processor's fault: in which way it broke its contract."""
+    """Only for a processor's fault: how the processor violated its contract."""
     name: NotRequired[str]
-    """Of a processor's fault: the processor's name."""
+    """Only for a processor's fault: the processor's name."""
     digest: NotRequired[str]
-    """Of a processor's fault: the processor's identity."""
+    """Only for a processor's fault: the processor's digest."""
     traceback: NotRequired[str]
-    """Of a processor's fault: the traceback of its own code; empty where there is none."""
+    """Only for a processor's fault: the traceback of its own code; may be empty."""
 
 
 @documented(
@@ -93,44 +93,44 @@ class AbortReason(TypedDict):
     }
 )
 class MetaInfo(TypedDict):
-    """What there is to say of a continuation."""
+    """Metadata of a continuation."""
 
     id: str
-    """Id of the request; of several continuations, with `_0`, `_1`, … appended."""
+    """Request id, with `_0`, `_1`, … appended if there are several continuations."""
     finish_reason: StopReason | LengthReason | AbortReason | None
-    """Why it ended; null while it runs."""
+    """Why the generation ended; null while it runs."""
     prompt_tokens: int
     """Tokens of the prompt."""
     weight_version: str
     """Always `default`."""
     num_retractions: int
-    """Always 0: nothing is preempted."""
+    """Always 0: requests are never preempted."""
     reasoning_tokens: int
-    """Always 0: no thinking is parsed out of the text."""
+    """Always 0: reasoning is not parsed."""
     completion_tokens: int
     """Tokens of the output so far."""
     cached_tokens: int
-    """Prompt tokens whose keys and values were copied from another continuation."""
+    """Prompt tokens whose KV cache was reused."""
     input_token_logprobs: NotRequired[list[TokenLogprobEntry]]
-    """With `return_logprob`: of the prompt's tokens from `logprob_start_len` on."""
+    """With `return_logprob`: the prompt's tokens from `logprob_start_len` on."""
     output_token_logprobs: NotRequired[list[TokenLogprobEntry]]
-    """With `return_logprob`: of the output's tokens."""
+    """With `return_logprob`: the output's tokens."""
     output_token_logprobs_length: NotRequired[int]
-    """With `return_logprob`: how many those are."""
+    """With `return_logprob`: length of `output_token_logprobs`."""
     input_top_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
-    """With `top_logprobs_num`: of each of those positions, the most likely tokens."""
+    """With `top_logprobs_num`: the most likely tokens at each prompt position."""
     output_top_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
-    """With `top_logprobs_num`: the same for the output."""
+    """With `top_logprobs_num`: the most likely tokens at each output position."""
     trace: NotRequired[list[TokenTraceObject]]
-    """With `trace`: one entry a token of the output so far."""
+    """With `trace`: one entry per token of the output so far."""
     receipts: NotRequired[list[ReceiptObject]]
-    """At the end, if the request carried processors: one each."""
+    """At the end, if the request had processors: one per processor."""
     cumulative_logprob: NotRequired[float]
-    """Of a beam search: the sum of the tokens' log-probabilities."""
+    """Beam search only: sum of the tokens' log-probabilities."""
     beam_score: NotRequired[float]
-    """Of a beam search: what the sequences were compared by."""
+    """Beam search only: the score that ranks the sequences."""
     e2e_latency: NotRequired[float]
-    """At the end: seconds since the request came."""
+    """At the end: seconds since the request arrived."""
 
 
 @documented(
@@ -155,13 +155,13 @@ class GenerateResponse(TypedDict):
     """A continuation."""
 
     text: str
-    """The text, from its beginning."""
+    """The whole text so far."""
     output_ids: list[int]
-    """Its tokens."""
+    """The tokens of the text."""
     meta_info: MetaInfo
-    """What there is to say of it."""
+    """Metadata."""
     index: NotRequired[int]
-    """In the events of a stream with several continuations: which one."""
+    """Only in streams with several continuations: index of the continuation."""
 
 
 @documented(
@@ -186,33 +186,33 @@ class ModelInfoResponse(TypedDict):
     """The model."""
 
     model_path: str
-    """Where it was loaded from."""
+    """Path that the model was loaded from."""
     tokenizer_path: str
-    """Where its tokenizer was."""
+    """Path that the tokenizer was loaded from."""
     is_generation: Literal[True]
-    """It generates text."""
+    """Always true: the model generates text."""
     preferred_sampling_params: None
     """Always null: requests without sampling parameters get the defaults."""
     weight_version: str
     """Always `default`."""
     has_image_understanding: Literal[False]
-    """It takes text alone."""
+    """Always false: text input only."""
     has_audio_understanding: Literal[False]
-    """It takes text alone."""
+    """Always false: text input only."""
     architectures: list[str]
-    """The class that computes it."""
+    """Architecture of the model."""
     served_model_name: str
-    """The name to ask for it by."""
+    """Name of the model in requests."""
     vocab_size: int
-    """Number of tokens, and width of the logits."""
+    """Vocabulary size, the width of the logits."""
     max_model_len: int
-    """Longest prompt and output together, in tokens."""
+    """Maximum length of prompt plus output, in tokens."""
     eos_token_ids: list[int]
     """The tokens that end an output."""
     dtype: str
-    """Type of the weights."""
+    """Dtype of the weights."""
     device: str
-    """Where it runs."""
+    """Device that runs the model."""
 
 
 @documented(
@@ -239,43 +239,43 @@ class ModelInfoResponse(TypedDict):
     }
 )
 class InternalState(TypedDict):
-    """Counters of the engine."""
+    """State and counters of the engine."""
 
     running: int
-    """Sequences that have a slot."""
+    """Running sequences."""
     waiting: int
-    """Sequences that wait for a slot."""
+    """Waiting sequences."""
     steps: int
     """Steps since the start."""
     accepting: bool
     """False while shutting down."""
     processor_cache_hits: int
-    """Shipped processors that were loaded already."""
+    """Lookups of shipped processors that were loaded already."""
     processor_cache_misses: int
-    """Shipped processors that had to be loaded."""
+    """Lookups of shipped processors that had to be loaded."""
     processor_cache_evictions: int
-    """Shipped processors that made way for others."""
+    """Shipped processors that were evicted."""
     processor_cache_entries: int
-    """Shipped processors that are loaded."""
+    """Loaded shipped processors."""
     processor_cache_bytes: int
-    """What they count for, in bytes."""
+    """Total size of the loaded shipped processors, in bytes."""
     prefix_tokens_asked: int
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Prompt tokens looked up in the prefix cache."""
     prefix_tokens_found: int
-    """Those of them that need not be computed."""
+    """Prompt tokens found in the prefix cache."""
     prefix_blocks: int
-    """Blocks of tokens that the prefix cache keeps."""
+    """Blocks of tokens in the prefix cache."""
     prefix_blocks_capacity: int
-    """The most that it can keep."""
+    """Capacity of the prefix cache, in blocks."""
     registered_processors: int
-    """Processors that were uploaded and are kept."""
+    """Registered processors."""
     drafted: int
-    """Tokens that were checked ahead of their time (speculative decoding)."""
+    """Draft tokens (speculative decoding)."""
     accepted: int
-    """Those of them that were drawn."""
+    """Accepted draft tokens."""
     sandboxes: int
-    """Sandboxes that live."""
+    """Running sandboxes."""
     sandboxes_started: int
-    """Sandboxes that were started."""
+    """Sandboxes started."""
     sandboxes_ended: dict[str, int]
-    """How many ended, by the reason: `unloaded`, or the kind of a processor's fault."""
+    """Sandboxes ended, by reason: `unloaded`, or the kind of a processor's fault."""

@@ -15,7 +15,7 @@ from logitship.server.demo import (
     demo_config,
     describe_receipts,
     describe_shipment,
-    shown,
+    displayed_text,
     side_by_side,
 )
 from logitship.server.demo_processors import Alliteration, Lipogram
@@ -64,7 +64,7 @@ def test_the_paragraphs_of_a_text_stay_apart() -> None:
 
 @pytest.mark.parametrize(("kind", "expected"), [("stop", "Hi"), ("length", "Hi …")])
 def test_a_cut_answer_shows_it(kind: str, expected: str) -> None:
-    assert shown(Generation(text=" Hi\n", finish_reason=FinishReason(kind), raw={})) == expected
+    assert displayed_text(Generation(text=" Hi\n", finish_reason=FinishReason(kind), raw={})) == expected
 
 
 def test_the_shipment_names_sizes_and_digests() -> None:

@@ -43,7 +43,7 @@ def test_what_it_says(given: Any, read: ReasoningStrings) -> None:
         ({"reasoning_start_str": "<a>", "reasoning_end_str": ""}, "reasoning_end_str is missing"),
         ({"reasoning_start_str": 5}, "reasoning_start_str must be a string"),
         ({"reasoning_star_str": "<a>"}, "unknown key 'reasoning_star_str': did you mean reasoning_start_str?"),
-        ({"x": "<a>"}, "unknown key 'x': there are reasoning_parser, reasoning_start_str, reasoning_end_str"),
+        ({"x": "<a>"}, "unknown key 'x': known keys: reasoning_parser, reasoning_start_str, reasoning_end_str"),
         ({"reasoning_parser": "mine"}, "reasoning_parser 'mine' is not one of .*qwen3.*: give reasoning_start_str"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two formats, and in vLLM's for prompts."""
+"""Log-probabilities in OpenAI's two formats, and in vLLM's format for prompts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from logitship.server.tokenizer import Tokenizer
 def completion_logprobs(
     tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int, text_offset: int
 ) -> CompletionLogprobs:
-    """`logprobs` of a completions choice.
+    """Build the `logprobs` of a completions choice.
 
     Args:
         tokenizer: gives the tokens' texts.
-        positions: one a token.
-        top: how many of the most likely tokens to show.
-        text_offset: characters of the choice's text before the first of them.
+        positions: one per token.
+        top: number of most likely tokens per position.
+        text_offset: offset of the first token in the choice's text, in characters.
     """
     tokens = [tokenizer.token_text(position.token_id) for position in positions]
     offsets = []
@@ -41,7 +41,7 @@ def completion_logprobs(
 
 
 def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, float] | None:
-    """The most likely tokens, and the one that stands there. Of two with one text, the more likely counts."""
+    """Return the most likely tokens and the actual one. Of two with the same text, the more likely counts."""
     if position.logprob is None:
         return None
     found: dict[str, float] = {}
@@ -51,7 +51,7 @@ def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dic
 
 
 def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """`logprobs` of a chat choice."""
+    """Build the `logprobs` of a chat choice."""
     return {"content": [_chat_position(tokenizer, position) for position in positions], "refusal": None}
 
 
@@ -74,7 +74,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatToke
 def prompt_logprobs(
     tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int
 ) -> list[dict[str, PromptLogprob] | None]:
-    """vLLM's `prompt_logprobs`: for each position an object by token id; null for the first."""
+    """Build vLLM's `prompt_logprobs`: per position an object with token ids as keys; null for the first."""
     return [None if position.logprob is None else _by_token_id(tokenizer, position, top) for position in positions]
 
 

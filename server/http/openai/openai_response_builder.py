@@ -1,4 +1,4 @@
-"""Responses of both OpenAI routes: what they share."""
+"""Base class of the response builders of both OpenAI routes."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ ModelName = Annotated[str, Path(description="The model's name.", examples=["Smol
 _COMPLETION = operation(
     body=CompletionRequest,
     body_example={"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0},
-    answer=CompletionResponse,
-    events=CompletionStreamResponse,
+    response=CompletionResponse,
+    stream=CompletionStreamResponse,
 )
 _CHAT = operation(
     body=ChatCompletionRequest,
@@ -44,40 +44,40 @@ _CHAT = operation(
         "custom_logit_processor": {"name": "disallowed_tokens"},
         "custom_params": {"token_ids": [30]},
     },
-    answer=ChatCompletionResponse,
-    events=ChatCompletionStreamResponse,
+    response=ChatCompletionResponse,
+    stream=ChatCompletionStreamResponse,
 )
 
 
 def openai_router(engine: AsyncEngine) -> APIRouter:
-    """The routes, bound to `engine`."""
+    """Create the routes for `engine`."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
     limit = engine.config.max_request_bytes
     started = int(time.time())
 
     @router.post("/completions", openapi_extra=_COMPLETION)
     async def completions(request: Request) -> Response:
-        """Continue one prompt or several."""
+        """Complete one or more prompts."""
         body = await read_body(request, CompletionRequest, limit)
         parsed = await parse_completion_request(engine, caller_of(request), body)
         return await _respond(engine, request, CompletionResponseBuilder(engine, parsed))
 
     @router.post("/chat/completions", openapi_extra=_CHAT)
     async def chat_completions(request: Request) -> Response:
-        """Continue a conversation."""
+        """Generate the next message of a conversation."""
         body = await read_body(request, ChatCompletionRequest, limit)
         parsed = await parse_chat_request(engine, caller_of(request), body)
         return await _respond(engine, request, ChatResponseBuilder(engine, parsed))
 
-    @router.get("/models", openapi_extra=operation(answer=ModelList))
+    @router.get("/models", openapi_extra=operation(response=ModelList))
     async def models() -> Response:
-        """The models: there is one."""
+        """List the models: there is one."""
         models: ModelList = {"object": "list", "data": [_model(engine, started)]}
         return JSONResponse(models)
 
-    @router.get("/models/{name:path}", openapi_extra=operation(answer=ModelCard))
+    @router.get("/models/{name:path}", openapi_extra=operation(response=ModelCard))
     async def model(name: ModelName) -> Response:
-        """One model."""
+        """Show the model."""
         check_model_name(engine, name)
         return JSONResponse(_model(engine, started))
 

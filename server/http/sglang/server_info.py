@@ -1,4 +1,4 @@
-"""What the server tells of its model, its settings and what it is doing now, and the schema of that."""
+"""Responses of `/model_info` and `/server_info`, and the schema of the latter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECRETS = ("api_key", "shipping_api_key")
 
 
 def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:
-    """The model."""
+    """Describe the model."""
     model = engine.model
     return {
         "model_path": model.path,
@@ -42,11 +42,11 @@ def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:
 
 
 def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
-    """The settings, without the keys; the model; and counters."""
+    """Describe the settings, without the API keys, the model, and the state."""
     settings = asdict(engine.config)
     for name in _SECRETS:
         del settings[name]
-    # SGLang gives one internal state for each replica of the model; there is one here.
+    # SGLang has one internal state per replica of the model; there is one here.
     return {
         **settings,
         **model_info_of(engine),
@@ -56,7 +56,7 @@ def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
 
 
 def server_info_schema() -> dict[str, Any]:
-    """JSON schema of `server_info_of`: the settings' types and descriptions are those of the flags."""
+    """Return the JSON schema of `server_info_of`. The settings' descriptions are the flags' help."""
     of_model = TypeAdapter(ModelInfoResponse).json_schema()["properties"]
     properties = {
         **_settings(),
@@ -65,7 +65,7 @@ def server_info_schema() -> dict[str, Any]:
         "internal_states": {
             "type": "array",
             "items": ref(InternalState),
-            "description": "What the engine is doing now, in one entry.",
+            "description": "State of the engine, in one entry.",
             "examples": [[example_of(InternalState)]],
         },
     }

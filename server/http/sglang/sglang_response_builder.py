@@ -1,4 +1,4 @@
-"""`/generate` on its way out: SGLang's objects, field for field."""
+"""Responses of `/generate`, with SGLang's fields."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ WEIGHT_VERSION = "default"
 
 
 class GenerateResponseBuilder:
-    """Makes the answer to one `/generate` request, whole or event by event."""
+    """Builds the response to one `/generate` request, whole or as a stream."""
 
-    def __init__(self, generate: ParsedGenerateRequest, tokenizer: Tokenizer) -> None:
-        self._generate = generate
+    def __init__(self, request: ParsedGenerateRequest, tokenizer: Tokenizer) -> None:
+        self._request = request
         self._tokenizer = tokenizer
         self._started = time.perf_counter()
         self._tables: dict[int, _LogprobTables] = {}
         self._traces: dict[int, list[TokenTraceObject]] = {}
 
     def response(self, continuations: list[Continuation]) -> GenerateResponse | list[GenerateResponse]:
-        """One object, or a list of them."""
+        """Build the response: one object, or a list of them."""
         objects = [self._object(continuation) for continuation in continuations]
-        return objects if self._generate.many else objects[0]
+        return objects if self._request.many else objects[0]
 
     async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
-        """One event a chunk, each with everything that its continuation has given so far."""
+        """Yield one encoded event per chunk, each with the whole output of its continuation so far."""
         async for continuation, _ in running:
             data = self._object(continuation)
-            if self._generate.many:
+            if self._request.many:
                 data["index"] = continuation.index
             yield event(data)
 
@@ -62,25 +62,25 @@ class GenerateResponseBuilder:
     def _meta_info(self, continuation: Continuation) -> MetaInfo:
         reason = continuation.finish_reason
         meta: MetaInfo = {
-            "id": self._generate.rids[continuation.index],
+            "id": self._request.rids[continuation.index],
             "finish_reason": None if reason is None else _finish_reason(reason, continuation.completion_tokens),
             "prompt_tokens": continuation.prompt_tokens,
             "weight_version": WEIGHT_VERSION,
-            "num_retractions": 0,  # nothing is preempted
-            "reasoning_tokens": 0,  # nothing is parsed out of the text
+            "num_retractions": 0,  # requests are never preempted
+            "reasoning_tokens": 0,  # reasoning is not parsed
             "completion_tokens": continuation.completion_tokens,
             "cached_tokens": continuation.cached_tokens,
         }
-        top = self._generate.submissions[continuation.prompt].request.sampling_params.logprobs
+        top = self._request.submissions[continuation.prompt].request.sampling_params.logprobs
         if top is not None:
             tables = self._tables.setdefault(
                 continuation.index,
-                _LogprobTables(self._tokenizer if self._generate.texts_in_logprobs else None, with_top=top > 0),
+                _LogprobTables(self._tokenizer if self._request.texts_in_logprobs else None, with_top=top > 0),
             )
             tables.update(continuation)
             tables.add_to(meta)
-        if self._generate.submissions[continuation.prompt].request.sampling_params.trace is not None:
-            # Kept from event to event, because each event repeats them whole.
+        if self._request.submissions[continuation.prompt].request.sampling_params.trace is not None:
+            # Cached, because each event repeats all of them.
             objects = self._traces.setdefault(continuation.index, [])
             objects += trace_objects(self._tokenizer, continuation.traces[len(objects) :])
             meta["trace"] = objects
@@ -115,9 +115,9 @@ _Side: TypeAlias = Literal["input", "output"]
 
 
 class _LogprobTables:
-    """SGLang's log-probability lists of one continuation: `[logprob, token id, text or null]` for each entry.
+    """SGLang's log-probability lists of one continuation, with entries `[logprob, token id, text or null]`.
 
-    Kept from event to event, because each event repeats them whole.
+    Cached, because each event of a stream repeats all entries.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_top: bool) -> None:
@@ -143,7 +143,7 @@ class _LogprobTables:
     def _extend(self, side: _Side, positions: Sequence[TokenLogprobs]) -> None:
         for position in positions[len(self._tokens[side]) :]:
             if side == "input" and not self._tokens["input"]:
-                # SGLang gives none for the first position, wherever it is: clients add up what is not null.
+                # SGLang sends null for the first position, wherever it is: clients sum up the others.
                 position = TokenLogprobs(position.token_id, None, None)
             self._tokens[side].append(self._entry(position.logprob, position.token_id))
             self._top[side].append([self._entry(logprob, token_id) for token_id, logprob in position.top] or None)

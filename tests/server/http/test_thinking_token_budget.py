@@ -63,7 +63,7 @@ def test_two_budgets_that_differ(speak: Callable[..., Any], make_fake_engine: Ca
     client.ok(GENERATE, body)
     answer = client.post(GENERATE, body | {"max_thinking_tokens": 6})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("max_thinking_tokens: is not the same as thinking_token_budget")
+    assert answer.json()["error"]["message"].startswith("max_thinking_tokens: differs from thinking_token_budget")
 
 
 def test_on_the_real_engine(make_engine: Callable[..., Any], speak: Callable[..., Any]) -> None:
