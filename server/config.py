@@ -68,7 +68,7 @@ class ServerConfig:
     """Batch processors to install: classes, `module:Class`, or `{"qualname", "args", "kwargs"}` (also as JSON text).
     Entry points of installed packages are loaded in addition."""
     logits_processor_pattern: str | None = None
-    """Requests may name callables whose full qualified name matches this regular expression. None: no callables."""
+    """Regular expression for the callables that requests may name; must match the full name. None: no callables."""
     allow_processor: str | None = None
     """A file with the digests of the only processors that may be shipped, see `allowed_digests`. None: any."""
     tree_decode_config: str | None = None

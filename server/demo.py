@@ -60,26 +60,26 @@ def run_demo(config: ServerConfig) -> int:
     from .http_server import running_server
 
     width = min(shutil.get_terminal_size().columns, MAX_PAGE_WIDTH)
-    _say(f"1. Starting a server on this machine, with {config.model_name}.")
+    _print(f"1. Starting a server on this machine, with {config.model_name}.")
     if config.model_path == DEFAULT_MODEL:
-        _say("   The first run downloads the model (93 MB) and converts it; later runs reuse it.")
+        _print("   The first run downloads the model (93 MB) and converts it; later runs reuse it.")
     started = time.perf_counter()
     with running_server(demo_config(config)) as base_url:
-        _say(f"   {base_url} is up after {time.perf_counter() - started:.0f} s.\n")
-        _say("2. Serializing two classes to processor strings, which are sent with the requests:")
-        _say(describe_shipment(VARIANTS))
+        _print(f"   {base_url} is up after {time.perf_counter() - started:.0f} s.\n")
+        _print("2. Serializing two classes to processor strings, which are sent with the requests:")
+        _print(describe_shipment(VARIANTS))
         requests = len(PROMPTS) * len(VARIANTS)
-        _say(f"3. Asking {len(PROMPTS)} questions in {len(VARIANTS)} variants: {requests} concurrent requests.")
+        _print(f"3. Asking {len(PROMPTS)} questions in {len(VARIANTS)} variants: {requests} concurrent requests.")
         started = time.perf_counter()
         answers = asyncio.run(ask_all(base_url))
-        _say(f"   Done after {time.perf_counter() - started:.0f} s.\n")
+        _print(f"   Done after {time.perf_counter() - started:.0f} s.\n")
     for prompt, generations in zip(PROMPTS, answers, strict=True):
-        _say(f"   {prompt}\n")
+        _print(f"   {prompt}\n")
         columns = [(variant.title, displayed_text(each)) for variant, each in zip(VARIANTS, generations, strict=True)]
-        _say(textwrap.indent(side_by_side(columns, width - 3), "   ") + "\n")
-    _say("4. The receipts, which prove that the processors were applied:")
-    _say(describe_receipts([receipt for row in answers for each in row for receipt in each.receipts]))
-    _say(WHAT_NEXT)
+        _print(textwrap.indent(side_by_side(columns, width - 3), "   ") + "\n")
+    _print("4. The receipts, which prove that the processors were applied:")
+    _print(describe_receipts([receipt for row in answers for each in row for receipt in each.receipts]))
+    _print(WHAT_NEXT)
     return 0
 
 
@@ -177,6 +177,6 @@ def _block(title: str, text: str, width: int) -> list[str]:
     return [*textwrap.wrap(title, width), "-" * min(len(title), width), *lines]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Print and flush: the next step may take a while."""
     print(text, flush=True)

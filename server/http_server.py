@@ -21,8 +21,8 @@ from .config import ServerConfig
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open. Longer than clients and proxies keep theirs (httpx 5 seconds, others a
-minute): if the server closed first, a client might be sending a request at that moment."""
+"""Seconds that an idle connection stays open. Longer than the timeouts of clients and proxies (httpx 5 seconds,
+others a minute): if the server closed first, a client might be sending a request at that moment."""
 
 
 class HTTPServer(uvicorn.Server):

@@ -68,7 +68,7 @@ def check_one_per_prompt(value: object, prompts: int | None, at: str) -> None:
     if not isinstance(value, list):
         return
     if prompts is None:
-        raise BadRequest(f"{at}: may be a list only if the prompts are a list", param=at)
+        raise BadRequest(f"{at}: must not be a list, because there is no list of prompts", param=at)
     if len(value) != prompts:
         raise BadRequest(f"{at}: has {len(value)} entries for {prompts} prompts", param=at)
 
@@ -191,37 +191,38 @@ def read_processors(
         Forbidden: it ships code, but this API key may not.
         RequestTooLarge: a processor string exceeds the server's limit.
     """
-    one, one_at = body.custom_logit_processor, "custom_logit_processor"
-    several, at = body.logits_processors, "logits_processors"
-    if one is not None and several is not None:
-        raise BadRequest(f"{at}: give either this or {one_at}, not both", param=at)
+    single, single_at = body.custom_logit_processor, "custom_logit_processor"
+    entries, entries_at = body.logits_processors, "logits_processors"
+    if single is not None and entries is not None:
+        raise BadRequest(f"{entries_at}: give either this or {single_at}, not both", param=entries_at)
     if index is not None:
-        one, one_at = value_for_prompt(one, index), path_for_prompt(one, index, one_at)
-        if _is_list_of_lists(several):
-            several, at = several[index], f"{at}[{index}]"
+        single, single_at = value_for_prompt(single, index), path_for_prompt(single, index, single_at)
+        if _is_list_of_lists(entries):
+            entries, entries_at = entries[index], f"{entries_at}[{index}]"
     limit = engine.config.max_processor_size
-    if several is not None:
-        processors = read_entries(several, at, max_processor_size=limit, params=params)
-        places = [f"{at}[{i}]" for i in range(len(processors))]
-        own = [isinstance(each, Mapping) and each.get("params") is not None for each in several]
-        params_places = [f"{place}.params" if has else params_at for place, has in zip(places, own, strict=True)]
+    if entries is not None:
+        at = entries_at
+        processors = read_entries(entries, at, max_processor_size=limit, params=params)
+        paths = [f"{at}[{i}]" for i in range(len(processors))]
+        has_params = [isinstance(entry, Mapping) and entry.get("params") is not None for entry in entries]
+        params_paths = [f"{path}.params" if own else params_at for path, own in zip(paths, has_params, strict=True)]
     else:
-        at = one_at
-        values = one if isinstance(one, list) else [] if one is None else [one]
-        places = [f"{at}[{i}]" for i in range(len(values))] if isinstance(one, list) else [at] * len(values)
+        at = single_at
+        values = single if isinstance(single, list) else [] if single is None else [single]
+        paths = [f"{at}[{i}]" for i in range(len(values))] if isinstance(single, list) else [at] * len(values)
         processors = tuple(
-            read_processor(value, params, place, max_processor_size=limit)
-            for value, place in zip(values, places, strict=True)
+            read_processor(value, params, path, max_processor_size=limit)
+            for value, path in zip(values, paths, strict=True)
         )
-        params_places = [params_at] * len(values)
-    for processor, place in zip(processors, places, strict=True):
-        check_may_run(engine, caller, processor, place)
+        params_paths = [params_at] * len(values)
+    for processor, path in zip(processors, paths, strict=True):
+        check_may_run(engine, caller, processor, path)
     if constraint is not None:
         processors = (constraint.processor, *processors)
-        places, params_places = [constraint.at, *places], [constraint.at, *params_places]
+        paths, params_paths = [constraint.at, *paths], [constraint.at, *params_paths]
     names = {"processors": at}
-    for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
-        names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
+    for i, (path, params_path) in enumerate(zip(paths, params_paths, strict=True)):
+        names |= {f"processors[{i}]": path, f"processors[{i}].params": params_path}
     return ParsedProcessors(processors, names)
 
 

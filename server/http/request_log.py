@@ -35,7 +35,7 @@ _MAX_PATH_LENGTH = 200
 
 
 class GenerationProgress(Protocol):
-    """What `RunningRequests` tells the log.
+    """The part of `RunningRequests` that the log reads.
 
     Attributes:
         continuations: those of all prompts, as far as they have been generated.

@@ -24,7 +24,7 @@ class GenerationFailed(Exception):
 
     Attributes:
         error: what went wrong.
-        index: the continuation that failed first, by its place in the response.
+        index: index in the response of the first continuation that failed.
     """
 
     def __init__(self, error: RequestError, index: int) -> None:

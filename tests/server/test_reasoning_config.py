@@ -27,7 +27,7 @@ from logitship.server.reasoning_config import ReasoningStrings, read_reasoning_c
         ),
     ],
 )
-def test_what_it_says(given: Any, read: ReasoningStrings) -> None:
+def test_valid_config(given: Any, read: ReasoningStrings) -> None:
     assert read_reasoning_config(given) == read
     assert ServerConfig(reasoning_config=given).reasoning_strings == read
 
@@ -47,10 +47,10 @@ def test_what_it_says(given: Any, read: ReasoningStrings) -> None:
         ({"reasoning_parser": "mine"}, "reasoning_parser 'mine' is not one of .*qwen3.*: give reasoning_start_str"),
     ],
 )
-def test_mistakes_show_before_the_model_is_loaded(given: Any, message: str) -> None:
+def test_invalid_config_fails_at_construction(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^reasoning_config: {message}"):
         ServerConfig(reasoning_config=given)
 
 
-def test_without_it() -> None:
+def test_no_reasoning_config() -> None:
     assert ServerConfig().reasoning_strings is None

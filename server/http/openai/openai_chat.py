@@ -36,7 +36,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
         }
 
     def response(self, continuations: list[Continuation]) -> ChatCompletionResponse:
-        """Build the response. What belongs to the prompt stands beside the choices, as in vLLM."""
+        """Build the response of a request without `stream`. Prompt details are next to the choices, as in vLLM."""
         request = self.request
         response: ChatCompletionResponse = {
             "id": request.id,
@@ -56,13 +56,13 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
         return response
 
     def empty_stream_response(self) -> ChatCompletionStreamResponse:
-        """Build a chunk without choices."""
+        """Build an event without choices."""
         return self._empty_stream_response.copy()
 
     def stream_responses(
         self, continuation: Continuation, chunk: GenerationChunk
     ) -> list[ChatCompletionStreamResponse]:
-        """Build the stream's chunks for one chunk of the engine. The first is preceded by one with the role."""
+        """Build the stream's events for one chunk of the engine. An event with the role precedes the first."""
         choice: ChatStreamChoice = {
             "index": continuation.index,
             "delta": {"content": chunk.text},

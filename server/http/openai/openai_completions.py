@@ -49,11 +49,11 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
         }
 
     def empty_stream_response(self) -> CompletionStreamResponse:
-        """Build a chunk without choices."""
+        """Build an event without choices."""
         return self._empty_stream_response.copy()
 
     def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> list[CompletionStreamResponse]:
-        """Build the stream's chunk for one chunk of the engine."""
+        """Build the stream's event for one chunk of the engine."""
         return [{**self._empty_stream_response, "choices": [self._choice(continuation, chunk)]}]
 
     def _whole_choice(self, continuation: Continuation) -> CompletionChoice:

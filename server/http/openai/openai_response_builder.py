@@ -30,13 +30,13 @@ OpenAIStreamResponse: TypeAlias = CompletionStreamResponse | ChatCompletionStrea
 
 
 class NullUsage(TypedDict, total=False):
-    """The usage of every chunk but the last."""
+    """The usage key of every event but the last."""
 
     usage: None
 
 
 class OpenAIResponseBuilder(ABC, Generic[Body]):
-    """Builds the response to one request, whole or chunk by chunk."""
+    """Builds the response to one request, whole or as a stream."""
 
     def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[Body]) -> None:
         self.request = request
@@ -50,11 +50,11 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
 
     @abstractmethod
     def empty_stream_response(self) -> OpenAIStreamResponse:
-        """Build a chunk without choices."""
+        """Build an event without choices."""
 
     @abstractmethod
     def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> Sequence[OpenAIStreamResponse]:
-        """Build the stream's chunks for one chunk of the engine, with one choice each."""
+        """Build the stream's events for one chunk of the engine, with one choice each."""
 
     async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
         """Yield the encoded events of a stream.
@@ -74,7 +74,7 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
             yield event(last)
 
     def ending(self, continuation: Continuation) -> ChoiceEnding:
-        """Build the fields of a choice that say why it ended; null while it runs."""
+        """Build the fields about the end of a choice; null while it runs."""
         reason = continuation.finish_reason
         if reason is None:
             return {"finish_reason": None, "stop_reason": None}
@@ -96,7 +96,7 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
         return [replace(continuation, index=index) for index, continuation in enumerate(best)]
 
     def null_usage(self) -> NullUsage:
-        """Build the usage of every chunk but the last: OpenAI sends null if the last one has it."""
+        """Build the usage key of every event but the last: OpenAI sends null if the last event has the usage."""
         return {"usage": None} if self.body.usage_at_end else {}
 
     def usage(self, continuations: Sequence[Continuation]) -> UsageInfo:
