@@ -14,6 +14,7 @@ from logitship.server.check.command import add_arguments as add_check_arguments
 from logitship.server.check.command import run_command as run_check_command
 
 from .config import ServerConfig
+from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
 
 
@@ -23,16 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     if command == "serve":
-        options = {**_of_environment(), **options}
+        options = {**_environment_options(), **options}
     try:
-        import torch  # noqa: F401  # the client alone is installed without it
+        import torch  # noqa: F401  # missing if only the light client is installed
     except ImportError:
         print('This needs the server: pip install "logitship[serve]"', file=sys.stderr)
         return 1
     if command == "check":
         return run_check_command(options)
     try:
-        config = ServerConfig(**{name: _frozen(value) for name, value in options.items()})
+        config = ServerConfig(**{name: _as_tuple(value) for name, value in options.items()})
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -42,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _of_environment() -> dict[str, str | list[str]]:
-    """API keys, from where other users of the machine do not see them, and what RTP-LLM takes from there."""
+def _environment_options() -> dict[str, str | list[str]]:
+    """Read API keys, which would be visible to other users on the command line, and RTP-LLM's `TREE_DECODE_CONFIG`."""
     keys = {"api_key": "LOGITSHIP_API_KEY", "shipping_api_key": "LOGITSHIP_SHIPPING_API_KEY"}
     found: dict[str, str | list[str]] = {
         field: os.environ[name].split(",") for field, name in keys.items() if os.environ.get(name)
@@ -53,7 +54,7 @@ def _of_environment() -> dict[str, str | list[str]]:
     return found
 
 
-def _frozen(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -72,89 +73,14 @@ def _serve(config: ServerConfig) -> int:
 def _demo(config: ServerConfig) -> int:
     from .demo import run_demo
 
-    # It prints for people, and ships nothing but its own code: the server's warnings would only get in between.
+    # The demo ships only its own code: the server's warnings would clutter its output.
     logging.basicConfig(level="ERROR")
     return run_demo(config)
 
 
 _COMMANDS = {"serve": _serve, "demo": _demo}
 
-# Group, flag and its other spellings, help. The first spelling is the field of `ServerConfig`, which has the default
-# and the type. SGLang's and vLLM's names for the same thing are both taken.
-_FLAGS: dict[str, list[tuple[tuple[str, ...], str]]] = {
-    "model": [
-        (("--model-path", "--model"), "a Hugging Face folder, a GGUF file, a hub name, or the default model's name"),
-        (("--tokenizer-path", "--tokenizer"), "where the tokenizer is, if not with the model"),
-        (("--served-model-name",), "the name under which clients ask for the model"),
-        (("--dtype",), "type of the weights; auto: float32 on a CPU, the checkpoint's own elsewhere"),
-        (("--device",), "cpu, cuda, cuda:1, …; auto: a GPU if there is one"),
-        (("--model-impl",), "transformers: the model's own code; auto: faster layers where they are known"),
-        (("--chat-template",), "a file with a Jinja template, instead of the tokenizer's"),
-        (("--trust-remote-code",), "run code that comes with the model's folder"),
-    ],
-    "engine": [
-        (("--max-num-seqs", "--max-running-requests"), "sequences that decode together"),
-        (("--max-model-len", "--context-length"), "longest prompt and output together, in tokens"),
-        (("--max-queued-requests",), "requests that may wait; more are refused with 429"),
-        (("--chunked-prefill-size",), "most prompt tokens computed in one step beside the running sequences"),
-        (("--mem-fraction-static", "--gpu-memory-utilization"), "share of the free memory for keys and values"),
-        (
-            ("--prefix-cache-bytes",),
-            "bytes of it for what earlier requests began with, which is not computed again; 0: none (default: a tenth)",
-        ),
-        (("--random-seed", "--seed"), "seeds the requests that bring no seed of their own"),
-        (("--enable-deterministic-inference",), "the same bits whatever else runs: read docs/deterministic.md first"),
-        (("--speculative-algorithm",), "NGRAM: check several tokens in a step where a text repeats itself"),
-        (("--speculative-num-draft-tokens",), "most tokens of a sequence that a step checks ahead"),
-    ],
-    "sampling": [
-        (("--max-logprobs",), "most log-probabilities that a request may ask for at each position"),
-        (("--logprobs-mode",), "before any edit (raw), or after all of them (processed), unless the request says"),
-        (
-            ("--reasoning-config",),
-            'start and end of the model\'s thinking, for budgets: {"reasoning_start_str": …, "reasoning_end_str": …}',
-        ),
-    ],
-    "processors": [
-        (("--enable-custom-logit-processor",), "run processors that come with requests: read docs/security.md first"),
-        (("--logits-processors",), "batch processors to install: module:Class, or JSON with qualname, args, kwargs"),
-        (("--logits-processor-pattern",), "callables that requests may name: a regular expression, matched in full"),
-        (("--allow-processor",), "a file with the digests of the only processors that may be shipped, one a line"),
-        (
-            ("--tree-decode-config", "--tree_decode_config"),
-            "a file with a tree of tokens that every request follows; or in $TREE_DECODE_CONFIG",
-        ),
-        (("--tree",), "trees of tokens that requests can ask for by name"),
-        (("--max-processor-size",), "longest processor string, in bytes"),
-        (("--processor-cache-entries",), "most shipped processors kept loaded, and most registered ones"),
-        (("--processor-cache-bytes",), "most bytes of shipped processors kept loaded, and of registered ones"),
-    ],
-    "isolation": [
-        (("--processor-isolation",), "where shipped code runs; none: in the server's own process, with all its rights"),
-        (("--max-sandboxes",), "most shipped processors kept loaded in sandboxes, each a process"),
-        (("--sandbox-memory",), "bytes that a sandbox may take, beyond what torch takes"),
-        (("--sandbox-cpu-time",), "seconds of CPU time that a sandbox may burn outside its calls"),
-        (("--sandbox-step-timeout",), "seconds that a call of a shipped processor may take"),
-        (("--sandbox-load-timeout",), "seconds that it may take to load one"),
-    ],
-    "HTTP": [
-        (("--host",), "address to listen on"),
-        (("--port",), "port to listen on; 0: any free one"),
-        (("--api-key",), "bearer tokens, of which every request must carry one; or in $LOGITSHIP_API_KEY, with commas"),
-        (
-            ("--shipping-api-key",),
-            "tokens that may ship processors, which the others then may not; or in $LOGITSHIP_SHIPPING_API_KEY",
-        ),
-        (("--max-request-bytes",), "longest request body, in bytes"),
-        (("--disable-playground",), "do not serve the playground, the page at /"),
-        (("--shutdown-timeout",), "seconds that running requests get to finish after SIGTERM"),
-        (("--log-level",), "how much to log"),
-        (("--log-format",), "lines for people, or a JSON object a line"),
-    ],
-}
-
-
-_FIELDS_OF_CHECK = (
+_CHECK_FIELDS = (
     "model_path",
     "tokenizer_path",
     "dtype",
@@ -166,79 +92,49 @@ _FIELDS_OF_CHECK = (
     "sandbox_step_timeout",
     "sandbox_load_timeout",
 )
-"""What `check` takes of a server's settings."""
+"""Server settings that `logitship check` takes."""
 
-
-def spellings() -> dict[str, dict[str, str]]:
-    """Of each group of flags: every spelling, as a Python name, and the field of `ServerConfig` that it sets."""
-    return {
-        group: {_python_name(name): _python_name(names[0]) for names, _ in flags for name in names}
-        for group, flags in _FLAGS.items()
-    }
-
-
-def help_of_fields() -> dict[str, str]:
-    """What the flag of each field of `ServerConfig` says of it."""
-    return {_python_name(names[0]): text for flags in _FLAGS.values() for names, text in flags}
-
-
-def _python_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+_DEMO_FIELDS = ("model_path", "processor_isolation")
+"""Server settings that `logitship demo` takes."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="logitship", description="Logits processors that arrive with the request.")
+    parser = argparse.ArgumentParser(prog="logitship", description="LLM server with client-supplied logits processors.")
     parser.add_argument("--version", action="version", version=f"logitship {version('logitship')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP")
-    check = commands.add_parser("check", help="try a processor class as a server would run it")
-    demo = commands.add_parser("demo", help="ship two processors and see what they do")
-    for title, flags in _FLAGS.items():
+    check = commands.add_parser("check", help="test a processor class the way a server runs it")
+    demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
+    for title, flags in FLAGS.items():
         group = serve.add_argument_group(title)
-        for names, text in flags:
-            _add_flag(group, names, text)
+        for flag in flags:
+            _add_flag(group, flag)
     add_check_arguments(check)
-    for field in _FIELDS_OF_CHECK:
-        _add_flag(
-            check, *next(flag for flags in _FLAGS.values() for flag in flags if _python_name(flag[0][0]) == field)
-        )
-    _add_flag(demo, *_FLAGS["model"][0])
-    _add_flag(demo, *next(flag for flag in _FLAGS["isolation"] if flag[0] == ("--processor-isolation",)))
+    for field in _CHECK_FIELDS:
+        _add_flag(check, FLAG_OF_FIELD[field])
+    for field in _DEMO_FIELDS:
+        _add_flag(demo, FLAG_OF_FIELD[field])
     return parser
 
 
-_METAVARS = {
-    "allow_processor": "FILE",
-    "tree": "NAME=FILE",
-    "tree_decode_config": "FILE",
-    "logits_processors": "NAME",
-    "reasoning_config": "JSON",
-}
-"""Where the last word of the flag says too little."""
-
-
-def _add_flag(group: argparse._ActionsContainer, names: tuple[str, ...], text: str) -> None:
-    field = _python_name(names[0])
-    # What is not said on the command line is left to `ServerConfig`; here the default is only shown.
+def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
+    field = flag.field
+    # Without the flag on the command line, `ServerConfig` sets the default; here it is only shown.
     default = ServerConfig.__dataclass_fields__[field].default
-    if default not in (None, False, ()):
-        text += f" (default: {default})"
+    text = flag.help if default in (None, False, ()) else f"{flag.help} (default: {default})"
+    options: dict[str, Any] = {"dest": field, "default": argparse.SUPPRESS, "help": text}
+    metavar = flag.metavar or field.rsplit("_", 1)[-1].upper()
     kind = get_type_hints(ServerConfig)[field]
-    metavar = _METAVARS.get(field, field.rsplit("_", 1)[-1].upper())
+    kinds = [each for each in (*get_args(kind), kind) if each is not type(None)]
     if kind is bool:
-        group.add_argument(*names, dest=field, action="store_true", default=argparse.SUPPRESS, help=text)
-        return
-    if isinstance(default, tuple):
-        group.add_argument(
-            *names, dest=field, action="extend", nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text
-        )
-        return
-    # `int | None` reads an int: no flag is how None is said.
-    if get_origin(kind) is not Literal:
-        kind = next(k for k in (*get_args(kind), kind) if k is not type(None))
-    choices = get_args(kind) if get_origin(kind) is Literal else None
-    parse = str if choices else kind
-    shown = None if choices else metavar if parse is str else "N"
-    group.add_argument(
-        *names, dest=field, type=parse, choices=choices, default=argparse.SUPPRESS, metavar=shown, help=text
-    )
+        options |= {"action": "store_true"}
+    elif isinstance(default, tuple):
+        options |= {"action": "extend", "nargs": "+", "metavar": metavar}
+    elif get_origin(kind) is Literal:
+        options |= {"choices": get_args(kind)}
+    elif get_origin(kinds[0]) is Literal:
+        options |= {"choices": get_args(kinds[0])}
+    else:
+        # `int | None` is parsed as an int: leaving the flag out is how to get None.
+        options |= {"type": kinds[0], "metavar": metavar if kinds[0] is str else "N"}
+    group.add_argument(*flag.spellings, **options)

@@ -1,4 +1,4 @@
-"""How a server is set up: one record, built from the command line or by hand."""
+"""Configuration of a server, built from the command line or in code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of the engine and of its HTTP front. Field names are the flags' names."""
+    """Settings of the engine and the HTTP server. Field names are the flags' names."""
 
     # The model
     model_path: str = DEFAULT_MODEL
@@ -30,82 +30,82 @@ class ServerConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     model_impl: Literal["auto", "transformers"] = "auto"
-    """transformers: the model's own code. auto: fused layers where they are known, the same otherwise."""
+    """transformers: the model's own code. auto: fused layers for supported architectures, else the model's own code."""
     chat_template: str | None = None
     """A file with a Jinja template that replaces the tokenizer's."""
     trust_remote_code: bool = False
 
     # The engine
     max_num_seqs: int = 32
-    """Sequences that decode together: rows of the batch, and slots of the cache."""
+    """Maximum size of the running batch: its rows, and slots of the KV cache."""
     max_model_len: int | None = None
-    """Longest prompt and output together, in tokens. None: the model's length, or what fits into memory."""
+    """Maximum length of prompt plus output, in tokens. None: the model's length, or what fits into memory."""
     max_queued_requests: int = 1024
     chunked_prefill_size: int = 256
-    """Most prompt tokens computed in one step beside the running rows."""
+    """Maximum number of prompt tokens computed in one step next to the running rows."""
     mem_fraction_static: float = 0.5
-    """Share of the free memory that keys and values may take."""
+    """Fraction of the free memory for the KV cache."""
     prefix_cache_bytes: int | None = None
-    """Bytes of it for keys and values of what earlier requests began with. 0: none are kept. None: a tenth."""
+    """Bytes of the KV cache that keep the prefixes of earlier requests. 0: no prefix cache. None: a tenth."""
     random_seed: int | None = None
     enable_deterministic_inference: bool = False
-    """Compute each token as if it were alone: its logits are the same to the last bit in any company. Slower."""
+    """Batch-invariant: a token's logits are bitwise the same in any batch composition. Slower."""
     speculative_algorithm: Literal["NGRAM"] | None = None
-    """NGRAM: steps also check tokens that a sequence is likely to repeat. None: a step draws one token."""
+    """NGRAM: speculative decoding by prompt lookup. None: a step samples one token."""
     speculative_num_draft_tokens: int = 8
-    """Most tokens of a sequence that a step checks ahead."""
+    """Maximum number of draft tokens per sequence and step."""
 
     # Sampling
     max_logprobs: int = 20
     logprobs_mode: LogprobsMode = "raw_logprobs"
     reasoning_config: str | Mapping[str, str] | None = None
-    """How the model writes the start and the end of its thinking, see `read_reasoning_config`; a dict or JSON text.
+    """Strings that start and end the model's reasoning, see `read_reasoning_config`; a dict or JSON text.
     None: requests cannot have a `thinking_token_budget`."""
 
     # Processors
     enable_custom_logit_processor: bool = False
     logits_processors: tuple[Any, ...] = ()
-    """The operator's own: classes, `module:Class`, or `{"qualname", "args", "kwargs"}` (also as JSON text). Those of
-    installed packages are loaded besides."""
+    """Batch processors to install: classes, `module:Class`, or `{"qualname", "args", "kwargs"}` (also as JSON text).
+    Entry points of installed packages are loaded in addition."""
     logits_processor_pattern: str | None = None
-    """Requests may name the callables whose qualified names this regular expression matches in full. None: no name."""
+    """Regular expression for the callables that requests may name; must match the full name. None: no callables."""
     allow_processor: str | None = None
-    """A file with the digests that alone may run as shipped code, see `allowed_digests`. None: any may."""
+    """A file with the digests of the only processors that may be shipped, see `allowed_digests`. None: any."""
     tree_decode_config: str | None = None
-    """A file with a tree of tokens that every request follows; looked for in the model's folder first."""
+    """A file with a token tree that every request follows; looked up in the model's folder first."""
     tree: Sequence[str] = ()
-    """Trees that requests can ask for, each as `NAME=FILE`, see `named_trees`."""
+    """Token trees that requests can select by name, each as `NAME=FILE`, see `named_trees`."""
     max_processor_size: int = 1 << 20
-    """Longest processor string, in bytes."""
+    """Maximum size of a processor string, in bytes."""
     processor_cache_entries: int = 256
     processor_cache_bytes: int = 64 << 20
 
     # Isolation
     processor_isolation: Literal["sandbox", "none"] = "sandbox"
     max_sandboxes: int = 64
-    """Most shipped processors kept loaded while each has a process of its own."""
+    """Maximum number of sandboxes; each is a process with one shipped processor."""
     sandbox_memory: int = 1 << 30
-    """Bytes that a sandbox may take beyond what torch takes."""
+    """Memory limit of a sandbox, in bytes, on top of what torch takes."""
     sandbox_cpu_time: float = 2.0
-    """Seconds of CPU time that a sandbox may burn outside its calls."""
+    """CPU time that a sandbox may use outside its calls, in seconds."""
     sandbox_step_timeout: float = 1.0
-    """Seconds that a call of a processor may take."""
+    """Time limit for one call of a processor, in seconds."""
     sandbox_load_timeout: float = 10.0
-    """Seconds that it may take to load a processor."""
+    """Time limit for loading a processor, in seconds."""
 
     # HTTP
     host: str = "127.0.0.1"
     port: int = 30000
-    # Annotated so that one key may also be given as a plain string. `__post_init__` makes tuples of them.
+    # A single key may be given as a plain string: `__post_init__` converts both to tuples.
     api_key: Sequence[str] = field(default=(), repr=False)
-    """Keys that may generate; and ship code, unless there are keys for that. No key at all: nobody needs one."""
+    """Keys that may generate. They may also ship code, unless there are shipping keys. Empty: no key is required."""
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
-    """Keys that may generate, and if there are any, the only ones that may ship code."""
+    """Keys that may generate and ship code. If there are any, no other key may ship code."""
     max_request_bytes: int = 16 << 20
     disable_playground: bool = False
     """Do not serve the playground."""
     shutdown_timeout: float = 30.0
-    """Seconds that running requests get to finish after SIGTERM."""
+    """Time that running requests get to finish after SIGTERM, in seconds."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
 
@@ -116,17 +116,17 @@ class ServerConfig:
 
     @cached_property
     def allowed_digests(self) -> frozenset[str] | None:
-        """What stands in `allow_processor`, read once, when the record is made. None: there is no such file."""
+        """Digests in the file `allow_processor`, read once at construction. None: no such file is configured."""
         return None if self.allow_processor is None else read_allowed_digests(self.allow_processor)
 
     @cached_property
     def reasoning_strings(self) -> ReasoningStrings | None:
-        """What stands in `reasoning_config`."""
+        """Parsed `reasoning_config`."""
         return None if self.reasoning_config is None else read_reasoning_config(self.reasoning_config)
 
     @cached_property
     def named_trees(self) -> dict[str, str]:
-        """What stands in `tree`: name → file."""
+        """Parsed `tree`: name → file."""
         trees: dict[str, str] = {}
         for entry in self.tree:
             name, _, file = entry.partition("=")
@@ -141,10 +141,10 @@ class ServerConfig:
         for name in ("api_key", "shipping_api_key", "tree"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
-        self.named_trees  # noqa: B018  # its mistakes should show before the model is loaded
+        self.named_trees  # noqa: B018  # report errors before the model is loaded
         self._check_numbers()
-        self._check_who_may_ship()
-        self.reasoning_strings  # noqa: B018  # its mistakes should show before the model is loaded
+        self._check_keys()
+        self.reasoning_strings  # noqa: B018  # report errors before the model is loaded
         try:
             re.compile(self.logits_processor_pattern or "")
         except re.error as error:
@@ -178,13 +178,13 @@ class ServerConfig:
         if not 0 < self.mem_fraction_static <= 1:
             raise ValueError(f"mem_fraction_static must be above 0 and at most 1, not {self.mem_fraction_static}")
 
-    def _check_who_may_ship(self) -> None:
+    def _check_keys(self) -> None:
         for name in ("api_key", "shipping_api_key"):
-            # The message does not say which: keys do not belong into logs.
+            # The message does not contain the key: keys must not be logged.
             if any(not key or key != key.strip() for key in getattr(self, name)):
-                raise ValueError(f"{name}: a key is empty, or begins or ends with a space, which no request can send")
+                raise ValueError(f"{name}: a key is empty, or begins or ends with a space, which HTTP cannot transmit")
         if self.shipping_api_key and not self.enable_custom_logit_processor:
             raise ValueError(
-                "shipping_api_key: nobody may ship code to this server; set enable_custom_logit_processor as well"
+                "shipping_api_key: this server does not accept shipped code; set enable_custom_logit_processor as well"
             )
-        self.allowed_digests  # noqa: B018  # reads the file: its mistakes should show before the model is loaded
+        self.allowed_digests  # noqa: B018  # report errors in the file before the model is loaded

@@ -1,4 +1,4 @@
-"""`logitship demo`: a server, two processors that are shipped to it, and what they do to its answers."""
+"""`logitship demo`: start a server, ship two processors to it, and show their effect."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .demo_processors import Alliteration, Lipogram
 PROMPTS = ("What is the moon?", "What is a good way to spend a rainy day?")
 MAX_TOKENS = 48
 REPETITION_PENALTY = 1.1
-"""A model this small repeats itself without one."""
-NARROWEST_COLUMN = 22
-WIDEST_PAGE = 120
+"""A model this small repeats itself without a penalty."""
+MIN_COLUMN_WIDTH = 22
+MAX_PAGE_WIDTH = 120
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to ask.
+    """A way to generate the responses.
 
     Attributes:
-        title: heads its column.
+        title: heading of its column.
         explanation: what the processor does.
-        processor: the class that is shipped, or None for the model alone.
+        processor: the class to ship, or None for the plain model.
         params: its parameters.
     """
 
@@ -45,53 +45,53 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("The model alone"),
-    Variant("Lipogram", 'no token with an "e" can be drawn', Lipogram, {"letter": "e"}),
-    Variant("Alliteration", 'words that begin with "s" are made more likely', Alliteration, {"letter": "s"}),
+    Variant("Plain model"),
+    Variant("Lipogram", 'no token with an "e" can be sampled', Lipogram, {"letter": "e"}),
+    Variant("Alliteration", 'words that begin with "s" become more likely', Alliteration, {"letter": "s"}),
 )
 
 
 def run_demo(config: ServerConfig) -> int:
-    """Run the demo: starts a server, ships, asks, prints, stops. Returns the exit status.
+    """Start a server, send the requests, print the results, and stop. Returns the exit status.
 
     Args:
-        config: says which model; the demo sets the rest itself.
+        config: the model and the isolation; the demo sets the rest itself.
     """
     from .http_server import running_server
 
-    width = min(shutil.get_terminal_size().columns, WIDEST_PAGE)
-    _say(f"1. Starting a server on this machine, with {config.model_name}.")
+    width = min(shutil.get_terminal_size().columns, MAX_PAGE_WIDTH)
+    _print(f"1. Starting a server on this machine, with {config.model_name}.")
     if config.model_path == DEFAULT_MODEL:
-        _say("   The first time, the model is fetched (93 MB) and converted; then it is kept.")
+        _print("   The first run downloads the model (93 MB) and converts it; later runs reuse it.")
     started = time.perf_counter()
     with running_server(demo_config(config)) as base_url:
-        _say(f"   {base_url} is up after {time.perf_counter() - started:.0f} s.\n")
-        _say("2. Turning two classes into processor strings, to be sent with the requests:")
-        _say(describe_shipment(VARIANTS))
+        _print(f"   {base_url} is up after {time.perf_counter() - started:.0f} s.\n")
+        _print("2. Serializing two classes to processor strings, which are sent with the requests:")
+        _print(describe_shipment(VARIANTS))
         requests = len(PROMPTS) * len(VARIANTS)
-        _say(f"3. Asking {len(PROMPTS)} questions in {len(VARIANTS)} ways: {requests} requests at once.")
+        _print(f"3. Asking {len(PROMPTS)} questions in {len(VARIANTS)} variants: {requests} concurrent requests.")
         started = time.perf_counter()
         answers = asyncio.run(ask_all(base_url))
-        _say(f"   Answered after {time.perf_counter() - started:.0f} s.\n")
+        _print(f"   Done after {time.perf_counter() - started:.0f} s.\n")
     for prompt, generations in zip(PROMPTS, answers, strict=True):
-        _say(f"   {prompt}\n")
-        columns = [(variant.title, shown(each)) for variant, each in zip(VARIANTS, generations, strict=True)]
-        _say(textwrap.indent(side_by_side(columns, width - 3), "   ") + "\n")
-    _say("4. The receipts, which say that the processors were applied:")
-    _say(describe_receipts([receipt for row in answers for each in row for receipt in each.receipts]))
-    _say(WHAT_NEXT)
+        _print(f"   {prompt}\n")
+        columns = [(variant.title, displayed_text(each)) for variant, each in zip(VARIANTS, generations, strict=True)]
+        _print(textwrap.indent(side_by_side(columns, width - 3), "   ") + "\n")
+    _print("4. The receipts, which prove that the processors were applied:")
+    _print(describe_receipts([receipt for row in answers for each in row for receipt in each.receipts]))
+    _print(WHAT_NEXT)
     return 0
 
 
 WHAT_NEXT = f"""\
-The server is stopped. What next:
+The server is stopped. Next steps:
    Read the two classes: {demo_processors.__file__}
-   Start a server that stays: logitship serve --enable-custom-logit-processor
-   Write a class of your own, and ship it: docs/tutorial.md"""
+   Start a server: logitship serve --enable-custom-logit-processor
+   Write and ship a processor of your own: docs/tutorial.md"""
 
 
 def demo_config(config: ServerConfig) -> ServerConfig:
-    """`config` for a server of our own: on a free port of this machine alone, quiet, and taking shipped code."""
+    """Derive the config of the demo's server: local, on a free port, quiet, and with shipped code enabled."""
     return replace(
         config,
         host="127.0.0.1",
@@ -104,7 +104,7 @@ def demo_config(config: ServerConfig) -> ServerConfig:
 
 
 async def ask_all(base_url: str) -> list[list[Generation]]:
-    """For each prompt, the answer in each variant; all of them requested at once."""
+    """Generate all variants of all prompts concurrently; one list per prompt."""
     async with AsyncClient(base_url) as client:
         return [
             list(row)
@@ -126,7 +126,7 @@ async def _ask(client: AsyncClient, prompt: str, variant: Variant) -> Generation
 
 
 def describe_shipment(variants: Sequence[Variant]) -> str:
-    """A paragraph a processor: what it does, how large it is on the wire, and its digest."""
+    """Describe each processor: its effect, its size on the wire, and its digest."""
     lines = []
     for variant in variants:
         if variant.processor is None:
@@ -140,7 +140,7 @@ def describe_shipment(variants: Sequence[Variant]) -> str:
 
 
 def describe_receipts(receipts: Sequence[Receipt]) -> str:
-    """A line a receipt."""
+    """Format the receipts, one line each."""
     widest = max((len(receipt.name) for receipt in receipts), default=0)
     return "\n".join(
         f"   {receipt.name:<{widest}}  {receipt.digest[:26]}…  {receipt.steps:>3} steps  {receipt.milliseconds:7.1f} ms"
@@ -148,23 +148,23 @@ def describe_receipts(receipts: Sequence[Receipt]) -> str:
     ) + ("\n" if receipts else "")
 
 
-def shown(generation: Generation) -> str:
-    """The text, with a sign where it was cut."""
+def displayed_text(generation: Generation) -> str:
+    """Return the text, with an ellipsis if it was cut off."""
     cut = generation.finish_reason is not None and generation.finish_reason.kind == "length"
     return generation.text.strip() + (" …" if cut else "")
 
 
 def side_by_side(columns: Sequence[tuple[str, str]], width: int) -> str:
-    """Titled texts in columns of equal width, or one below the other where the page is too narrow for that.
+    """Lay out titled texts in columns of equal width, or one below the other on a narrow page.
 
     Args:
-        columns: (title, text).
+        columns: (title, text) pairs.
         width: of the page, in characters.
     """
     gap = 3
     column = (width - gap * (len(columns) - 1)) // len(columns)
-    if column < NARROWEST_COLUMN:
-        return "\n\n".join("\n".join(_block(title, text, max(width, NARROWEST_COLUMN))) for title, text in columns)
+    if column < MIN_COLUMN_WIDTH:
+        return "\n\n".join("\n".join(_block(title, text, max(width, MIN_COLUMN_WIDTH))) for title, text in columns)
     blocks = [_block(title, text, column) for title, text in columns]
     height = max(len(block) for block in blocks)
     rows = zip(*(block + [""] * (height - len(block)) for block in blocks), strict=True)
@@ -172,11 +172,11 @@ def side_by_side(columns: Sequence[tuple[str, str]], width: int) -> str:
 
 
 def _block(title: str, text: str, width: int) -> list[str]:
-    """The lines of a column. Line breaks of the text are kept."""
+    """Wrap a column. Line breaks of the text are kept."""
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, width) or [""]]
     return [*textwrap.wrap(title, width), "-" * min(len(title), width), *lines]
 
 
-def _say(text: str) -> None:
-    """Print at once: the next step may take a while."""
+def _print(text: str) -> None:
+    """Print and flush: the next step may take a while."""
     print(text, flush=True)

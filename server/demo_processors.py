@@ -1,4 +1,4 @@
-"""The two processors that `logitship demo` ships, written as an author would write them."""
+"""The two processors that `logitship demo` ships, written like a user's own."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import torch
 from logitship.client.processor import CustomLogitProcessor
 
 WORD_STARTS = ("Ġ", "▁")
-"""How byte-level and SentencePiece vocabularies write the space before a word."""
+"""Marks of a word start in byte-level and SentencePiece vocabularies."""
 
 
 class Lipogram(CustomLogitProcessor):
-    """Writes without a letter: no token that contains `custom_params["letter"]` can be drawn."""
+    """Bans every token that contains the letter `custom_params["letter"]`."""
 
     def __init__(self) -> None:
         self.banned: dict[str, torch.Tensor] = {}
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """Set the logits of these tokens to -inf."""
+        """Set the logits of the banned tokens to -inf."""
         for row, params in enumerate(custom_param_list or ()):
             logits[row, self.tokens_with(params["letter"], params["__req__"]).to(logits.device)] = -torch.inf
         return logits
 
     def tokens_with(self, letter: str, request: Any) -> torch.Tensor:
-        """Bool [vocab]: the tokens with this letter. Kept on `self` for the next step and the next request."""
+        """Return bool [vocab]: the tokens with this letter. Cached on `self` for later steps and requests."""
         if letter not in self.banned:
             tokens = request.tokenizer.convert_ids_to_tokens(range(request.vocab_size))
             banned = torch.tensor([letter in (token or "").lower() for token in tokens])
-            banned[list(request.eos_token_ids)] = False  # the end token may have the letter in its name
+            banned[list(request.eos_token_ids)] = False  # the end token's name may contain the letter
             self.banned[letter] = banned
         return self.banned[letter]
 
 
 class Alliteration(CustomLogitProcessor):
-    """Likes words that begin with `custom_params["letter"]`: adds `bias` to the logits of their first tokens."""
+    """Boosts words that begin with `custom_params["letter"]`: adds `bias` to the logits of their first tokens."""
 
     def __init__(self) -> None:
         self.liked: dict[str, torch.Tensor] = {}
@@ -48,7 +48,7 @@ class Alliteration(CustomLogitProcessor):
         return logits
 
     def words_with(self, letter: str, request: Any) -> torch.Tensor:
-        """float32 [vocab]: 1 for tokens that begin a word with this letter, else 0."""
+        """Return float32 [vocab]: 1 for tokens that begin a word with this letter, else 0."""
         if letter not in self.liked:
             beginnings = tuple(start + case for start in WORD_STARTS for case in (letter.lower(), letter.upper()))
             tokens = request.tokenizer.convert_ids_to_tokens(range(request.vocab_size))

@@ -1,4 +1,4 @@
-"""Runs the HTTP front with uvicorn: start, serve, and an end that finishes what runs."""
+"""The HTTP server: uvicorn with a graceful shutdown that lets running requests finish."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .config import ServerConfig
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = 75
-"""Seconds that a connection without a request stays open. Longer than clients and proxies keep theirs (httpx for 5
-seconds, others for a minute): whoever closes first does so while the other may be sending a request."""
+"""Seconds that an idle connection stays open. Longer than the timeouts of clients and proxies (httpx 5 seconds,
+others a minute): if the server closed first, a client might be sending a request at that moment."""
 
 
 class HTTPServer(uvicorn.Server):
-    """Uvicorn, with an end in two parts.
+    """Uvicorn server with a two-phase shutdown.
 
-    The first signal stops admission: what runs goes on, for at most `shutdown_timeout` seconds, and what comes is
-    answered with 503. Then the sockets close. A second signal closes them at once.
+    The first signal stops admission: running requests continue for at most `shutdown_timeout` seconds, new requests get
+    503. Then the sockets close. A second signal closes them at once.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -40,8 +40,8 @@ class HTTPServer(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 log_level=config.log_level,
-                log_config=None,  # its messages go where all others go
-                access_log=False,  # `RequestLogMiddleware` writes it
+                log_config=None,  # use the root logger's handlers
+                access_log=False,  # `RequestLogMiddleware` writes one
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=5,
                 lifespan="off",
@@ -49,8 +49,8 @@ class HTTPServer(uvicorn.Server):
         )
         if config.enable_custom_logit_processor and config.processor_isolation == "none":
             logger.warning(
-                "shipped processors run inside this process, with all its rights (--processor-isolation none): "
-                "serve only people whose code you would run yourself"
+                "shipped processors run inside this process, with all its privileges (--processor-isolation none): "
+                "only serve clients whose code you would run yourself"
             )
         self._engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,26 +65,26 @@ class HTTPServer(uvicorn.Server):
 
     @property
     def bound_port(self) -> int:
-        """The port that was bound: another than the configured one if that is 0."""
+        """Port that is listened on; differs from the configured port if that is 0."""
         port: int = self.servers[0].sockets[0].getsockname()[1]
         return port
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called on SIGINT and SIGTERM."""
+        """Handle SIGINT or SIGTERM."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Begin to end; a second call ends at once. On the event loop only."""
+        """Start the shutdown; a second call forces it. Must run on the event loop."""
         if self._draining is not None:
             self._draining.cancel()
             self.force_exit = self.should_exit = True
             return
-        logger.info("shutting down: finishing what runs, refusing what comes")
+        logger.info("shutting down: finishing running requests, refusing new ones")
         self._draining = asyncio.create_task(self._drain())
 
     def request_exit(self) -> None:
-        """`drain`, from any thread."""
+        """Call `drain` from any thread."""
         self.handle_exit(0, None)
 
     async def _drain(self) -> None:
@@ -96,11 +96,11 @@ class HTTPServer(uvicorn.Server):
 
 @contextmanager
 def running_server(config: ServerConfig, engine: AsyncEngine | None = None) -> Iterator[str]:
-    """Serve in a thread of this process.
+    """Run a server in a thread of this process.
 
     Args:
-        config: with port 0, a free port is taken.
-        engine: an engine that is built already, instead of one built from `config`. It ends with the server.
+        config: port 0 picks a free port.
+        engine: an engine to serve instead of one built from `config`. It stops with the server.
 
     Yields:
         The base URL.

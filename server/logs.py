@@ -1,7 +1,7 @@
-"""How the server logs: lines for people, or JSON objects for machines.
+"""Log formatters of the server: text lines, or one JSON object per line.
 
-A record may bring fields of its own: `logger.info("…", extra={"fields": {"status": 200}})`. Text shows the message
-alone, so that it must say what people need; JSON has both. Neither prompts nor outputs nor keys belong into either.
+A record may have structured fields: `logger.info("…", extra={"fields": {"status": 200}})`. The text format shows only
+the message, the JSON format both. Never log prompts, outputs or keys.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import orjson
 LogFormat = Literal["text", "json"]
 
 current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
-"""Id of the HTTP request that the running code belongs to, if it does to one."""
+"""Id of the HTTP request that is being handled; None outside of one."""
 
-_LONGEST_TEXT = 256
-"""Characters of a field: some hold what clients wrote."""
-_MOST_ITEMS = 32
-"""Entries of a field that is a list."""
+_MAX_TEXT_LENGTH = 256
+"""Maximum length of a field, in characters: clients control some of them."""
+_MAX_ITEMS = 32
+"""Maximum number of entries of a list field."""
 
 
 def set_up_logging(level: str, log_format: LogFormat) -> None:
-    """Log to the standard error output, other libraries' messages included.
+    """Log to stderr, including the messages of other libraries.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
+        log_format: `text` or `json`.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else TextFormatter())
@@ -37,23 +38,23 @@ def set_up_logging(level: str, log_format: LogFormat) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people, with the request's id at the end where a message belongs to one."""
+    """One text line, with the id of the HTTP request at the end."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's
-        """The line, without a traceback."""
+        """Format the line, without a traceback."""
         line = super().formatMessage(record)
         request_id = current_request_id.get()
         return line if request_id is None else f"{line} [{request_id}]"
 
 
 class JSONFormatter(logging.Formatter):
-    """One JSON object a line: `time` (ISO 8601, UTC), `level`, `logger`, `message`, `request_id` and fields."""
+    """One JSON object per line: `time` (ISO 8601, UTC), `level`, `logger`, `message`, `request_id` and the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Format the line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -63,21 +64,21 @@ class JSONFormatter(logging.Formatter):
         request_id = current_request_id.get()
         if request_id is not None:
             line["request_id"] = request_id
-        line |= _bounded(getattr(record, "fields", {}))
+        line |= _truncated(getattr(record, "fields", {}))
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # Whatever stands in a message: half a surrogate pair, or an object that is no JSON, must not lose the line.
+        # A lone surrogate or an object that JSON cannot encode must not lose the line.
         return orjson.dumps(_encodable(line), default=repr).decode()
 
 
-def _bounded(value: Any) -> Any:
-    """The same with long texts and lists cut."""
+def _truncated(value: Any) -> Any:
+    """Truncate long strings and lists."""
     if isinstance(value, str):
-        return value[:_LONGEST_TEXT]
+        return value[:_MAX_TEXT_LENGTH]
     if isinstance(value, Mapping):
-        return {key: _bounded(each) for key, each in value.items()}
+        return {key: _truncated(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_bounded(each) for each in value[:_MOST_ITEMS]]
+        return [_truncated(each) for each in value[:_MAX_ITEMS]]
     return value
 
 

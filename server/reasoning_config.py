@@ -1,4 +1,4 @@
-"""How the model writes the start and the end of its thinking: `--reasoning-config`, in vLLM's keys."""
+"""`--reasoning-config`: the strings that start and end the model's reasoning, with vLLM's keys."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _PARSERS = {
     "seed_oss": ("<seed:think>", "</seed:think>"),
     "step3": _THINK,
 }
-"""vLLM's names of reasoning parsers, for the models whose start and end are always these two strings."""
+"""Start and end strings by the names of vLLM's reasoning parsers."""
 
 
 @dataclass(frozen=True)
 class ReasoningStrings:
-    """Start and end of the thinking, as text.
+    """Strings that start and end the reasoning.
 
     Attributes:
-        parser: the name that some of it was looked up by; "" if it was given in full.
-        end: what is forced where a budget is spent.
-        natural_end: what the model writes by itself.
+        parser: the reasoning parser that implies them; "" if none was given.
+        start: begins the reasoning.
+        end: is forced when the budget is spent.
+        natural_end: what the model writes on its own.
     """
 
     parser: str
@@ -46,14 +47,14 @@ class ReasoningStrings:
 
 
 def read_reasoning_config(given: str | Mapping[str, Any]) -> ReasoningStrings:
-    """Read the setting.
+    """Parse the setting.
 
     Args:
-        given: a dict, or its JSON text, with `reasoning_start_str` and `reasoning_end_str`. `reasoning_parser` is a
-            name for both, and for the natural end where another end is to be forced.
+        given: a dict, or its JSON text, with `reasoning_start_str` and `reasoning_end_str`. `reasoning_parser` implies
+            both; an explicit `reasoning_end_str` is then forced instead of the natural end.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: the setting is malformed.
     """
     values = _read_object(given)
     parser = values.get("reasoning_parser", "")
@@ -81,7 +82,7 @@ def _read_object(given: str | Mapping[str, Any]) -> Mapping[str, str]:
     for name, value in values.items():
         if name not in _KEYS:
             close = difflib.get_close_matches(str(name), _KEYS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(_KEYS)}"
+            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(_KEYS)}"
             raise ValueError(f"reasoning_config: unknown key {str(name)[:80]!r}: {hint}")
         if not isinstance(value, str):
             raise ValueError(f"reasoning_config: {name} must be a string")

@@ -1,16 +1,16 @@
-"""Why the server does not start, and its refusals, each with the HTTP status that it is answered with.
+"""Errors at startup, and refusals of requests with their HTTP status.
 
 ```
-StartError                    the message says what is in the way, and what to do
+StartError                    the message says what is wrong and how to fix it
 └── UnsupportedModel          the engine cannot serve this model
 RequestRefused
 ├── BadRequest            400   malformed; names the field
 ├── Unauthorized          401   API key missing or wrong
-├── Forbidden             403   not with this API key, or not this processor
-├── NotFound              404   no such model or processor
+├── Forbidden             403   the API key or the allow list does not permit it
+├── NotFound              404   no such model, processor or route
 ├── RequestTooLarge       413   body or processor over the size limit
-├── QueueFull             429   try again later
-└── ServiceUnavailable    503   shutting down, or no room for another processor
+├── QueueFull             429   too many waiting requests: try again later
+└── ServiceUnavailable    503   shutting down, or no capacity for another processor
 ```
 """
 
@@ -20,7 +20,7 @@ SHIPPING_IS_OFF = (
     "The server is not configured to enable custom logit processor. "
     "Please set `--enable-custom-logit-processor` to enable this feature."
 )
-"""SGLang's sentence: clients and tests of it look for these words."""
+"""SGLang's message, verbatim: its clients and tests match on it."""
 
 
 class StartError(Exception):
@@ -28,17 +28,17 @@ class StartError(Exception):
 
 
 class UnsupportedModel(StartError):
-    """The model has something that the engine cannot serve. The message names it."""
+    """The engine does not support a feature of the model. The message names it."""
 
 
 class RequestRefused(Exception):
-    """A request was not admitted: nothing ran.
+    """A request was refused before anything ran.
 
     Attributes:
         status_code: HTTP status.
-        type: error type, in OpenAI's spelling.
+        type: OpenAI's error type.
         message: one sentence for the client.
-        param: the offending field, in the words of the API that was called.
+        param: the offending field, by its name in the API that was called.
     """
 
     status_code = 400
@@ -62,7 +62,7 @@ class Unauthorized(RequestRefused):
 
 
 class Forbidden(RequestRefused):
-    """The API key does not allow this, or the operator does not allow this processor."""
+    """The API key does not permit this, or the processor is not on the allow list."""
 
     status_code = 403
     type = "permission_error"

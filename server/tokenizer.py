@@ -1,4 +1,4 @@
-"""The model's tokenizer, behind the few calls that the server needs."""
+"""The model's tokenizer, reduced to the calls that the server needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Tokenize a text."""
         ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -28,25 +28,25 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Text of token ids. Bytes that are no UTF-8 become U+FFFD."""
-        if self._adds_nothing_to_its_backend:
+        """Detokenize. Invalid UTF-8 becomes U+FFFD."""
+        if self._decodes_with_backend:
             plain: str = self.hf_tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return plain
         options: dict[str, Any] = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        if not self.hf_tokenizer.is_fast:  # fast tokenizers place no such spaces
+        if not self.hf_tokenizer.is_fast:  # fast tokenizers add no such spaces
             options["spaces_between_special_tokens"] = spaces_between_special_tokens
         text: str = self.hf_tokenizer.decode(token_ids, **options)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, for log-probability tables."""
+        """Return the text of one token, for log-probabilities."""
         return self.decode([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token as the bytes that it stands for.
+        """Return the bytes of one token.
 
-        A byte-level tokenizer writes each byte as one printable character, and one with byte fallback as `<0xNN>`;
-        everything else is text.
+        A byte-level tokenizer encodes each byte as one printable character, a tokenizer with byte fallback as `<0xNN>`.
+        Other tokens are text.
         """
         token = self.hf_tokenizer.convert_ids_to_tokens(token_id)
         if token is None or token_id in self._special_ids:
@@ -58,7 +58,7 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def is_special(self, token_id: int) -> bool:
-        """True for the tokens that `skip_special_tokens` leaves out."""
+        """Return whether `skip_special_tokens` drops the token."""
         return token_id in self._special_ids
 
     def apply_chat_template(
@@ -69,10 +69,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Render a conversation and tokenize it.
 
         Raises:
-            ValueError: there is no template, or it refuses the messages; says why.
+            ValueError: there is no template, or it rejects the messages.
         """
         if not (template_kwargs.get("chat_template") or self.hf_tokenizer.chat_template):
             raise ValueError("this model has no chat template: start the server with --chat-template FILE")
@@ -84,20 +84,20 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **template_kwargs,
             )
-        except Exception as error:  # a Jinja template raises what it likes
+        except Exception as error:  # boundary: the template author's code can raise anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        # The template writes the special tokens itself.
+        # The template already contains the special tokens.
         return self.encode(text, add_special_tokens=False)
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters that one token stands for, or somewhat more."""
-        # How a vocabulary writes a token (a character a byte, `<0xNN>`, `##ing`) is never shorter than its text.
+        """Upper bound on the length of a token's text, in characters."""
+        # A vocabulary entry (one character per byte, `<0xNN>`, `##ing`) is never shorter than the token's text.
         return max(len(token) for token in self.hf_tokenizer.get_vocab())
 
     @cached_property
-    def _adds_nothing_to_its_backend(self) -> bool:
-        """Whether its class leaves decoding to the backend. The way there takes five times as long as the decoding."""
+    def _decodes_with_backend(self) -> bool:
+        """True if the class leaves decoding to its Rust backend. Calling that directly is five times faster."""
         cls = type(self.hf_tokenizer)
         return (
             issubclass(cls, PreTrainedTokenizerFast)
@@ -116,7 +116,7 @@ class Tokenizer:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's mapping between bytes and printable characters, character to byte."""
+    """Return GPT-2's mapping from printable characters to bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in alphabet.values())

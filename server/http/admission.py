@@ -1,4 +1,4 @@
-"""From checked request bodies to the engine's `GenerationRequest`: what the two APIs share."""
+"""Shared steps of both APIs from a validated body to the engine's `GenerationRequest`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .auth import Caller, check_key_may_ship
 
 
 async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool) -> Prompt:
-    """A prompt as token ids.
+    """Tokenize a prompt, unless it is a list of token ids already.
 
     Raises:
-        BadRequest: it has no token, or is far too long.
+        BadRequest: the prompt is empty, or far too long.
     """
     if isinstance(value, str):
         return await asyncio.to_thread(
@@ -41,32 +41,32 @@ async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, a
 
 
 def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: str = "n") -> None:
-    """Refuse an empty batch, and one that the server could not even queue.
+    """Refuse an empty batch, and one that exceeds the queue.
 
     Args:
-        config: has the limits.
+        config: the limits.
         prompts: number of prompts.
-        at: name of their field.
-        n: number of continuations of each.
-        n_at: path of that in the request body.
+        at: name of the field with the prompts.
+        n: number of continuations per prompt.
+        n_at: path of the field with `n`.
 
     Raises:
-        BadRequest: names one of the two.
+        BadRequest: names one of the two fields.
     """
     if prompts == 0:
-        raise BadRequest(f"{at}: is an empty list: there is nothing to continue", param=at)
+        raise BadRequest(f"{at}: must not be an empty list", param=at)
     limit = config.max_num_seqs + config.max_queued_requests
     if prompts * n > limit:
         name = n_at if n > 1 else at
         raise BadRequest(f"{name}: asks for {prompts * n} continuations, this server takes at most {limit}", param=name)
 
 
-def check_one_a_prompt(value: object, prompts: int | None, at: str) -> None:
-    """Refuse a list that has not one entry a prompt. Anything but a list goes with all prompts.
+def check_one_per_prompt(value: object, prompts: int | None, at: str) -> None:
+    """Refuse a list whose length is not the number of prompts. Any other value applies to all prompts.
 
     Args:
-        value: what the field holds.
-        prompts: the number of prompts; None if the request holds a single one and not a list.
+        value: value of the field.
+        prompts: number of prompts; None if the request has a single prompt outside of a list.
         at: name of the field.
 
     Raises:
@@ -75,23 +75,23 @@ def check_one_a_prompt(value: object, prompts: int | None, at: str) -> None:
     if not isinstance(value, list):
         return
     if prompts is None:
-        raise BadRequest(f"{at}: a list goes with a list of prompts", param=at)
+        raise BadRequest(f"{at}: must not be a list, because there is no list of prompts", param=at)
     if len(value) != prompts:
         raise BadRequest(f"{at}: has {len(value)} entries for {prompts} prompts", param=at)
 
 
-def entry(value: Any, index: int) -> Any:
-    """What a field, checked by `check_one_a_prompt`, says of one prompt."""
+def value_for_prompt(value: Any, index: int) -> Any:
+    """Return the value of one prompt, from a field that `check_one_per_prompt` has checked."""
     return value[index] if isinstance(value, list) else value
 
 
-def entry_path(value: object, index: int, at: str) -> str:
-    """Path of that in the request body."""
+def path_for_prompt(value: object, index: int, at: str) -> str:
+    """Return the path of that value in the request body."""
     return f"{at}[{index}]" if isinstance(value, list) else at
 
 
-def default_that_fits(engine: AsyncEngine, prompt: Prompt, fields: SamplingFields, name: str) -> int | None:
-    """The most output tokens: as the client says; its API's default is cut to what the model has room for."""
+def max_tokens_within_model(engine: AsyncEngine, prompt: Prompt, fields: SamplingFields, name: str) -> int | None:
+    """Return the client's limit on output tokens, or the API's default, reduced to the model's length."""
     value: int | None = getattr(fields, name)
     if value is None or name in fields.model_fields_set:
         return value
@@ -101,21 +101,21 @@ def default_that_fits(engine: AsyncEngine, prompt: Prompt, fields: SamplingField
 async def sampling_params(
     engine: AsyncEngine, fields: SamplingFields, names: Mapping[str, str], **values: Any
 ) -> SamplingParams:
-    """The engine's sampling parameters.
+    """Build the engine's sampling parameters.
 
     Args:
-        engine: its tokenizer reads the bad words, its configuration has the default of `logprobs_mode`.
-        fields: the parameters that the APIs share.
-        names: the client's names for the fields of `SamplingParams`, where they differ.
-        **values: the fields of `SamplingParams` that the APIs spell differently.
+        engine: tokenizes the bad words, and configures the default of `logprobs_mode`.
+        fields: the parameters with the same name in both APIs.
+        names: the client's names of the fields of `SamplingParams`, where they differ.
+        **values: fields of `SamplingParams` that the APIs name differently.
 
     Raises:
-        BadRequest: a value is out of its range; names the field in the client's words.
+        BadRequest: a value is out of range; names the field as the client does.
     """
     try:
         if RESERVED_KEY in (fields.custom_params or {}):
-            raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is the server's own")
-        # What a search does not do, and what it does, are its defaults.
+            raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is reserved for the server")
+        # Beam search has defaults of its own: no sampling, and log-probabilities after all edits.
         searches = fields.beam_search is not None
         default_mode = "processed_logprobs" if searches else engine.config.logprobs_mode
         return SamplingParams(
@@ -143,12 +143,12 @@ async def sampling_params(
 
 
 @dataclass(frozen=True)
-class Carried:
-    """The processors that one prompt carries.
+class ParsedProcessors:
+    """The processors of one prompt.
 
     Attributes:
         processors: in the order in which they run, not loaded yet.
-        names: where in the request body each of them, and its parameters, stand: for the engine's refusals.
+        names: paths of the processors and their parameters in the request body, for the engine's refusals.
     """
 
     processors: tuple[AttachedProcessor, ...]
@@ -156,21 +156,21 @@ class Carried:
 
 
 class ProcessorFields(Protocol):
-    """The two fields of a body that hold processors; see the schemas."""
+    """The two fields of a body that contain processors, see the schemas."""
 
     custom_logit_processor: Any
     logits_processors: Any
 
 
 def check_processor_lists(body: ProcessorFields, prompts: int) -> None:
-    """Refuse lists that have not one entry for each of several prompts.
+    """Refuse lists of processors whose length is not the number of prompts.
 
     Raises:
         BadRequest: names the field.
     """
-    check_one_a_prompt(body.custom_logit_processor, prompts, "custom_logit_processor")
-    if _one_list_a_prompt(body.logits_processors):
-        check_one_a_prompt(body.logits_processors, prompts, "logits_processors")
+    check_one_per_prompt(body.custom_logit_processor, prompts, "custom_logit_processor")
+    if _is_list_of_lists(body.logits_processors):
+        check_one_per_prompt(body.logits_processors, prompts, "logits_processors")
 
 
 def read_processors(
@@ -181,70 +181,68 @@ def read_processors(
     params: Mapping[str, Any] | None,
     params_at: str,
     constraint: Constraint | None = None,
-) -> Carried:
-    """The processors of one prompt.
+) -> ParsedProcessors:
+    """Parse the processors of one prompt.
 
     Args:
-        engine: knows the limits, and what is installed.
+        engine: has the limits and the installed processors.
         caller: who sent the body.
-        body: holds them.
-        index: which of the body's prompts; None if it has a single one, which is not in a list.
-        params: `custom_params`: what every processor sees that has no parameters of its own.
-        params_at: path of that in the request body.
-        constraint: what the output is constrained to: the first of the processors.
+        body: the request body.
+        index: index of the prompt; None if the body has a single prompt outside of a list.
+        params: `custom_params`: parameters of the processors without parameters of their own.
+        params_at: path of `params` in the request body.
+        constraint: the request's structured output, which becomes the first processor.
 
     Raises:
-        BadRequest: not a processor, or one that ships or names code that the server does not take.
-        Forbidden: it ships code, which this caller may not.
-        RequestTooLarge: a processor string is over the server's limit.
+        BadRequest: not a processor, or it ships or names code that the server does not accept.
+        Forbidden: it ships code, but this API key may not.
+        RequestTooLarge: a processor string exceeds the server's limit.
     """
-    one, one_at = body.custom_logit_processor, "custom_logit_processor"
-    several, at = body.logits_processors, "logits_processors"
-    if one is not None and several is not None:
-        raise BadRequest(f"{at}: give either this or {one_at}, not both", param=at)
+    single, single_at = body.custom_logit_processor, "custom_logit_processor"
+    entries, entries_at = body.logits_processors, "logits_processors"
+    if single is not None and entries is not None:
+        raise BadRequest(f"{entries_at}: give either this or {single_at}, not both", param=entries_at)
     if index is not None:
-        one, one_at = entry(one, index), entry_path(one, index, one_at)
-        if _one_list_a_prompt(several):
-            several, at = several[index], f"{at}[{index}]"
+        single, single_at = value_for_prompt(single, index), path_for_prompt(single, index, single_at)
+        if _is_list_of_lists(entries):
+            entries, entries_at = entries[index], f"{entries_at}[{index}]"
     limit = engine.config.max_processor_size
-    if several is not None:
-        processors = read_entries(several, at, max_processor_size=limit, params=params)
-        places = [f"{at}[{i}]" for i in range(len(processors))]
-        own = [isinstance(each, Mapping) and each.get("params") is not None for each in several]
-        params_places = [f"{place}.params" if has else params_at for place, has in zip(places, own, strict=True)]
+    if entries is not None:
+        at = entries_at
+        processors = read_entries(entries, at, max_processor_size=limit, params=params)
+        paths = [f"{at}[{i}]" for i in range(len(processors))]
+        has_params = [isinstance(entry, Mapping) and entry.get("params") is not None for entry in entries]
+        params_paths = [f"{path}.params" if own else params_at for path, own in zip(paths, has_params, strict=True)]
     else:
-        at = one_at
-        values = one if isinstance(one, list) else [] if one is None else [one]
-        places = [f"{at}[{i}]" for i in range(len(values))] if isinstance(one, list) else [at] * len(values)
+        at = single_at
+        values = single if isinstance(single, list) else [] if single is None else [single]
+        paths = [f"{at}[{i}]" for i in range(len(values))] if isinstance(single, list) else [at] * len(values)
         processors = tuple(
-            read_processor(value, params, place, max_processor_size=limit)
-            for value, place in zip(values, places, strict=True)
+            read_processor(value, params, path, max_processor_size=limit)
+            for value, path in zip(values, paths, strict=True)
         )
-        params_places = [params_at] * len(values)
-    for processor, place in zip(processors, places, strict=True):
-        check_may_run(engine, caller, processor, place)
+        params_paths = [params_at] * len(values)
+    for processor, path in zip(processors, paths, strict=True):
+        check_may_run(engine, caller, processor, path)
     if constraint is not None:
         processors = (constraint.processor, *processors)
-        places, params_places = [constraint.at, *places], [constraint.at, *params_places]
+        paths, params_paths = [constraint.at, *paths], [constraint.at, *params_paths]
     names = {"processors": at}
-    for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
-        names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
-    return Carried(processors, names)
+    for i, (path, params_path) in enumerate(zip(paths, params_paths, strict=True)):
+        names |= {f"processors[{i}]": path, f"processors[{i}].params": params_path}
+    return ParsedProcessors(processors, names)
 
 
-def _one_list_a_prompt(value: Any) -> bool:
+def _is_list_of_lists(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, list) for each in value)
 
 
 def check_may_run(engine: AsyncEngine, caller: Caller, processor: AttachedProcessor, at: str) -> None:
-    """Refuse code, and names of code, if the server does not take them, or not from this caller.
-
-    Args:
-        at: path of the processor in the request body.
+    """Refuse shipped code and callables by name that the server, or this API key, does not permit.
 
     Raises:
-        BadRequest: in SGLang's words, or in vLLM's.
-        Forbidden: others may ship code, this caller may not.
+        BadRequest: with SGLang's or vLLM's message.
+        Forbidden: other API keys may ship code, this one may not.
     """
     if isinstance(processor, ProcessorRequest):
         check_may_ship(engine, caller, processor.string, at)
@@ -256,19 +254,16 @@ def check_may_run(engine: AsyncEngine, caller: Caller, processor: AttachedProces
 
 
 def check_may_ship(engine: AsyncEngine, caller: Caller, string: ProcessorString, at: str | None = None) -> None:
-    """Refuse code, if the server does not take it, or not from this caller.
-
-    Args:
-        at: path of the processor in the request body; None: it is the body.
+    """Refuse shipped code that the server, or this API key, does not permit.
 
     Raises:
-        BadRequest: with SGLang's sentence.
-        Forbidden: others may ship code, this caller may not.
+        BadRequest: with SGLang's message.
+        Forbidden: other API keys may ship code, this one may not.
     """
     if not engine.processors.ships_code(string, caller.tenant):
         return
     if not engine.config.enable_custom_logit_processor:
         raise BadRequest(SHIPPING_IS_OFF, param=at)
-    # A digest or a name is no code: somebody who may has shipped what it stands for.
+    # A digest or a name contains no code: a permitted key has shipped the processor before.
     if not isinstance(string, RegisteredProcessor | InstalledProcessor):
         check_key_may_ship(caller, at)

@@ -1,4 +1,4 @@
-"""The ASGI application: one function that wires it together."""
+"""The ASGI application: routes, middleware and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from fastapi import FastAPI
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
 from logitship.server.http.sglang.sglang_routes import sglang_router
-from logitship.server.schemas.answer_schemas import ErrorAnswer
-from logitship.server.schemas.documented import Documented
-from logitship.server.schemas.openai_answer_schemas import (
-    ChatAnswerSchema,
-    ChatEvent,
-    CompletionAnswerSchema,
-    CompletionEvent,
+from logitship.server.schemas.openai_response_schemas import (
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
+    CompletionResponse,
+    CompletionStreamResponse,
     ModelCard,
     ModelList,
 )
@@ -27,7 +25,8 @@ from logitship.server.schemas.processor_schemas import (
     ProcessorList,
     ProcessorObject,
 )
-from logitship.server.schemas.sglang_answer_schemas import EngineState, GenerateAnswerSchema, ModelInfoAnswer
+from logitship.server.schemas.response_schemas import ErrorResponse
+from logitship.server.schemas.sglang_response_schemas import GenerateResponse, InternalState, ModelInfoResponse
 from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
 
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
@@ -40,21 +39,21 @@ from .pooling_routes import pooling_router
 from .processor_routes import processor_router
 from .request_log import RequestLogMiddleware
 
-_SCHEMAS: list[type[Documented]] = [
+_SCHEMAS: list[type] = [
     AbortRequest,
-    ChatAnswerSchema,
+    ChatCompletionResponse,
     ChatCompletionRequest,
-    ChatEvent,
-    CompletionAnswerSchema,
-    CompletionEvent,
+    ChatCompletionStreamResponse,
+    CompletionResponse,
+    CompletionStreamResponse,
     CompletionRequest,
     DeletedProcessor,
-    EngineState,
-    ErrorAnswer,
-    GenerateAnswerSchema,
+    InternalState,
+    ErrorResponse,
+    GenerateResponse,
     GenerateRequest,
     ModelCard,
-    ModelInfoAnswer,
+    ModelInfoResponse,
     ModelList,
     ProcessorDetailsObject,
     ProcessorList,
@@ -65,7 +64,7 @@ _SCHEMAS: list[type[Documented]] = [
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, with the schemas of bodies and answers."""
+        """Return the OpenAPI document, with the schemas of request and response bodies."""
         if self.openapi_schema is None:
             complete(super().openapi(), _SCHEMAS)
         assert self.openapi_schema is not None
@@ -73,16 +72,16 @@ class _App(FastAPI):
 
 
 def create_app(engine: AsyncEngine) -> FastAPI:
-    """The HTTP front of `engine`, which the caller starts and stops.
+    """Create the HTTP application of `engine`, which the caller starts and stops.
 
-    Everything but `/health`, `/health_generate` and the playground's files asks for an API key if `engine.config` has
-    any.
+    If `engine.config` has API keys, every route requires one, except `/health`, `/health_generate` and the playground's
+    files.
     """
     app = _App(
         title="logitship",
-        summary="An LLM server that runs the logits processor that comes with a request.",
+        summary="An LLM server that runs client-supplied logits processors.",
         version=version("logitship"),
-        # FastAPI's own pages load scripts from elsewhere.
+        # FastAPI's own pages load scripts from a CDN.
         docs_url=None,
         redoc_url=None,
     )
@@ -97,5 +96,5 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys())
-    app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # around all others: it sees their answers
+    app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # outermost: sees the responses of all others
     return app

@@ -1,4 +1,4 @@
-"""API keys: who may come in, who may ship code, and who is whose neighbour."""
+"""API keys: authentication, the right to ship code, and tenants."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from logitship.server.refusals import Forbidden, Unauthorized
 from .exception_handlers import refusal_response
 
 OPEN_PATHS = frozenset({"/health", "/health_generate"})
-"""What a load balancer may ask without a key."""
+"""Paths that need no key, for load balancers."""
 
 _TENANT_LENGTH = 16
-"""Hexadecimal digits. Enough to tell an operator's keys apart; too few to be taken for a key."""
+"""Hexadecimal digits. Enough to tell an operator's keys apart, too few to be used as a key."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent an HTTP request.
+    """The client that sent an HTTP request.
 
     Attributes:
-        tenant: stands for its API key, and says nothing about it; "" where the server asks for none.
-        may_ship: it may send code, if the server takes code at all.
+        tenant: hash that identifies the API key without revealing it; "" if the server requires none.
+        may_ship: may ship code, if the server accepts code at all.
     """
 
     tenant: str
@@ -40,24 +40,24 @@ class ApiKeys:
 
     Args:
         generating: keys that may generate.
-        shipping: keys that may generate and ship code. If there are none, everybody may ship.
+        shipping: keys that may generate and ship code. If empty, every key may ship.
     """
 
     def __init__(self, generating: Sequence[str], shipping: Sequence[str]) -> None:
-        everybody_ships = not shipping
-        may_ship = dict.fromkeys(generating, everybody_ships) | dict.fromkeys(shipping, True)
+        all_may_ship = not shipping
+        may_ship = dict.fromkeys(generating, all_may_ship) | dict.fromkeys(shipping, True)
         self._callers = [(_digest(_encoded(key)), Caller(_tenant(key), ships)) for key, ships in may_ship.items()]
 
     def caller(self, authorization: str) -> Caller | None:
-        """Who sends this `Authorization` header; None: somebody without a key, though one is asked for."""
+        """Authenticate an `Authorization` header. None: a key is required, and it is missing or wrong."""
         if not self._callers:
             return Caller("", may_ship=True)
         scheme, _, key = authorization.partition(" ")
-        # Starlette decodes header bytes as Latin-1: this gives them back. Only what HTTP pads with is stripped: to
+        # Starlette decodes header bytes as Latin-1; encoding restores them. Only HTTP's own padding is stripped: in
         # Latin-1, the last byte of a key in UTF-8 may look like a space.
         presented = _digest(key.strip(" \t").encode("latin-1"))
         found = None
-        # Digests, and all of them: the time tells neither the length of a key, nor which one is nearly right.
+        # Compare digests, and all of them: the timing must not reveal a key's length or a near match.
         for digest, caller in self._callers:
             if hmac.compare_digest(presented, digest):
                 found = caller
@@ -65,9 +65,9 @@ class ApiKeys:
 
 
 class ApiKeyMiddleware:
-    """Finds out who is calling, for `caller_of`. If there are keys, requests without one end here.
+    """Authenticates requests and stores the caller for `caller_of`.
 
-    Not those for the open paths, which have no caller.
+    If there are keys, requests without one get 401. Open paths are not authenticated: their requests have no caller.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str] = OPEN_PATHS) -> None:
@@ -76,7 +76,7 @@ class ApiKeyMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Forward the request, or respond with 401."""
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             caller = self._keys.caller(Headers(scope=scope).get("authorization", ""))
             if caller is None:
@@ -88,31 +88,32 @@ class ApiKeyMiddleware:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent a request."""
+    """Return the caller of an authenticated request."""
     caller = request.scope["state"]["caller"]
     assert isinstance(caller, Caller)
     return caller
 
 
 def check_key_may_ship(caller: Caller, at: str | None = None) -> None:
-    """Refuse code from those whose key is for generating alone.
+    """Refuse code from a caller whose key may only generate.
 
     Args:
-        at: path of the code in the request body; None: it is the body.
+        caller: the caller.
+        at: path of the code in the request body; None: the whole body.
 
     Raises:
-        Forbidden: says which flag makes a key that may.
+        Forbidden: names the flag for keys that may ship.
     """
     if not caller.may_ship:
         raise Forbidden(
-            "this API key may generate, but not ship processors: use one that the server's operator gave with "
+            "this API key may generate, but not ship processors: use a key that the server's operator set with "
             "--shipping-api-key, or name an installed processor, or a registered one by its digest",
             param=at,
         )
 
 
 def _encoded(key: str) -> bytes:
-    return key.encode(errors="surrogateescape")  # as a command line gives bytes that are no UTF-8
+    return key.encode(errors="surrogateescape")  # command line arguments that are not UTF-8
 
 
 def _digest(key: bytes) -> bytes:

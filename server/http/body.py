@@ -1,4 +1,4 @@
-"""Reading a request body, and writing a JSON answer."""
+"""Reading request bodies and writing JSON responses."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from logitship.server.schemas.request_schema import Model, parse_model
 
 
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:
-    """The body of a request, checked.
+    """Read and validate the body of a request.
 
     Args:
         request: the request.
         model: the schema of its body.
-        limit: most bytes that the body may have.
+        limit: maximum size, in bytes.
 
     Raises:
-        BadRequest: it is not JSON, or does not fit the schema.
-        RequestTooLarge: it has more than `limit` bytes.
-        ClientDisconnect: the client went away before it had sent all of it.
+        BadRequest: the body is not JSON, or does not match the schema.
+        RequestTooLarge: the body has more than `limit` bytes.
+        ClientDisconnect: the client disconnected while sending.
     """
     return parse_model(model, await read_json(request, limit))
 
 
 async def read_json(request: Request, limit: int) -> Any:
-    """The body of a request, decoded; raises as `read_body`."""
+    """Read and decode the body of a request. Raises what `read_body` raises."""
     return _decode(await read_bytes(request, limit))
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """The body of a request as it came.
+    """Read the raw body of a request.
 
     Raises:
-        RequestTooLarge: it has more than `limit` bytes.
-        ClientDisconnect: the client went away before it had sent all of it.
+        RequestTooLarge: the body has more than `limit` bytes.
+        ClientDisconnect: the client disconnected while sending.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
     body = bytearray()
-    async for piece in request.stream():  # a chunked body declares no length
+    async for piece in request.stream():  # a chunked body has no Content-Length
         body += piece
         if len(body) > limit:
             raise _too_large(limit)
@@ -62,7 +62,7 @@ def _decode(body: bytes) -> Any:
 
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not know. OpenAI's value, and vLLM's."""
+"""Replaces minus infinity, which JSON cannot represent. OpenAI's and vLLM's value."""
 
 
 @overload
@@ -70,15 +70,15 @@ def finite(logprob: float) -> float: ...
 @overload
 def finite(logprob: float | None) -> float | None: ...
 def finite(logprob: float | None) -> float | None:
-    """A log-probability as JSON can hold it; None stays None."""
+    """Replace minus infinity by `LOWEST_LOGPROB`; None stays None."""
     return None if logprob is None else max(logprob, LOWEST_LOGPROB)
 
 
 class JSONResponse(Response):
-    """JSON through orjson."""
+    """JSON response, encoded with orjson."""
 
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
-        """The encoded body."""
+    def render(self, content: object) -> bytes:
+        """Encode the body."""
         return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)

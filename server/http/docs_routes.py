@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document for people, in Swagger UI, whose files come with `fastapi-offline`, not from a CDN."""
+"""`/docs`: Swagger UI. Its files come with `fastapi-offline`, not from a CDN."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FILES = ("favicon.png", "swagger-ui-bundle.js", "swagger-ui.css")
 
 
 def docs_router() -> APIRouter:
-    """The page and its files."""
+    """Create the routes of the page and its files."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/docs")
     async def docs() -> Response:
         return get_swagger_ui_html(
-            # Relative: behind a proxy, the server may stand under another path.
+            # Relative: a proxy may serve this under another path.
             openapi_url="openapi.json",
             title="logitship",
             swagger_js_url="docs/swagger-ui-bundle.js",

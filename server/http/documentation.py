@@ -1,58 +1,57 @@
-"""The OpenAPI document. Bodies are read raw and answers are written raw, so FastAPI has to be told of their schemas."""
+"""Schemas for the OpenAPI document. The routes read and write raw bodies, so FastAPI cannot infer them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
-from logitship.server.schemas.answer_schemas import ErrorAnswer
-from logitship.server.schemas.documented import AnswerModel, Documented
+from logitship.server.schemas.response_schemas import ErrorResponse
 
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def ref(model: type[Documented]) -> dict[str, Any]:
-    """A schema that refers to a model's. The model must be among those of `add_schemas`."""
+def ref(model: type) -> dict[str, Any]:
+    """Return a reference to the schema of `model`, which must be among the models given to `complete`."""
     return {"$ref": _REFERENCE.format(model=model.__name__)}
 
 
-def one_or_more(model: type[Documented]) -> dict[str, Any]:
-    """A schema for an object, or a list of them."""
+def one_or_more(model: type) -> dict[str, Any]:
+    """Return the schema of an object or a list of such objects."""
     return {"oneOf": [ref(model), {"type": "array", "items": ref(model)}]}
 
 
 def operation(
     *,
-    body: type[Documented] | dict[str, Any] | None = None,
+    body: type | dict[str, Any] | None = None,
     body_example: object = None,
-    answer: type[AnswerModel] | dict[str, Any] | None = None,
-    events: type[AnswerModel] | None = None,
+    response: type | dict[str, Any] | None = None,
+    stream: type | None = None,
     text: str | None = None,
     media_type: str = "text/plain",
 ) -> dict[str, Any]:
-    """A route's `openapi_extra`: what it takes, and what it answers.
+    """Build the `openapi_extra` of a route.
 
     Args:
-        body: of its JSON body; a model, or a JSON schema with an example in it.
-        body_example: a whole body, for a model.
-        answer: of its JSON answer; None: it has none.
-        events: of the data of its server-sent events, if it streams.
-        text: an example of its answer, if that is text.
-        media_type: of that text.
+        body: schema of the JSON request body: a model, or a JSON schema that includes an example.
+        body_example: example of a whole body, if `body` is a model.
+        response: schema of the JSON response; None: no JSON response.
+        stream: schema of the data of server-sent events, if the route streams.
+        text: example of the response, if it is text.
+        media_type: media type of `text`.
     """
-    content = _json(answer)
-    if events is not None:
-        content["text/event-stream"] = {"schema": _event_stream(events)}
+    content = _json(response)
+    if stream is not None:
+        content["text/event-stream"] = {"schema": _event_stream(stream)}
     if text is not None:
         content[media_type] = {"schema": {"type": "string", "examples": [text]}}
-    error = {"content": _json(ErrorAnswer)}
+    error = {"content": _json(ErrorResponse)}
     extra: dict[str, Any] = {
         "responses": {
-            "200": {"description": "Done.", "content": content},
-            "4XX": {"description": "The request is at fault.", **error},
-            "5XX": {"description": "The server is at fault, or has no room.", **error},
+            "200": {"description": "Success.", "content": content},
+            "4XX": {"description": "The request is invalid or not permitted.", **error},
+            "5XX": {"description": "The server failed, or is at capacity.", **error},
         }
     }
     if body is not None:
@@ -63,33 +62,36 @@ def operation(
     return extra
 
 
-def _json(of: type[Documented] | dict[str, Any] | None) -> dict[str, Any]:
-    """Content that is JSON with this schema; None: there is none."""
+def _json(of: type | dict[str, Any] | None) -> dict[str, Any]:
+    """Build the content for JSON with this schema; empty for None."""
     return {} if of is None else {"application/json": {"schema": of if isinstance(of, dict) else ref(of)}}
 
 
-def _event_stream(events: type[AnswerModel]) -> dict[str, Any]:
+def _event_stream(events: type) -> dict[str, Any]:
     return {
         "type": "string",
-        "description": f"With `stream`: lines `data: …`, each with a JSON object as `{events.__name__}` has it, or "
-        "with an error; then `data: [DONE]`.",
+        "description": f"With `stream`: lines `data: …`, each with a `{events.__name__}` object or an error; then "
+        "`data: [DONE]`.",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [ref(events), ref(ErrorAnswer)]},
+        "contentSchema": {"anyOf": [ref(events), ref(ErrorResponse)]},
     }
 
 
-def complete(document: dict[str, Any], models: Sequence[type[Documented]]) -> None:
-    """Put what the references point to into an OpenAPI document, and take out what is not so.
+def complete(document: dict[str, Any], models: Sequence[type]) -> None:
+    """Add the referenced schemas to an OpenAPI document, and remove FastAPI's guesses that are wrong here.
 
     Args:
-        models: those that are referred to, with what they refer to.
+        document: the OpenAPI document, changed in place.
+        models: the referenced models. The models that they refer to are added as well.
     """
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+    _, definitions = TypeAdapter.json_schemas(
+        [(model, "validation", TypeAdapter(model)) for model in models], ref_template=_REFERENCE
+    )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     for route in document["paths"].values():
         for each in route.values():
-            # FastAPI's: a parameter's mistake is a 404 here, and an answer without a schema may be anything.
+            # An invalid parameter is a 404 here, not FastAPI's 422. An empty schema would allow any JSON response.
             each["responses"].pop("422", None)
             if not each["responses"]["200"].get("content", {}).get("application/json", {"schema": True})["schema"]:
                 del each["responses"]["200"]["content"]["application/json"]

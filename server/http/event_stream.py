@@ -1,4 +1,4 @@
-"""Answers that take their time: both kinds end, and cancel their requests, as soon as the client goes away."""
+"""Responses of running requests, streamed or whole. Both cancel the requests when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from logitship.server.requests.continuation import Continuation
 
 from .body import JSONResponse
-from .exception_handlers import GenerationFailed, failure_body, internal_error_body
-from .running_requests import RunningRequests
+from .exception_handlers import failure_body, internal_error_body
+from .running_requests import GenerationFailed, RunningRequests
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +26,24 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Any) -> bytes:
-    """A server-sent event with JSON data."""
+def event(data: object) -> bytes:
+    """Encode a server-sent event with JSON data."""
     return b"data: " + orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
 
 
-async def answer_at_end(
-    request: Request, running: RunningRequests, build: Callable[[list[Continuation]], Any]
+async def respond_when_finished(
+    request: Request, running: RunningRequests, build: Callable[[list[Continuation]], object]
 ) -> Response:
-    """One JSON answer when all continuations have ended.
+    """Wait for all continuations, and respond with one JSON body.
 
     Args:
         request: the HTTP request.
-        running: what it submitted; is closed in any case.
-        build: makes the answer.
+        running: the requests that it submitted; always closed.
+        build: builds the body.
 
     Raises:
         GenerationFailed: an error ended one of the continuations.
-        ClientDisconnect: the client went away.
+        ClientDisconnect: the client disconnected.
     """
     try:
         continuations = await _unless_disconnected(request.receive, running.finish())
@@ -53,13 +53,13 @@ async def answer_at_end(
 
 
 class EventStream(Response):
-    """Server-sent events while the continuations grow, `[DONE]` at the end.
+    """Streams server-sent events, with `[DONE]` at the end.
 
-    The status is sent before the outcome is known, so an error becomes an event of its own: `{"error": {…}}`.
+    The status is sent before the outcome is known, so an error becomes an event: `{"error": {…}}`.
 
     Args:
-        running: what the HTTP request submitted; is closed in any case.
-        events: reads `running` and gives the encoded events.
+        running: the requests that the HTTP request submitted; always closed.
+        events: the encoded events, generated from `running`.
     """
 
     media_type = "text/event-stream"
@@ -92,16 +92,16 @@ class EventStream(Response):
                     yield data
             except GenerationFailed as failed:
                 yield event(failure_body(failed))
-            except Exception:
-                logger.exception("a stream ended by an unexpected error")
+            except Exception:  # boundary: a bug must end this stream with an error event, not cut the connection
+                logger.exception("unexpected error in a stream")
                 yield event(internal_error_body())
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away first.
+    """Await `work`; cancel it if the client disconnects first.
 
     Raises:
-        ClientDisconnect: the client went away.
+        ClientDisconnect: the client disconnected.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))

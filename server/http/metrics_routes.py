@@ -1,4 +1,4 @@
-"""`/metrics`, in Prometheus' formats."""
+"""`/metrics`, in the Prometheus formats."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .documentation import operation
 
 
 def metrics_router(metrics: EngineMetrics) -> APIRouter:
-    """The route, bound to `metrics`."""
+    """Create the route for `metrics`."""
     router = APIRouter(tags=["Monitoring"])
 
     @router.get("/metrics", openapi_extra=operation(text="logitship_running_sequences 1.0\n"))
     async def read_metrics(request: Request) -> Response:
-        """The metrics, in Prometheus' text format, or in OpenMetrics' if `Accept` asks for it."""
+        """Metrics in the Prometheus text format, or in OpenMetrics if `Accept` asks for it."""
         accept = request.headers.get("accept", "")
         try:
             encode, content_type = choose_encoder(accept)
-        except (TypeError, ValueError):  # it names a version that is no number
+        except (TypeError, ValueError):  # `Accept` has an invalid version number
             encode, content_type = choose_encoder("")
-        # Hundreds of series take milliseconds, which other requests need not wait for.
+        # Encoding hundreds of series takes milliseconds: do not block the event loop.
         body = await asyncio.to_thread(encode, metrics.registry)
         return Response(body, headers={"Content-Type": content_type})
 

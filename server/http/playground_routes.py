@@ -1,7 +1,6 @@
 """The playground: a page at `/`, and the files that it loads.
 
-The page is a client like any other: it holds nothing secret and calls the public routes. So its files need no API key,
-and the requests that it makes do.
+The page is an ordinary client of the public routes and contains no secrets. Its files need no API key; its requests do.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _CONTENT_TYPES = {
     ".txt": "text/plain; charset=utf-8",
     ".woff2": "font/woff2",
 }
-"""What is served, by the end of a file's name; nothing else in the folder is."""
+"""Content types by file suffix. Other files in the folder are not served."""
 
 _HEADERS = {
-    # A text that a model or a processor wrote must never become a script, and the page may talk to nobody else.
+    # Text from a model or a processor must never run as a script, and the page may only connect to this server.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -39,19 +38,19 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    # A browser keeps the files, and asks each time whether they are still the same: an update is seen at once.
+    # Browsers cache the files but revalidate them each time: an update shows at once.
     "Cache-Control": "no-cache",
 }
 
 
 @dataclass(frozen=True)
 class PlaygroundFile:
-    """One file, read once.
+    """A file, held in memory.
 
     Attributes:
-        content: its bytes.
-        content_type: value of its header.
-        etag: says which bytes they are, with its quotation marks.
+        content: the bytes.
+        content_type: value of the `Content-Type` header.
+        etag: hash of the bytes, in quotation marks.
     """
 
     content: bytes
@@ -60,7 +59,7 @@ class PlaygroundFile:
 
 
 def playground_files(folder: Path = FOLDER) -> dict[str, PlaygroundFile]:
-    """Path of a URL → the file that is there.
+    """Load the files: URL path → file.
 
     Only these paths exist. No part of a URL is ever looked up on the disk.
     """
@@ -77,7 +76,7 @@ def playground_files(folder: Path = FOLDER) -> dict[str, PlaygroundFile]:
 
 
 def playground_router(files: dict[str, PlaygroundFile]) -> APIRouter:
-    """The routes of `files`. The page alone is in the OpenAPI document."""
+    """Create the routes of `files`. Only the page itself is in the OpenAPI document."""
     router = APIRouter(tags=["Playground"])
     for path, file in files.items():
         router.add_api_route(
@@ -92,13 +91,13 @@ def playground_router(files: dict[str, PlaygroundFile]) -> APIRouter:
 
 def _route(file: PlaygroundFile) -> Callable[[Request], Awaitable[Response]]:
     async def playground(request: Request) -> Response:
-        """The playground, for browsers."""
-        return _answer(request, file)
+        """The playground, a page for browsers."""
+        return _respond(request, file)
 
     return playground
 
 
-def _answer(request: Request, file: PlaygroundFile) -> Response:
+def _respond(request: Request, file: PlaygroundFile) -> Response:
     headers = {**_HEADERS, "ETag": file.etag}
     known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
     if known & {file.etag, "*"}:

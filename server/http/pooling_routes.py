@@ -1,4 +1,4 @@
-"""The pooling routes of vLLM and SGLang, which a generating model refuses in vLLM's words, before anything runs."""
+"""The pooling routes of vLLM and SGLang. A generative model refuses them with vLLM's message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROCESSOR_FIELDS = ("custom_logit_processor", "logits_processors")
 
 
 def pooling_router(engine: AsyncEngine) -> APIRouter:
-    """The routes, bound to `engine`."""
+    """Create the routes for `engine`."""
     router = APIRouter(tags=["Pooling"])
     for path, api in _APIS.items():
         router.add_api_route(path, _refusal(engine, api), methods=["POST"], include_in_schema=False)

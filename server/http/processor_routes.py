@@ -1,4 +1,4 @@
-"""logitship's own routes: what is installed, and what is uploaded once and then named by name, version or digest."""
+"""`/v1/processors`: list, register, show and delete the processors that requests can name."""
 
 from __future__ import annotations
 
@@ -29,45 +29,46 @@ from .documentation import operation
 
 Name = Annotated[
     str | None,
-    Query(description=f"What it goes by, instead of its class's name: {NAME_RULE}.", examples=["NoComma"]),
+    Query(description=f"Name to register it under; default: its class's name. {NAME_RULE}.", examples=["NoComma"]),
 ]
-ProcessorId = Annotated[str, Path(description="Its name, its name and version, or its digest.", examples=["NoComma@2"])]
+ProcessorId = Annotated[str, Path(description="A name, a name with version, or a digest.", examples=["NoComma@2"])]
 
 
 def processor_router(engine: AsyncEngine) -> APIRouter:
-    """The routes, bound to `engine`."""
+    """Create the routes for `engine`."""
     router = APIRouter(prefix="/v1/processors", tags=["Processors"])
 
-    @router.get("", openapi_extra=operation(answer=ProcessorList))
+    @router.get("", openapi_extra=operation(response=ProcessorList))
     async def processors(request: Request) -> Response:
-        """The installed processors, and those registered with this API key, each with the schema of its parameters."""
+        """List the installed processors and those registered with this API key, with their parameters' schemas."""
         found = engine.processors.list_all(caller_of(request).tenant)
         return JSONResponse({"object": "list", "data": [_object(each) for each in found]})
 
-    @router.post("", openapi_extra=operation(body=PROCESSOR_SCHEMA, answer=ProcessorObject))
+    @router.post("", openapi_extra=operation(body=PROCESSOR_SCHEMA, response=ProcessorObject))
     async def register(request: Request, name: Name = None) -> Response:
-        """Upload a processor. Requests then carry `{"name": …}` or `{"digest": …}` instead.
+        """Register a processor. Requests then send `{"name": …}` or `{"digest": …}` instead of its code.
 
-        Another one under the same name becomes its next version. The same one again stays what it is.
+        A different processor under the same name becomes the next version. Registering the same one again is a no-op.
         """
         _check_query(request)
         caller = caller_of(request)
-        # Whatever it is: it takes room that others may want.
+        # Even an installed processor: a registration takes up capacity.
         check_key_may_ship(caller)
         string = _parse(await read_bytes(request, engine.config.max_processor_size))
         check_may_ship(engine, caller, string)
         return JSONResponse(_object(await engine.register(string, caller.tenant, name)))
 
-    @router.get("/{id:path}", openapi_extra=operation(answer=ProcessorDetailsObject))
+    @router.get("/{id:path}", openapi_extra=operation(response=ProcessorDetailsObject))
     async def processor(request: Request, id: ProcessorId) -> Response:
-        """One processor with its source, by its name (the newest version), by `name@version`, or by its digest."""
+        """Show a processor with its source, by name (the newest version), by `name@version`, or by digest."""
         return JSONResponse(_object(engine.processors.details(id, caller_of(request).tenant)))
 
-    @router.delete("/{id:path}", openapi_extra=operation(answer=DeletedProcessor))
+    @router.delete("/{id:path}", openapi_extra=operation(response=DeletedProcessor))
     async def delete(request: Request, id: ProcessorId) -> Response:
-        """Delete a registered version, or all versions of a name or a digest. Requests that run keep theirs."""
+        """Delete a registered version, or all versions of a name or a digest. Running requests are not affected."""
         ids = engine.processors.delete(id, caller_of(request).tenant)
-        return JSONResponse({"id": id, "object": "processor", "deleted": True, "ids": ids})
+        deleted: DeletedProcessor = {"id": id, "object": "processor", "deleted": True, "ids": ids}
+        return JSONResponse(deleted)
 
     return router
 
@@ -77,12 +78,12 @@ def _object(info: ProcessorInfo) -> dict[str, Any]:
 
 
 def _check_query(request: Request) -> None:
-    """A misspelt `name` would register the processor under another one."""
+    """Refuse unknown parameters: a misspelt `name` would register the processor under its class's name."""
     keys = [key for key, _ in request.query_params.multi_items()]
     if unknown := [key for key in keys if key != "name"]:
-        raise BadRequest(f"{unknown[0][:80]}: is no query parameter: this route takes name", param=unknown[0][:80])
+        raise BadRequest(f"{unknown[0][:80]}: unknown query parameter: this route has only name", param=unknown[0][:80])
     if len(keys) > 1:
-        raise BadRequest("name: is given more than once", param="name")
+        raise BadRequest("name: is given more than once: leave one out", param="name")
 
 
 def _parse(body: bytes) -> ProcessorString:
@@ -91,5 +92,5 @@ def _parse(body: bytes) -> ProcessorString:
     except ProcessorLoadError as error:
         raise BadRequest(str(error)) from None
     if isinstance(string, RegisteredProcessor):
-        raise BadRequest("a digest says what was registered before: upload the processor itself", param="digest")
+        raise BadRequest("a digest names a registered processor: upload the processor itself", param="digest")
     return string

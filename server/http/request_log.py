@@ -1,4 +1,4 @@
-"""One log line for each HTTP request, at its end, and an id that ties together what is logged of it."""
+"""The request log: one line per HTTP request, at its end, and a request id in all log lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -17,31 +17,41 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
 from logitship.server.metrics.engine_metrics import EngineMetrics
-
-if TYPE_CHECKING:
-    from .running_requests import RunningRequests
+from logitship.server.requests.continuation import Continuation
 
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-ID"
 QUIET_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
-"""What machines ask for every few seconds: an answer of 200 is logged at the level `debug`."""
+"""Paths that are polled every few seconds: a response with status 200 is logged at level `debug`."""
 
 _SANE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-"""Ids of clients that may stand in a header and in a log as they are."""
+"""Client-supplied ids that are safe in a header and in a log."""
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 OTHER = "other"
-"""In metrics: stands for other methods, and for paths that no route has. There may be any number of both."""
-_LONGEST_PATH = 200
+"""Label in metrics for unknown methods and paths without a route: both are unbounded."""
+_MAX_PATH_LENGTH = 200
 """Characters."""
 
 
-class RequestRecord:
-    """What is to be logged of an HTTP request.
+class GenerationProgress(Protocol):
+    """The part of `RunningRequests` that the log reads.
 
     Attributes:
-        id: the client's own, in the header; else that of the answer, once there is one.
-        refusal: type of the error that it was refused with.
+        continuations: those of all prompts, as far as they have been generated.
+        first_token_at: when the first token arrived, on the clock of `time.perf_counter`; None before that.
+    """
+
+    continuations: Sequence[Continuation]
+    first_token_at: float | None
+
+
+class RequestRecord:
+    """Data for the log line of an HTTP request.
+
+    Attributes:
+        id: the client's, from the header; else the id of the response, once it is known.
+        refusal: type of the error that refused the request.
     """
 
     def __init__(self, header: str | None) -> None:
@@ -49,30 +59,31 @@ class RequestRecord:
         self.id = header if header is not None and self._has_own_id else uuid4().hex
         self.refusal: str | None = None
         self._began = time.perf_counter()
-        self._running: RunningRequests | None = None
+        self._progress: GenerationProgress | None = None
 
     @property
     def seconds(self) -> float:
-        """Since it came."""
+        """Time since the request arrived."""
         return time.perf_counter() - self._began
 
-    def follow(self, running: RunningRequests, request_id: str | None) -> None:
-        """Log what becomes of these requests in the engine.
+    def follow(self, progress: GenerationProgress, request_id: str | None) -> None:
+        """Include the outcome of the engine's requests in the log line.
 
         Args:
-            request_id: that of the answer; None if the answer has several.
+            progress: the requests.
+            request_id: id of the response; None if it has several.
         """
-        self._running = running
+        self._progress = progress
         if not self._has_own_id and request_id is not None and _SANE_ID.fullmatch(request_id):
             self.id = request_id
             current_request_id.set(request_id)
 
     def generated(self) -> dict[str, Any]:
-        """What was generated; empty for requests that are not about that."""
-        running = self._running
-        if running is None:
+        """Return the fields about the generation; empty for requests that do not generate."""
+        progress = self._progress
+        if progress is None:
             return {}
-        continuations = running.continuations
+        continuations = progress.continuations
         reasons = [each.finish_reason for each in continuations if each.finish_reason is not None]
         fields: dict[str, Any] = {
             "prompt_tokens": sum({each.prompt: each.prompt_tokens for each in continuations}.values()),
@@ -81,8 +92,8 @@ class RequestRecord:
         }
         if (error := next((reason.error for reason in reasons if reason.error), None)) is not None:
             fields["error"] = {"type": error.type, "kind": error.kind, "processor": error.name, "digest": error.digest}
-        if running.first_token_at is not None:
-            fields["ttft_seconds"] = round(running.first_token_at - self._began, 6)
+        if progress.first_token_at is not None:
+            fields["ttft_seconds"] = round(progress.first_token_at - self._began, 6)
         if processors := _processors(receipt for each in continuations for receipt in each.receipts):
             fields["processors"] = processors
         return fields
@@ -91,34 +102,34 @@ class RequestRecord:
 _current: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)
 
 
-def follow(running: RunningRequests, request_id: str | None) -> None:
-    """Log of the current HTTP request what becomes of its requests in the engine: see `RequestRecord.follow`."""
+def follow(progress: GenerationProgress, request_id: str | None) -> None:
+    """Call `RequestRecord.follow` on the current HTTP request."""
     if (record := _current.get()) is not None:
-        record.follow(running, request_id)
+        record.follow(progress, request_id)
 
 
 def note_refusal(error_type: str) -> None:
-    """Log of the current HTTP request that it was refused. Not in which words: these quote what the client wrote."""
+    """Record that the current HTTP request was refused. The message is not logged: it quotes the client's input."""
     if (record := _current.get()) is not None:
         record.refusal = error_type
 
 
 class RequestLogMiddleware:
-    """Answers with `X-Request-ID`, and at the end of each HTTP request writes its line and its metrics."""
+    """Sets `X-Request-ID` on responses, and logs and counts each HTTP request at its end."""
 
     def __init__(self, app: ASGIApp, metrics: EngineMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Forward the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         record = RequestRecord(Headers(scope=scope).get(HEADER))
         _current.set(record)
         current_request_id.set(record.id)
-        status = 500  # of an answer that was never begun
+        status = 500  # if no response was started
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -139,7 +150,7 @@ class RequestLogMiddleware:
         caller = scope.get("state", {}).get("caller")
         fields = {
             "method": method,
-            "path": quote(scope["path"])[:_LONGEST_PATH],
+            "path": quote(scope["path"])[:_MAX_PATH_LENGTH],
             "status": status,
             "tenant": caller.tenant if caller is not None and caller.tenant else None,
             "duration_seconds": round(seconds, 6),
@@ -157,7 +168,7 @@ def _route(scope: Scope) -> str:
 
 
 def _processors(receipts: Iterable[Receipt]) -> list[dict[str, Any]]:
-    """A request's processors, with the time of all its continuations together."""
+    """Sum up the processors' times over all continuations of a request."""
     found: dict[str, dict[str, Any]] = {}
     for receipt in receipts:
         entry = found.setdefault(receipt.digest, {"name": receipt.name, "digest": receipt.digest, "milliseconds": 0.0})
@@ -166,21 +177,21 @@ def _processors(receipts: Iterable[Receipt]) -> list[dict[str, Any]]:
 
 
 def _sentence(fields: Mapping[str, Any]) -> str:
-    """The line for people."""
+    """Format the text line."""
     words = [f"{fields['method']} {fields['path']} {fields['status']} {fields['duration_seconds']:.3f}s"]
     if "completion_tokens" in fields:
         words.append(f"{fields['prompt_tokens']}+{fields['completion_tokens']} tokens")
-        words.append(_joined(fields["finish_reasons"]))
-        words += [f"{_shown(each['name'])} {each['milliseconds']:g}ms" for each in fields.get("processors", ())]
+        words.append(_join_reasons(fields["finish_reasons"]))
+        words += [f"{_escaped(each['name'])} {each['milliseconds']:g}ms" for each in fields.get("processors", ())]
     if "error" in fields:
-        words.append(", ".join(f"{name}={_shown(value)}" for name, value in fields["error"].items() if value))
+        words.append(", ".join(f"{name}={_escaped(value)}" for name, value in fields["error"].items() if value))
     return "  ".join(word for word in words if word)
 
 
-def _joined(reasons: Sequence[str]) -> str:
+def _join_reasons(reasons: Sequence[str]) -> str:
     return ",".join(sorted(set(reasons)))
 
 
-def _shown(value: Any) -> str:
-    """A name that a client may have chosen, in one piece and on one line."""
+def _escaped(value: Any) -> str:
+    """Escape and truncate a name that a client may have chosen."""
     return str(value).encode("unicode_escape").decode()[:80]

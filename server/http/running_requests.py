@@ -1,4 +1,4 @@
-"""Requests in the engine that belong to one HTTP request: submitted together, read together, cancelled together."""
+"""The engine's requests of one HTTP request: submitted, read and cancelled together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest, RequestError
 from logitship.server.requests.request_building import in_client_words
 
-from .exception_handlers import GenerationFailed
 from .request_log import follow
+
+
+class GenerationFailed(Exception):
+    """An admitted request was ended by an error.
+
+    Attributes:
+        error: what went wrong.
+        index: index in the response of the first continuation that failed.
+    """
+
+    def __init__(self, error: RequestError, index: int) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.index = index
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,7 @@ class Submission:
 
     Attributes:
         request: what to submit.
-        names: the client's names for what the engine's refusals name, where they differ.
+        names: the client's names of the fields in the engine's refusals, where they differ.
     """
 
     request: GenerationRequest
@@ -34,17 +47,17 @@ class Submission:
 
 
 async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> RunningRequests:
-    """Submit all, or none: if one is refused, those before it are cancelled.
+    """Submit all or none: if one is refused, those before it are cancelled.
 
     Args:
         engine: the engine.
-        submissions: one a prompt, all with the same number of continuations.
+        submissions: one per prompt, all with the same number of continuations.
 
     Raises:
-        RequestRefused: the engine's refusal, in the client's words.
+        RequestRefused: the engine's refusal, with the client's field names.
     """
     streams: list[GenerationStream] = []
-    pins: dict[ProcessorString, ProcessorString] = {}  # a name is the same version for all prompts
+    pins: dict[ProcessorString, ProcessorString] = {}  # a name resolves to the same version for all prompts
     async with AsyncExitStack() as submitted:
         for submission in submissions:
             stream = await _submit(engine, submission, pins)
@@ -67,11 +80,11 @@ async def _submit(
 
 
 class RunningRequests:
-    """Iterate over it for each chunk with the continuation that it was added to, in order of arrival.
+    """The running requests of one HTTP request. Iterates over pairs of continuation and new chunk, in order of arrival.
 
     Attributes:
-        continuations: all of them, as far as they are known.
-        first_token_at: when the first token came, on the clock of `time.perf_counter`; None: there was none yet.
+        continuations: those of all prompts, as far as they have been generated.
+        first_token_at: when the first token arrived, on the clock of `time.perf_counter`; None before that.
     """
 
     def __init__(self, streams: Sequence[GenerationStream], n: int) -> None:
@@ -79,10 +92,12 @@ class RunningRequests:
         self._n = n
         self._pumps: list[asyncio.Task[None]] = []
         self.first_token_at: float | None = None
-        self.continuations = [Continuation(index, index // n) for index in range(len(streams) * n)]
+        self.continuations: Sequence[Continuation] = [
+            Continuation(index, index // n) for index in range(len(streams) * n)
+        ]
 
     async def __aiter__(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
-        """Chunks until every continuation has ended."""
+        """Yield chunks until every continuation has ended."""
         async for prompt, chunk in self._merged():
             continuation = self.continuations[prompt * self._n + chunk.index]
             continuation.add(chunk)
@@ -94,17 +109,17 @@ class RunningRequests:
         """Wait for the end of all continuations.
 
         Returns:
-            All but those that are absent.
+            All continuations, except those that a beam search did not find.
 
         Raises:
-            GenerationFailed: one of them was ended by an error; the others are not waited for.
+            GenerationFailed: an error ended one of them; the others are not awaited.
         """
         async for continuation, _ in self:
             raise_if_failed(continuation)
         return [continuation for continuation in self.continuations if not continuation.is_absent]
 
     async def aclose(self) -> None:
-        """Cancel what still runs. Harmless at the end."""
+        """Cancel the requests that still run. A no-op after the end."""
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -135,7 +150,7 @@ class RunningRequests:
 
 
 def raise_if_failed(continuation: Continuation) -> None:
-    """Raise `GenerationFailed` if an error has ended `continuation`."""
+    """Raise `GenerationFailed` if an error ended `continuation`."""
     reason = continuation.finish_reason
     if reason is not None and reason.error is not None:
         raise GenerationFailed(reason.error, continuation.index)

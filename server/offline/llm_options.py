@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from logitship.server.cli import spellings
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
+from logitship.server.flags import FLAGS
 
 _OWN_CODE = {
     "enable_custom_logit_processor": True,
@@ -32,7 +32,13 @@ def read_options(model: str, logits_processors: Iterable[Any] | None, options: M
         TypeError: an option is unknown, has no meaning without a server, or is given twice.
         ValueError: a value is out of its range.
     """
-    fields = {name: field for group, names in spellings().items() if group != _HTTP for name, field in names.items()}
+    fields = {
+        name: flag.field
+        for group, flags in FLAGS.items()
+        if group != _HTTP
+        for flag in flags
+        for name in flag.python_names
+    }
     values: dict[str, Any] = {}
     for name, value in options.items():
         field = fields.get(name)
@@ -46,7 +52,7 @@ def read_options(model: str, logits_processors: Iterable[Any] | None, options: M
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    if name in spellings()[_HTTP]:
+    if any(name in flag.python_names for flag in FLAGS[_HTTP]):
         return f"{name}: is an option of `logitship serve`: without a server it has no meaning"
     close = difflib.get_close_matches(name, known, n=1)
     return f"{name}: unknown option" + (f", did you mean {close[0]}?" if close else "")

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, with the fields that SGLang and vLLM add to them."""
+"""OpenAI's request bodies, with SGLang's and vLLM's extra fields."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class StreamOptions(RequestModel):
     unsupported: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
-    """Send the token counts in an event of their own at the end."""
+    """Send the token counts in an extra event at the end."""
     continuous_usage_stats: bool = False
     """Send the token counts so far in every event."""
 
 
 class OpenAIFields(SamplingFields, OpenAIGrammarFields):
-    """What both routes take."""
+    """Fields of both routes."""
 
     examples: ClassVar = {
         "model": "SmolLM2-135M-Instruct",
@@ -78,52 +78,52 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
     )
 
     model: str | None = None
-    """The model's name; may be left out, there is only one."""
+    """Name of the model; optional, since there is only one."""
     best_of: Count | None = None
-    """Make this many continuations of each prompt, and return the `n` with the highest log-probability per token, the
-    highest first. Not with `stream`, unless it is `n`."""
+    """Generate this many continuations per prompt, and return the `n` with the highest log-probability per token, best
+    first. With `stream` it must equal `n`."""
     seed: Seed | None = None
-    """Same seed, prompt and parameters: same tokens."""
+    """Seed: the same seed, prompt and parameters give the same tokens."""
     stream: bool = False
-    """Answer with server-sent events, each with what is new."""
+    """Stream server-sent events, each with the new text."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     min_tokens: int = 0
-    """No end token before this many output tokens."""
+    """Minimum number of output tokens before an end token."""
     include_stop_str_in_output: bool = False
-    """vLLM's name of `no_stop_trim`."""
+    """Alias of `no_stop_trim` (vLLM)."""
     prompt_logprobs: int | None = None
-    """Return the prompt's log-probabilities, with this many of the most likely tokens at each position."""
+    """Return the prompt's log-probabilities, with this many most likely tokens per position."""
     return_token_ids: bool = False
     """Return the token ids of the prompt and the output."""
     custom_logit_processor: Any = None
-    """The processor: a processor string or its JSON object; several in a list, run in this order. For a list of
-    prompts, a list holds what each prompt takes."""
+    """The processor: a processor string or its JSON object, or a list of processors, which run in this order. For a
+    list of prompts, a list has one entry per prompt."""
     logits_processors: list[Any] | None = None
-    """Several processors with parameters of their own, and callables by name; see "Processors in a request". For a list
-    of prompts also a list of such lists."""
+    """Processors with parameters of their own, and callables by name; see "Processors in a request". For a list of
+    prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
-    """Parameters of installed batch processors, as vLLM names them."""
+    """Parameters of installed batch processors, as in vLLM."""
     trace: TraceOptions | None = None
-    """Show for each token what became of the most likely ones, before and after each processor and all else."""
+    """Return a trace per token: how each processor and sampling parameter changed the probabilities."""
     request_id: str | None = None
-    """Id of the request and of the answer."""
+    """Id of the request and the response."""
     rid: str | None = None
-    """SGLang's name of `request_id`."""
+    """Alias of `request_id` (SGLang)."""
 
     @property
     def usage_at_end(self) -> bool:
-        """The stream ends with the token counts."""
+        """Whether the stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def usage_in_each_event(self) -> bool:
-        """Every event holds the token counts so far."""
+        """Whether every event has the token counts so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def num_continuations(self) -> int:
-        """How many continuations of each prompt are made."""
+        """Number of continuations generated per prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @model_validator(mode="after")
@@ -131,17 +131,17 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
         if self.num_continuations < self.n:
             raise FieldError("best_of", f"must not be smaller than n, which is {self.n}")
         if self.num_continuations > self.n and self.stream:
-            raise FieldError("best_of", "goes without stream: the best are only known at the end")
+            raise FieldError("best_of", "is not available with stream: the best are only known at the end")
         if self.stream and (self.use_beam_search or (self.num_beams or 1) > 1):
-            raise FieldError("stream", "does not go with beam search: nothing is certain before its end")
+            raise FieldError("stream", "is not available with beam search: the output is only known at the end")
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "goes with stream: true")
+            raise FieldError("stream_options", "requires stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise FieldError("prompt_logprobs", "is not given with stream: true")
+            raise FieldError("prompt_logprobs", "is not available with stream: true")
         if None not in (self.rid, self.request_id) and self.rid != self.request_id:
-            raise FieldError("rid", "is not the same as request_id")
+            raise FieldError("rid", "differs from request_id")
         if "" in (self.rid, self.request_id):
-            raise FieldError("request_id" if self.rid is None else "rid", "is empty")
+            raise FieldError("request_id" if self.rid is None else "rid", "must not be empty")
         return self
 
 
@@ -171,15 +171,15 @@ class CompletionRequest(OpenAIFields):
     unsupported: ClassVar = _UNSUPPORTED | {"prompt_embeds": (), "suffix": ("",)}
 
     prompt: Annotated[str | list[Any], PlainValidator(_prompt, json_schema_input_type=_PromptTypes)]
-    """Text, token ids, or a list of one of these."""
+    """Text or token ids, or a list of texts or of lists of token ids."""
     max_tokens: int = 16
-    """Most tokens of the output. 0 with `echo`: only the prompt comes back, with its log-probabilities if asked for."""
+    """Maximum number of output tokens. 0 with `echo`: return only the prompt, with log-probabilities if requested."""
     logprobs: int | None = None
-    """Return log-probabilities, with this many of the most likely tokens at each position."""
+    """Return log-probabilities, with this many most likely tokens per position."""
     echo: bool = False
-    """Begin the text with the prompt."""
+    """Prepend the prompt to the text."""
     add_special_tokens: bool = True
-    """Begin the prompt with the special tokens that the tokenizer puts there."""
+    """Add the tokenizer's special tokens, such as BOS, to the prompt."""
 
 
 def _content(value: Any) -> str:
@@ -217,13 +217,13 @@ class Message(RequestModel):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who speaks. `developer` is OpenAI's newer word for `system`, which is what chat templates know."""
+    """Author of the message. `developer`, OpenAI's newer name of `system`, is rendered as `system`."""
     content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | list[dict[str, str]])] = None
-    """Text, or a list of text parts, which are joined by line feeds."""
+    """Text, or a list of text parts, which are joined with newlines."""
     name: str | None = None
-    """Handed to the chat template."""
+    """Passed to the chat template."""
     tool_call_id: str | None = None
-    """Handed to the chat template."""
+    """Passed to the chat template."""
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -232,7 +232,7 @@ class Message(RequestModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
+        """Return the message in the form that chat templates expect."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.role == "developer":
             message["role"] = "system"
@@ -261,7 +261,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "truncation",
     }
 )
-"""Arguments of the function that renders the template: the template's variables must not reach them."""
+"""Arguments of the rendering function, which template variables must not override."""
 
 
 class ChatCompletionRequest(OpenAIFields):
@@ -307,28 +307,28 @@ class ChatCompletionRequest(OpenAIFields):
     messages: Annotated[list[Message], FailFast()]
     """The conversation."""
     max_completion_tokens: int | None = None
-    """Most tokens of the output; left out: up to the model's length."""
+    """Maximum number of output tokens. Default: up to the model's length."""
     max_tokens: int | None = None
-    """The older name of `max_completion_tokens`."""
+    """Deprecated alias of `max_completion_tokens` (OpenAI)."""
     logprobs: bool = False
     """Return log-probabilities."""
     top_logprobs: int | None = None
-    """How many of the most likely tokens to return at each position. Only with `logprobs`."""
+    """Number of most likely tokens to return per position. Only with `logprobs`."""
     add_generation_prompt: bool | None = None
-    """End the prompt with the beginning of an assistant's message. Left out: true, unless the last one is continued."""
+    """End the prompt with the start of an assistant message. Default: true, unless `continue_final_message` is set."""
     continue_final_message: bool = False
-    """Continue the last message instead of answering it."""
+    """Continue the last message instead of starting a new one."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables for the chat template."""
 
     @model_validator(mode="after")
     def _check_chat_fields_together(self) -> Self:
         if not self.messages:
-            raise FieldError("messages", "is an empty list: there is nothing to continue")
+            raise FieldError("messages", "must not be an empty list")
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("top_logprobs", "goes with logprobs: true")
+            raise FieldError("top_logprobs", "requires logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise FieldError("max_tokens", "is not the same as max_completion_tokens")
+            raise FieldError("max_tokens", "differs from max_completion_tokens")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("continue_final_message", "contradicts add_generation_prompt")
         if reserved := sorted(self.chat_template_kwargs.keys() & _TEMPLATE_ARGUMENTS):

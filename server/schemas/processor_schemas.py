@@ -1,11 +1,13 @@
-"""The body and the answers of `/v1/processors`, for the OpenAPI document."""
+"""Request and response bodies of `/v1/processors`."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from .answer_schemas import DIGEST
-from .documented import AnswerModel
+from typing_extensions import TypedDict
+
+from .documented import documented
+from .response_schemas import DIGEST
 
 SOURCE = (
     "from logitship import CustomLogitProcessor\n\n\n"
@@ -25,12 +27,12 @@ PROCESSOR_SCHEMA: dict[str, Any] = {
             "properties": {
                 "callable": {
                     "type": "string",
-                    "description": "dill pickle of the class, in hexadecimal digits.",
+                    "description": "dill pickle of the class, in hexadecimal.",
                     "examples": ["80049550000000"],
                 },
                 "logitship": {
                     "type": "object",
-                    "description": "What `to_str()` says of it.",
+                    "description": "Metadata from `to_str()`.",
                     "examples": [{"v": 1, "name": "NoComma", "python": "3.11", "dill": "0.4.0"}],
                 },
             },
@@ -42,12 +44,12 @@ PROCESSOR_SCHEMA: dict[str, Any] = {
             "properties": {
                 "source": {
                     "type": "string",
-                    "description": "Text of a Python module that defines the class.",
+                    "description": "Source of a Python module that defines the class.",
                     "examples": [SOURCE],
                 },
                 "class_name": {
                     "type": "string",
-                    "description": "Which class of it is the processor.",
+                    "description": "Name of the processor's class in the module.",
                     "examples": ["NoComma"],
                 },
             },
@@ -59,7 +61,7 @@ PROCESSOR_SCHEMA: dict[str, Any] = {
             "properties": {
                 "name": {
                     "type": "string",
-                    "description": "Of an installed processor, to give it another name.",
+                    "description": "Name of an installed processor, to register it under another name.",
                     "examples": ["disallowed_tokens"],
                 },
             },
@@ -85,78 +87,76 @@ _INFO: dict[str, object] = {
 }
 
 
-class ProcessorObject(AnswerModel):
+@documented(_INFO)
+class ProcessorObject(TypedDict):
     """A processor that requests can name."""
 
-    examples: ClassVar = _INFO
-
     object: Literal["processor"]
-    """The type."""
+    """Object type."""
     id: str
-    """What a request says: `{"name": "<id>"}`; of a registered one, its name and version."""
+    """Id for requests: `{"name": "<id>"}`. A registered processor's id is its name and version."""
     kind: Literal["installed", "registered"]
     """Installed by the operator, or registered by a client."""
     name: str
-    """Its name; of a registered one it stands for the newest version."""
+    """Name. A registered processor's name selects its newest version."""
     version: int | None
-    """1, 2, …; null for an installed one."""
+    """1, 2, …; null for an installed processor."""
     digest: str | None
-    """Its identity, as in receipts."""
+    """Digest, as in receipts."""
     description: str
-    """What it does; empty if its class does not say."""
+    """What it does, from the class's docstring; may be empty."""
     params_schema: dict[str, Any] | None
     """JSON Schema of its parameters; null if its class has none."""
     is_mask: bool
-    """It only forbids tokens, and does so before and after the request's other processors."""
+    """Whether it only forbids tokens. A mask runs before and after the request's other processors."""
     form: Literal["pickled", "source", "installed"] | None
-    """How it was uploaded; null for an installed one."""
+    """Form in which it was registered; null for an installed processor."""
     python: str | None
-    """The version of Python whose bytecode it is; null if any version runs it."""
+    """Python version of its bytecode; null if any version can run it."""
     size: int | None
-    """Bytes that it counts for among the registered ones; null for an installed one."""
+    """Size in bytes, as counted against the registry's limit; null for an installed processor."""
     created: int | None
-    """When this version was registered, in seconds since 1970; null for an installed one."""
+    """Registration time of this version, as a Unix timestamp; null for an installed processor."""
 
 
+@documented({"source": SOURCE, "class_name": "NoComma", "source_note": None})
 class ProcessorDetailsObject(ProcessorObject):
     """A processor with its code."""
 
-    examples: ClassVar = {"source": SOURCE, "class_name": "NoComma", "source_note": None}
-
     source: str | None
-    """Python text of the module that defines it; null where there is none to show."""
+    """Source of the module that defines it; null if it is not available."""
     class_name: str | None
-    """Which class of it is the processor."""
+    """Name of the processor's class in the source."""
     source_note: str | None
-    """What to know of the source: why there is none, or what it leaves out."""
+    """Note on the source: why it is not available, or what it omits."""
 
 
-class ProcessorList(AnswerModel):
-    """The processors."""
-
-    examples: ClassVar = {"object": "list", "data": [_INFO]}
+@documented({"object": "list", "data": [_INFO]})
+class ProcessorList(TypedDict):
+    """A list of processors."""
 
     object: Literal["list"]
-    """The type."""
+    """Object type."""
     data: list[ProcessorObject]
-    """The installed ones, then those registered with this API key."""
+    """The installed processors, then those registered with this API key."""
 
 
-class DeletedProcessor(AnswerModel):
-    """What was deleted."""
-
-    examples: ClassVar = {
+@documented(
+    {
         "id": "NoComma",
         "object": "processor",
         "deleted": True,
         "ids": ["NoComma@1", "NoComma@2"],
     }
+)
+class DeletedProcessor(TypedDict):
+    """The deleted processors."""
 
     id: str
-    """What the request named."""
+    """Id in the request."""
     object: Literal["processor"]
-    """The type."""
+    """Object type."""
     deleted: Literal[True]
-    """It is deleted."""
+    """Always true."""
     ids: list[str]
-    """The versions that were."""
+    """Ids of the deleted versions."""

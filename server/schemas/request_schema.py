@@ -1,4 +1,4 @@
-"""Request bodies: what every schema shares, and how a mistake in one becomes a refusal that names the field."""
+"""Base classes of request schemas; validation errors become refusals that name the field."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .documented import Documented
 Model = TypeVar("Model", bound="RequestModel")
 
 _SEEDS = range(-(1 << 63), 1 << 64)
-"""What fits into 64 bits, with a sign or without one."""
+"""Integers that fit into 64 bits, signed or unsigned."""
 
 
 class FieldError(ValueError):
-    """A mistake in one field, found while its whole object is read."""
+    """An invalid field, found while validating the whole object."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -30,18 +30,18 @@ class FieldError(ValueError):
 
 
 class RequestModel(Documented):
-    """A JSON object in a request. Nothing is converted (`"5"` is no number), and no field is overlooked.
+    """A JSON object in a request. Strict: types are not converted (`"5"` is not a number).
 
-    A field is applied, or it is refused. `null` always means the default, as if the field were left out, except for the
+    Every field is either applied or refused. `null` means the default, as if the field were missing, except for the
     fields in `nullable`.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that the API knows and this server does not support, each with the values that ask for nothing."""
+    """Fields of the API that this server does not support, with the values that are accepted as no-ops."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are taken with any value, because by their definition they change nothing in the answer."""
+    """Fields accepted with any value, because by definition they do not affect the response."""
     nullable: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -56,14 +56,14 @@ class RequestModel(Documented):
                 if value is not None or name in cls.nullable:
                     kept[name] = value
             elif name in cls.unsupported:
-                _refuse_unless_harmless(name, value, cls.unsupported[name])
+                _refuse_unless_noop(name, value, cls.unsupported[name])
             elif name not in cls.without_effect:
                 raise FieldError(name, _unknown(name, [*known, *cls.unsupported]))
         return kept
 
 
-def _refuse_unless_harmless(name: str, value: object, harmless: tuple[object, ...]) -> None:
-    if value is None or any(value == one and type(value) is type(one) for one in harmless):
+def _refuse_unless_noop(name: str, value: object, noops: tuple[object, ...]) -> None:
+    if value is None or any(value == one and type(value) is type(one) for one in noops):
         return
     raise FieldError(name, "is not supported by this server: leave it out")
 
@@ -74,7 +74,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def parse_model(model: type[Model], data: object, at: str = "") -> Model:
-    """Read a decoded JSON value as a `model`.
+    """Validate decoded JSON as a `model`.
 
     Args:
         model: the schema.
@@ -82,7 +82,7 @@ def parse_model(model: type[Model], data: object, at: str = "") -> Model:
         at: path of `data` in the request body, such as `sampling_params`; "" for the body itself.
 
     Raises:
-        BadRequest: names the first field that is wrong, by its path.
+        BadRequest: names the first invalid field, by its path.
     """
     try:
         return model.model_validate(data)
@@ -103,7 +103,7 @@ def _join(path: str, location: tuple[int | str, ...]) -> str:
 
 
 def one_or_list(kind: type, words: str) -> Callable[[Any], Any]:
-    """A validator for a `kind` or a list of them. `bool` is no `int`."""
+    """Create a validator for a `kind` or a list of them. A `bool` is not an `int`."""
 
     def check(value: Any) -> Any:
         if type(value) is kind or _is_list_of(kind, value):
@@ -134,7 +134,7 @@ def _token_biases(value: Any) -> dict[int, float]:
 
 
 def is_token_ids(value: Any) -> bool:
-    """True for a list of integers."""
+    """Return whether the value is a list of integers."""
     return _is_list_of(int, value)
 
 
@@ -157,7 +157,7 @@ def _count(value: Any) -> Any:
 
 
 def _seed(value: Any) -> Any:
-    # A larger number arrives as a float.
+    # orjson decodes larger numbers as floats.
     if type(value) is int and value in _SEEDS:
         return value
     raise ValueError("must be an integer from -2^63 to 2^64 - 1")
@@ -186,11 +186,11 @@ class TraceOptions(RequestModel):
     examples: ClassVar = {"top": 5}
 
     top: int = Field(default=20, ge=1, le=MOST_TRACED)
-    """How many of the most likely tokens of each stage to show."""
+    """Number of most likely tokens per stage."""
 
 
 class SamplingFields(RequestModel):
-    """Sampling parameters that the two APIs spell the same way."""
+    """Sampling parameters with the same name in both APIs."""
 
     examples: ClassVar = {
         "n": 2,
@@ -223,61 +223,61 @@ class SamplingFields(RequestModel):
     n: Count = 1
     """Number of independent continuations of each prompt."""
     temperature: float = 1.0
-    """0 takes the most likely token (greedy)."""
+    """Sampling temperature; 0: greedy."""
     top_p: float = 1.0
-    """Draw from the smallest set of tokens with at least this probability."""
+    """Sample from the smallest set of tokens with at least this total probability."""
     top_k: int = -1
-    """Draw from the `top_k` most likely tokens; -1 or 0: from all."""
+    """Sample from the `top_k` most likely tokens; -1 or 0: from all."""
     min_p: float = 0.0
-    """Leave out tokens with less than this fraction of the highest probability."""
+    """Exclude tokens below this fraction of the highest probability."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it stands in the output."""
+    """Subtracted from a token's logit for each occurrence in the output."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that stands in the output."""
+    """Subtracted from the logit of each token that occurs in the output."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt and the output."""
+    """For tokens in the prompt and the output: divides positive logits and multiplies negative ones."""
     stop: StopStrings = ()
     """Strings that end the output."""
     stop_token_ids: TokenIds = Field(default=[])
-    """Tokens that end the output, beside the model's own end tokens."""
+    """Tokens that end the output, in addition to the model's end tokens."""
     ignore_eos: bool = False
-    """Go on after the model's end token."""
+    """Continue after the model's end token."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
-    """Put spaces between special tokens in the text, with tokenizers that do."""
+    """Put spaces between special tokens in the text, if the tokenizer supports it."""
     no_stop_trim: bool = False
     """Keep the stop string in the text."""
     logit_bias: TokenBiases = Field(default={})
     """Added to the logits of these tokens."""
     allowed_token_ids: TokenIds | None = None
-    """Only these tokens may be drawn."""
+    """Only these tokens may be sampled."""
     bad_words: Texts = Field(default=[])
     """Texts that must not appear in the output."""
     logprobs_mode: LogprobsMode | None = None
-    """Log-probabilities before any edit of the logits, or after all of them. Left out: as the server was started."""
+    """Log-probabilities before or after all edits of the logits. Default: the server's `--logprobs-mode`."""
     thinking_token_budget: int | None = None
-    """Most tokens that the model may think before its end of the thinking is forced; -1: any number."""
+    """Maximum number of reasoning tokens, after which the end of the reasoning is forced; -1: no limit."""
     custom_params: dict[str, Any] | None = None
-    """Parameters of the processor."""
+    """Parameters of the processors."""
     num_beams: Count | None = None
-    """Above 1: beam search with so many beams, of which the best `n` are returned."""
+    """Above 1: beam search with this many beams. The best `n` are returned."""
     num_return_sequences: Count | None = None
-    """Hugging Face's name of `n`."""
+    """Alias of `n` (Hugging Face)."""
     use_beam_search: bool = False
-    """Beam search with `n` beams, all of which are returned; with `num_beams`, the best `n` of these."""
+    """Beam search with `n` beams, which are all returned; or with `num_beams`, of which the best `n` are returned."""
     length_penalty: float = 1.0
-    """Of beam search: sums of log-probabilities are divided by length ** `length_penalty`."""
+    """Beam search: a sum of log-probabilities is divided by length ** `length_penalty`."""
     early_stopping: EarlyStoppingField = False
-    """Of beam search: whether to stop as soon as there are as many finished sequences as beams; "never": only when no
-    beam can become better than they are."""
+    """Beam search: true: stop when there are as many finished sequences as beams; "never": stop only when no beam can
+    beat them."""
 
     @property
     def beam_search(self) -> BeamSearch | None:
-        """The search that is asked for.
+        """Beam search parameters, or None.
 
         Raises:
-            InvalidSamplingParams: its fields make no sense.
+            InvalidSamplingParams: the fields contradict each other.
         """
         return beam_search_of(self)
 

@@ -1,4 +1,4 @@
-"""SGLang's request bodies, in its names."""
+"""SGLang's request bodies."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
     nullable: ClassVar = frozenset({"max_new_tokens"})
 
     structural_tag: str | None = None
-    """A structural tag's JSON text."""
+    """Structured output: a structural tag, as JSON text."""
     max_new_tokens: int | None = 128
-    """Most tokens of the output; null: up to the model's length."""
+    """Maximum number of output tokens; null: up to the model's length."""
     min_new_tokens: int = 0
-    """No end token before this many output tokens."""
+    """Minimum number of output tokens before an end token."""
     sampling_seed: Seed | None = None
-    """Same seed, prompt and parameters: same tokens."""
+    """Seed: the same seed, prompt and parameters give the same tokens."""
     seed: Seed | None = None
-    """Another name of `sampling_seed`."""
+    """Alias of `sampling_seed`."""
 
     def constraints(self, at: str = "") -> Iterator[Constraint]:
-        """What these fields say."""
+        """Yield the constraints in these fields."""
         yield from super().constraints(at)
         if self.structural_tag is not None:
             name = "structural_tag"
@@ -131,35 +131,35 @@ class GenerateRequest(RequestModel):
     without_effect: ClassVar = frozenset({"conversation_id", "custom_labels", "log_metrics", "no_logs", "routing_key"})
 
     text: OneOrMoreTexts | None = None
-    """The prompt, or a list of prompts. Either this or `input_ids`."""
+    """The prompt, or a list of prompts. Alternative to `input_ids`."""
     input_ids: InputIds | None = None
     """The prompt as token ids, or a list of such prompts."""
     sampling_params: OneOrMoreObjects = Field(default={})
     """See `SGLangSamplingParams`; for a list of prompts also a list."""
     custom_logit_processor: Any = None
-    """The processor: a processor string or its JSON object; several in a list, run in this order. For a list of
-    prompts, a list holds what each prompt takes."""
+    """The processor: a processor string or its JSON object, or a list of processors, which run in this order. For a
+    list of prompts, a list has one entry per prompt."""
     logits_processors: list[Any] | None = None
-    """Several processors with parameters of their own, and callables by name; see "Processors in a request". For a list
-    of prompts also a list of such lists."""
+    """Processors with parameters of their own, and callables by name; see "Processors in a request". For a list of
+    prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
-    """Parameters of installed batch processors, as vLLM names them."""
+    """Parameters of installed batch processors, as in vLLM."""
     max_thinking_tokens: int | None = None
-    """SGLang's name of `thinking_token_budget`, for all prompts."""
+    """Alias of `thinking_token_budget` (SGLang), for all prompts."""
     stream: bool = False
-    """Answer with server-sent events, each with the whole text so far."""
+    """Stream server-sent events, each with the whole text so far."""
     rid: OneOrMoreTexts | None = None
-    """Request id, for `/abort_request`. For a list of prompts a list, or one that `_0`, `_1`, … are appended to."""
+    """Request id, for `/abort_request`. For a list of prompts a list, or one id to which `_0`, `_1`, … are appended."""
     return_logprob: OneOrMoreFlags = False
     """Return log-probabilities."""
     logprob_start_len: OneOrMoreInts = -1
-    """First prompt token whose log-probability is returned; -1: none of the prompt's."""
+    """First prompt position with a log-probability; -1: no prompt log-probabilities."""
     top_logprobs_num: OneOrMoreInts = 0
-    """How many of the most likely tokens to return for each position."""
+    """Number of most likely tokens to return per position."""
     return_text_in_logprobs: bool = False
-    """Give the tokens' texts beside their ids."""
+    """Return the tokens' texts next to their ids."""
     trace: TraceOptions | None = None
-    """Show for each token what became of the most likely ones, before and after each processor and all else."""
+    """Return a trace per token: how each processor and sampling parameter changed the probabilities."""
 
 
 class AbortRequest(RequestModel):

@@ -1,4 +1,4 @@
-"""The fields that constrain an output to a grammar, in OpenAI's, SGLang's and vLLM's names."""
+"""Structured output fields of OpenAI, SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _EXAMPLE_TAG = '{"type": "structural_tag", "format": {"type": "regex", "pattern"
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a request constrains its output to.
+    """The constraint on a request's output.
 
     Attributes:
-        params: of the installed processor `grammar`.
+        params: parameters of the installed processor `grammar`.
         at: path of the field in the request body.
     """
 
@@ -48,7 +48,7 @@ class Constraint:
 
     @property
     def processor(self) -> ProcessorRequest:
-        """The processor that keeps to it."""
+        """The processor that enforces it."""
         return ProcessorRequest(InstalledProcessor(GrammarProcessor.name), self.params, own=True)
 
 
@@ -56,10 +56,10 @@ class JsonSchemaFormat(RequestModel):
     """`response_format.json_schema`."""
 
     examples: ClassVar = {"name": "capital", "schema": _EXAMPLE_SCHEMA}
-    without_effect: ClassVar = frozenset({"description", "strict"})  # what is asked for is always kept to
+    without_effect: ClassVar = frozenset({"description", "strict"})  # constraints are always strict
 
     name: str
-    """Changes nothing."""
+    """Has no effect."""
     json_schema: Schema = Field(alias="schema")
     """The JSON schema."""
 
@@ -76,31 +76,31 @@ class ResponseFormat(RequestModel):
     }
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    """`text`: anything. `json_object`: any JSON object. `json_schema`: JSON that fits the schema. `structural_tag`:
-    free text with tags whose contents are constrained."""
+    """`text`: no constraint. `json_object`: any JSON object. `json_schema`: JSON that matches the schema.
+    `structural_tag`: free text with constrained tags."""
     json_schema: JsonSchemaFormat | None = None
-    """Only with the type of this name."""
+    """Only with type `json_schema`."""
     format: dict[str, Any] | None = None
-    """Of a structural tag: xgrammar's format."""
+    """Only with type `structural_tag`: the tag in xgrammar's format."""
     structures: list[dict[str, Any]] | None = None
-    """Of a structural tag, as it was written before: objects with `begin`, `schema` and `end`."""
+    """Only with type `structural_tag`, in the legacy format: objects with `begin`, `schema` and `end`."""
     triggers: Texts | None = None
-    """Goes with `structures`: texts with which these begin."""
+    """Required with `structures`: prefixes of their `begin` texts."""
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise FieldError("json_schema", 'goes with type "json_schema", and the other way round')
+            raise FieldError("json_schema", 'is required with type "json_schema", and only allowed with it')
         given = [name for name in ("format", "structures", "triggers") if getattr(self, name) is not None]
         if self.type != "structural_tag":
             if given:
-                raise FieldError(given[0], 'goes with type "structural_tag"')
+                raise FieldError(given[0], 'requires type "structural_tag"')
         elif given not in (["format"], ["structures", "triggers"]):
             raise ValueError('type "structural_tag" takes either format, or structures and triggers')
         return self
 
     def constraints(self, at: str) -> Iterator[Constraint]:
-        """At most one."""
+        """Yield at most one constraint."""
         if self.json_schema is not None:
             yield Constraint({"json_schema": self.json_schema.json_schema}, f"{at}.json_schema.schema")
         elif self.type == "json_object":
@@ -131,17 +131,17 @@ class StructuredOutputs(RequestModel):
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """A regular expression."""
+    """A regular expression that the output matches."""
     choice: Texts | None = None
-    """Texts, one of which is the output."""
+    """Texts, one of which becomes the output."""
     grammar: str | None = None
-    """EBNF, or Lark."""
+    """A grammar in EBNF or Lark."""
     structural_tag: str | None = None
-    """A structural tag's JSON text."""
+    """A structural tag, as JSON text."""
     whitespace_pattern: str | None = None
-    """What may stand between the parts of JSON, a regular expression."""
+    """Regular expression for the whitespace between JSON tokens."""
     disable_any_whitespace: bool = False
-    """Nothing may stand there."""
+    """Allow no whitespace between JSON tokens."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -154,11 +154,11 @@ class StructuredOutputs(RequestModel):
             raise FieldError("disable_any_whitespace", "contradicts whitespace_pattern")
         for name in ("whitespace_pattern", "disable_any_whitespace"):
             if getattr(self, name) and not (self.json_object or self.json_schema is not None):
-                raise FieldError(name, "goes with json or json_object")
+                raise FieldError(name, "requires json or json_object")
         return self
 
     def constraints(self, at: str) -> Iterator[Constraint]:
-        """Exactly one, once this is checked."""
+        """Yield the constraint: after validation, exactly one."""
         space = "" if self.disable_any_whitespace else self.whitespace_pattern
         white = {} if space is None else {"whitespace_pattern": space}
         if self.json_schema is not None:
@@ -171,7 +171,7 @@ class StructuredOutputs(RequestModel):
 
 
 class GrammarFields(RequestModel):
-    """SGLang's fields, which stand in `sampling_params` and in the bodies of the OpenAI routes."""
+    """SGLang's fields, in `sampling_params` and in the bodies of the OpenAI routes."""
 
     examples: ClassVar = {
         "json_schema": json.dumps(_EXAMPLE_SCHEMA),
@@ -180,14 +180,14 @@ class GrammarFields(RequestModel):
     }
 
     json_schema: Schema | None = None
-    """The output is JSON that fits this JSON schema, mostly given as JSON text."""
+    """Structured output: JSON that matches this JSON schema, an object or JSON text."""
     regex: str | None = None
-    """The output matches this regular expression."""
+    """Structured output: text that matches this regular expression."""
     ebnf: str | None = None
-    """The output is of this context-free language: EBNF, or Lark."""
+    """Structured output: text in the language of this grammar, in EBNF or Lark."""
 
     def constraints(self, at: str = "") -> Iterator[Constraint]:
-        """What these fields say.
+        """Yield the constraints in these fields.
 
         Args:
             at: path of the object in the request body; "" for the body itself.
@@ -198,7 +198,7 @@ class GrammarFields(RequestModel):
 
 
 class OpenAIGrammarFields(GrammarFields):
-    """What the OpenAI routes take beside them."""
+    """SGLang's fields, and the additional ones of the OpenAI routes."""
 
     examples: ClassVar = {
         "response_format": {"type": "json_schema", "json_schema": JsonSchemaFormat.examples},
@@ -210,20 +210,20 @@ class OpenAIGrammarFields(GrammarFields):
     }
 
     response_format: ResponseFormat | None = None
-    """OpenAI's way to ask for JSON."""
+    """Structured output in OpenAI's format."""
     structured_outputs: StructuredOutputs | None = None
-    """vLLM's way to constrain the output."""
+    """Structured output in vLLM's format."""
     guided_json: Schema | None = None
-    """vLLM's older name of `structured_outputs.json`."""
+    """Deprecated alias of `structured_outputs.json` (vLLM)."""
     guided_regex: str | None = None
-    """The same for `regex`."""
+    """Deprecated alias of `structured_outputs.regex` (vLLM)."""
     guided_choice: Texts | None = None
-    """The same for `choice`."""
+    """Deprecated alias of `structured_outputs.choice` (vLLM)."""
     guided_grammar: str | None = None
-    """The same for `grammar`."""
+    """Deprecated alias of `structured_outputs.grammar` (vLLM)."""
 
     def constraints(self, at: str = "") -> Iterator[Constraint]:
-        """What these fields say."""
+        """Yield the constraints in these fields."""
         yield from super().constraints(at)
         if self.response_format is not None:
             yield from self.response_format.constraints("response_format")
@@ -249,18 +249,18 @@ _GUIDED: Mapping[str, str] = {
 
 
 def constraint_of(fields: GrammarFields, at: str = "") -> Constraint | None:
-    """What a request constrains its output to, if anything.
+    """Return the constraint on a request's output, or None.
 
     Args:
-        fields: the object that has the fields.
+        fields: the object with the fields.
         at: its path in the request body.
 
     Raises:
-        BadRequest: it has two constraints.
+        BadRequest: there are two constraints.
     """
     given = list(fields.constraints(at))
     if len(given) > 1:
         raise BadRequest(
-            f"{given[1].at}: a request may have one constraint, and has {given[0].at} already", param=given[1].at
+            f"{given[1].at}: a request may have only one constraint, and {given[0].at} is set too", param=given[1].at
         )
     return given[0] if given else None

@@ -172,7 +172,7 @@ def logitship_serve(request: pytest.FixtureRequest) -> Iterator[tuple[str, Serve
 
 @contextmanager
 def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> Iterator[tuple[str, Server]]:
-    """VLLM.
+    """vLLM.
 
     Args:
         paths: folders that its processes import from besides.

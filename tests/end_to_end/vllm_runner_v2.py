@@ -116,7 +116,7 @@ class GPUModelRunner:
 
 
 def request(req_id: str, prompt: list[int], output: list[int] | None = None, **params: Any) -> Any:
-    """VLLM's `NewRequestData`, as far as it is read."""
+    """vLLM's `NewRequestData`, as far as it is read."""
     xargs = {"custom_logit_processor": json.dumps({"source": SOURCE, "class_name": "Sees"})}
     return SimpleNamespace(
         req_id=req_id,
@@ -140,7 +140,7 @@ class OneRank:
 
 
 def config(*, speculative_config: Any = None, is_diffusion: bool = False, **parallel: Any) -> Any:
-    """VLLM's configuration, as far as it is read."""
+    """vLLM's configuration, as far as it is read."""
     one_rank = {"prefill_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
     model = SimpleNamespace(
         is_diffusion=is_diffusion,

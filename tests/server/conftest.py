@@ -13,7 +13,7 @@ COSTS = {
 
 @pytest.fixture(params=COSTS)
 def num_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Has the sequences of a step attend in one of the ways there are: so many calls for all that decode."""
+    """Forces one attention layout of a step; returns the number of calls for all decoding sequences."""
     number, costs = COSTS[request.param]
     for name, value in costs.items():
         monkeypatch.setattr(step_layout, name, value)

@@ -9,6 +9,7 @@ import pytest
 
 from logitship.server import cli
 from logitship.server.config import ServerConfig
+from logitship.server.flags import FLAG_OF_FIELD
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """What the commands were run with; they do nothing else."""
+    """Configs that the commands were called with; the commands do nothing else."""
     found: list[ServerConfig] = []
 
     def command(config: ServerConfig) -> int:
@@ -35,10 +36,9 @@ OTHER_VALUES: dict[type, str] = {int: "7", float: "0.25", str: "other"}
 
 def every_flag() -> list[Any]:
     return [
-        pytest.param(name, names[0].removeprefix("--").replace("-", "_"), id=name)
-        for flags in cli._FLAGS.values()
-        for names, _ in flags
-        for name in names
+        pytest.param(spelling, flag.field, id=spelling)
+        for flag in FLAG_OF_FIELD.values()
+        for spelling in flag.spellings
     ]
 
 
@@ -72,30 +72,29 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
 
 
 def test_every_field_has_a_flag() -> None:
-    fields = {names[0].removeprefix("--").replace("-", "_") for flags in cli._FLAGS.values() for names, _ in flags}
-    assert fields == {field.name for field in dataclasses.fields(ServerConfig)}
+    assert FLAG_OF_FIELD.keys() == {field.name for field in dataclasses.fields(ServerConfig)}
 
 
-def test_the_peers_spellings(configs: list[ServerConfig]) -> None:
+def test_sglang_and_vllm_spellings(configs: list[ServerConfig]) -> None:
     flags = {"--model": "m", "--max-running-requests": "3", "--context-length": "9", "--gpu-memory-utilization": "0.2"}
     cli.main(["serve", *(word for flag in flags.items() for word in flag)])
     assert configs == [ServerConfig(model_path="m", max_num_seqs=3, max_model_len=9, mem_fraction_static=0.2)]
 
 
-def test_nothing_said_is_the_default(configs: list[ServerConfig]) -> None:
+def test_defaults_without_flags(configs: list[ServerConfig]) -> None:
     assert cli.main(["serve"]) == 0
     assert cli.main(["demo"]) == 0
     assert configs == [ServerConfig(), ServerConfig()]
     assert configs[0].port == 30000
 
 
-def test_several_keys_at_once_and_one_by_one(configs: list[ServerConfig]) -> None:
+def test_repeated_and_multiple_keys(configs: list[ServerConfig]) -> None:
     ship = ["--enable-custom-logit-processor", "--shipping-api-key", "s"]
     assert cli.main(["serve", "--api-key", "a", "b", "--api-key", "c", *ship, "--shipping-api-key", "t"]) == 0
     assert (configs[0].api_key, configs[0].shipping_api_key) == (("a", "b", "c"), ("s", "t"))
 
 
-def test_keys_in_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_from_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGITSHIP_API_KEY", "a,b")
     monkeypatch.setenv("LOGITSHIP_SHIPPING_API_KEY", "s")
     ship = "--enable-custom-logit-processor"
@@ -109,7 +108,7 @@ def test_keys_in_the_environment(configs: list[ServerConfig], monkeypatch: pytes
     assert keys == [(("a", "b"), ("s",)), (("c",), ("s",)), (("a", "b"), ("t",)), (("a", "b"), ()), ((), ())]
 
 
-def test_the_tree_in_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_from_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("tree.json", ""):
         monkeypatch.setenv("TREE_DECODE_CONFIG", value)
         assert cli.main(["serve"]) == 0
@@ -122,15 +121,15 @@ def test_trees(configs: list[ServerConfig]) -> None:
     assert configs[0].named_trees == {"a": "a.json", "b": "b=b.json", "c": "/c"}
 
 
-def test_a_hole_in_the_environments_keys(
+def test_empty_key_in_the_environment(
     configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOGITSHIP_API_KEY", "hush,")
     with pytest.raises(SystemExit):
         cli.main(["serve"])
-    told = capsys.readouterr().err
-    assert "api_key: a key is empty" in told
-    assert "hush" not in told
+    stderr = capsys.readouterr().err
+    assert "api_key: a key is empty" in stderr
+    assert "hush" not in stderr
     assert configs == []
 
 
@@ -169,9 +168,8 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
         cli.main(["serve", "--help"])
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for flags in cli._FLAGS.values():
-        for names, _ in flags:
-            assert all(name in shown for name in names)
+    for flag in FLAG_OF_FIELD.values():
+        assert all(spelling in shown for spelling in flag.spellings)
     assert "(default: 30000)" in shown
     assert "(default: SmolLM2-135M-Instruct)" in shown
 
@@ -183,7 +181,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("logitship 0.")
 
 
-def test_the_light_client_says_what_to_install(
+def test_missing_torch_names_the_extra_to_install(
     configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
@@ -192,6 +190,6 @@ def test_the_light_client_says_what_to_install(
     assert configs == []
 
 
-def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--model-path", "./nowhere.gguf", "--port", "0"]) == 1
     assert capsys.readouterr().err.endswith("logitship: there is no GGUF file './nowhere.gguf'\n")

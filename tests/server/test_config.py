@@ -26,7 +26,7 @@ def test_keys_become_a_tuple(field: str, given: Any, kept: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("key", ["", " ", "secret ", "\tsecret", ("fine", "")])
 @pytest.mark.parametrize("field", ["api_key", "shipping_api_key"])
-def test_a_key_that_no_request_can_send(field: str, key: Any) -> None:
+def test_untransmittable_key(field: str, key: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field}: a key is empty") as refused:
         ServerConfig(**{field: key}, **SHIPPING)
     assert "secret" not in str(refused.value)
@@ -42,18 +42,18 @@ def test_trees_by_name() -> None:
         ServerConfig(tree="a.json")
 
 
-def test_keys_are_not_shown() -> None:
+def test_repr_hides_keys() -> None:
     shown = repr(ServerConfig(api_key="secret", shipping_api_key=("secret", "secrets"), **SHIPPING))  # type: ignore[arg-type]
     assert "secret" not in shown
     assert "port=30000" in shown
 
 
-def test_shipping_keys_without_shipping() -> None:
+def test_shipping_keys_require_shipping() -> None:
     with pytest.raises(ValueError, match=r"shipping_api_key: .*set enable_custom_logit_processor"):
         ServerConfig(shipping_api_key="secret")
 
 
-def test_allowed_digests_are_read_once_at_the_start(tmp_path: Path) -> None:
+def test_allowed_digests_are_read_once_at_construction(tmp_path: Path) -> None:
     assert ServerConfig().allowed_digests is None
     file = tmp_path / "allowed"
     file.write_text(DIGEST)
@@ -69,13 +69,13 @@ def test_allowed_digests_are_read_once_at_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"])
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
-def test_a_sandbox_has_time_and_not_for_ever(field: str, value: float) -> None:
+def test_sandbox_timeouts_are_positive_and_finite(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} must be above 0 and finite"):
         ServerConfig(**{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", ["max_sandboxes", "sandbox_memory"])
-def test_sandboxes_and_their_memory(field: str) -> None:
+def test_sandbox_limits_are_positive(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be 1 or greater"):
         ServerConfig(**{field: 0})  # type: ignore[arg-type]
 

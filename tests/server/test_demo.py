@@ -1,4 +1,4 @@
-"""What the demo prints, and the two processors that it ships."""
+"""The output of the demo, and the two processors that it ships."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from logitship.server.demo import (
     demo_config,
     describe_receipts,
     describe_shipment,
-    shown,
+    displayed_text,
     side_by_side,
 )
 from logitship.server.demo_processors import Alliteration, Lipogram
@@ -32,13 +32,13 @@ def params_of(letter: str, **more: Any) -> dict[str, Any]:
     return {"letter": letter, "__req__": request, **more}
 
 
-def test_lipogram_bans_the_letter_of_each_row_and_no_end_token() -> None:
+def test_lipogram_bans_each_rows_letter_but_not_the_end_token() -> None:
     logits = Lipogram()(torch.zeros(2, len(TOKENS)), [params_of("e"), params_of("s")])
     banned = [[i for i in range(len(TOKENS)) if row[i] == -torch.inf] for row in logits]
     assert banned == [[1, 3], [1, 2, 5, 6]]
 
 
-def test_alliteration_likes_beginnings_of_words() -> None:
+def test_alliteration_boosts_word_starts() -> None:
     logits = Alliteration()(torch.zeros(2, len(TOKENS)), [params_of("s"), params_of("a", bias=1.5)])
     assert logits.tolist() == [[0, 3, 3, 0, 0, 3, 0, 0], [0, 0, 0, 0, 1.5, 0, 0, 0]]
 
@@ -53,28 +53,28 @@ def test_columns_fit_the_page_and_keep_every_word() -> None:
         assert lines[0].split("   ")[0].strip() == "Title 0"
 
 
-def test_a_narrow_page_has_one_column_below_the_other() -> None:
+def test_narrow_page_stacks_the_columns() -> None:
     page = side_by_side([("First", "one two"), ("Second", "three")], 30)
     assert page == "First\n-----\none two\n\nSecond\n------\nthree"
 
 
-def test_the_paragraphs_of_a_text_stay_apart() -> None:
+def test_paragraphs_are_kept() -> None:
     assert side_by_side([("T", "a\n\nb")], 30) == "T\n-\na\n\nb"
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("stop", "Hi"), ("length", "Hi …")])
-def test_a_cut_answer_shows_it(kind: str, expected: str) -> None:
-    assert shown(Generation(text=" Hi\n", finish_reason=FinishReason(kind), raw={})) == expected
+def test_truncated_text_ends_with_an_ellipsis(kind: str, expected: str) -> None:
+    assert displayed_text(Generation(text=" Hi\n", finish_reason=FinishReason(kind), raw={})) == expected
 
 
-def test_the_shipment_names_sizes_and_digests() -> None:
+def test_shipment_has_sizes_and_digests() -> None:
     text = describe_shipment(VARIANTS)
     assert "Lipogram" in text
     assert "Alliteration" in text
     assert text.count(" bytes, sha256:") == 2
 
 
-def test_receipts_are_lined_up() -> None:
+def test_receipts_are_aligned() -> None:
     digest = "sha256:" + "0" * 64
     lines = describe_receipts([Receipt(digest, "A", 5, 1.25), Receipt(digest, "Longer", 48, 20.0)]).splitlines()
     assert len({line.index("sha256:") for line in lines}) == 1
@@ -82,7 +82,7 @@ def test_receipts_are_lined_up() -> None:
     assert describe_receipts([]) == ""
 
 
-def test_the_demos_server_is_for_this_machine_alone() -> None:
+def test_demo_server_is_local() -> None:
     given = ServerConfig(
         host="0.0.0.0",
         port=80,

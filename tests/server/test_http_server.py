@@ -1,4 +1,4 @@
-"""`logitship serve` as its operator sees it: a process that is told to end while requests run."""
+"""`logitship serve` as a process: shutdown with running requests, and its log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from logitship import CustomLogitProcessor
 
 class Hold(CustomLogitProcessor):
-    '''Holds a step back, after the first token, until a file exists.'''
+    '''Blocks each step after the first token until a file exists.'''
     def __call__(self, logits, custom_param_list=None):
         for params in custom_param_list:
             while params["__req__"].output_ids and not Path(params["file"]).exists():
@@ -78,7 +78,7 @@ class Serving:
             assert time.monotonic() < deadline
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the process, if it still runs."""
         self.http.close()
         self.process.kill()
         self.process.wait()
@@ -98,7 +98,7 @@ def model_folder(float32_model: LoadedModel, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def serve(model_folder: Path) -> Iterator[Callable[..., Serving]]:
-    """Starts servers, which are killed after the test if they still run."""
+    """Starts servers; they are killed after the test."""
     started: list[Serving] = []
 
     def start(*flags: str) -> Serving:
@@ -119,9 +119,7 @@ def data_of(answer: httpx.Response) -> Iterator[str]:
     return (line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
 
-def test_the_first_signal_finishes_what_runs_and_refuses_what_comes(
-    serve: Callable[..., Serving], tmp_path: Path
-) -> None:
+def test_first_signal_drains_and_refuses_new_requests(serve: Callable[..., Serving], tmp_path: Path) -> None:
     serving = serve()
     with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "go")) as answer:
         events = data_of(answer)
@@ -140,7 +138,7 @@ def test_the_first_signal_finishes_what_runs_and_refuses_what_comes(
     assert serving.process.wait(DEADLINE) == 0
 
 
-def test_the_second_signal_ends_at_once(serve: Callable[..., Serving], tmp_path: Path) -> None:
+def test_second_signal_exits_at_once(serve: Callable[..., Serving], tmp_path: Path) -> None:
     serving = serve("--shutdown-timeout", str(10 * DEADLINE))
     with ThreadPoolExecutor() as pool:
 
@@ -154,13 +152,13 @@ def test_the_second_signal_ends_at_once(serve: Callable[..., Serving], tmp_path:
         assert begun.wait(DEADLINE)
         serving.terminate()
         serving.process.send_signal(signal.SIGTERM)
-        # Far below the time that it would wait for the request, and for a step that does not end.
+        # Far below the shutdown timeout, and although a step hangs.
         assert serving.process.wait(DEADLINE) == 0
         with pytest.raises(httpx.RemoteProtocolError):
             reading.result(DEADLINE)
 
 
-def test_a_processor_that_hangs_does_not_keep_the_server_alive(serve: Callable[..., Serving], tmp_path: Path) -> None:
+def test_hanging_processor_does_not_block_shutdown(serve: Callable[..., Serving], tmp_path: Path) -> None:
     serving = serve("--shutdown-timeout", "0.1")
     with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "never")) as answer:
         next(data_of(answer))
@@ -168,7 +166,7 @@ def test_a_processor_that_hangs_does_not_keep_the_server_alive(serve: Callable[.
         assert serving.process.wait(DEADLINE) == 0
 
 
-def test_a_port_that_is_taken(serve: Callable[..., Serving], model_folder: Path) -> None:
+def test_port_in_use(serve: Callable[..., Serving], model_folder: Path) -> None:
     serving = serve()
     port = str(serving.http.base_url.port)
     command = [LOGITSHIP, "serve", "--model-path", str(model_folder), "--port", port]
@@ -187,7 +185,7 @@ def test_a_port_that_is_taken(serve: Callable[..., Serving], model_folder: Path)
         ({"processor_isolation": "none", "enable_custom_logit_processor": False}, False),
     ],
 )
-def test_a_warning_where_nothing_isolates_shipped_code(
+def test_warning_without_isolation(
     settings: dict[str, Any],
     warns: bool,
     make_engine: Callable[..., AsyncEngine],
@@ -200,14 +198,14 @@ def test_a_warning_where_nothing_isolates_shipped_code(
 
 
 def test_clients_close_idle_connections_before_the_server_does(make_engine: Callable[..., AsyncEngine]) -> None:
-    """Else a request may be on its way when the server closes, and a generation is never sent twice."""
+    """Otherwise the server might close while a request is in flight; clients do not retry a generation."""
     expiry = httpx.Limits().keepalive_expiry
     assert expiry is not None
     assert HTTPServer(make_engine()).config.timeout_keep_alive > expiry
 
 
 def end(serving: Serving) -> list[str]:
-    """End a server in order. Returns all that it logged."""
+    """Shut a server down gracefully. Returns its log lines."""
     serving.process.send_signal(signal.SIGTERM)
     assert serving.process.wait(DEADLINE) == 0
     serving._reader.join()
@@ -227,7 +225,7 @@ def test_a_request_is_logged_once(serve: Callable[..., Serving]) -> None:
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.]+: ", line) for line in log)
 
 
-def test_every_line_is_json_if_that_is_asked_for(serve: Callable[..., Serving]) -> None:
+def test_json_log_format(serve: Callable[..., Serving]) -> None:
     serving = serve("--log-format", "json", "--log-level", "debug")
     answer = serving.http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}})
     serving.http.get("/health")

@@ -32,7 +32,7 @@ def as_json(made: logging.LogRecord) -> dict[str, Any]:
     return read
 
 
-def test_a_json_line() -> None:
+def test_json_line() -> None:
     line = as_json(record("%d of %s", 3, "them", fields={"status": 200, "processors": [{"name": "A"}]}))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
     assert line == {
@@ -45,12 +45,12 @@ def test_a_json_line() -> None:
 
 
 @pytest.mark.usefixtures("in_request")
-def test_what_belongs_to_a_request_has_its_id() -> None:
+def test_lines_within_a_request_have_its_id() -> None:
     assert as_json(record("x"))["request_id"] == "mine"
     assert TextFormatter().format(record("x")).endswith("WARNING logitship.test: x [mine]")
 
 
-def test_what_belongs_to_none_has_no_id() -> None:
+def test_lines_outside_of_requests_have_no_id() -> None:
     assert "request_id" not in as_json(record("x"))
     assert TextFormatter().format(record("x")).endswith("WARNING logitship.test: x")
 
@@ -70,17 +70,17 @@ def test_exceptions() -> None:
     assert traceback[-1] == "ValueError: no such luck"
 
 
-def test_a_message_of_many_lines_is_one_line() -> None:
+def test_multiline_message_is_one_json_line() -> None:
     assert as_json(record('a\nb"\x00'))["message"] == 'a\nb"\x00'
 
 
-def test_what_json_does_not_know_does_not_lose_the_line() -> None:
+def test_unencodable_values_do_not_lose_the_line() -> None:
     line = as_json(record("half a pair: \ud800", fields={"id": "\ud800", "set": {1}, "path": "é"}))
     assert line["message"] == "half a pair: ?"
     assert (line["id"], line["set"], line["path"]) == ("?", "{1}", "é")
 
 
-def test_fields_have_a_bound() -> None:
+def test_fields_are_truncated() -> None:
     line = as_json(record("x", fields={"text": "a" * 1000, "ids": ["b" * 1000] * 1000, "deep": {"c": "d" * 1000}}))
     assert len(line["text"]) == len(line["ids"][0]) == len(line["deep"]["c"]) == 256
     assert len(line["ids"]) == 32
@@ -88,7 +88,7 @@ def test_fields_have_a_bound() -> None:
 
 @contextlib.contextmanager
 def new_root_logger() -> Iterator[None]:
-    """The root logger is as a new process has it. No fixture: pytest adds its handlers after those."""
+    """Reset the root logger. Not a fixture: pytest adds its handlers after those."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     root.handlers = []

@@ -27,7 +27,7 @@ from logitship.server.reasoning_config import ReasoningStrings, read_reasoning_c
         ),
     ],
 )
-def test_what_it_says(given: Any, read: ReasoningStrings) -> None:
+def test_valid_config(given: Any, read: ReasoningStrings) -> None:
     assert read_reasoning_config(given) == read
     assert ServerConfig(reasoning_config=given).reasoning_strings == read
 
@@ -43,14 +43,14 @@ def test_what_it_says(given: Any, read: ReasoningStrings) -> None:
         ({"reasoning_start_str": "<a>", "reasoning_end_str": ""}, "reasoning_end_str is missing"),
         ({"reasoning_start_str": 5}, "reasoning_start_str must be a string"),
         ({"reasoning_star_str": "<a>"}, "unknown key 'reasoning_star_str': did you mean reasoning_start_str?"),
-        ({"x": "<a>"}, "unknown key 'x': there are reasoning_parser, reasoning_start_str, reasoning_end_str"),
+        ({"x": "<a>"}, "unknown key 'x': known keys: reasoning_parser, reasoning_start_str, reasoning_end_str"),
         ({"reasoning_parser": "mine"}, "reasoning_parser 'mine' is not one of .*qwen3.*: give reasoning_start_str"),
     ],
 )
-def test_mistakes_show_before_the_model_is_loaded(given: Any, message: str) -> None:
+def test_invalid_config_fails_at_construction(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^reasoning_config: {message}"):
         ServerConfig(reasoning_config=given)
 
 
-def test_without_it() -> None:
+def test_no_reasoning_config() -> None:
     assert ServerConfig().reasoning_strings is None

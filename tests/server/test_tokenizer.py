@@ -13,7 +13,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize("text", ["plain", "é € 😀", " two  spaces ", "\n\t\0", ""])
-def test_text_survives(text: str, tokenizer: Tokenizer) -> None:
+def test_round_trip(text: str, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
     assert b"".join(tokenizer.token_bytes(token) for token in ids) == text.encode()
@@ -23,7 +23,7 @@ def test_every_byte_has_its_token(tokenizer: Tokenizer) -> None:
     assert {tokenizer.token_bytes(token) for token in range(4, 260)} == {bytes([byte]) for byte in range(256)}
 
 
-def test_the_longest_token(tokenizer: Tokenizer) -> None:
+def test_longest_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.longest_token == len("</think>")
 
 
@@ -36,13 +36,13 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_text(2) == "<think>"
 
 
-def test_half_a_character_as_text_and_as_bytes(tokenizer: Tokenizer) -> None:
+def test_partial_character(tokenizer: Tokenizer) -> None:
     first = tokenizer.encode("€", add_special_tokens=False)[0]
     assert tokenizer.token_text(first) == "\ufffd"
     assert tokenizer.token_bytes(first) == b"\xe2"
 
 
-def test_a_class_that_decodes_its_own_way_is_asked(tokenizer: Tokenizer) -> None:
+def test_overridden_decode_is_used(tokenizer: Tokenizer) -> None:
     class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
         def _decode(self, *args: Any, **kwargs: Any) -> str:
             return str(super()._decode(*args, **kwargs)).upper()
@@ -52,12 +52,12 @@ def test_a_class_that_decodes_its_own_way_is_asked(tokenizer: Tokenizer) -> None
     assert (tokenizer.decode(ids), shouting.decode(ids)) == ("abc", "ABC")
 
 
-def test_a_model_may_have_more_tokens_than_its_tokenizer(tokenizer: Tokenizer) -> None:
+def test_token_beyond_the_tokenizers_vocabulary(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_text(99_999) == ""
     assert tokenizer.token_bytes(99_999) == b""
 
 
-def test_an_added_token_beyond_the_byte_alphabet_is_its_text(tokenizer: Tokenizer) -> None:
+def test_added_token_outside_of_the_byte_alphabet(tokenizer: Tokenizer) -> None:
     backend = TokenizersTokenizer.from_str(tokenizer.hf_tokenizer.backend_tokenizer.to_str())
     backend.add_tokens([AddedToken("日 本", normalized=False)])
     added = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
@@ -76,20 +76,20 @@ def test_byte_fallback() -> None:
     assert tokenizer.token_bytes(6) == b"<0xZZ>"
 
 
-def test_a_conversation(tokenizer: Tokenizer) -> None:
+def test_chat_template(tokenizer: Tokenizer) -> None:
     ids = tokenizer.apply_chat_template(MESSAGES)
     assert tokenizer.decode(ids) == "user: Hi\nassistant: "
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False)
     assert tokenizer.decode(ids) == "user: Hi\n"
 
 
-def test_a_model_without_a_template(tokenizer: Tokenizer) -> None:
+def test_missing_chat_template(tokenizer: Tokenizer) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.hf_tokenizer.backend_tokenizer, eos_token="</s>")
     with pytest.raises(ValueError, match="no chat template: start the server with --chat-template FILE"):
         Tokenizer(bare).apply_chat_template(MESSAGES)
 
 
-def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
+def test_chat_template_error(tokenizer: Tokenizer) -> None:
     strict = PreTrainedTokenizerFast(tokenizer_object=tokenizer.hf_tokenizer.backend_tokenizer, eos_token="</s>")
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="the chat template refuses the messages: roles must alternate"):

@@ -43,6 +43,6 @@ def check_argmax(rehearsal: DryRun | None, recordings: Sequence[Recording]) -> C
 
 
 def _claims(processor: Any) -> bool:
-    """VLLM's batch processors say it with a method; an attribute will do."""
+    """vLLM's batch processors say it with a method; an attribute will do."""
     claim = getattr(processor, "is_argmax_invariant", False)
     return bool(claim() if callable(claim) else claim)

@@ -1,25 +1,31 @@
-"""Log-probabilities in OpenAI's two formats, and in vLLM's for prompts."""
+"""Log-probabilities in OpenAI's two formats, and in vLLM's format for prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from logitship.server.http.body import finite
 from logitship.server.requests.messages import TokenLogprobs
+from logitship.server.schemas.openai_response_schemas import (
+    ChatLogprobs,
+    ChatLogprobsContent,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+)
 from logitship.server.tokenizer import Tokenizer
 
 
 def completion_logprobs(
     tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int, text_offset: int
-) -> dict[str, Any]:
-    """`logprobs` of a completions choice.
+) -> CompletionLogprobs:
+    """Build the `logprobs` of a completions choice.
 
     Args:
         tokenizer: gives the tokens' texts.
-        positions: one a token.
-        top: how many of the most likely tokens to show.
-        text_offset: characters of the choice's text before the first of them.
+        positions: one per token.
+        top: number of most likely tokens per position.
+        text_offset: offset of the first token in the choice's text, in characters.
     """
     tokens = [tokenizer.token_text(position.token_id) for position in positions]
     offsets = []
@@ -35,7 +41,7 @@ def completion_logprobs(
 
 
 def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, float] | None:
-    """The most likely tokens, and the one that stands there. Of two with one text, the more likely counts."""
+    """Return the most likely tokens and the actual one. Of two with the same text, the more likely counts."""
     if position.logprob is None:
         return None
     found: dict[str, float] = {}
@@ -44,19 +50,20 @@ def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dic
     return found
 
 
-def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """`logprobs` of a chat choice."""
-    content = [
-        {
-            **_chat_token(tokenizer, position.token_id, position.logprob),
-            "top_logprobs": [_chat_token(tokenizer, *top) for top in position.top],
-        }
-        for position in positions
-    ]
-    return {"content": content, "refusal": None}
+def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """Build the `logprobs` of a chat choice."""
+    return {"content": [_chat_position(tokenizer, position) for position in positions], "refusal": None}
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs) -> ChatLogprobsContent:
+    assert position.logprob is not None  # only the first token of a prompt has none
+    return {
+        **_chat_token(tokenizer, position.token_id, position.logprob),
+        "top_logprobs": [_chat_token(tokenizer, *top) for top in position.top],
+    }
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatTokenLogprob:
     return {
         "token": tokenizer.token_text(token_id),
         "logprob": finite(logprob),
@@ -64,12 +71,16 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> d
     }
 
 
-def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any] | None]:
-    """VLLM's `prompt_logprobs`: for each position an object by token id; null for the first."""
+def prompt_logprobs(
+    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int
+) -> list[dict[str, PromptLogprob] | None]:
+    """Build vLLM's `prompt_logprobs`: per position an object with token ids as keys; null for the first."""
     return [None if position.logprob is None else _by_token_id(tokenizer, position, top) for position in positions]
 
 
-def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, Any]:
+def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, PromptLogprob]:
+    assert position.logprob is not None
+    assert position.rank is not None
     own = (position.token_id, position.logprob, position.rank)
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top[:top], start=1)]
     return {

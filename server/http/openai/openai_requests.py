@@ -1,4 +1,4 @@
-"""The OpenAI routes on their way in: from OpenAI's bodies to the engine's requests."""
+"""Parsing of OpenAI's request bodies into the engine's requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from uuid import uuid4
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import (
-    Carried,
+    ParsedProcessors,
     check_batch,
     check_processor_lists,
-    default_that_fits,
+    max_tokens_within_model,
     read_processors,
     read_prompt,
     sampling_params,
@@ -30,7 +30,7 @@ from logitship.server.schemas.structured_outputs import constraint_of
 Body = TypeVar("Body", bound=OpenAIFields)
 
 ANY_MODEL = "default"
-"""SGLang's clients may ask for the model by this name, whatever it is called."""
+"""SGLang's alias for the served model, whatever its name."""
 
 _NAMES = {
     "bad_words_token_ids": "bad_words",
@@ -39,15 +39,15 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class OpenAIRequest(Generic[Body]):
-    """A body, read.
+class ParsedOpenAIRequest(Generic[Body]):
+    """A parsed request body.
 
     Attributes:
-        id: id of the answer.
-        model: name of the model, for the answer.
-        body: what the client sent.
-        prompts: what is continued.
-        submissions: one a prompt.
+        id: id of the response.
+        model: name of the model, for the response.
+        body: the validated body.
+        prompts: the prompts.
+        submissions: one per prompt.
         created: Unix time, in seconds.
     """
 
@@ -59,10 +59,10 @@ class OpenAIRequest(Generic[Body]):
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-async def read_completion(
+async def parse_completion_request(
     engine: AsyncEngine, caller: Caller, body: CompletionRequest
-) -> OpenAIRequest[CompletionRequest]:
-    """Check what the schema cannot, tokenize, and make the engine's requests.
+) -> ParsedOpenAIRequest[CompletionRequest]:
+    """Validate what the schema cannot, tokenize, and build the engine's requests.
 
     Raises:
         RequestRefused: names the field.
@@ -75,12 +75,12 @@ async def read_completion(
         check_processor_lists(body, len(given))
     constraint = constraint_of(body)
     request_id = _request_id(body, "cmpl")
-    request = OpenAIRequest(request_id, engine.model.name, body, [], [])
+    request = ParsedOpenAIRequest(request_id, engine.model.name, body, [], [])
     for i, value in enumerate(given):
-        carried = read_processors(
+        parsed = read_processors(
             engine, caller, body, i if is_batch else None, body.custom_params, "custom_params", constraint
         )
-        names = {**_names(body), **carried.names, "prompt": f"prompt[{i}]" if is_batch else "prompt"}
+        names = {**_names(body), **parsed.names, "prompt": f"prompt[{i}]" if is_batch else "prompt"}
         prompt = await read_prompt(engine, value, names["prompt"], add_special_tokens=body.add_special_tokens)
         request.prompts.append(prompt)
         request.submissions.append(
@@ -92,8 +92,8 @@ async def read_completion(
                 names,
                 f"{request_id}_{i}" if is_batch else request_id,
                 request_id if is_batch else None,
-                carried,
-                max_tokens=default_that_fits(engine, prompt, body, "max_tokens"),
+                parsed,
+                max_tokens=max_tokens_within_model(engine, prompt, body, "max_tokens"),
                 logprobs=body.logprobs,
                 prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
             )
@@ -101,10 +101,10 @@ async def read_completion(
     return request
 
 
-async def read_chat(
+async def parse_chat_request(
     engine: AsyncEngine, caller: Caller, body: ChatCompletionRequest
-) -> OpenAIRequest[ChatCompletionRequest]:
-    """The same for a conversation, which the chat template turns into one prompt.
+) -> ParsedOpenAIRequest[ChatCompletionRequest]:
+    """Parse a conversation, which the chat template renders as one prompt.
 
     Raises:
         RequestRefused: names the field.
@@ -113,17 +113,17 @@ async def read_chat(
     check_batch(engine.config, 1, "messages", *_sequences_of_a_prompt(body))
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    carried = read_processors(engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body))
+    parsed = read_processors(engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body))
     names = {
         **_names(body),
-        **carried.names,
+        **parsed.names,
         "max_tokens": limit_name,
         "logprobs": "top_logprobs",
         "prompt": "messages",
     }
     prompt = Prompt(await _render(engine, body))
     if not prompt.token_ids:
-        raise BadRequest("messages: the chat template makes an empty prompt of them", param="messages")
+        raise BadRequest("messages: the chat template renders them as an empty prompt", param="messages")
     submission = await _submission(
         engine,
         caller,
@@ -132,22 +132,22 @@ async def read_chat(
         names,
         request_id,
         None,
-        carried,
+        parsed,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    return OpenAIRequest(request_id, engine.model.name, body, [prompt], [submission])
+    return ParsedOpenAIRequest(request_id, engine.model.name, body, [prompt], [submission])
 
 
 def check_model_name(engine: AsyncEngine, name: str) -> None:
-    """Refuse a name that is not this model's.
+    """Check the name of the requested model.
 
     Raises:
-        NotFound: it is another's.
+        NotFound: the server does not serve this model.
     """
     if name not in (engine.model.name, engine.model.path, ANY_MODEL):
-        raise NotFound(f"model: {name[:200]!r} does not exist; this server has {engine.model.name!r}", param="model")
+        raise NotFound(f"model: {name[:200]!r} does not exist; this server serves {engine.model.name!r}", param="model")
 
 
 def _check_model(engine: AsyncEngine, name: str | None) -> None:
@@ -160,7 +160,7 @@ def _request_id(body: OpenAIFields, prefix: str) -> str:
 
 
 def _sequences_of_a_prompt(body: OpenAIFields) -> tuple[int, str]:
-    """How many there are, and the field that says so."""
+    """Return the number of sequences per prompt, and the field that sets it."""
     if (body.num_beams or 1) > body.num_continuations:
         return body.num_beams or 1, "num_beams"
     return body.num_continuations, "n" if body.best_of is None else "best_of"
@@ -203,7 +203,7 @@ async def _submission(
     names: Mapping[str, str],
     rid: str,
     batch_rid: str | None,
-    carried: Carried,
+    parsed: ParsedProcessors,
     **values: Any,
 ) -> Submission:
     params = await sampling_params(
@@ -224,7 +224,7 @@ async def _submission(
         batch_rid=batch_rid,
         prompt_token_ids=prompt.token_ids,
         sampling_params=params,
-        processors=carried.processors,
+        processors=parsed.processors,
         n=body.n,
         best_of=body.best_of,
         beam_search=body.beam_search,

@@ -11,30 +11,30 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
 from logitship.server.http.body import JSONResponse, read_body
 from logitship.server.http.documentation import operation
-from logitship.server.http.event_stream import EventStream, answer_at_end
+from logitship.server.http.event_stream import EventStream, respond_when_finished
 from logitship.server.http.running_requests import submit_all
-from logitship.server.schemas.openai_answer_schemas import (
-    ChatAnswerSchema,
-    ChatEvent,
-    CompletionAnswerSchema,
-    CompletionEvent,
+from logitship.server.schemas.openai_response_schemas import (
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
+    CompletionResponse,
+    CompletionStreamResponse,
     ModelCard,
     ModelList,
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
 
-from .openai_answers import OpenAIAnswer
-from .openai_chat import ChatAnswer
-from .openai_completions import CompletionAnswer
-from .openai_requests import check_model_name, read_chat, read_completion
+from .openai_chat import ChatResponseBuilder
+from .openai_completions import CompletionResponseBuilder
+from .openai_requests import check_model_name, parse_chat_request, parse_completion_request
+from .openai_response_builder import OpenAIResponseBuilder
 
 ModelName = Annotated[str, Path(description="The model's name.", examples=["SmolLM2-135M-Instruct"])]
 
 _COMPLETION = operation(
     body=CompletionRequest,
     body_example={"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0},
-    answer=CompletionAnswerSchema,
-    events=CompletionEvent,
+    response=CompletionResponse,
+    stream=CompletionStreamResponse,
 )
 _CHAT = operation(
     body=ChatCompletionRequest,
@@ -44,53 +44,54 @@ _CHAT = operation(
         "custom_logit_processor": {"name": "disallowed_tokens"},
         "custom_params": {"token_ids": [30]},
     },
-    answer=ChatAnswerSchema,
-    events=ChatEvent,
+    response=ChatCompletionResponse,
+    stream=ChatCompletionStreamResponse,
 )
 
 
 def openai_router(engine: AsyncEngine) -> APIRouter:
-    """The routes, bound to `engine`."""
+    """Create the routes for `engine`."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
     limit = engine.config.max_request_bytes
     started = int(time.time())
 
     @router.post("/completions", openapi_extra=_COMPLETION)
     async def completions(request: Request) -> Response:
-        """Continue one prompt or several."""
+        """Complete one or more prompts."""
         body = await read_body(request, CompletionRequest, limit)
-        read = await read_completion(engine, caller_of(request), body)
-        return await _answer(engine, request, CompletionAnswer(engine, read))
+        parsed = await parse_completion_request(engine, caller_of(request), body)
+        return await _respond(engine, request, CompletionResponseBuilder(engine, parsed))
 
     @router.post("/chat/completions", openapi_extra=_CHAT)
     async def chat_completions(request: Request) -> Response:
-        """Continue a conversation."""
+        """Generate the next message of a conversation."""
         body = await read_body(request, ChatCompletionRequest, limit)
-        read = await read_chat(engine, caller_of(request), body)
-        return await _answer(engine, request, ChatAnswer(engine, read))
+        parsed = await parse_chat_request(engine, caller_of(request), body)
+        return await _respond(engine, request, ChatResponseBuilder(engine, parsed))
 
-    @router.get("/models", openapi_extra=operation(answer=ModelList))
+    @router.get("/models", openapi_extra=operation(response=ModelList))
     async def models() -> Response:
-        """The models: there is one."""
-        return JSONResponse({"object": "list", "data": [_model(engine, started)]})
+        """List the models: there is one."""
+        models: ModelList = {"object": "list", "data": [_model(engine, started)]}
+        return JSONResponse(models)
 
-    @router.get("/models/{name:path}", openapi_extra=operation(answer=ModelCard))
+    @router.get("/models/{name:path}", openapi_extra=operation(response=ModelCard))
     async def model(name: ModelName) -> Response:
-        """One model."""
+        """Show the model."""
         check_model_name(engine, name)
         return JSONResponse(_model(engine, started))
 
     return router
 
 
-async def _answer(engine: AsyncEngine, request: Request, answer: OpenAIAnswer[Any]) -> Response:
-    running = await submit_all(engine, answer.request.submissions)
-    if answer.body.stream:
-        return EventStream(running, answer.events(running))
-    return await answer_at_end(request, running, answer.whole)
+async def _respond(engine: AsyncEngine, request: Request, builder: OpenAIResponseBuilder[Any]) -> Response:
+    running = await submit_all(engine, builder.request.submissions)
+    if builder.body.stream:
+        return EventStream(running, builder.stream(running))
+    return await respond_when_finished(request, running, builder.response)
 
 
-def _model(engine: AsyncEngine, created: int) -> dict[str, Any]:
+def _model(engine: AsyncEngine, created: int) -> ModelCard:
     model = engine.model
     return {
         "id": model.name,

@@ -1,4 +1,4 @@
-"""What the server tells of its model, its settings and what it is doing now, and the schema of that."""
+"""Responses of `/model_info` and `/server_info`, and the schema of the latter."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
-from logitship.server.cli import help_of_fields
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.flags import FLAG_OF_FIELD
 from logitship.server.http.documentation import ref
-from logitship.server.schemas.sglang_answer_schemas import EngineState, ModelInfoAnswer
+from logitship.server.schemas.documented import example_of
+from logitship.server.schemas.sglang_response_schemas import InternalState, ModelInfoResponse
 
-from .sglang_answers import WEIGHT_VERSION
+from .sglang_response_builder import WEIGHT_VERSION
 
 _SECRETS = ("api_key", "shipping_api_key")
 
 
-def model_info_of(engine: AsyncEngine) -> dict[str, Any]:
-    """The model."""
+def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:
+    """Describe the model."""
     model = engine.model
     return {
         "model_path": model.path,
@@ -41,11 +42,11 @@ def model_info_of(engine: AsyncEngine) -> dict[str, Any]:
 
 
 def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
-    """The settings, without the keys; the model; and counters."""
+    """Describe the settings, without the API keys, the model, and the state."""
     settings = asdict(engine.config)
     for name in _SECRETS:
         del settings[name]
-    # SGLang gives one internal state for each replica of the model; there is one here.
+    # SGLang has one internal state per replica of the model; there is one here.
     return {
         **settings,
         **model_info_of(engine),
@@ -55,17 +56,17 @@ def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
 
 
 def server_info_schema() -> dict[str, Any]:
-    """JSON schema of `server_info_of`: the settings' types and descriptions are those of the flags."""
-    of_model = ModelInfoAnswer.model_json_schema()["properties"]
+    """Return the JSON schema of `server_info_of`. The settings' descriptions are the flags' help."""
+    of_model = TypeAdapter(ModelInfoResponse).json_schema()["properties"]
     properties = {
         **_settings(),
         **of_model,
         "version": {"type": "string", "description": "logitship's version.", "examples": [version("logitship")]},
         "internal_states": {
             "type": "array",
-            "items": ref(EngineState),
-            "description": "What the engine is doing now, in one entry.",
-            "examples": [[EngineState.examples]],
+            "items": ref(InternalState),
+            "description": "State of the engine, in one entry.",
+            "examples": [[example_of(InternalState)]],
         },
     }
     return {
@@ -78,10 +79,10 @@ def server_info_schema() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    types, texts = get_type_hints(ServerConfig), help_of_fields()
+    types = get_type_hints(ServerConfig)
     found = {}
     for field in fields(ServerConfig):
         if field.name not in _SECRETS:
             schema = TypeAdapter(types[field.name]).json_schema()
-            found[field.name] = {**schema, "description": texts[field.name], "examples": [field.default]}
+            found[field.name] = {**schema, "description": FLAG_OF_FIELD[field.name].help, "examples": [field.default]}
     return found

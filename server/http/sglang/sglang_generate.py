@@ -1,4 +1,4 @@
-"""`/generate` on its way in: from SGLang's body to the engine's requests."""
+"""Parsing of SGLang's `/generate` body into the engine's requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import (
     check_batch,
-    check_one_a_prompt,
+    check_one_per_prompt,
     check_processor_lists,
-    default_that_fits,
-    entry,
-    entry_path,
+    max_tokens_within_model,
+    path_for_prompt,
     read_processors,
     read_prompt,
     sampling_params,
+    value_for_prompt,
 )
 from logitship.server.http.auth import Caller
 from logitship.server.http.running_requests import Submission
@@ -40,25 +40,25 @@ _NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(Sampling
     "num_beams": "num_beams",
     "seed": "sampling_seed",
 }
-_NAMES_BESIDE_THEM = {
+_NAMES_IN_BODY = {
     "extra_args": "vllm_xargs",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
     "prompt_logprobs_start": "logprob_start_len",
     "trace": "trace",
 }
-_ONE_A_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
+_ONE_PER_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
 
 
 @dataclass(frozen=True)
-class Generate:
-    """A `/generate` body, read.
+class ParsedGenerateRequest:
+    """A parsed `/generate` body.
 
     Attributes:
-        submissions: one a prompt.
-        rids: id of each continuation of the answer.
-        many: the answer is a list: there is a list of prompts, or `n` is over 1.
-        texts_in_logprobs: show the tokens' texts beside their ids.
+        submissions: one per prompt.
+        rids: ids of the continuations in the response.
+        many: the response is a list: the prompts are a list, or `n` is above 1.
+        texts_in_logprobs: include the tokens' texts next to their ids.
     """
 
     submissions: list[Submission]
@@ -67,18 +67,18 @@ class Generate:
     texts_in_logprobs: bool
 
 
-async def read_generate(engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> Generate:
-    """Check what the schema cannot, tokenize, and make the engine's requests.
+async def parse_generate_request(engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> ParsedGenerateRequest:
+    """Validate what the schema cannot, tokenize, and build the engine's requests.
 
     Raises:
         RequestRefused: names the field.
     """
-    reader = _Reader(engine, caller, body)
+    reader = _GenerateReader(engine, caller, body)
     reader.check_lists()
     samplings = reader.samplings()
     n = samplings[0].n
     rids = reader.rids()
-    return Generate(
+    return ParsedGenerateRequest(
         submissions=[await reader.submission(i, samplings[i], rids[i]) for i in range(len(samplings))],
         rids=rids if n == 1 else [f"{rid}_{j}" for rid in rids for j in range(n)],
         many=reader.is_batch or n > 1,
@@ -86,8 +86,8 @@ async def read_generate(engine: AsyncEngine, caller: Caller, body: GenerateReque
     )
 
 
-class _Reader:
-    """Reads one body, prompt by prompt."""
+class _GenerateReader:
+    """Parses one body, prompt by prompt."""
 
     def __init__(self, engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> None:
         if (body.text is None) == (body.input_ids is None):
@@ -101,36 +101,36 @@ class _Reader:
         self._prompts: Sequence[Any] = given if self.is_batch and isinstance(given, list) else [given]
 
     def check_lists(self) -> None:
-        """Refuse an empty batch, and lists that have not one entry a prompt."""
+        """Refuse an empty batch, and lists whose length is not the number of prompts."""
         check_batch(self._engine.config, len(self._prompts), self._at)
         prompts = len(self._prompts) if self.is_batch else None
-        for name in _ONE_A_PROMPT:
-            check_one_a_prompt(getattr(self._body, name), prompts, name)
+        for name in _ONE_PER_PROMPT:
+            check_one_per_prompt(getattr(self._body, name), prompts, name)
         if self.is_batch:
             check_processor_lists(self._body, len(self._prompts))
 
     def samplings(self) -> list[SGLangSamplingParams]:
-        """The sampling parameters of each prompt."""
+        """Return the sampling parameters of each prompt."""
         given = self._body.sampling_params
         samplings = [
-            parse_model(SGLangSamplingParams, entry(given, i), entry_path(given, i, "sampling_params"))
+            parse_model(SGLangSamplingParams, value_for_prompt(given, i), path_for_prompt(given, i, "sampling_params"))
             for i in range(len(self._prompts))
         ]
         n = samplings[0].n
         if any(sampling.n != n for sampling in samplings):
             raise BadRequest("sampling_params: n must be the same for all prompts", param="sampling_params")
         beams = max(sampling.num_beams or 1 for sampling in samplings)
-        n_at = f"{entry_path(given, 0, 'sampling_params')}.{'num_beams' if beams > n else 'n'}"
+        n_at = f"{path_for_prompt(given, 0, 'sampling_params')}.{'num_beams' if beams > n else 'n'}"
         check_batch(self._engine.config, len(self._prompts), self._at, max(n, beams), n_at)
         return samplings
 
     def rids(self) -> list[str]:
-        """The request id of each prompt."""
+        """Return the request id of each prompt."""
         given = self._body.rid
         if given is None:
             return [uuid4().hex for _ in self._prompts]
         if "" in ([given] if isinstance(given, str) else given):
-            raise BadRequest("rid: is empty", param="rid")
+            raise BadRequest("rid: must not be empty", param="rid")
         if isinstance(given, str):
             return [f"{given}_{i}" for i in range(len(self._prompts))] if self.is_batch else [given]
         if len(set(given)) != len(given):
@@ -138,11 +138,11 @@ class _Reader:
         return given
 
     async def submission(self, i: int, sampling: SGLangSamplingParams, rid: str) -> Submission:
-        """The engine's request for one prompt."""
+        """Build the engine's request for one prompt."""
         body = self._body
         at = f"{self._at}[{i}]" if self.is_batch else self._at
-        sampling_at = entry_path(body.sampling_params, i, "sampling_params")
-        carried = read_processors(
+        sampling_at = path_for_prompt(body.sampling_params, i, "sampling_params")
+        parsed = read_processors(
             self._engine,
             self._caller,
             body,
@@ -151,19 +151,19 @@ class _Reader:
             f"{sampling_at}.custom_params",
             constraint_of(sampling, sampling_at),
         )
-        names = {**_names(at, sampling_at), **carried.names}
+        names = {**_names(at, sampling_at), **parsed.names}
         if sampling.num_beams is None:
             names["num_beams"] = f"{sampling_at}.n"
         if body.max_thinking_tokens is not None:
             names["thinking_token_budget"] = "max_thinking_tokens"
         prompt = await read_prompt(self._engine, self._prompts[i], at, add_special_tokens=True)
-        start = _logprob_start(entry(body.logprob_start_len, i), len(prompt.token_ids))
-        top = entry(body.top_logprobs_num, i) if entry(body.return_logprob, i) else None
+        start = _logprob_start(value_for_prompt(body.logprob_start_len, i), len(prompt.token_ids))
+        top = value_for_prompt(body.top_logprobs_num, i) if value_for_prompt(body.return_logprob, i) else None
         params = await sampling_params(
             self._engine,
             sampling,
             names,
-            max_tokens=default_that_fits(self._engine, prompt, sampling, "max_new_tokens"),
+            max_tokens=max_tokens_within_model(self._engine, prompt, sampling, "max_new_tokens"),
             min_tokens=sampling.min_new_tokens,
             seed=sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
             include_stop_str_in_output=sampling.no_stop_trim,
@@ -180,37 +180,39 @@ class _Reader:
             batch_rid=body.rid if self.is_batch and isinstance(body.rid, str) else None,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
-            processors=carried.processors,
+            processors=parsed.processors,
             n=sampling.n,
             beam_search=sampling.beam_search,
         )
         if request.beam_search is not None and body.stream:
-            raise BadRequest("stream: does not go with beam search: nothing is certain before its end", param="stream")
+            raise BadRequest(
+                "stream: is not available with beam search: the output is only known at the end", param="stream"
+            )
         return Submission(request, names)
 
 
 def _names(prompt_at: str, sampling_at: str) -> dict[str, str]:
     inside = {field: f"{sampling_at}.{name}" for field, name in _NAMES_IN_SAMPLING_PARAMS.items()}
-    return {**inside, **_NAMES_BESIDE_THEM, "prompt": prompt_at}
+    return {**inside, **_NAMES_IN_BODY, "prompt": prompt_at}
 
 
 def _thinking_token_budget(body: GenerateRequest, sampling: SGLangSamplingParams) -> int | None:
     one, other = body.max_thinking_tokens, sampling.thinking_token_budget
     if None not in (one, other) and one != other:
         raise BadRequest(
-            "max_thinking_tokens: is not the same as thinking_token_budget in sampling_params",
+            "max_thinking_tokens: differs from thinking_token_budget in sampling_params",
             param="max_thinking_tokens",
         )
     return other if one is None else one
 
 
 def _logprob_start(given: int, prompt_tokens: int) -> int | None:
-    """First prompt position with log-probabilities; None for none."""
+    """Return the first prompt position with log-probabilities; None for none."""
     if not -1 <= given <= prompt_tokens:
         raise BadRequest(
             f"logprob_start_len: must be from -1 to the length of the prompt, {prompt_tokens}",
             param="logprob_start_len",
         )
-    # SGLang answers -1 with the last prompt token and no log-probability, which says nothing; its own documentation and
-    # its scoring requests have an empty list, as here.
+    # For -1, SGLang returns the last prompt token without a log-probability, which is useless. Its documentation and
+    # its scoring requests expect an empty list, as here.
     return None if given in (-1, prompt_tokens) else given

@@ -12,19 +12,19 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
 from logitship.server.http.body import JSONResponse, read_body
 from logitship.server.http.documentation import one_or_more, operation
-from logitship.server.http.event_stream import EventStream, answer_at_end
+from logitship.server.http.event_stream import EventStream, respond_when_finished
 from logitship.server.http.running_requests import submit_all
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
 from logitship.server.requests.messages import GenerationRequest
-from logitship.server.schemas.sglang_answer_schemas import GenerateAnswerSchema, ModelInfoAnswer
+from logitship.server.schemas.sglang_response_schemas import GenerateResponse, ModelInfoResponse
 from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest
 
 from .server_info import model_info_of, server_info_of, server_info_schema
-from .sglang_answers import GenerateAnswer
-from .sglang_generate import read_generate
+from .sglang_generate import parse_generate_request
+from .sglang_response_builder import GenerateResponseBuilder
 
 HEALTH_TIMEOUT = 20.0
-"""Seconds that `/health_generate` waits for its token."""
+"""Seconds that `/health_generate` waits for a token."""
 
 
 _GENERATE = operation(
@@ -34,31 +34,31 @@ _GENERATE = operation(
         "sampling_params": {"max_new_tokens": 4, "temperature": 0},
         "rid": "first",
     },
-    answer=one_or_more(GenerateAnswerSchema),
-    events=GenerateAnswerSchema,
+    response=one_or_more(GenerateResponse),
+    stream=GenerateResponse,
 )
 
 
 def sglang_router(engine: AsyncEngine) -> APIRouter:
-    """The routes, bound to `engine`."""
+    """Create the routes for `engine`."""
     router = APIRouter(tags=["SGLang"])
     limit = engine.config.max_request_bytes
 
     @router.post("/generate", openapi_extra=_GENERATE)
     @router.put("/generate", openapi_extra=_GENERATE)
     async def generate(request: Request) -> Response:
-        """Continue one prompt or several."""
+        """Complete one or more prompts."""
         body = await read_body(request, GenerateRequest, limit)
-        plan = await read_generate(engine, caller_of(request), body)
-        answer = GenerateAnswer(plan, engine.tokenizer)
-        running = await submit_all(engine, plan.submissions)
+        parsed = await parse_generate_request(engine, caller_of(request), body)
+        builder = GenerateResponseBuilder(parsed, engine.tokenizer)
+        running = await submit_all(engine, parsed.submissions)
         if body.stream:
-            return EventStream(running, answer.events(running))
-        return await answer_at_end(request, running, answer.whole)
+            return EventStream(running, builder.stream(running))
+        return await respond_when_finished(request, running, builder.response)
 
     @router.post("/abort_request", openapi_extra=operation(body=AbortRequest, body_example={"rid": "first"}))
     async def abort_request(request: Request) -> Response:
-        """Cancel one request, or all of them: of the caller's own."""
+        """Cancel one or all of the caller's requests."""
         body = await read_body(request, AbortRequest, limit)
         if not body.rid and not body.abort_all:
             raise BadRequest("rid: name a request, or set abort_all", param="rid")
@@ -68,31 +68,31 @@ def sglang_router(engine: AsyncEngine) -> APIRouter:
     @router.get("/flush_cache", openapi_extra=operation(text="Cache flushed.\n"))
     @router.post("/flush_cache", openapi_extra=operation(text="Cache flushed.\n"))
     async def flush_cache() -> Response:
-        """Drop what is cached between requests."""
+        """Clear the caches that outlive requests."""
         if await engine.flush_cache():
             return Response("Cache flushed.\n", media_type="text/plain")
-        return Response("Nothing was flushed: requests are running or waiting.\n", 400, media_type="text/plain")
+        return Response("Cache not flushed: requests are running or waiting.\n", 400, media_type="text/plain")
 
-    @router.get("/get_model_info", openapi_extra=operation(answer=ModelInfoAnswer))
-    @router.get("/model_info", openapi_extra=operation(answer=ModelInfoAnswer))
+    @router.get("/get_model_info", openapi_extra=operation(response=ModelInfoResponse))
+    @router.get("/model_info", openapi_extra=operation(response=ModelInfoResponse))
     async def model_info() -> Response:
-        """The model."""
+        """Show the model."""
         return JSONResponse(model_info_of(engine))
 
-    @router.get("/get_server_info", openapi_extra=operation(answer=server_info_schema()))
-    @router.get("/server_info", openapi_extra=operation(answer=server_info_schema()))
+    @router.get("/get_server_info", openapi_extra=operation(response=server_info_schema()))
+    @router.get("/server_info", openapi_extra=operation(response=server_info_schema()))
     async def server_info() -> Response:
-        """The server's settings and what it is doing now."""
+        """Show the server's settings and state."""
         return JSONResponse(server_info_of(engine))
 
     @router.get("/health", openapi_extra=operation())
     async def health() -> Response:
-        """200 while the engine lives and takes requests, else 503."""
+        """Return 200 while the engine is alive and accepts requests, else 503."""
         return Response(status_code=200 if engine.healthy and engine.stats().accepting else 503)
 
     @router.get("/health_generate", openapi_extra=operation())
     async def health_generate() -> Response:
-        """200 if the engine generates a token, else 503."""
+        """Return 200 if the engine can generate a token, else 503."""
         return Response(status_code=200 if await _generates(engine) else 503)
 
     return router
@@ -107,7 +107,7 @@ async def _generates(engine: AsyncEngine) -> bool:
     try:
         stream = await engine.submit(request)
     except QueueFull:
-        return engine.healthy  # busy is not ill
+        return engine.healthy  # busy, but alive
     except RequestRefused:
         return False
     try:

@@ -16,7 +16,7 @@ class Lipogram(CustomLogitProcessor):
         return logits
 
     def tokens_with(self, letter, request):
-        """Bool [vocab]. Made once, and kept for what comes."""
+        """bool [vocab]. Made once, and kept for what comes."""
         if letter not in self.banned:
             ids = range(request.vocab_size)
             tokens = request.tokenizer.convert_ids_to_tokens(ids)

@@ -1,4 +1,4 @@
-"""An engine that follows a script instead of running a model, and clients of an app on top of it."""
+"""A scripted engine without a model, and clients of an app on top of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ Script = Callable[[GenerationRequest], list[GenerationChunk]]
 
 EOS = 0
 FAULT = RequestError(
-    "ProcessorFault", "the processor Bad raised ZeroDivisionError", 400, "Traceback: 1/0", "sha256:" + "0" * 64, "Bad"
+    "ProcessorFault",
+    "the processor Bad raised ZeroDivisionError",
+    400,
+    "Traceback: 1/0",
+    "sha256:" + "0" * 64,
+    "Bad",
+    "exception",
 )
 BAN = ProcessorInfo(
     id="ban", kind="installed", name="ban", description="Bans tokens.", params_schema={"type": "object"}, is_mask=True
@@ -49,7 +55,7 @@ MINE = ProcessorInfo(
 
 
 class ByteTokenizer(Tokenizer):
-    """Each byte of the UTF-8 text is a token."""
+    """Tokenizer with one token per UTF-8 byte."""
 
     def __init__(self) -> None:
         pass
@@ -98,8 +104,8 @@ def _logprobs(token_id: int, top: int | None) -> list[TokenLogprobs]:
     return [TokenLogprobs(token_id, -0.5, 1, others)]
 
 
-def spell(text: str) -> Script:
-    """A token a chunk, then the end token; shorter if `max_new_tokens` is. With everything that was asked for."""
+def emit_text(text: str) -> Script:
+    """Create a script with one token per chunk and an end token, within `max_tokens`, with all requested details."""
 
     def script(request: GenerationRequest) -> list[GenerationChunk]:
         params = request.sampling_params
@@ -146,7 +152,7 @@ def spell(text: str) -> Script:
 
 
 def fail_after_one(request: GenerationRequest) -> list[GenerationChunk]:
-    """One token, then a processor's fault."""
+    """Script with one token, then a processor's fault."""
     begin = GenerationChunk(index=0, text="a", token_ids=[97], prompt_tokens=1, completion_tokens=1)
     reason = FinishReason("abort", error=FAULT)
     end = GenerationChunk(index=0, text="", token_ids=[], finish_reason=reason, prompt_tokens=1, completion_tokens=1)
@@ -168,15 +174,15 @@ class FakeStream(GenerationStream):
 
     async def aclose(self) -> None:
         self._fake.closed.append(self._request.rid)
-        self._fake.left.set()
+        self._fake.stream_closed.set()
 
 
 class FakeProcessors(RequestProcessors):
-    """Knows two, `BAN` and `MINE`."""
+    """Has two processors, `BAN` and `MINE`."""
 
     def __init__(self) -> None:
         self.asked_for: list[tuple[str, str, str]] = []
-        """Method, name of a processor, and tenant."""
+        """Method, processor name and tenant per call."""
 
     def pin(self, request: GenerationRequest, pins: dict[ProcessorString, ProcessorString]) -> GenerationRequest:
         return request
@@ -201,7 +207,7 @@ class FakeProcessors(RequestProcessors):
 
 
 class FakeEngine(AsyncEngine):
-    """Admits as the real one does, then follows `script`."""
+    """Validates requests like the real engine, then follows `script`."""
 
     def __init__(self, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig(
@@ -209,21 +215,21 @@ class FakeEngine(AsyncEngine):
         )
         self.model = ModelInfo("tiny", "/models/tiny", 256, 64, frozenset({EOS}), "float32", "cpu", "TinyForCausalLM")
         self.tokenizer = ByteTokenizer()
-        self.script: Script = spell("Hi!")
+        self.script: Script = emit_text("Hi!")
         self.hangs = False
-        """Streams stop before their last chunk and wait for ever."""
+        """Streams hang before their last chunk."""
         self.hung = threading.Event()
-        self.left = threading.Event()
-        """A stream was closed."""
+        self.stream_closed = threading.Event()
+        """Set when a stream is closed."""
         self.requests: list[GenerationRequest] = []
         self.closed: list[str] = []
         self.aborted: list[tuple[str | None, str]] = []
-        """Request id (None: all) and tenant."""
+        """Request id (None: all) and tenant per call."""
         self.registered: list[tuple[ProcessorString, str]] = []
-        """Processor string and tenant."""
+        """Processor string and tenant per call."""
         self.processors = FakeProcessors()
         self.refusals: dict[str, Exception] = {}
-        """What `submit` raises for a request id."""
+        """Exceptions that `submit` raises, by request id."""
         self.refuse_all: Exception | None = None
         self.metrics = EngineMetrics(self.model, {})
         self.metrics.watch(self.stats)
@@ -263,8 +269,8 @@ class FakeEngine(AsyncEngine):
         return self.alive
 
 
-class Spoken:
-    """A TestClient with the two streaming formats read out."""
+class AppClient:
+    """A TestClient that parses the event streams."""
 
     def __init__(self, app: FastAPI) -> None:
         self.http = TestClient(app, raise_server_exceptions=False)
@@ -273,13 +279,13 @@ class Spoken:
         return self.http.post(path, json=body)
 
     def ok(self, path: str, body: Any) -> Any:
-        """The answer to a request that must succeed."""
+        """Post a request that must succeed. Returns the JSON body."""
         answer = self.post(path, body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The data of a stream's events; it must end with [DONE]."""
+        """Post a request with `stream`. Returns the data of the events, without [DONE]."""
         answer = self.post(path, {**body, "stream": True})
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -296,7 +302,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def shipping_engine() -> FakeEngine:
-    """An engine that takes code from requests."""
+    """An engine that accepts shipped code."""
     return FakeEngine(
         ServerConfig(
             model_path="tiny",
@@ -309,34 +315,34 @@ def shipping_engine() -> FakeEngine:
 
 
 @pytest.fixture
-def client(engine: FakeEngine) -> Iterator[Spoken]:
-    spoken = Spoken(create_app(engine))
-    yield spoken
-    spoken.http.close()
+def client(engine: FakeEngine) -> Iterator[AppClient]:
+    app_client = AppClient(create_app(engine))
+    yield app_client
+    app_client.http.close()
 
 
 @pytest.fixture
-def shipping_client(shipping_engine: FakeEngine) -> Iterator[Spoken]:
-    spoken = Spoken(create_app(shipping_engine))
-    yield spoken
-    spoken.http.close()
+def shipping_client(shipping_engine: FakeEngine) -> Iterator[AppClient]:
+    app_client = AppClient(create_app(shipping_engine))
+    yield app_client
+    app_client.http.close()
 
 
 @pytest.fixture
-def speak() -> Callable[[FakeEngine], Spoken]:
-    """Makes a client of an engine of one's own."""
-    return lambda engine: Spoken(create_app(engine))
+def make_client() -> Callable[[FakeEngine], AppClient]:
+    """Creates a client for an engine."""
+    return lambda engine: AppClient(create_app(engine))
 
 
 @pytest.fixture
 def make_fake_engine() -> Callable[..., FakeEngine]:
-    """Makes an engine with these settings."""
+    """Creates an engine with these settings."""
     return lambda **settings: FakeEngine(ServerConfig(model_path="tiny", **settings))
 
 
 @pytest.fixture
-def spelling() -> Callable[[str], Script]:
-    return spell
+def text_script() -> Callable[[str], Script]:
+    return emit_text
 
 
 @pytest.fixture

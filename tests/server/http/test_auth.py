@@ -23,8 +23,8 @@ def bearer(key: str) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def locked(make_fake_engine: Any, speak: Any) -> Any:
-    return speak(make_fake_engine(api_key=KEY))
+def locked(make_fake_engine: Any, make_client: Any) -> Any:
+    return make_client(make_fake_engine(api_key=KEY))
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_health_needs_no_key(path: str, locked: Any) -> None:
     assert locked.http.get(path).status_code == 200
 
 
-def test_without_a_key_everything_is_open(client: Any) -> None:
+def test_no_keys_configured_means_open_access(client: Any) -> None:
     assert client.http.get("/v1/models").status_code == 200
 
 
-def test_a_shipping_key_alone_locks_the_server_too(make_fake_engine: Any, speak: Any) -> None:
-    client = speak(make_fake_engine(shipping_api_key="s", enable_custom_logit_processor=True))
+def test_shipping_key_alone_requires_authentication(make_fake_engine: Any, make_client: Any) -> None:
+    client = make_client(make_fake_engine(shipping_api_key="s", enable_custom_logit_processor=True))
     assert client.http.post("/generate", json={"text": "a"}).status_code == 401
     assert client.http.post("/generate", json={"text": "a"}, headers=bearer("s")).status_code == 200
 
@@ -71,7 +71,7 @@ def caller(keys: ApiKeys, key: str) -> Caller:
     return found
 
 
-def test_one_tenant_a_key() -> None:
+def test_each_key_is_its_own_tenant() -> None:
     keys = ApiKeys(["a", "b"], ["s", "t"])
     tenants = {key: caller(keys, key).tenant for key in "abst"}
     assert len(set(tenants.values())) == 4
@@ -87,7 +87,7 @@ def test_who_may_ship() -> None:
     assert ApiKeys([], []).caller("") == Caller("", may_ship=True)
 
 
-def test_every_key_is_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[int, int]] = []
     compare = hmac.compare_digest
 
@@ -112,23 +112,23 @@ def tenant_of(key: str) -> str:
 
 @pytest.fixture
 def divided_engine(make_fake_engine: Any) -> Any:
-    """Takes code, but not with every key."""
+    """Accepts code from some keys only."""
     return make_fake_engine(api_key=KEY, shipping_api_key=SHIPPING_KEY, enable_custom_logit_processor=True)
 
 
 @pytest.fixture
-def post(divided_engine: Any, speak: Any) -> Callable[..., Any]:
-    """Posts a body with a key."""
-    spoken = speak(divided_engine)
+def post(divided_engine: Any, make_client: Any) -> Callable[..., Any]:
+    """Posts a body with an API key."""
+    app_client = make_client(divided_engine)
 
     def send(path: str, body: Any, key: str) -> Any:
-        return spoken.http.post(path, json=body, headers=bearer(key))
+        return app_client.http.post(path, json=body, headers=bearer(key))
 
     return send
 
 
 def bodies(processor: Any) -> list[tuple[str, Any, str]]:
-    """The same processor on every route that takes one: path, body, and where the body has it."""
+    """The same processor on every route: path, body, and path of the processor in the body."""
     one = {"custom_logit_processor": processor}
     several = {"logits_processors": [{"processor": INSTALLED}, {"processor": processor}]}
     return [
@@ -143,7 +143,7 @@ def bodies(processor: Any) -> list[tuple[str, Any, str]]:
 
 
 @pytest.mark.parametrize("processor", [SOURCE, PICKLED])
-def test_code_needs_a_key_for_it(processor: Any, post: Callable[..., Any], divided_engine: Any) -> None:
+def test_shipping_requires_a_shipping_key(processor: Any, post: Callable[..., Any], divided_engine: Any) -> None:
     for path, body, at in bodies(processor):
         refused = post(path, body, KEY)
         assert refused.status_code == 403
@@ -157,14 +157,14 @@ def test_code_needs_a_key_for_it(processor: Any, post: Callable[..., Any], divid
 
 
 @pytest.mark.parametrize("processor", [REGISTERED, INSTALLED])
-def test_what_ships_nothing_needs_none(processor: Any, post: Callable[..., Any], divided_engine: Any) -> None:
+def test_named_processors_need_no_shipping_key(processor: Any, post: Callable[..., Any], divided_engine: Any) -> None:
     for path, body, _ in bodies(processor):
         assert post(path, body, KEY).status_code == 200
     assert {request.tenant for request in divided_engine.requests} == {tenant_of(KEY)}
 
 
 @pytest.mark.parametrize("form", [SOURCE, PICKLED, INSTALLED])
-def test_registering_needs_a_key_for_it(form: Any, post: Callable[..., Any], divided_engine: Any) -> None:
+def test_registering_requires_a_shipping_key(form: Any, post: Callable[..., Any], divided_engine: Any) -> None:
     refused = post("/v1/processors", form, KEY)
     assert refused.status_code == 403
     assert refused.json()["error"]["type"] == "permission_error"
@@ -174,23 +174,23 @@ def test_registering_needs_a_key_for_it(form: Any, post: Callable[..., Any], div
     assert tenant == tenant_of(SHIPPING_KEY)
 
 
-def test_without_shipping_keys_every_key_ships(make_fake_engine: Any, speak: Any) -> None:
+def test_every_key_may_ship_without_shipping_keys(make_fake_engine: Any, make_client: Any) -> None:
     engine = make_fake_engine(api_key=(KEY, "another"), enable_custom_logit_processor=True)
-    http = speak(engine).http
+    http = make_client(engine).http
     for key in (KEY, "another"):
         for path, body in (("/generate", {"text": "a", "custom_logit_processor": SOURCE}), ("/v1/processors", SOURCE)):
             assert http.post(path, json=body, headers=bearer(key)).status_code == 200
     assert [tenant for _, tenant in engine.registered] == [tenant_of(KEY), tenant_of("another")]
 
 
-def test_a_server_that_takes_no_code_says_that(make_fake_engine: Any, speak: Any) -> None:
-    http = speak(make_fake_engine(api_key=KEY)).http
+def test_shipping_disabled_takes_precedence_over_keys(make_fake_engine: Any, make_client: Any) -> None:
+    http = make_client(make_fake_engine(api_key=KEY)).http
     for path, body in (("/generate", {"text": "a", "custom_logit_processor": SOURCE}), ("/v1/processors", SOURCE)):
         refused = http.post(path, json=body, headers=bearer(KEY))
         assert (refused.status_code, refused.json()["error"]["message"].endswith(SHIPPING_IS_OFF)) == (400, True)
 
 
-def test_abort_says_who_asks(post: Callable[..., Any], divided_engine: Any) -> None:
+def test_abort_passes_the_tenant(post: Callable[..., Any], divided_engine: Any) -> None:
     for key in (KEY, SHIPPING_KEY):
         assert post("/abort_request", {"rid": "r"}, key).status_code == 200
         assert post("/abort_request", {"abort_all": True}, key).status_code == 200
@@ -198,8 +198,8 @@ def test_abort_says_who_asks(post: Callable[..., Any], divided_engine: Any) -> N
     assert divided_engine.aborted == [("r", mine), (None, mine), ("r", other), (None, other)]
 
 
-def test_a_processor_that_the_operator_does_not_allow(shipping_client: Any, shipping_engine: Any) -> None:
-    """The engine's refusal, in the words of the API that was called."""
+def test_processor_not_on_the_allow_list(shipping_client: Any, shipping_engine: Any) -> None:
+    """The engine's refusal names the field as the called API does."""
     for path, body, at in bodies(SOURCE):
         if at == "custom_logit_processor[1]":
             continue  # this engine would refuse the first prompt

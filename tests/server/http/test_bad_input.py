@@ -1,4 +1,4 @@
-"""What a client can get wrong: each is refused with a status below 500 that names the field, and the server goes on."""
+"""Invalid requests: each is refused with a 4xx that names the field, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """`change` is laid over a good body of `path`; `param` is the field that the answer must name."""
+    """Case: `change` is merged into a valid body of `path`; `param` is the field that the response must name."""
 
     path: str
     change: Any
@@ -35,7 +35,7 @@ class Case:
 
 
 def _sampling(param: str, value: Any, says: str = "", **others: Any) -> Iterator[Case]:
-    """A bad sampling parameter that all routes spell the same way."""
+    """Cases for an invalid sampling parameter with the same name on all routes."""
     yield Case(GENERATE, {"sampling_params": {param: value, **others}}, f"sampling_params.{param}", says=says)
     for path in (COMPLETIONS, CHAT):
         yield Case(path, {param: value, **others}, param, says=says)
@@ -237,7 +237,7 @@ def _cases() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("case", list(_cases()), ids=str)
-def test_refused_with_the_field_named(case: Case, shipping_client: Any, shipping_engine: Any) -> None:
+def test_refusal_names_the_field(case: Case, shipping_client: Any, shipping_engine: Any) -> None:
     answer = shipping_client.post(case.path, {**GOOD[case.path], **case.change})
     assert answer.status_code == case.status, answer.text
     error = answer.json()["error"]
@@ -265,7 +265,7 @@ def test_malformed_json(path: str, body: bytes, client: Any) -> None:
 
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("body", ["5", "[]", '"a"', "null"])
-def test_body_that_is_no_object(path: str, body: str, client: Any) -> None:
+def test_body_is_not_an_object(path: str, body: str, client: Any) -> None:
     answer = client.http.post(path, content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "the request body: must be a JSON object"
@@ -275,7 +275,7 @@ def test_body_that_is_no_object(path: str, body: str, client: Any) -> None:
 @pytest.mark.parametrize(
     "processor", [{"callable": "80"}, {"source": "x", "class_name": "X"}, {"digest": "sha256:" + "a" * 64}]
 )
-def test_shipped_code_needs_the_flag(path: str, processor: dict[str, str], client: Any, engine: Any) -> None:
+def test_shipped_code_requires_the_flag(path: str, processor: dict[str, str], client: Any, engine: Any) -> None:
     answer = client.post(path, {**GOOD[path], "custom_logit_processor": processor})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == SHIPPING_IS_OFF

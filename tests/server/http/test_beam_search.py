@@ -14,9 +14,9 @@ INSTALLED = {"custom_logit_processor": {"name": "tree"}, "custom_params": {"tree
 
 
 @pytest.fixture
-def beams(make_engine: Callable[..., Any], speak: Callable[[Any], Any]) -> Any:
-    """A client of a real engine."""
-    return speak(make_engine(max_num_seqs=6))
+def beams(make_engine: Callable[..., Any], make_client: Callable[[Any], Any]) -> Any:
+    """A client of an app on the real engine."""
+    return make_client(make_engine(max_num_seqs=6))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def beams(make_engine: Callable[..., Any], speak: Callable[[Any], Any]) -> Any:
         ({"use_beam_search": False, "length_penalty": 1, "early_stopping": False}, 1, None),
     ],
 )
-def test_the_fields_on_both_apis(client: Any, engine: Any, fields: dict[str, Any], n: int, search: Any) -> None:
+def test_fields_on_both_apis(client: Any, engine: Any, fields: dict[str, Any], n: int, search: Any) -> None:
     client.ok(COMPLETIONS, {**BODY, **fields})
     client.ok(CHAT, {"messages": [{"role": "user", "content": "x"}], **fields})
     client.ok(GENERATE, {"text": "x", "sampling_params": fields})
@@ -79,7 +79,7 @@ def test_refusals_on_both_apis(client: Any, fields: dict[str, Any], param: str, 
         assert says in error["message"]
 
 
-def test_what_does_not_go_with_it(client: Any) -> None:
+def test_incompatible_fields(client: Any) -> None:
     for path, body, param in (
         (COMPLETIONS, {**BODY, "num_beams": 2, "stream": True}, "stream"),
         (COMPLETIONS, {**BODY, "use_beam_search": True, "stream": True}, "stream"),
@@ -109,7 +109,7 @@ def test_completions(beams: Any) -> None:
     assert [choice["text"] for choice in two] == [choice["text"] for choice in choices[:2]]
 
 
-def test_several_prompts_and_a_conversation(beams: Any) -> None:
+def test_multiple_prompts_and_chat(beams: Any) -> None:
     alone = [beams.ok(COMPLETIONS, {**BODY, "prompt": p, "num_beams": 2, "n": 2})["choices"] for p in ("a", "bc")]
     both = beams.ok(COMPLETIONS, {**BODY, "prompt": ["a", "bc"], "num_beams": 2, "n": 2})["choices"]
     assert [choice["text"] for choice in both] == [choice["text"] for one in alone for choice in one]
@@ -117,7 +117,7 @@ def test_several_prompts_and_a_conversation(beams: Any) -> None:
     assert len({choice["message"]["content"] for choice in chat["choices"]}) == 2
 
 
-def test_generate_has_sum_and_score(beams: Any) -> None:
+def test_generate_returns_cumulative_logprob_and_score(beams: Any) -> None:
     sampling = {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 2.0}
     answers = beams.ok(GENERATE, {"text": "hello", "sampling_params": sampling, "return_logprob": True})
     for answer in answers:
@@ -130,7 +130,7 @@ def test_generate_has_sum_and_score(beams: Any) -> None:
     assert "beam_score" not in plain["meta_info"]
 
 
-def test_where_processors_allow_fewer_sequences_there_are_fewer_choices(beams: Any) -> None:
+def test_fewer_choices_if_processors_allow_fewer_sequences(beams: Any) -> None:
     body = {**BODY, **INSTALLED, "use_beam_search": True, "n": 4, "return_token_ids": True}
     choices = beams.ok(COMPLETIONS, body)["choices"]
     assert sorted(choice["token_ids"] for choice in choices) == [[10, 1], [11, 12, 1]]

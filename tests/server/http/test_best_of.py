@@ -9,11 +9,11 @@ from logitship.server.requests.messages import FinishReason, GenerationChunk, Ge
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOGPROBS = [-3.0, -1.0, -2.0, -0.5]
-"""Of each of the tokens of continuations 0, 1, …; what the text says is which it is."""
+"""Log-probability per token of continuations 0, 1, …; the text identifies the continuation."""
 
 
 def graded(request: GenerationRequest) -> list[GenerationChunk]:
-    """Continuation i is the letter i, i + 1 times, each time with its log-probability."""
+    """Script in which continuation i is the i-th letter, i + 1 times."""
     return [
         GenerationChunk(
             index=index,
@@ -29,7 +29,7 @@ def graded(request: GenerationRequest) -> list[GenerationChunk]:
     ]
 
 
-def test_the_most_likely_are_returned_best_first(client: Any, engine: Any) -> None:
+def test_best_first(client: Any, engine: Any) -> None:
     engine.script = graded
     answer = client.ok(COMPLETIONS, {"prompt": ["xyz", "yz"], "n": 2, "best_of": 4})
     assert [choice["text"] for choice in answer["choices"]] == ["dddd", "bb"] * 2
@@ -44,7 +44,7 @@ def test_the_most_likely_are_returned_best_first(client: Any, engine: Any) -> No
     assert [(request.n, request.best_of) for request in engine.requests] == [(2, 4)] * 2
 
 
-def test_logprobs_echo_and_token_ids_are_the_returned_ones(client: Any, engine: Any) -> None:
+def test_details_belong_to_the_returned_choices(client: Any, engine: Any) -> None:
     engine.script = graded
     body = {"prompt": "xyz", "best_of": 3, "logprobs": 0, "echo": True, "return_token_ids": True}
     (choice,) = client.ok(COMPLETIONS, body)["choices"]
@@ -53,7 +53,7 @@ def test_logprobs_echo_and_token_ids_are_the_returned_ones(client: Any, engine: 
     assert choice["prompt_token_ids"] == [120, 121, 122]
 
 
-def test_a_conversation(client: Any, engine: Any) -> None:
+def test_chat_template(client: Any, engine: Any) -> None:
     engine.script = graded
     answer = client.ok(CHAT, {"messages": [{"role": "user", "content": "x"}], "best_of": 4, "n": 3})
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["dddd", "bb", "ccc"]
@@ -61,7 +61,7 @@ def test_a_conversation(client: Any, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [{"n": 2, "best_of": 2}, {"n": 2}])
-def test_as_many_as_are_made_are_returned_in_their_order(client: Any, engine: Any, body: dict[str, Any]) -> None:
+def test_best_of_equal_to_n_keeps_the_order(client: Any, engine: Any, body: dict[str, Any]) -> None:
     engine.script = graded
     answer = client.ok(COMPLETIONS, {"prompt": "x", **body})
     assert [choice["text"] for choice in answer["choices"]] == ["a", "bb"]
@@ -69,17 +69,15 @@ def test_as_many_as_are_made_are_returned_in_their_order(client: Any, engine: An
     assert [event["choices"][0]["text"] for event in streamed] == ["a", "bb"]
 
 
-def test_a_fault_of_any_of_them_is_the_answer(client: Any, engine: Any, failing: Any) -> None:
+def test_fault_of_any_continuation_fails_the_request(client: Any, engine: Any, failing: Any) -> None:
     engine.script = failing
     answer = client.post(COMPLETIONS, {"prompt": "x", "best_of": 3})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "ProcessorFault"
 
 
-def test_on_the_engine_it_is_the_best_of_what_n_gives(
-    make_engine: Callable[..., Any], speak: Callable[[Any], Any]
-) -> None:
-    client = speak(make_engine(max_num_seqs=3))
+def test_engine_returns_the_best_of_n(make_engine: Callable[..., Any], make_client: Callable[[Any], Any]) -> None:
+    client = make_client(make_engine(max_num_seqs=3))
     body = {"prompt": "hello", "seed": 4, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
     every = client.ok(COMPLETIONS, {**body, "n": 6, "logprobs": 0})["choices"]
     best = client.ok(COMPLETIONS, {**body, "n": 2, "best_of": 6})["choices"]

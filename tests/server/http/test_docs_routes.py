@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 
-def test_the_page_and_all_that_it_loads_come_from_here(client: Any) -> None:
+def test_page_loads_local_files_only(client: Any) -> None:
     page = client.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page.text) + re.findall(r"url: '([^']+)'", page.text)
@@ -17,14 +17,14 @@ def test_the_page_and_all_that_it_loads_come_from_here(client: Any) -> None:
         assert len(answer.content) > 200
 
 
-def test_they_are_not_in_the_document(client: Any) -> None:
+def test_routes_are_not_in_the_openapi_document(client: Any) -> None:
     assert not [path for path in client.http.get("/openapi.json").json()["paths"] if path.startswith("/docs")]
 
 
-def test_the_page_that_would_load_from_elsewhere_is_off(client: Any) -> None:
+def test_fastapis_own_pages_are_disabled(client: Any) -> None:
     assert client.http.get("/redoc").status_code == 404
 
 
-def test_nothing_else_of_the_folder_is_served(client: Any) -> None:
+def test_other_files_are_not_served(client: Any) -> None:
     for path in ("/docs/redoc.standalone.js", "/docs/../pyproject.toml", "/docs/..%2f__init__.py", "/docs/"):
         assert client.http.get(path, follow_redirects=False).status_code in (307, 404)

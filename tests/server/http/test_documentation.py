@@ -1,4 +1,4 @@
-"""The OpenAPI document: every field has a description and an example, and every answer fits its schema."""
+"""The OpenAPI document: every field has a description and an example, and responses match their schemas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAN = {"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [30]}
 
 
 class Documented:
-    """A running app, and what its document says of it."""
+    """A running app with its OpenAPI document."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.http = TestClient(create_app(engine), raise_server_exceptions=False)
@@ -43,7 +43,7 @@ class Documented:
         return Draft202012Validator({**schema, "components": self.document["components"]})
 
     def answer(self, method: str, path: str, body: Any = None, *, route: str | None = None) -> Any:
-        """The answer to a request, which fits its schema."""
+        """Send a request and validate the response against its schema."""
         answer = self.http.request(method, path, json=body)
         responses = self.document["paths"][route or path.partition("?")[0]][method.lower()]["responses"]
         documented = responses.get(str(answer.status_code)) or responses[f"{answer.status_code // 100}XX"]
@@ -52,7 +52,7 @@ class Documented:
         return data
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The events of a stream, which fit their schema."""
+        """Send a streaming request and validate the events against their schema."""
         answer = self.http.post(path, json={**body, "stream": True})
         assert answer.status_code == 200, answer.text
         stream = self.document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
@@ -76,7 +76,7 @@ def documented(make_engine: BuildEngine) -> Iterator[Documented]:
 
 
 def objects_in(schema: Any, at: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema of an object with properties, with its path."""
+    """Yield every object schema with properties, with its path."""
     if isinstance(schema, dict):
         if isinstance(schema.get("properties"), dict) and "examples" not in at:
             yield at, schema
@@ -88,7 +88,7 @@ def objects_in(schema: Any, at: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from objects_in(each, f"{at}/{place}")
 
 
-def test_every_field_has_a_description_and_an_example_that_fits(documented: Documented) -> None:
+def test_every_field_has_a_description_and_a_valid_example(documented: Documented) -> None:
     wrong = []
     count = 0
     for at, schema in objects_in(documented.document, ""):
@@ -114,7 +114,7 @@ def test_every_parameter_has_a_description_and_an_example(documented: Documented
     assert len(parameters) > 3
 
 
-def test_every_route_says_what_it_takes_and_answers(documented: Documented) -> None:
+def test_every_route_documents_its_responses(documented: Documented) -> None:
     for path, methods in documented.document["paths"].items():
         for method, operation in methods.items():
             assert operation.get("description"), path
@@ -125,7 +125,7 @@ def test_every_route_says_what_it_takes_and_answers(documented: Documented) -> N
                     assert content["schema"], (path, method)
 
 
-def test_whole_examples_fit(documented: Documented) -> None:
+def test_body_examples_are_valid(documented: Documented) -> None:
     checked = 0
     for path in documented.document["paths"].values():
         for operation in path.values():
@@ -136,27 +136,27 @@ def test_whole_examples_fit(documented: Documented) -> None:
     assert checked >= 5
 
 
-def test_references_lead_somewhere(documented: Documented) -> None:
+def test_references_resolve(documented: Documented) -> None:
     text = orjson.dumps(documented.document).decode()
     names = {piece.split('"')[0] for piece in text.split("#/components/schemas/")[1:]}
     assert names <= set(documented.document["components"]["schemas"])
 
 
-def test_the_document_is_the_same_each_time(documented: Documented) -> None:
+def test_document_is_stable(documented: Documented) -> None:
     assert documented.http.get("/openapi.json").json() == documented.document
 
 
-# --- the examples are taken ---
+# --- examples run ---
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-def test_the_example_of_a_body_runs(path: str, documented: Documented) -> None:
+def test_body_example_runs(path: str, documented: Documented) -> None:
     example = documented.document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
     body = {**example, "model": "default"} if "model" in example else example
     assert "error" not in documented.answer("POST", path, body)
 
 
-# --- answers fit ---
+# --- responses match their schemas ---
 
 GENERATE: list[dict[str, Any]] = [
     {"text": "a"},

@@ -1,4 +1,4 @@
-"""Clients that go away, and errors of our own, driven at the level of ASGI messages."""
+"""Disconnects and internal errors, at the level of ASGI messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from logitship.server.http.app import create_app
 
 
 class Caller:
-    """Sends one request to the app, and goes away when told to."""
+    """Sends one request to the app, and disconnects on demand."""
 
     def __init__(self, path: str, body: Any) -> None:
         self.scope = {
@@ -53,7 +53,7 @@ class Caller:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "rid": "r"}),
     ],
 )
-def test_client_that_goes_away_cancels(path: str, body: dict[str, Any], stream: bool, engine: Any) -> None:
+def test_disconnect_cancels_the_request(path: str, body: dict[str, Any], stream: bool, engine: Any) -> None:
     async def scenario() -> None:
         engine.hangs = True
         caller = Caller(path, {**body, "stream": stream})
@@ -67,7 +67,7 @@ def test_client_that_goes_away_cancels(path: str, body: dict[str, Any], stream: 
     asyncio.run(scenario())
 
 
-def test_client_that_goes_away_cancels_the_whole_batch(engine: Any) -> None:
+def test_disconnect_cancels_the_whole_batch(engine: Any) -> None:
     async def scenario() -> None:
         engine.hangs = True
         caller = Caller("/generate", {"text": ["a", "b", "c"], "rid": "r", "stream": True})
@@ -80,7 +80,7 @@ def test_client_that_goes_away_cancels_the_whole_batch(engine: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_client_that_is_gone_before_the_stream_begins(engine: Any) -> None:
+def test_disconnect_before_the_stream(engine: Any) -> None:
     async def scenario() -> None:
         engine.hangs = True
         caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
@@ -91,7 +91,7 @@ def test_client_that_is_gone_before_the_stream_begins(engine: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_client_that_cannot_be_written_to(engine: Any) -> None:
+def test_send_failure(engine: Any) -> None:
     async def scenario() -> None:
         caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
 
@@ -106,7 +106,7 @@ def test_client_that_cannot_be_written_to(engine: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_unexpected_error_before_the_answer(client: Any, engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_error_before_the_response(client: Any, engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     def broken(request: Any) -> list[Any]:
         raise ZeroDivisionError("a secret")
 

@@ -1,4 +1,4 @@
-"""Bodies that a careless or a hostile client may send, made of good ones at random: none of them harms the server."""
+"""Random mutations of valid bodies: none of them may break the server."""
 
 from __future__ import annotations
 
@@ -108,15 +108,15 @@ TEXTS = [
     orjson.dumps([{"name": "disallowed_tokens"}] * 100).decode(),
     *('{"name": "x"}', '{"digest": "sha256:0"}', '{"callable": "80"}', r'{"source": "raise ValueError(\"\\ud800\")"}'),
 ]
-"""What takes a value's place, in JSON or nearly."""
+"""Replacement values, as JSON or almost JSON."""
 
 
 KEPT = {"text", "prompt", "messages", "sampling_params", "logprobs", "source", "class_name", "rid"}
-"""Without them a body would mostly be refused for their absence."""
+"""Required fields, without which most bodies would be refused."""
 
 
 def _good(rng: random.Random, path: str) -> dict[str, Any]:
-    """A good body of some fields."""
+    """Create a valid body with random fields."""
     body = {name: value for name, value in GOOD[path].items() if name in KEPT or rng.random() < 0.5}
     if "sampling_params" in body:
         given = body["sampling_params"].items()
@@ -130,7 +130,7 @@ def _good(rng: random.Random, path: str) -> dict[str, Any]:
 
 
 def _spoilt(rng: random.Random, path: str) -> bytes:
-    """A good body, of which a few values are replaced, and now and then a few bytes."""
+    """Create a valid body, then replace a few values and sometimes a few bytes."""
     body = _good(rng, path)
     for _ in range(rng.choice([0, 1, 1, 1, 2])):
         inner = body.get("sampling_params")
@@ -166,7 +166,7 @@ def control(client: TestClient) -> Any:
 
 
 def errors_in(answer: Any) -> Iterator[Any]:
-    """The error of an answer, or those of its events."""
+    """Return the errors of a response or of its events."""
     if answer.status_code != 200:
         yield answer.json()["error"]
     elif answer.headers.get("content-type", "").startswith("text/event-stream"):
@@ -176,7 +176,7 @@ def errors_in(answer: Any) -> Iterator[Any]:
         yield from (body["error"] for body in bodies if "error" in body)
 
 
-def test_every_body_is_answered_or_refused(
+def test_random_bodies_never_break_the_server(
     client: TestClient, cases: list[tuple[str, bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     alone = control(client)

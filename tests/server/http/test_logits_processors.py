@@ -82,7 +82,7 @@ class ForceByte(LogitsProcessor):
 
 
 class Upper(CustomLogitProcessor):
-    """Makes the most likely byte an upper-case letter."""
+    """Replaces the most likely byte by an upper-case letter."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
         for row, params in zip(logits, custom_param_list, strict=True):
@@ -91,7 +91,7 @@ class Upper(CustomLogitProcessor):
 
 
 def text_of(answer: Any) -> str:
-    """The text of an answer of any of the three routes."""
+    """Return the text of a response of any of the three routes."""
     if "choices" not in answer:
         return str(answer["text"])
     choice = answer["choices"][0]
@@ -142,7 +142,7 @@ def server(serve: Callable[..., Server]) -> Server:
 
 
 @ROUTES
-def test_one_list_for_all_kinds(server: Server, path: str) -> None:
+def test_list_of_all_kinds_of_processors(server: Server, path: str) -> None:
     shipped = {"processor": FORCE, "params": {"text": "abcd"}}
     answer = server.ok(path, logits_processors=[{"qualname": "served_callables.Force", "kwargs": {"text": "q"}}])
     assert text_of(answer) == "qqqq"
@@ -152,13 +152,13 @@ def test_one_list_for_all_kinds(server: Server, path: str) -> None:
     assert text_of(server.ok(path, logits_processors=[shipped, stronger])) == "qqqq"
 
 
-def test_receipts_stand_in_the_order_of_the_list(server: Server) -> None:
+def test_receipts_are_in_list_order(server: Server) -> None:
     entries = ["served_callables.force_z", {"processor": FORCE, "params": {"text": "x"}}]
     meta = server.ok("/generate", logits_processors=entries)["meta_info"]
     assert [receipt["name"] for receipt in meta["receipts"]] == ["served_callables.force_z", "Force"]
 
 
-def test_the_requests_parameters_stand_in_for_an_entrys(server: Server) -> None:
+def test_custom_params_are_the_default_of_an_entry(server: Server) -> None:
     sampling = BODIES["/generate"]["sampling_params"] | {"custom_params": {"text": "m"}}
     answer = server.ok("/generate", sampling_params=sampling, logits_processors=[{"processor": FORCE}])
     assert answer["text"] == "mmmm"
@@ -203,13 +203,13 @@ def test_refused_lists(server: Server, path: str, entries: Any, param: str, mess
 
 
 @ROUTES
-def test_both_fields_at_once_are_refused(server: Server, path: str) -> None:
+def test_both_fields_are_refused(server: Server, path: str) -> None:
     error = server.error(path, logits_processors=[], custom_logit_processor=FORCE)
     assert error["param"] == "logits_processors"
     assert "not both" in error["message"]
 
 
-def test_without_a_pattern_no_name_is_taken(serve: Callable[..., Server]) -> None:
+def test_callables_require_a_pattern(serve: Callable[..., Server]) -> None:
     server = serve(logits_processor_pattern=None, enable_custom_logit_processor=False)
     error = server.error("/v1/completions", logits_processors=["served_callables.force_z"])
     assert "not supported by this server. See --logits-processor-pattern" in error["message"]
@@ -219,7 +219,7 @@ def test_without_a_pattern_no_name_is_taken(serve: Callable[..., Server]) -> Non
 
 
 @pytest.mark.parametrize(("path", "prompts"), [("/generate", "text"), ("/v1/completions", "prompt")])
-def test_lists_for_a_list_of_prompts(server: Server, path: str, prompts: str) -> None:
+def test_list_per_prompt(server: Server, path: str, prompts: str) -> None:
     def texts(**fields: Any) -> list[str]:
         answer = server.ok(path, **{prompts: ["a", "b"]}, **fields)
         return [each["text"] for each in (answer if isinstance(answer, list) else answer["choices"])]
@@ -233,7 +233,7 @@ def test_lists_for_a_list_of_prompts(server: Server, path: str, prompts: str) ->
     assert error["param"] == "logits_processors[1][0]"
 
 
-def test_the_client_sends_classes_with_their_own_parameters(server: Server) -> None:
+def test_client_sends_classes_with_params(server: Server) -> None:
     with Client(server.url) as client:
         entries = ["served_callables.force_z", {"processor": Upper, "params": {"by": 32}}]
         answer = client.generate("hello", logits_processors=entries, max_new_tokens=3, ignore_eos=True)
@@ -244,7 +244,7 @@ def test_the_client_sends_classes_with_their_own_parameters(server: Server) -> N
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/score", "/v1/rerank"])
-def test_pooling_is_refused_in_vllms_words(server: Server, path: str) -> None:
+def test_pooling_is_refused_with_vllms_message(server: Server, path: str) -> None:
     answer = server.http.post(path, json={"input": "hello"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("The model does not support ")

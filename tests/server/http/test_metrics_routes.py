@@ -1,4 +1,4 @@
-"""`/metrics`: its formats, and the figures of engines that really ran."""
+"""`/metrics`: formats, and values of real engines."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def shipped(name: str, body: str = "return logits") -> dict[str, Any]:
 # --- formats ---
 
 
-def test_text_is_the_default(client: Any) -> None:
+def test_default_format_is_text(client: Any) -> None:
     answer = client.http.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "logitship_running_sequences" in {family.name for family in read_text(answer.text)}
 
 
-def test_openmetrics_if_it_is_asked_for(client: Any) -> None:
+def test_openmetrics_on_request(client: Any) -> None:
     accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
     answer = client.http.get("/metrics", headers={"Accept": accept})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
@@ -49,14 +49,16 @@ def test_openmetrics_if_it_is_asked_for(client: Any) -> None:
 @pytest.mark.parametrize(
     "accept", ["", "*/*", "text/plain;version=x", "application/openmetrics-text;version=1.y", ";;="]
 )
-def test_whatever_is_asked_for_there_is_an_answer(accept: str, client: Any) -> None:
+def test_any_accept_header(accept: str, client: Any) -> None:
     answer = client.http.get("/metrics", headers={"Accept": accept})
     assert answer.status_code == 200
     assert "logitship_running_sequences" in answer.text
 
 
-def test_it_asks_for_a_key(make_fake_engine: Callable[..., FakeEngine], speak: Callable[[FakeEngine], Any]) -> None:
-    http = speak(make_fake_engine(api_key="key")).http
+def test_metrics_require_a_key(
+    make_fake_engine: Callable[..., FakeEngine], make_client: Callable[[FakeEngine], Any]
+) -> None:
+    http = make_client(make_fake_engine(api_key="key")).http
     assert http.get("/metrics").status_code == 401
     assert http.get("/metrics", headers={"Authorization": "Bearer key"}).status_code == 200
 
@@ -65,7 +67,7 @@ def test_it_asks_for_a_key(make_fake_engine: Callable[..., FakeEngine], speak: C
 
 
 class Running:
-    """An app on a real engine, and its metrics."""
+    """An app on the real engine, and its metrics."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
@@ -88,7 +90,7 @@ class Running:
 
 @pytest.fixture
 def run(make_engine: BuildEngine) -> Iterator[Callable[..., Running]]:
-    """Makes apps on engines with these settings."""
+    """Creates apps on engines with these settings."""
     made: list[Running] = []
 
     def build(**settings: Any) -> Running:
@@ -158,7 +160,7 @@ def test_faults_and_refusals(run: Callable[..., Running]) -> None:
     assert running.read("requests_total") == 2
 
 
-def test_registered_ones(run: Callable[..., Running]) -> None:
+def test_registered_processors(run: Callable[..., Running]) -> None:
     running = run()
     running.http.post("/v1/processors", json=shipped("Mine")["custom_logit_processor"])
     assert running.read("registered_processors") == 1
@@ -182,7 +184,7 @@ def test_beams(run: Callable[..., Running]) -> None:
     assert running.read("generation_tokens_total") == 8
 
 
-def test_a_step_that_fails(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     running = run()
     monkeypatch.setattr(running.engine._engine._sampler, "sample", lambda *_: 1 / 0)
     running.generate(status=500)
@@ -192,14 +194,14 @@ def test_a_step_that_fails(run: Callable[..., Running], monkeypatch: pytest.Monk
     assert running.read("generation_tokens_total") == 4
 
 
-def test_an_engine_that_died(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engine(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     running = run()
     monkeypatch.setattr(running.engine._engine, "step", lambda: 1 / 0)
     running.generate(status=500)
     assert running.read("sequences_finished_total", reason="error") == 1
 
 
-def test_scrapes_while_it_runs(run: Callable[..., Running]) -> None:
+def test_concurrent_scrapes(run: Callable[..., Running]) -> None:
     running = run()
     stop = threading.Event()
     answers: list[int] = []

@@ -68,14 +68,14 @@ def test_sync_client_through_a_socket(base_url: str, engine: Any, failing: Any) 
             list(client.completions.create(model="tiny", prompt="a", stream=True))
 
 
-def test_leaving_a_stream_through_a_socket(base_url: str, engine: Any) -> None:
+def test_disconnect_through_a_socket(base_url: str, engine: Any) -> None:
     engine.hangs = True
     with openai.OpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
         stream = client.completions.create(model="tiny", prompt="a", stream=True)
         assert next(iter(stream)).choices[0].text == "H"
         assert engine.hung.wait(30)
         stream.close()
-        assert engine.left.wait(30)
+        assert engine.stream_closed.wait(30)
 
 
 def test_async_client(engine: Any) -> None:
@@ -97,7 +97,7 @@ def test_async_client(engine: Any) -> None:
     asyncio.run(talk())
 
 
-def test_requests_at_the_same_time(engine: Any) -> None:
+def test_concurrent_requests(engine: Any) -> None:
     async def talk() -> list[str]:
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(engine)))
         async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:

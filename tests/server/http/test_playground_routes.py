@@ -13,13 +13,13 @@ TEXTS = [file for file in FOLDER.rglob("*") if file.suffix in (".html", ".css", 
 OURS = [file for file in TEXTS if file.parent.name != "vendor"]
 
 
-def test_every_file_of_the_folder_is_served() -> None:
+def test_every_file_is_served() -> None:
     files = [file for file in FOLDER.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     assert sorted(file.content for file in FILES.values()) == sorted(file.read_bytes() for file in files)
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_a_file(path: str, client: Any) -> None:
+def test_file_headers(path: str, client: Any) -> None:
     answer = client.http.get(path)
     assert answer.status_code == 200
     assert answer.content == FILES[path].content
@@ -31,7 +31,7 @@ def test_a_file(path: str, client: Any) -> None:
     assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-def test_the_policy_allows_the_server_itself_and_nothing_else(client: Any) -> None:
+def test_policy_allows_only_the_server_itself(client: Any) -> None:
     policy = client.http.get("/").headers["content-security-policy"]
     directives = dict(directive.strip().split(" ", 1) for directive in policy.split(";"))
     assert directives.pop("default-src") == "'none'"
@@ -40,7 +40,7 @@ def test_the_policy_allows_the_server_itself_and_nothing_else(client: Any) -> No
     assert directives["frame-ancestors"] == directives["base-uri"] == directives["form-action"] == "'none'"
 
 
-def test_a_browser_keeps_what_has_not_changed(client: Any) -> None:
+def test_etag_revalidation(client: Any) -> None:
     first = client.http.get("/playground/main.js")
     tag = first.headers["etag"]
     assert first.headers["cache-control"] == "no-cache"
@@ -65,12 +65,12 @@ def test_a_browser_keeps_what_has_not_changed(client: Any) -> None:
         "/playground//main.js",
     ],
 )
-def test_nothing_else_is_there(path: str, client: Any) -> None:
+def test_unknown_paths(path: str, client: Any) -> None:
     assert client.http.get(path).status_code == 404
 
 
-def test_only_the_files_need_no_key(make_fake_engine: Any, speak: Any) -> None:
-    locked = speak(make_fake_engine(api_key="key"))
+def test_only_the_files_are_open(make_fake_engine: Any, make_client: Any) -> None:
+    locked = make_client(make_fake_engine(api_key="key"))
     assert locked.http.get("/").status_code == 200
     assert locked.http.get("/playground/main.js").status_code == 200
     for path in ("/playground/", "/playground/nothing.js", "/v1/models", "/server_info", "/playground//main.js"):
@@ -78,19 +78,19 @@ def test_only_the_files_need_no_key(make_fake_engine: Any, speak: Any) -> None:
     assert locked.http.post("/").status_code == 405
 
 
-def test_off(make_fake_engine: Any, speak: Any) -> None:
-    client = speak(make_fake_engine(disable_playground=True))
+def test_disabled(make_fake_engine: Any, make_client: Any) -> None:
+    client = make_client(make_fake_engine(disable_playground=True))
     assert client.http.get("/").status_code == 404
     assert client.http.get("/playground/main.js").status_code == 404
     assert "/" not in client.http.get("/openapi.json").json()["paths"]
 
 
-def test_off_and_locked(make_fake_engine: Any, speak: Any) -> None:
-    client = speak(make_fake_engine(disable_playground=True, api_key="key"))
+def test_disabled_with_keys(make_fake_engine: Any, make_client: Any) -> None:
+    client = make_client(make_fake_engine(disable_playground=True, api_key="key"))
     assert client.http.get("/").status_code == 401
 
 
-def test_what_is_unknown_is_not_served(tmp_path: Path) -> None:
+def test_unknown_suffix_is_not_served(tmp_path: Path) -> None:
     for name in ("index.html", "a.js", "secret.pem", "sub/b.css"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -101,12 +101,12 @@ def test_what_is_unknown_is_not_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
-def test_nothing_is_loaded_from_elsewhere(file: Path) -> None:
+def test_no_external_resources(file: Path) -> None:
     addresses = re.findall(r"https?://[^\s\"')]+", file.read_text())
     assert [address for address in addresses if address != "http://www.w3.org/2000/svg"] == []
 
 
-def test_the_page_has_no_inline_script_or_style() -> None:
+def test_no_inline_script_or_style() -> None:
     page = (FOLDER / "index.html").read_text()
     assert re.findall(r"<style|\sstyle=|\son\w+=", page) == []
     assert all("src=" in script for script in re.findall(r"<script[^>]*>", page))
@@ -114,12 +114,12 @@ def test_the_page_has_no_inline_script_or_style() -> None:
 
 
 @pytest.mark.parametrize("file", [file for file in OURS if file.suffix == ".js"], ids=lambda file: file.name)
-def test_text_never_becomes_markup(file: Path) -> None:
+def test_no_markup_from_text(file: Path) -> None:
     markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
     assert re.findall(markup, file.read_text()) == []
 
 
-def test_every_vendored_package_has_its_licence() -> None:
+def test_vendored_packages_have_licenses() -> None:
     licences = (FOLDER / "vendor" / "LICENSES.txt").read_text()
     for package in ("@codemirror/view", "@lezer/python", "style-mod", "@fontsource-variable/inter"):
         assert re.search(rf"^{re.escape(package)} [\d.]+ \(", licences, re.MULTILINE)

@@ -30,7 +30,7 @@ MINE = {
 }
 
 
-def test_what_there_is(client: Any) -> None:
+def test_list(client: Any) -> None:
     ban = {
         **dict.fromkeys(MINE),
         "object": "processor",
@@ -51,20 +51,20 @@ def test_register(shipping_client: Any, shipping_engine: Any) -> None:
     assert shipping_engine.registered == [(string, "") for string in expected]
 
 
-def test_under_a_name(shipping_client: Any) -> None:
+def test_register_under_a_name(shipping_client: Any) -> None:
     assert shipping_client.ok(f"{URL}?name=Lipogram", SOURCE)["id"] == "Lipogram@1"
 
 
 @pytest.mark.parametrize(
     ("query", "param", "says"),
     [
-        ("nmae=A", "nmae", "nmae: is no query parameter: this route takes name"),
-        ("name=A&version=2", "version", "is no query parameter"),
+        ("nmae=A", "nmae", "nmae: unknown query parameter: this route has only name"),
+        ("name=A&version=2", "version", "unknown query parameter"),
         ("name=A&name=B", "name", "is given more than once"),
-        ("x" * 500, "x" * 80, "is no query parameter"),
+        ("x" * 500, "x" * 80, "unknown query parameter"),
     ],
 )
-def test_nothing_in_the_query_is_ignored(
+def test_unknown_query_parameters_are_refused(
     query: str, param: str, says: str, shipping_client: Any, shipping_engine: Any
 ) -> None:
     answer = shipping_client.post(f"{URL}?{query}", SOURCE)
@@ -74,7 +74,7 @@ def test_nothing_in_the_query_is_ignored(
     assert not shipping_engine.registered
 
 
-def test_one_with_its_source(client: Any, engine: Any) -> None:
+def test_details_include_the_source(client: Any, engine: Any) -> None:
     for id in ("Mine@1", "Mine%401"):
         assert client.http.get(f"{URL}/{id}").json() == {
             **MINE,
@@ -86,7 +86,7 @@ def test_one_with_its_source(client: Any, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("id", ["Other", "sha256:" + "0" * 64, "a/b", "module:Class", ""])
-def test_one_that_is_not_there(id: str, client: Any, engine: Any) -> None:
+def test_unknown_processor(id: str, client: Any, engine: Any) -> None:
     answer = client.http.get(f"{URL}/{id}")
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "not_found_error"
@@ -102,9 +102,9 @@ def test_delete(client: Any, engine: Any) -> None:
     assert engine.processors.asked_for == [("delete", "Mine", ""), ("delete", "ban", "")]
 
 
-def test_each_key_has_its_own(make_fake_engine: Any, speak: Any) -> None:
+def test_processors_belong_to_a_key(make_fake_engine: Any, make_client: Any) -> None:
     engine = make_fake_engine(api_key=["one", "two"])
-    http = speak(engine).http
+    http = make_client(engine).http
     for key in ("one", "two"):
         headers = {"Authorization": f"Bearer {key}"}
         http.get(f"{URL}/Mine@1", headers=headers)
@@ -116,7 +116,7 @@ def test_each_key_has_its_own(make_fake_engine: Any, speak: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [PICKLED, SOURCE])
-def test_code_needs_the_flag(form: dict[str, str], client: Any, engine: Any) -> None:
+def test_code_requires_the_flag(form: dict[str, str], client: Any, engine: Any) -> None:
     answer = client.post(URL, form)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == SHIPPING_IS_OFF
@@ -153,7 +153,7 @@ def test_size_limit(shipping_client: Any) -> None:
     assert "more than 4096 bytes" in answer.json()["error"]["message"]
 
 
-def test_busy(shipping_client: Any, shipping_engine: Any) -> None:
+def test_at_capacity(shipping_client: Any, shipping_engine: Any) -> None:
     async def full(string: Any, tenant: str, name: str | None) -> None:
         raise ServiceUnavailable("all in use: try again later")
 
@@ -161,8 +161,8 @@ def test_busy(shipping_client: Any, shipping_engine: Any) -> None:
     assert shipping_client.post(URL, SOURCE).status_code == 503
 
 
-def test_needs_the_api_key(make_fake_engine: Any, speak: Any) -> None:
-    locked = speak(make_fake_engine(api_key="secret", enable_custom_logit_processor=True))
+def test_api_key_is_required(make_fake_engine: Any, make_client: Any) -> None:
+    locked = make_client(make_fake_engine(api_key="secret", enable_custom_logit_processor=True))
     assert locked.post(URL, SOURCE).status_code == 401
     assert locked.http.post(URL, json=SOURCE, headers={"Authorization": "Bearer secret"}).status_code == 200
 

@@ -1,4 +1,4 @@
-"""Through a real socket, with the real engine on the tiny model."""
+"""All routes through a real socket, with the real engine on the tiny model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Permits(CustomLogitProcessor):
 
 
 class Force(CustomLogitProcessor):
-    """Makes one token certain."""
+    """Forces one token."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
         for row, params in zip(logits, custom_param_list, strict=True):
@@ -64,7 +64,7 @@ class Force(CustomLogitProcessor):
 
 
 class Served:
-    """A running server and what a test needs to talk to it."""
+    """A running server, and helpers to send requests to it."""
 
     def __init__(self, url: str, engine: AsyncEngine) -> None:
         self.url = url
@@ -72,39 +72,39 @@ class Served:
         self.http = httpx.Client(base_url=url, timeout=DEADLINE)
 
     def ok(self, path: str, body: Any) -> Any:
-        """The answer to a request that must succeed."""
+        """Post a request that must succeed. Returns the JSON body."""
         answer = self.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def refused(self, path: str, body: Any) -> Any:
-        """The error of a request that must be refused."""
+        """Post a request that must be refused. Returns the error."""
         answer = self.http.post(path, json=body)
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The data of a stream's events; it must end with [DONE]."""
+        """Post a request with `stream`. Returns the data of the events, without [DONE]."""
         with self.http.stream("POST", path, json={**body, "stream": True}) as answer:
             *events, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert done == "[DONE]"
         return [orjson.loads(event) for event in events]
 
     def abort(self, body: Any) -> None:
-        """Ask for an abort, which answers with nothing."""
+        """Abort a request. The response is empty."""
         answer = self.http.post("/abort_request", json=body)
         assert (answer.status_code, answer.content) == (200, b"")
 
     def tokens(self, text: str) -> list[int]:
-        """The text's token ids: one a byte."""
+        """Tokenize a text: one token per byte."""
         return self.engine.tokenizer.encode(text)
 
     def state(self) -> Any:
-        """What the engine says it does now."""
+        """Return the engine's state, from `/server_info`."""
         return self.http.get("/server_info").json()["internal_states"][0]
 
     def wait_for(self, **values: int) -> None:
-        """Return when the engine's state has these values."""
+        """Wait until the engine's state has these values."""
         deadline = time.monotonic() + DEADLINE
         while {name: self.state()[name] for name in values} != values:
             assert time.monotonic() < deadline, f"not {values} but {self.state()}"
@@ -112,7 +112,7 @@ class Served:
 
 @pytest.fixture
 def serve(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., Served]]:
-    """Starts servers with these settings, which end after the test."""
+    """Starts servers with these settings; they stop after the test."""
     with ExitStack() as stack:
 
         def start(**settings: Any) -> Served:
@@ -131,35 +131,35 @@ def served(serve: Callable[..., Served]) -> Served:
 
 @pytest.fixture
 def shipping(serve: Callable[..., Served]) -> Served:
-    """A server that takes code from requests."""
+    """A server that accepts shipped code."""
     return serve(**SHIPPING, max_num_seqs=8)
 
 
 class Gate:
-    """Says how many tokens each request may have that carries `PERMITS`."""
+    """Limits the number of tokens of the requests with the processor `PERMITS`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self.permit(0)
 
     def permit(self, tokens: int) -> None:
-        """Let each request have as many tokens, and no more yet."""
+        """Allow this many tokens per request, and no more yet."""
         self._tokens = tokens
         self._file.write_text(str(tokens))
 
     def open(self) -> None:
-        """Hold nothing back any more."""
+        """Remove the limit."""
         self.permit(1 << 30)
 
     def permit_until_running(self, served: Served, sequences: int) -> None:
-        """Let steps happen until as many sequences run: new ones join only between steps."""
+        """Allow steps until this many sequences run: sequences are only added between steps."""
         deadline = time.monotonic() + DEADLINE
         while served.state()["running"] != sequences:
             assert time.monotonic() < deadline, f"not {sequences} but {served.state()}"
             self.permit(self._tokens + 1)
 
     def body(self, prompt: str | list[str] = PROMPT, **fields: Any) -> dict[str, Any]:
-        """A `/generate` body under the gate."""
+        """Create a `/generate` body that the gate limits."""
         sampling = {
             "temperature": 0,
             "ignore_eos": True,
@@ -173,13 +173,13 @@ class Gate:
 
 @pytest.fixture
 def gate(tmp_path: Path, shipping: Served) -> Iterator[Gate]:
-    """Opens before the server ends, whatever happens to the test."""
+    """A gate that opens before the server stops, even if the test fails."""
     gate = Gate(tmp_path / "permits")
     yield gate
     gate.open()
 
 
-def test_every_route_that_tells(served: Served) -> None:
+def test_get_routes(served: Served) -> None:
     assert served.http.get("/health").status_code == 200
     assert served.http.get("/health").content == b""
     assert served.http.get("/health_generate").status_code == 200
@@ -206,7 +206,7 @@ def test_every_route_that_tells(served: Served) -> None:
     assert served.http.get("/nothing").status_code == 404
 
 
-def test_a_sglang_stream_repeats_the_text_so_far(served: Served) -> None:
+def test_sglang_stream_is_cumulative(served: Served) -> None:
     body = {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
     whole = served.ok("/generate", body)
     events = served.events("/generate", body)
@@ -233,7 +233,7 @@ def test_finish_reasons(served: Served) -> None:
     assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": "aaa"}
 
 
-def test_n_of_a_batch_stands_prompt_by_prompt(served: Served) -> None:
+def test_batch_with_n_is_ordered_by_prompt(served: Served) -> None:
     sampling = {"temperature": 1.5, "n": 2, "max_new_tokens": 6, "sampling_seed": 5, "ignore_eos": True}
     answers = served.ok("/generate", {"text": ["a", "bc"], "rid": "r", "sampling_params": sampling})
     assert [answer["meta_info"]["id"] for answer in answers] == ["r_0_0", "r_0_1", "r_1_0", "r_1_1"]
@@ -277,7 +277,7 @@ def test_async_openai_sdk(served: Served) -> None:
     asyncio.run(talk())
 
 
-def test_registered_once_and_named_by_its_digest(shipping: Served) -> None:
+def test_register_and_use_by_digest(shipping: Served) -> None:
     (letter,) = shipping.tokens("z")
     with Client(shipping.url) as client:
         registered = client.register(Force)
@@ -296,7 +296,7 @@ def test_registered_once_and_named_by_its_digest(shipping: Served) -> None:
         assert refused.value.param == "custom_logit_processor"
 
 
-def test_versions_by_name(shipping: Served) -> None:
+def test_registered_versions(shipping: Served) -> None:
     letters = dict(zip("xy", shipping.tokens("xy"), strict=True))
     options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 2}
     source = """
@@ -343,7 +343,7 @@ class Spells(CustomLogitProcessor):
 
 
 def flat(table: list[Any]) -> list[float]:
-    """The numbers of nested lists, in their order."""
+    """Flatten the numbers of nested lists."""
     return [
         number
         for each in table
@@ -351,7 +351,7 @@ def flat(table: list[Any]) -> list[float]:
     ]
 
 
-def test_the_prompts_logprobs_alone(served: Served) -> None:
+def test_prompt_logprobs_only(served: Served) -> None:
     body = {
         "text": PROMPT,
         "return_logprob": True,
@@ -385,7 +385,7 @@ def test_the_prompts_logprobs_alone(served: Served) -> None:
     assert served.events("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 0})
 
 
-def test_the_first_position_has_no_logprob(served: Served) -> None:
+def test_first_position_has_no_logprob(served: Served) -> None:
     body: dict[str, Any] = {"text": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
     whole = served.ok("/generate", {**body, "logprob_start_len": 0})["meta_info"]["input_token_logprobs"]
     part = served.ok("/generate", {**body, "logprob_start_len": 2})["meta_info"]["input_token_logprobs"]
@@ -395,7 +395,7 @@ def test_the_first_position_has_no_logprob(served: Served) -> None:
     assert [lp for lp, _, _ in part[1:]] == pytest.approx([lp for lp, _, _ in whole[3:]], abs=1e-4)
 
 
-def test_a_forbidden_tokens_logprob_is_a_number(served: Served) -> None:
+def test_logprob_of_a_forbidden_token_is_finite(served: Served) -> None:
     allowed = {"allowed_token_ids": [70, 71], "logprobs_mode": "processed_logprobs", "temperature": 0}
     body = {"text": PROMPT, "return_logprob": True, "top_logprobs_num": 3}
     meta = served.ok("/generate", {**body, "sampling_params": {**allowed, "max_new_tokens": 1}})["meta_info"]
@@ -404,7 +404,7 @@ def test_a_forbidden_tokens_logprob_is_a_number(served: Served) -> None:
     assert sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())[0] == -9999.0
 
 
-def test_top_k_beyond_the_vocabulary_is_no_limit(served: Served) -> None:
+def test_top_k_above_the_vocabulary_size(served: Served) -> None:
     sampling = {"temperature": 1.5, "max_new_tokens": 12, "seed": 9, "ignore_eos": True}
     answers = [
         served.ok("/generate", {"text": PROMPT, "sampling_params": {**sampling, "top_k": top_k}})["output_ids"]
@@ -416,7 +416,7 @@ def test_top_k_beyond_the_vocabulary_is_no_limit(served: Served) -> None:
     assert one == served.ok("/generate", {"text": PROMPT, "sampling_params": greedy})["output_ids"]
 
 
-def test_seeds_of_64_bits(served: Served) -> None:
+def test_64_bit_seeds(served: Served) -> None:
     def tokens(seed: int) -> Any:
         sampling = {"temperature": 1.5, "max_new_tokens": 12, "sampling_seed": seed, "ignore_eos": True}
         return served.ok("/generate", {"text": PROMPT, "sampling_params": sampling})["output_ids"]
@@ -433,9 +433,7 @@ def test_seeds_of_64_bits(served: Served) -> None:
         assert (error["param"], error["message"]) == ("seed", "seed: must be an integer from -2^63 to 2^64 - 1")
 
 
-def test_a_client_that_leaves_frees_its_row_within_a_step(
-    shipping: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disconnect_frees_the_row_within_a_step(shipping: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     noticed = Event()
     cancel = shipping.engine._cancel
 
@@ -457,7 +455,7 @@ def test_a_client_that_leaves_frees_its_row_within_a_step(
     assert shipping.state()["steps"] <= 4
 
 
-def test_abort_reaches_a_batch_and_nobody_else(shipping: Served, gate: Gate) -> None:
+def test_abort_of_a_batch_spares_other_requests(shipping: Served, gate: Gate) -> None:
     with ThreadPoolExecutor() as pool:
         batch = pool.submit(shipping.ok, "/generate", gate.body(["a", "b"], rid="x"))
         others = {rid: pool.submit(shipping.ok, "/generate", gate.body(rid=rid)) for rid in ("x_9", "x_1_0", "xy", "y")}
@@ -470,7 +468,7 @@ def test_abort_reaches_a_batch_and_nobody_else(shipping: Served, gate: Gate) -> 
             assert other.result(DEADLINE)["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}
 
 
-def test_abort_of_several_continuations_and_of_one(shipping: Served, gate: Gate) -> None:
+def test_abort_of_continuations(shipping: Served, gate: Gate) -> None:
     with ThreadPoolExecutor() as pool:
         two = {"sampling_params": {"n": 2}}
         all_of_it = pool.submit(shipping.ok, "/generate", gate.body(rid="x", **two))
@@ -516,7 +514,7 @@ def test_abort_all(shipping: Served, gate: Gate) -> None:
             assert each.result(DEADLINE)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_a_body_that_is_too_large(serve: Callable[..., Served]) -> None:
+def test_body_too_large(serve: Callable[..., Served]) -> None:
     served = serve(**SHIPPING, max_request_bytes=4096, max_processor_size=256)
     answer = served.http.post("/generate", json={"text": "x" * 4096})
     assert answer.status_code == 413
@@ -542,8 +540,8 @@ def test_api_key(serve: Callable[..., Served]) -> None:
         sdk.models.list()
 
 
-def test_what_a_key_may_ship(serve: Callable[..., Served]) -> None:
-    """Refused and served alike to the official SDK and to our client."""
+def test_shipping_key(serve: Callable[..., Served]) -> None:
+    """API keys with the official SDK and with our client."""
     served = serve(**SHIPPING, api_key="generates", shipping_api_key="ships")
     extra = {"custom_logit_processor": Force.to_str(), "custom_params": {"token_id": 104}, "ignore_eos": True}
     for key in ("ships", "generates"):
@@ -576,7 +574,7 @@ def test_what_a_key_may_ship(serve: Callable[..., Served]) -> None:
         assert generation.receipts[0].digest == digest
 
 
-def test_a_key_aborts_its_own_requests_alone(serve: Callable[..., Served], gate: Gate) -> None:
+def test_abort_is_limited_to_the_tenant(serve: Callable[..., Served], gate: Gate) -> None:
     served = serve(**SHIPPING, api_key=["one", "two"])
     keys = {key: {"Authorization": f"Bearer {key}"} for key in ("one", "two")}
     served.http.headers.update(keys["one"])  # for what the helpers ask
@@ -595,7 +593,7 @@ def test_a_key_aborts_its_own_requests_alone(serve: Callable[..., Served], gate:
     assert {each["id"] for each in ended.values()} == {"x"}
 
 
-def test_only_what_the_operator_allows_runs(serve: Callable[..., Served], tmp_path: Path) -> None:
+def test_allow_list(serve: Callable[..., Served], tmp_path: Path) -> None:
     allowed = tmp_path / "allowed"
     allowed.write_text(f"{parse(Force.to_str()).digest}  # Force\n")
     served = serve(**SHIPPING, allow_processor=str(allowed))
@@ -610,7 +608,7 @@ def test_only_what_the_operator_allows_runs(serve: Callable[..., Served], tmp_pa
         assert client.generate(PROMPT, processor="disallowed_tokens", params={"token_ids": [5]}).receipts
 
 
-def test_an_unexpected_error_is_logged_once(
+def test_unexpected_error_is_logged_once(
     served: Served,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -24,7 +24,7 @@ MINE = {"custom_logit_processor": {"source": "the source's secret", "class_name"
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
-    """The fields of the lines so far, which are then forgotten."""
+    """Return the fields of the lines so far, and clear them."""
     caplog.set_level(logging.INFO, request_log.__name__)
 
     def take() -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]
 Lines = Callable[[], list[dict[str, Any]]]
 
 
-def test_a_request_has_one_line_at_its_end(client: Any, lines: Lines) -> None:
+def test_one_line_per_request(client: Any, lines: Lines) -> None:
     client.ok("/generate", {"text": PROMPT})
     [line] = lines()
     assert 0 < line.pop("ttft_seconds") <= line.pop("duration_seconds")
@@ -53,14 +53,14 @@ def test_a_request_has_one_line_at_its_end(client: Any, lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_a_stream_has_the_same(path: str, client: Any, lines: Lines) -> None:
+def test_stream(path: str, client: Any, lines: Lines) -> None:
     client.events(path, {"prompt": "a"} if path == "/v1/completions" else {"text": "a"})
     [line] = lines()
     assert (line["status"], line["completion_tokens"], line["finish_reasons"]) == (200, 4, ["stop"])
     assert line["ttft_seconds"] <= line["duration_seconds"]
 
 
-def test_processors_with_the_time_of_all_continuations(shipping_client: Any, lines: Lines) -> None:
+def test_processor_times_are_summed_over_continuations(shipping_client: Any, lines: Lines) -> None:
     shipping_client.ok("/v1/completions", {"prompt": ["a", "b"], "n": 2, **MINE})
     [line] = lines()
     assert line["processors"] == [{"name": "Mine", "digest": DIGEST, "milliseconds": 1.0}]
@@ -68,7 +68,7 @@ def test_processors_with_the_time_of_all_continuations(shipping_client: Any, lin
     assert line["finish_reasons"] == ["stop"] * 4
 
 
-def test_an_error_of_a_processor(
+def test_processor_fault(
     engine: FakeEngine, client: Any, lines: Lines, failing: Callable[[GenerationRequest], list[GenerationChunk]]
 ) -> None:
     engine.script = failing
@@ -91,7 +91,7 @@ def test_refusals(client: Any, lines: Lines) -> None:
     assert found == [(400, refused), (404, {"type": "not_found_error"}), (404, None), (400, refused)]
 
 
-def test_a_client_that_left(engine: FakeEngine, client: Any, lines: Lines) -> None:
+def test_disconnect(engine: FakeEngine, client: Any, lines: Lines) -> None:
     async def leave() -> None:
         left = [{"type": "http.request", "body": b'{"text": "a"}'}, {"type": "http.disconnect"}]
 
@@ -128,20 +128,20 @@ def id_of(answer: Any) -> str:
 
 
 @pytest.mark.parametrize("own", ["abc-1", "a" * 128, "00-4bf92f3577b34da6a3ce929d0e0e4736-01", "a/b+c=d@e:f.g_h"])
-def test_the_clients_own_id_is_taken(own: str, client: Any) -> None:
+def test_client_supplied_id(own: str, client: Any) -> None:
     body = {"text": "a", "rid": "another"}
     assert id_of(client.http.post("/generate", json=body, headers={"X-Request-ID": own})) == own
     assert id_of(client.http.get("/v1/models", headers={"X-Request-ID": own})) == own
 
 
 @pytest.mark.parametrize("own", ["", "a" * 129, "two words", "semi;colon", '"', "é".encode("latin-1"), b"\x01"])
-def test_one_that_is_not_sane_is_not(own: str | bytes, client: Any) -> None:
+def test_unsafe_client_supplied_id(own: str | bytes, client: Any) -> None:
     headers = {b"X-Request-ID": own if isinstance(own, bytes) else own.encode()}
     assert id_of(client.http.post("/generate", json={"text": "a", "rid": "mine"}, headers=headers)) == "mine"
     assert len(id_of(client.http.get("/v1/models", headers=headers))) == 32
 
 
-def test_else_it_is_that_of_the_answer(client: Any) -> None:
+def test_default_id_is_the_response_id(client: Any) -> None:
     answer = client.post("/v1/completions", {"prompt": "a"})
     assert id_of(answer) == answer.json()["id"]
     answer = client.post("/v1/completions", {"prompt": ["a", "b"]})
@@ -153,21 +153,21 @@ def test_else_it_is_that_of_the_answer(client: Any) -> None:
     assert id_of(answer) in answer.text
 
 
-def test_else_it_is_made_up(client: Any) -> None:
+def test_generated_id(client: Any) -> None:
     several = client.post("/generate", {"text": ["a", "b"]})
     assert id_of(several) not in several.text
     assert len(id_of(several)) == 32
     assert id_of(client.http.get("/nothing")) != id_of(client.http.get("/nothing"))
 
 
-def test_an_id_in_a_body_cannot_add_a_header(client: Any) -> None:
+def test_id_in_a_body_cannot_inject_a_header(client: Any) -> None:
     answer = client.post("/generate", {"text": "a", "rid": "x\r\nSet-Cookie: a=b"})
     assert answer.status_code == 200
     assert len(id_of(answer)) == 32
     assert "set-cookie" not in answer.headers
 
 
-def test_the_lines_of_a_request_have_its_id(
+def test_log_lines_have_the_request_id(
     engine: FakeEngine, client: Any, caplog: pytest.LogCaptureFixture, formatted: Callable[[], list[str]]
 ) -> None:
     engine.refuse_all = KeyError("a mistake")
@@ -181,7 +181,7 @@ def test_the_lines_of_a_request_have_its_id(
 
 @pytest.fixture
 def formatted() -> Any:
-    """The text of what was logged, formatted as it was logged."""
+    """Format the log records as text."""
     logger = logging.getLogger("logitship")
     handler = _Formatting()
     logger.addHandler(handler)
@@ -206,17 +206,17 @@ class _Formatting(logging.Handler):
 # --- what is not in it ---
 
 
-def test_neither_prompts_nor_outputs_nor_keys_are_logged(
+def test_prompts_outputs_and_keys_are_not_logged(
     make_fake_engine: Callable[..., FakeEngine],
-    speak: Callable[[FakeEngine], Any],
+    make_client: Callable[[FakeEngine], Any],
     formatted: Callable[[], list[str]],
     caplog: pytest.LogCaptureFixture,
-    spelling: Callable[[str], Any],
+    text_script: Callable[[str], Any],
 ) -> None:
     caplog.set_level(logging.DEBUG)
     engine = make_fake_engine(api_key=KEY, enable_custom_logit_processor=True)
-    engine.script = spelling("the output")
-    http = speak(engine).http
+    engine.script = text_script("the output")
+    http = make_client(engine).http
     http.headers["Authorization"] = f"Bearer {KEY}"
     for path, body in {
         "/generate": {"text": PROMPT},
@@ -237,10 +237,10 @@ def test_neither_prompts_nor_outputs_nor_keys_are_logged(
     assert "[" in text
 
 
-def test_the_tenant_stands_for_the_key(
-    make_fake_engine: Callable[..., FakeEngine], speak: Callable[[FakeEngine], Any], lines: Lines
+def test_tenant_is_logged_instead_of_the_key(
+    make_fake_engine: Callable[..., FakeEngine], make_client: Callable[[FakeEngine], Any], lines: Lines
 ) -> None:
-    http = speak(make_fake_engine(api_key=(KEY, "another"))).http
+    http = make_client(make_fake_engine(api_key=(KEY, "another"))).http
     for key in (KEY, "another", KEY, "wrong"):
         http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
     tenants = [line.get("tenant") for line in lines()]
@@ -249,7 +249,7 @@ def test_the_tenant_stands_for_the_key(
     assert all(len(tenant) == 16 for tenant in tenants[:3] if tenant)
 
 
-def test_a_path_stays_on_one_line(client: Any, lines: Lines, formatted: Callable[[], list[str]]) -> None:
+def test_path_is_escaped(client: Any, lines: Lines, formatted: Callable[[], list[str]]) -> None:
     client.http.get("/a%0Ab%20c%1b?query")
     assert lines()[0]["path"] == "/a%0Ab%20c%1B"
     client.http.get("/" + "a" * 1000)
@@ -257,11 +257,11 @@ def test_a_path_stays_on_one_line(client: Any, lines: Lines, formatted: Callable
     assert all("\n" not in line for line in formatted())
 
 
-def test_names_of_processors_stay_on_one_line(
-    engine: FakeEngine, client: Any, lines: Lines, formatted: Callable[[], list[str]], spelling: Callable[[str], Any]
+def test_processor_names_are_escaped(
+    engine: FakeEngine, client: Any, lines: Lines, formatted: Callable[[], list[str]], text_script: Callable[[str], Any]
 ) -> None:
     def named(request: GenerationRequest) -> list[GenerationChunk]:
-        *chunks, last = spelling("a")(request)
+        *chunks, last = text_script("a")(request)
         return [*chunks, replace(last, receipts=(Receipt(DIGEST, "a\nb\x1b" + "c" * 500, 1, 0.5),))]
 
     engine.script = named
@@ -275,7 +275,7 @@ def test_names_of_processors_stay_on_one_line(
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics"])
-def test_what_machines_ask_for_is_logged_at_debug(
+def test_polled_paths_are_logged_at_debug(
     path: str, engine: FakeEngine, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, request_log.__name__)
@@ -286,7 +286,7 @@ def test_what_machines_ask_for_is_logged_at_debug(
     assert levels == ["DEBUG", "INFO"]
 
 
-def test_metrics_know_methods_and_routes_not_what_clients_make_up(engine: FakeEngine, client: Any) -> None:
+def test_metric_labels_are_bounded(engine: FakeEngine, client: Any) -> None:
     client.http.get("/v1/models/tiny")
     for number in range(3):
         client.http.get(f"/nothing/{number}")
@@ -304,7 +304,7 @@ def test_metrics_know_methods_and_routes_not_what_clients_make_up(engine: FakeEn
     }
 
 
-def test_an_answer_that_is_cut_has_its_line(engine: FakeEngine, lines: Lines) -> None:
+def test_aborted_response_is_logged(engine: FakeEngine, lines: Lines) -> None:
     async def cut(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ConnectionError
@@ -324,7 +324,7 @@ def test_an_answer_that_is_cut_has_its_line(engine: FakeEngine, lines: Lines) ->
     assert [line["status"] for line in lines()] == [200]
 
 
-def test_what_is_no_http_passes(engine: FakeEngine) -> None:
+def test_non_http_scopes_pass_through(engine: FakeEngine) -> None:
     seen: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Every field that constrains an output, through the app, with the real engine on the tiny model."""
+"""Every structured output field, through the app, with the real engine on the tiny model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def real(make_engine: Callable[..., AsyncEngine], speak: Callable[[AsyncEngine], Any]) -> Any:
-    return speak(make_engine(max_num_seqs=8))
+def real(make_engine: Callable[..., AsyncEngine], make_client: Callable[[AsyncEngine], Any]) -> Any:
+    return make_client(make_engine(max_num_seqs=8))
 
 
 def _person(text: str) -> bool:
@@ -105,8 +105,8 @@ def test_generate(real: Any, fields: dict[str, Any], fits: Callable[[str], bool]
     assert [receipt["name"] for receipt in answer["meta_info"]["receipts"]] == ["grammar"]
 
 
-def test_the_older_form_of_structural_tags(real: Any) -> None:
-    """Another grammar has the text begin with the tag, and end behind it."""
+def test_legacy_structural_tags(real: Any) -> None:
+    """In this grammar the text starts and ends with the tag."""
     only = {"processor": {"name": "grammar"}, "params": {"regex": "<f=[^>]*>[^>]*>"}}
     fields = {"response_format": {"type": "structural_tag", **LEGACY}, "logits_processors": [only]}
     (choice,) = real.ok(COMPLETIONS, {**PROMPTS[COMPLETIONS], **fields, "max_tokens": 400, "seed": 0})["choices"]
@@ -117,7 +117,7 @@ def test_the_older_form_of_structural_tags(real: Any) -> None:
 @pytest.mark.parametrize(
     "fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}], ids=str
 )
-def test_a_json_object_begins(real: Any, fields: dict[str, Any]) -> None:
+def test_json_object(real: Any, fields: dict[str, Any]) -> None:
     (choice,) = real.ok(COMPLETIONS, {**PROMPTS[COMPLETIONS], **fields, "max_tokens": 12})["choices"]
     assert choice["text"].lstrip(" \n\r\t").startswith("{") or not choice["text"].strip(" \n\r\t")
 
@@ -129,19 +129,19 @@ def test_each_continuation_has_its_own_matcher(real: Any) -> None:
     assert len(set(texts)) > 1
 
 
-def test_prompts_with_constraints_of_their_own(real: Any) -> None:
+def test_constraint_per_prompt(real: Any) -> None:
     sampling = [{"regex": "aa"}, {"ebnf": 'root ::= "bb"'}, {"max_new_tokens": 3, "ignore_eos": True}]
     answers = real.ok(GENERATE, {"text": ["x", "y", "z"], "sampling_params": sampling})
     assert [answer["text"] for answer in answers[:2]] == ["aa", "bb"]
     assert "receipts" not in answers[2]["meta_info"] or not answers[2]["meta_info"]["receipts"]
 
 
-def test_a_stream(real: Any) -> None:
+def test_streamed_output(real: Any) -> None:
     events = real.events(CHAT, {**PROMPTS[CHAT], "guided_choice": ["yes", "no"], "max_tokens": 9})
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) in ("yes", "no")
 
 
-def test_the_constraint_comes_first_and_the_others_keep_their_parameters(real: Any) -> None:
+def test_constraint_runs_first(real: Any) -> None:
     body = {
         **PROMPTS[COMPLETIONS],
         "guided_regex": "[ab]{5}",
@@ -159,7 +159,7 @@ def _token(real: Any, letter: str) -> int:
     return int(real.ok(COMPLETIONS, body)["choices"][0]["token_ids"][0])
 
 
-def test_where_nothing_is_left_the_error_names_who_took_it(real: Any) -> None:
+def test_error_names_the_processor_that_forbids_everything(real: Any) -> None:
     body = {
         **PROMPTS[COMPLETIONS],
         "guided_regex": "a",
@@ -188,7 +188,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "response_format",
         "takes either format, or structures",
     ),
-    (CHAT, {"response_format": {"type": "text", "format": CALL}}, "response_format.format", "goes with type"),
+    (CHAT, {"response_format": {"type": "text", "format": CALL}}, "response_format.format", "requires type"),
     (CHAT, {"response_format": {"type": "structural_tag", "format": [CALL]}}, "response_format.format", "dictionary"),
     (
         CHAT,
@@ -220,12 +220,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "response_format",
         "nested deeper than 100",
     ),
-    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required with"),
     (
         CHAT,
         {"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}},
         "response_format.json_schema",
-        "goes with",
+        "only allowed with",
     ),
     (
         CHAT,
@@ -250,9 +250,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         CHAT,
         {"response_format": {"type": "json_object"}, "regex": "a"},
         "response_format",
-        "one constraint, and has regex",
+        "only one constraint, and regex",
     ),
-    (COMPLETIONS, {"guided_json": {}, "guided_regex": "a"}, "guided_regex", "one constraint, and has guided_json"),
+    (
+        COMPLETIONS,
+        {"guided_json": {}, "guided_regex": "a"},
+        "guided_regex",
+        "only one constraint, and guided_json is set too",
+    ),
     (COMPLETIONS, {"guided_json": "{"}, "guided_json", "the JSON schema cannot be used"),
     (COMPLETIONS, {"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     (COMPLETIONS, {"guided_choice": []}, "guided_choice", "it is empty"),
@@ -266,7 +271,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         COMPLETIONS,
         {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}},
         "structured_outputs.whitespace_pattern",
-        "goes with json",
+        "requires json",
     ),
     (
         COMPLETIONS,
@@ -333,7 +338,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "says"), REFUSED, ids=[str(case[1])[:70] for case in REFUSED])
-def test_refusals_name_the_field(real: Any, path: str, fields: dict[str, Any], param: str, says: str) -> None:
+def test_refusal_names_the_field(real: Any, path: str, fields: dict[str, Any], param: str, says: str) -> None:
     answer = real.post(path, {**PROMPTS[path], **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -342,7 +347,7 @@ def test_refusals_name_the_field(real: Any, path: str, fields: dict[str, Any], p
     assert says in error["message"]
 
 
-def test_the_server_goes_on_after_what_would_have_stopped_it(real: Any) -> None:
+def test_server_survives_hostile_grammars(real: Any) -> None:
     rules = "\n".join(f"r{i} ::= r{i + 1}" for i in range(15_000))
     bomb = f'root ::= r0\n{rules}\nr15000 ::= "a"'
     answer = real.post(COMPLETIONS, {**PROMPTS[COMPLETIONS], "ebnf": bomb})

@@ -1,4 +1,4 @@
-"""`thinking_token_budget` and its other names, from the body to the tokens."""
+"""`thinking_token_budget` and its aliases, from the body to the tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 CONFIG = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
 PROMPT = "<think>hello"
-"""Five tokens of thinking on the tiny model."""
+"""Gives five reasoning tokens on the tiny model."""
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 FIELD = "thinking_token_budget"
 
 
 def bodies(budget: Any) -> list[Any]:
-    """Every way to write it: path, body, and the name that a refusal must give."""
+    """Every alias: path, body, and the field name in refusals."""
     messages = [{"role": "user", "content": "a"}]
     return [
         (GENERATE, {"text": "a", "sampling_params": {FIELD: budget}}, f"sampling_params.{FIELD}"),
@@ -27,11 +27,11 @@ def bodies(budget: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("path", "body", "_"), bodies(7))
-def test_it_arrives(
-    speak: Callable[..., Any], make_fake_engine: Callable[..., Any], path: str, body: Any, _: str
+def test_budget_reaches_the_engine(
+    make_client: Callable[..., Any], make_fake_engine: Callable[..., Any], path: str, body: Any, _: str
 ) -> None:
     engine = make_fake_engine(reasoning_config=CONFIG)
-    speak(engine).ok(path, body)
+    make_client(engine).ok(path, body)
     assert engine.requests[0].sampling_params.thinking_token_budget == 7
 
 
@@ -42,7 +42,7 @@ def test_no_limit_needs_no_reasoning_config(client: Any, engine: Any, path: str,
 
 
 @pytest.mark.parametrize(("path", "body", "name"), bodies(7))
-def test_a_server_without_reasoning_config_refuses_it(client: Any, path: str, body: Any, name: str) -> None:
+def test_budget_requires_reasoning_config(client: Any, path: str, body: Any, name: str) -> None:
     answer = client.post(path, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(
@@ -53,23 +53,23 @@ def test_a_server_without_reasoning_config_refuses_it(client: Any, path: str, bo
 
 
 @pytest.mark.parametrize(("path", "body", "name"), [case for bad in (-2, 1.0, True, "5") for case in bodies(bad)])
-def test_what_is_no_budget(client: Any, path: str, body: Any, name: str) -> None:
+def test_invalid_budgets(client: Any, path: str, body: Any, name: str) -> None:
     answer = client.post(path, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
 
 
-def test_two_budgets_that_differ(speak: Callable[..., Any], make_fake_engine: Callable[..., Any]) -> None:
-    client = speak(make_fake_engine(reasoning_config=CONFIG))
+def test_contradicting_budgets(make_client: Callable[..., Any], make_fake_engine: Callable[..., Any]) -> None:
+    client = make_client(make_fake_engine(reasoning_config=CONFIG))
     body = {"text": "a", "sampling_params": {FIELD: 5}, "max_thinking_tokens": 5}
     client.ok(GENERATE, body)
     answer = client.post(GENERATE, body | {"max_thinking_tokens": 6})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("max_thinking_tokens: is not the same as thinking_token_budget")
+    assert answer.json()["error"]["message"].startswith("max_thinking_tokens: differs from thinking_token_budget")
 
 
-def test_on_the_real_engine(make_engine: Callable[..., Any], speak: Callable[..., Any]) -> None:
-    client = speak(make_engine(reasoning_config=CONFIG))
+def test_budget_on_the_real_engine(make_engine: Callable[..., Any], make_client: Callable[..., Any]) -> None:
+    client = make_client(make_engine(reasoning_config=CONFIG))
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
     (plain,) = client.ok(COMPLETIONS, {**body, "return_token_ids": True})["choices"]
     (ended,) = client.ok(COMPLETIONS, {**body, "return_token_ids": True, FIELD: 8})["choices"]

@@ -83,7 +83,7 @@ def test_sglangs_names(llm: LLM, values: dict[str, Any]) -> None:
             {"json": {}, "disable_additional_properties": True},
             "structured_outputs.disable_additional_properties: is not",
         ),
-        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern: goes with json"),
+        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern: requires json"),
     ],
     ids=str,
 )
@@ -120,5 +120,5 @@ def test_what_cannot_be_used_is_refused_by_its_name(
 
 
 def test_two_constraints_in_sglangs_names() -> None:
-    with pytest.raises(BadRequest, match=r"sampling_params.ebnf: a request may have one constraint"):
+    with pytest.raises(BadRequest, match=r"sampling_params.ebnf: a request may have only one constraint"):
         SamplingParams.from_sglang({"ebnf": "x", "regex": "y"})

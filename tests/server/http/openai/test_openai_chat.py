@@ -6,7 +6,7 @@ URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "a"}]
 
 
-def test_one_answer(client: Any, engine: Any) -> None:
+def test_response(client: Any, engine: Any) -> None:
     answer = client.ok(URL, {"model": "tiny", "messages": HELLO})
     assert answer.pop("id").startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
@@ -41,14 +41,14 @@ def test_template_options(client: Any, engine: Any) -> None:
     assert prompts == [b"<user>a", b"<user>a|think=1"]
 
 
-def test_both_names_of_the_limit(client: Any, engine: Any) -> None:
+def test_max_tokens_and_max_completion_tokens(client: Any, engine: Any) -> None:
     client.ok(URL, {"messages": HELLO, "max_tokens": 3})
     client.ok(URL, {"messages": HELLO, "max_completion_tokens": 4})
     client.ok(URL, {"messages": HELLO, "max_completion_tokens": 5, "max_tokens": 5})
     assert [request.sampling_params.max_new_tokens for request in engine.requests] == [3, 4, 5]
 
 
-def test_harmless_values_of_what_is_not_supported(client: Any) -> None:
+def test_noop_values_of_unsupported_fields(client: Any) -> None:
     body = {
         "messages": HELLO,
         "tools": [],

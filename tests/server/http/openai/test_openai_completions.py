@@ -27,11 +27,11 @@ def test_one_prompt(client: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "/models/tiny", "default", None])
-def test_names_of_the_model(name: str | None, client: Any) -> None:
+def test_model_names(name: str | None, client: Any) -> None:
     assert client.ok(URL, {"model": name, "prompt": "a"})["model"] == "tiny"
 
 
-def test_default_length_is_openais(client: Any, engine: Any) -> None:
+def test_default_max_tokens_is_openais(client: Any, engine: Any) -> None:
     client.ok(URL, {"prompt": "a"})
     client.ok(URL, {"prompt": "a" * 60})
     assert [request.sampling_params.max_new_tokens for request in engine.requests] == [16, 4]
@@ -54,7 +54,7 @@ def test_usage_counts_a_prompt_once(client: Any) -> None:
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 16)
 
 
-def test_every_parameter_arrives(client: Any, engine: Any) -> None:
+def test_parameters_reach_the_engine(client: Any, engine: Any) -> None:
     body = {
         "prompt": "a",
         "max_tokens": 5,
@@ -90,7 +90,7 @@ def test_receipts(client: Any) -> None:
     assert choice["receipts"][0]["steps"] == 4
 
 
-def test_stop_reason_is_what_the_request_asked_to_stop_at(client: Any) -> None:
+def test_stop_reason_is_the_requests_stop(client: Any) -> None:
     (choice,) = client.ok(URL, {"prompt": "a", "stop_token_ids": [0]})["choices"]
     assert choice["stop_reason"] == 0
     (choice,) = client.ok(URL, {"prompt": "a", "max_tokens": 1})["choices"]
@@ -107,7 +107,7 @@ def test_logprobs(client: Any) -> None:
     }
 
 
-def test_infinite_logprobs_have_openais_stand_in(client: Any, engine: Any) -> None:
+def test_infinite_logprobs_become_openais_minimum(client: Any, engine: Any) -> None:
     script = engine.script
 
     def without_hope(request: Any) -> list[Any]:
@@ -136,7 +136,7 @@ def test_echo_of_token_ids(client: Any) -> None:
     assert client.ok(URL, {"prompt": [97, 98], "echo": True})["choices"][0]["text"] == "abHi!"
 
 
-def test_only_the_prompt(client: Any) -> None:
+def test_echo_without_output(client: Any) -> None:
     answer = client.ok(URL, {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0})
     (choice,) = answer["choices"]
     assert choice["text"] == "ab"
@@ -173,7 +173,7 @@ def test_stream_with_usage_in_each_event(client: Any) -> None:
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
 
 
-def test_stream_of_several(client: Any) -> None:
+def test_stream_with_several_continuations(client: Any) -> None:
     events = client.events(URL, {"prompt": ["a", "b"], "n": 2})
     texts = dict.fromkeys(range(4), "")
     for event in events:

@@ -10,7 +10,7 @@ from logitship.server.http.sglang.server_info import model_info_of, server_info_
 FakeEngine = Any
 
 
-def test_every_setting_but_the_keys(make_fake_engine: Callable[..., FakeEngine]) -> None:
+def test_settings_without_the_keys(make_fake_engine: Callable[..., FakeEngine]) -> None:
     engine = make_fake_engine(api_key="secret", shipping_api_key="secret", enable_custom_logit_processor=True)
     info = server_info_of(engine)
     settings = {field.name for field in fields(ServerConfig)} - {"api_key", "shipping_api_key"}
@@ -19,12 +19,12 @@ def test_every_setting_but_the_keys(make_fake_engine: Callable[..., FakeEngine])
     assert info["internal_states"][0]["waiting"] == 2
 
 
-def test_the_schema_has_the_same_fields(engine: FakeEngine) -> None:
+def test_schema_matches_the_response(engine: FakeEngine) -> None:
     schema = server_info_schema()
     assert set(schema["properties"]) == set(server_info_of(engine)) == set(schema["required"])
 
 
-def test_the_model_is_told_as_it_was_loaded(engine: FakeEngine) -> None:
+def test_model_info_matches_the_model(engine: FakeEngine) -> None:
     model = model_info_of(engine)
     assert (model["served_model_name"], model["model_path"]) == ("tiny", "/models/tiny")
     assert server_info_of(engine)["dtype"] == model["dtype"] == "float32"

@@ -24,7 +24,7 @@ def test_one_prompt(client: Any, engine: Any) -> None:
     }
 
 
-def test_put_is_post(client: Any) -> None:
+def test_put(client: Any) -> None:
     assert client.http.put("/generate", json={"text": "ab"}).json()["text"] == "Hi!"
 
 
@@ -34,7 +34,7 @@ def test_length(client: Any) -> None:
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
 
 
-def test_default_length_is_cut_to_the_room(client: Any, engine: Any) -> None:
+def test_default_max_tokens_is_reduced_to_the_model_length(client: Any, engine: Any) -> None:
     engine.model = replace(engine.model, max_model_len=512)
     client.ok("/generate", {"text": "a"})
     client.ok("/generate", {"text": "a", "sampling_params": {"max_new_tokens": None}})
@@ -42,7 +42,7 @@ def test_default_length_is_cut_to_the_room(client: Any, engine: Any) -> None:
     assert [request.sampling_params.max_new_tokens for request in engine.requests] == [128, None, 12]
 
 
-def test_every_sampling_parameter_arrives(client: Any, engine: Any) -> None:
+def test_sampling_parameters_reach_the_engine(client: Any, engine: Any) -> None:
     sampling = {
         "max_new_tokens": 9,
         "min_new_tokens": 2,
@@ -125,7 +125,7 @@ def test_batch_with_lists(client: Any, engine: Any) -> None:
     assert [request.rid for request in engine.requests] == ["x", "y"]
 
 
-def test_n_makes_a_list_prompt_by_prompt(client: Any) -> None:
+def test_n_gives_a_list_ordered_by_prompt(client: Any) -> None:
     answers = client.ok("/generate", {"text": ["a", "bc"], "rid": "r", "sampling_params": {"n": 2}})
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 1, 2, 2]
     assert [answer["meta_info"]["id"] for answer in answers] == ["r_0_0", "r_0_1", "r_1_0", "r_1_1"]
@@ -166,7 +166,7 @@ def test_logprobs(client: Any) -> None:
     assert meta["output_token_logprobs_length"] == 1
 
 
-def test_first_position_has_no_logprob_wherever_it_is(client: Any) -> None:
+def test_first_returned_position_has_no_logprob(client: Any) -> None:
     body = {"text": "abc", "return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 1}
     events = client.events("/generate", body)
     for event in events:
@@ -183,7 +183,7 @@ def test_minus_infinity(client: Any, engine: Any) -> None:
     assert meta["output_top_logprobs"][0] == [[-0.1, 5, None], [-9999.0, 6, None]]
 
 
-def test_logprobs_without_the_prompts(client: Any, engine: Any) -> None:
+def test_output_logprobs_only(client: Any, engine: Any) -> None:
     meta = client.ok("/generate", {"text": "ab", "return_logprob": True})["meta_info"]
     assert meta["input_token_logprobs"] == []
     assert meta["output_token_logprobs"][0] == [-0.5, 72, None]
@@ -191,7 +191,7 @@ def test_logprobs_without_the_prompts(client: Any, engine: Any) -> None:
     assert engine.requests[0].sampling_params.prompt_logprobs is None
 
 
-def test_logprobs_that_are_not_asked_for(client: Any) -> None:
+def test_no_logprobs_by_default(client: Any) -> None:
     body = {"text": "ab", "top_logprobs_num": 2, "logprob_start_len": 0}
     assert "output_token_logprobs" not in client.ok("/generate", body)["meta_info"]
 
@@ -252,11 +252,9 @@ def test_fault_in_a_stream(client: Any, engine: Any, failing: Any) -> None:
     assert reason["traceback"] == "Traceback: 1/0"
 
 
-def test_fault_ends_only_its_own_continuation_of_a_stream(
-    client: Any, engine: Any, failing: Any, spelling: Any
-) -> None:
-    spell = spelling("ok")
-    engine.script = lambda request: (failing if request.rid == "bad" else spell)(request)
+def test_fault_ends_only_its_continuation(client: Any, engine: Any, failing: Any, text_script: Any) -> None:
+    succeeding = text_script("ok")
+    engine.script = lambda request: (failing if request.rid == "bad" else succeeding)(request)
     events = client.events("/generate", {"text": ["a", "b"], "rid": ["bad", "good"]})
     last = {event["index"]: event for event in events}
     assert last[0]["meta_info"]["finish_reason"]["type"] == "abort"
@@ -264,9 +262,9 @@ def test_fault_ends_only_its_own_continuation_of_a_stream(
     assert last[1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": 0}
 
 
-def test_fault_in_a_batch_names_the_place(client: Any, engine: Any, failing: Any, spelling: Any) -> None:
-    spell = spelling("ok")
-    engine.script = lambda request: (failing if request.rid == "bad" else spell)(request)
+def test_fault_in_a_batch_has_the_index(client: Any, engine: Any, failing: Any, text_script: Any) -> None:
+    succeeding = text_script("ok")
+    engine.script = lambda request: (failing if request.rid == "bad" else succeeding)(request)
     answer = client.post("/generate", {"text": ["a", "b"], "rid": ["good", "bad"]})
     assert answer.status_code == 400
     assert answer.json()["error"]["index"] == 1
@@ -282,7 +280,7 @@ def test_refusal_cancels_the_rest_of_the_batch(client: Any, engine: Any, refusal
     assert [request.rid for request in engine.requests] == ["a", "b"]
 
 
-def test_cancelled_request_gives_what_it_has(client: Any, engine: Any, failing: Any) -> None:
+def test_cancelled_request_returns_partial_output(client: Any, engine: Any, failing: Any) -> None:
     def cancelled(request: Any) -> list[Any]:
         begin, end = failing(request)
         return [begin, replace(end, finish_reason=FinishReason("abort"))]

@@ -18,8 +18,8 @@ def test_model_info(path: str, client: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-def test_server_info_keeps_the_key_to_itself(path: str, make_fake_engine: Any, speak: Any) -> None:
-    client = speak(
+def test_server_info_hides_the_key(path: str, make_fake_engine: Any, make_client: Any) -> None:
+    client = make_client(
         make_fake_engine(api_key="secret", shipping_api_key="secret too", enable_custom_logit_processor=True)
     )
     answer = client.http.get(path, headers={"Authorization": "Bearer secret"})
@@ -47,7 +47,7 @@ def test_health(client: Any, engine: Any) -> None:
     assert client.http.get("/health").status_code == 503
 
 
-def test_health_generate_really_generates(client: Any, engine: Any) -> None:
+def test_health_generate(client: Any, engine: Any) -> None:
     assert client.http.get("/health_generate").status_code == 200
     (request,) = engine.requests
     assert request.sampling_params.max_new_tokens == 1
@@ -93,7 +93,7 @@ def test_unknown_route_and_method(client: Any) -> None:
 
 
 @pytest.mark.parametrize("refused", [QueueFull("full"), ServiceUnavailable("closing")])
-def test_busy(refused: Any, client: Any, engine: Any) -> None:
+def test_at_capacity(refused: Any, client: Any, engine: Any) -> None:
     engine.refuse_all = refused
     for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
         answer = client.post(path, body)

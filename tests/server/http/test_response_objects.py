@@ -1,4 +1,4 @@
-"""`trace` on all three routes, with the tiny model behind them."""
+"""`trace` on all three routes, with the real engine on the tiny model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def traces_of(answer: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_each_token_has_a_trace(route: str, http: TestClient) -> None:
+def test_one_trace_per_token(route: str, http: TestClient) -> None:
     answer = http.post(route, json={**ROUTES[route], "trace": {"top": 5}}).json()
     traces = traces_of(answer)
     assert len(traces) == 4
@@ -56,18 +56,18 @@ def test_each_token_has_a_trace(route: str, http: TestClient) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_no_trace_unless_asked_for(route: str, http: TestClient) -> None:
+def test_no_trace_by_default(route: str, http: TestClient) -> None:
     assert traces_of(http.post(route, json=ROUTES[route]).json()) is None
     assert traces_of(http.post(route, json={**ROUTES[route], "trace": None}).json()) is None
 
 
-def test_the_default_is_20(http: TestClient) -> None:
+def test_default_top_is_20(http: TestClient) -> None:
     (trace, *_) = traces_of(http.post("/generate", json={**GENERATE, "trace": {}}).json())
     assert len(trace["candidates"]) >= 20
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_stream_brings_the_same(route: str, http: TestClient) -> None:
+def test_streamed_traces_are_the_same(route: str, http: TestClient) -> None:
     body = {**ROUTES[route], "trace": {"top": 3}}
     whole = http.post(route, json=body).json()
     parsed: Any = parse_generate(whole, many=False) if route == "/generate" else parse_openai(whole, many=False)
@@ -80,7 +80,7 @@ def test_a_stream_brings_the_same(route: str, http: TestClient) -> None:
     assert tuple(trace for chunk in chunks for trace in chunk.trace or ()) == parsed.trace
 
 
-def test_each_continuation_has_its_own(http: TestClient) -> None:
+def test_traces_per_continuation(http: TestClient) -> None:
     body = {
         **GENERATE,
         "sampling_params": {**TEXT, "n": 2, "temperature": 1.0, "sampling_seed": 5},
@@ -104,14 +104,14 @@ def test_each_continuation_has_its_own(http: TestClient) -> None:
     ],
 )
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_cannot_be_meant_is_refused(route: str, trace: Any, message: str, http: TestClient) -> None:
+def test_invalid_trace_options(route: str, trace: Any, message: str, http: TestClient) -> None:
     answer = http.post(route, json={**ROUTES[route], "trace": trace})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(message)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_beam_search_has_none(route: str, http: TestClient) -> None:
+def test_no_traces_with_beam_search(route: str, http: TestClient) -> None:
     body = dict(ROUTES[route])
     if route == "/generate":
         body["sampling_params"] = {**TEXT, "num_beams": 2}
@@ -122,7 +122,7 @@ def test_a_beam_search_has_none(route: str, http: TestClient) -> None:
     assert answer.json()["error"]["param"] == "trace"
 
 
-def test_many_processors_cannot_be_traced(http: TestClient) -> None:
+def test_limit_on_traced_processors(http: TestClient) -> None:
     several = [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [3]}}] * 17
     body = {"text": "hello", "sampling_params": {"max_new_tokens": 1}, "logits_processors": several}
     assert http.post("/generate", json=body).status_code == 200

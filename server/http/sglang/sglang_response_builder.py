@@ -1,81 +1,92 @@
-"""`/generate` on its way out: SGLang's objects, field for field."""
+"""Responses of `/generate`, with SGLang's fields."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import Literal, TypeAlias
 
 from logitship.server.http.body import finite
 from logitship.server.http.event_stream import event
 from logitship.server.http.exception_handlers import fault_details
+from logitship.server.http.response_objects import receipt_objects, trace_objects
 from logitship.server.http.running_requests import RunningRequests
-from logitship.server.http.trace_answers import trace_objects
 from logitship.server.requests.continuation import Continuation
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
+from logitship.server.schemas.response_schemas import TokenTraceObject
+from logitship.server.schemas.sglang_response_schemas import (
+    AbortReason,
+    GenerateResponse,
+    LengthReason,
+    MetaInfo,
+    StopReason,
+    TokenLogprobEntry,
+)
 from logitship.server.tokenizer import Tokenizer
 
-from .sglang_generate import Generate
+from .sglang_generate import ParsedGenerateRequest
 
 WEIGHT_VERSION = "default"
 
 
-class GenerateAnswer:
-    """Makes the answer to one `/generate` request, whole or event by event."""
+class GenerateResponseBuilder:
+    """Builds the response to one `/generate` request, whole or as a stream."""
 
-    def __init__(self, generate: Generate, tokenizer: Tokenizer) -> None:
-        self._generate = generate
+    def __init__(self, request: ParsedGenerateRequest, tokenizer: Tokenizer) -> None:
+        self._request = request
         self._tokenizer = tokenizer
         self._started = time.perf_counter()
         self._tables: dict[int, _LogprobTables] = {}
-        self._traces: dict[int, list[dict[str, Any]]] = {}
+        self._traces: dict[int, list[TokenTraceObject]] = {}
 
-    def whole(self, continuations: list[Continuation]) -> Any:
-        """One object, or a list of them."""
+    def response(self, continuations: list[Continuation]) -> GenerateResponse | list[GenerateResponse]:
+        """Build the response: one object, or a list of them."""
         objects = [self._object(continuation) for continuation in continuations]
-        return objects if self._generate.many else objects[0]
+        return objects if self._request.many else objects[0]
 
-    async def events(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
-        """One event a chunk, each with everything that its continuation has given so far."""
+    async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
+        """Yield one encoded event per chunk, each with the whole output of its continuation so far."""
         async for continuation, _ in running:
             data = self._object(continuation)
-            yield event({**data, "index": continuation.index} if self._generate.many else data)
+            if self._request.many:
+                data["index"] = continuation.index
+            yield event(data)
 
-    def _object(self, continuation: Continuation) -> dict[str, Any]:
+    def _object(self, continuation: Continuation) -> GenerateResponse:
         return {
             "text": continuation.text,
             "output_ids": continuation.token_ids,
             "meta_info": self._meta_info(continuation),
         }
 
-    def _meta_info(self, continuation: Continuation) -> dict[str, Any]:
+    def _meta_info(self, continuation: Continuation) -> MetaInfo:
         reason = continuation.finish_reason
-        meta: dict[str, Any] = {
-            "id": self._generate.rids[continuation.index],
+        meta: MetaInfo = {
+            "id": self._request.rids[continuation.index],
             "finish_reason": None if reason is None else _finish_reason(reason, continuation.completion_tokens),
             "prompt_tokens": continuation.prompt_tokens,
             "weight_version": WEIGHT_VERSION,
-            "num_retractions": 0,  # nothing is preempted
-            "reasoning_tokens": 0,  # nothing is parsed out of the text
+            "num_retractions": 0,  # requests are never preempted
+            "reasoning_tokens": 0,  # reasoning is not parsed
             "completion_tokens": continuation.completion_tokens,
             "cached_tokens": continuation.cached_tokens,
         }
-        top = self._generate.submissions[continuation.prompt].request.sampling_params.logprobs
+        top = self._request.submissions[continuation.prompt].request.sampling_params.logprobs
         if top is not None:
             tables = self._tables.setdefault(
                 continuation.index,
-                _LogprobTables(self._tokenizer if self._generate.texts_in_logprobs else None, with_top=top > 0),
+                _LogprobTables(self._tokenizer if self._request.texts_in_logprobs else None, with_top=top > 0),
             )
-            meta |= tables.update(continuation)
-        if self._generate.submissions[continuation.prompt].request.sampling_params.trace is not None:
-            # Kept from event to event, because each event repeats them whole.
+            tables.update(continuation)
+            tables.add_to(meta)
+        if self._request.submissions[continuation.prompt].request.sampling_params.trace is not None:
+            # Cached, because each event repeats all of them.
             objects = self._traces.setdefault(continuation.index, [])
             objects += trace_objects(self._tokenizer, continuation.traces[len(objects) :])
             meta["trace"] = objects
         if continuation.receipts:
-            meta["receipts"] = [asdict(receipt) for receipt in continuation.receipts]
-        if continuation.beam_score is not None:
+            meta["receipts"] = receipt_objects(continuation.receipts)
+        if continuation.beam_score is not None and continuation.cumulative_logprob is not None:
             meta["cumulative_logprob"] = continuation.cumulative_logprob
             meta["beam_score"] = continuation.beam_score
         if reason is not None:
@@ -83,7 +94,7 @@ class GenerateAnswer:
         return meta
 
 
-def _finish_reason(reason: FinishReason, completion_tokens: int) -> dict[str, Any]:
+def _finish_reason(reason: FinishReason, completion_tokens: int) -> StopReason | LengthReason | AbortReason:
     if reason.kind == "stop":
         return {"type": "stop", "matched": reason.matched}
     if reason.kind == "length":
@@ -100,32 +111,39 @@ def _finish_reason(reason: FinishReason, completion_tokens: int) -> dict[str, An
     }
 
 
-class _LogprobTables:
-    """SGLang's log-probability lists of one continuation: `[logprob, token id, text or null]` for each entry.
+_Side: TypeAlias = Literal["input", "output"]
 
-    Kept from event to event, because each event repeats them whole.
+
+class _LogprobTables:
+    """SGLang's log-probability lists of one continuation, with entries `[logprob, token id, text or null]`.
+
+    Cached, because each event of a stream repeats all entries.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_top: bool) -> None:
         self._tokenizer = tokenizer
         self._with_top = with_top
-        self._tokens: dict[str, list[Any]] = {"input": [], "output": []}
-        self._top: dict[str, list[Any]] = {"input": [], "output": []}
+        self._tokens: dict[_Side, list[TokenLogprobEntry]] = {"input": [], "output": []}
+        self._top: dict[_Side, list[list[TokenLogprobEntry] | None]] = {"input": [], "output": []}
 
-    def update(self, continuation: Continuation) -> dict[str, Any]:
-        """Add what is new, and give the fields of `meta_info`."""
+    def update(self, continuation: Continuation) -> None:
+        """Append the entries of the new tokens."""
         self._extend("input", continuation.prompt_logprobs)
         self._extend("output", continuation.logprobs)
-        fields: dict[str, Any] = {f"{side}_token_logprobs": entries for side, entries in self._tokens.items()}
-        fields["output_token_logprobs_length"] = len(self._tokens["output"])
-        if self._with_top:
-            fields |= {f"{side}_top_logprobs": entries for side, entries in self._top.items()}
-        return fields
 
-    def _extend(self, side: str, positions: Sequence[TokenLogprobs]) -> None:
+    def add_to(self, meta: MetaInfo) -> None:
+        """Set the lists in `meta_info`."""
+        meta["input_token_logprobs"] = self._tokens["input"]
+        meta["output_token_logprobs"] = self._tokens["output"]
+        meta["output_token_logprobs_length"] = len(self._tokens["output"])
+        if self._with_top:
+            meta["input_top_logprobs"] = self._top["input"]
+            meta["output_top_logprobs"] = self._top["output"]
+
+    def _extend(self, side: _Side, positions: Sequence[TokenLogprobs]) -> None:
         for position in positions[len(self._tokens[side]) :]:
             if side == "input" and not self._tokens["input"]:
-                # SGLang gives none for the first position, wherever it is: clients add up what is not null.
+                # SGLang sends null for the first position, wherever it is: clients sum up the others.
                 position = TokenLogprobs(position.token_id, None, None)
             self._tokens[side].append(self._entry(position.logprob, position.token_id))
             self._top[side].append([self._entry(logprob, token_id) for token_id, logprob in position.top] or None)

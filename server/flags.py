@@ -1,0 +1,151 @@
+"""The server's command-line flags: spellings and help, in the groups that `logitship serve --help` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that sets a field of `ServerConfig`, which has its type and its default.
+
+    Attributes:
+        spellings: such as `--model-path`. The first is the field's name. SGLang's and vLLM's names are both taken.
+        help: the text of `--help`, and the field's description in the OpenAPI document.
+        metavar: the value's name in `--help`; None: the last word of the field's name.
+    """
+
+    spellings: tuple[str, ...]
+    help: str
+    metavar: str | None = None
+
+    @property
+    def field(self) -> str:
+        """Name of the field of `ServerConfig`."""
+        return _python_name(self.spellings[0])
+
+    @property
+    def python_names(self) -> tuple[str, ...]:
+        """The spellings as keyword arguments."""
+        return tuple(map(_python_name, self.spellings))
+
+
+def _python_name(spelling: str) -> str:
+    return spelling.removeprefix("--").replace("-", "_")
+
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "model": (
+        Flag(
+            ("--model-path", "--model"), "a Hugging Face folder, a GGUF file, a hub name, or the default model's name"
+        ),
+        Flag(("--tokenizer-path", "--tokenizer"), "path of the tokenizer, if it is not in the model's folder"),
+        Flag(("--served-model-name",), "the name under which clients ask for the model"),
+        Flag(("--dtype",), "dtype of the weights; auto: float32 on a CPU, the checkpoint's dtype elsewhere"),
+        Flag(("--device",), "cpu, cuda, cuda:1, …; auto: a GPU if there is one"),
+        Flag(
+            ("--model-impl",),
+            "transformers: use the model's own code; auto: use faster layers for supported architectures",
+        ),
+        Flag(("--chat-template",), "file with a Jinja chat template that replaces the tokenizer's"),
+        Flag(("--trust-remote-code",), "run Python code from the model's folder"),
+    ),
+    "engine": (
+        Flag(("--max-num-seqs", "--max-running-requests"), "maximum number of sequences in the running batch"),
+        Flag(("--max-model-len", "--context-length"), "maximum length of prompt plus output, in tokens"),
+        Flag(("--max-queued-requests",), "maximum number of waiting requests; more are refused with 429"),
+        Flag(
+            ("--chunked-prefill-size",),
+            "maximum number of prompt tokens computed in one step next to the running sequences",
+        ),
+        Flag(("--mem-fraction-static", "--gpu-memory-utilization"), "fraction of the free memory for the KV cache"),
+        Flag(
+            ("--prefix-cache-bytes",),
+            "bytes of the KV cache that keep the prefixes of earlier requests; 0: no prefix cache (default: a tenth)",
+        ),
+        Flag(("--random-seed", "--seed"), "seed for requests without a seed of their own"),
+        Flag(
+            ("--enable-deterministic-inference",),
+            "bitwise the same results in any batch composition: read docs/deterministic.md first",
+        ),
+        Flag(("--speculative-algorithm",), "NGRAM: speculative decoding by prompt lookup"),
+        Flag(("--speculative-num-draft-tokens",), "maximum number of draft tokens per sequence and step"),
+    ),
+    "sampling": (
+        Flag(("--max-logprobs",), "maximum number of log-probabilities per position that a request may ask for"),
+        Flag(
+            ("--logprobs-mode",),
+            "default of the request field: log-probabilities before (raw) or after (processed) all edits",
+        ),
+        Flag(
+            ("--reasoning-config",),
+            'start and end of the reasoning, for budgets: {"reasoning_start_str": …, "reasoning_end_str": …}',
+            metavar="JSON",
+        ),
+    ),
+    "processors": (
+        Flag(
+            ("--enable-custom-logit-processor",),
+            "run processors that clients ship with requests: read docs/security.md first",
+        ),
+        Flag(
+            ("--logits-processors",),
+            "batch processors to install: module:Class, or JSON with qualname, args, kwargs",
+            metavar="NAME",
+        ),
+        Flag(
+            ("--logits-processor-pattern",),
+            "regular expression for the callables that requests may name; must match the full name",
+        ),
+        Flag(
+            ("--allow-processor",),
+            "file with the digests of the only processors that may be shipped, one per line",
+            metavar="FILE",
+        ),
+        Flag(
+            ("--tree-decode-config", "--tree_decode_config"),
+            "file with a token tree that every request follows; or $TREE_DECODE_CONFIG",
+            metavar="FILE",
+        ),
+        Flag(("--tree",), "token trees that requests can select by name", metavar="NAME=FILE"),
+        Flag(("--max-processor-size",), "maximum size of a processor string, in bytes"),
+        Flag(
+            ("--processor-cache-entries",), "maximum number of shipped processors kept loaded, and of registered ones"
+        ),
+        Flag(
+            ("--processor-cache-bytes",),
+            "maximum total size of shipped processors kept loaded, and of registered ones, in bytes",
+        ),
+    ),
+    "isolation": (
+        Flag(
+            ("--processor-isolation",),
+            "where shipped code runs; none: in the server's own process, with all its privileges",
+        ),
+        Flag(("--max-sandboxes",), "maximum number of sandboxes; each is a process with one shipped processor"),
+        Flag(("--sandbox-memory",), "memory limit of a sandbox, in bytes, on top of what torch takes"),
+        Flag(("--sandbox-cpu-time",), "CPU time that a sandbox may use outside its calls, in seconds"),
+        Flag(("--sandbox-step-timeout",), "time limit for one call of a shipped processor, in seconds"),
+        Flag(("--sandbox-load-timeout",), "time limit for loading a shipped processor, in seconds"),
+    ),
+    "HTTP": (
+        Flag(("--host",), "address to listen on"),
+        Flag(("--port",), "port to listen on; 0: any free one"),
+        Flag(
+            ("--api-key",),
+            "bearer tokens; every request must send one of them; or $LOGITSHIP_API_KEY, comma-separated",
+        ),
+        Flag(
+            ("--shipping-api-key",),
+            "the only bearer tokens that may ship processors; or $LOGITSHIP_SHIPPING_API_KEY, comma-separated",
+        ),
+        Flag(("--max-request-bytes",), "maximum size of a request body, in bytes"),
+        Flag(("--disable-playground",), "do not serve the playground, the page at /"),
+        Flag(("--shutdown-timeout",), "time that running requests get to finish after SIGTERM, in seconds"),
+        Flag(("--log-level",), "log level"),
+        Flag(("--log-format",), "text, or one JSON object per line"),
+    ),
+}
+"""Flags by group."""
+
+FLAG_OF_FIELD: dict[str, Flag] = {flag.field: flag for flags in FLAGS.values() for flag in flags}

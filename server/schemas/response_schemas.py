@@ -1,0 +1,161 @@
+"""Objects in the responses of several routes: errors, receipts, traces."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypeAlias
+
+from typing_extensions import TypedDict
+
+from .documented import documented
+
+DIGEST = "sha256:d59b82276836541679b9d69859783f73e2d2d78894e7979162f769268c1f2a72"
+"""Digest in the examples."""
+
+
+class FaultDetails(TypedDict, total=False):
+    """Keys of an error that a processor's fault adds."""
+
+    traceback: str
+    digest: str
+    name: str
+    kind: str
+
+
+@documented(
+    {
+        "message": "processor Lipogram raised ZeroDivisionError: division by zero",
+        "type": "ProcessorFault",
+        "param": "custom_logit_processor",
+        "code": None,
+        "index": 0,
+        "kind": "exception",
+        "name": "Lipogram",
+        "digest": DIGEST,
+        "traceback": 'Traceback (most recent call last):\n  File "lipogram.py", line 9, in __call__\n',
+    }
+)
+class ErrorInfo(TypedDict):
+    """An error."""
+
+    message: str
+    """Human-readable message that names the field or object."""
+    type: str
+    """Error type."""
+    param: str | None
+    """Path of the field in the request body."""
+    code: str | None
+    """OpenAI's error code, if it has one."""
+    index: NotRequired[int]
+    """Only if an error ended a running request: index of the first continuation that failed."""
+    kind: NotRequired[str]
+    """Only for a processor's fault: how the processor violated its contract."""
+    name: NotRequired[str]
+    """Only for a processor's fault: the processor's name."""
+    digest: NotRequired[str]
+    """Only for a processor's fault: the processor's digest."""
+    traceback: NotRequired[str]
+    """Only for a processor's fault: the traceback of its own code; may be empty."""
+
+
+@documented(
+    {
+        "error": {
+            "message": "top_kk: unknown field, did you mean top_k?",
+            "type": "invalid_request_error",
+            "param": "top_kk",
+            "code": None,
+        }
+    }
+)
+class ErrorResponse(TypedDict):
+    """The response to a request that was refused or failed."""
+
+    error: ErrorInfo
+    """The error."""
+
+
+StageName: TypeAlias = Literal["model", "request", "processor", "sampling"]
+
+
+@documented({"digest": DIGEST, "name": "Lipogram", "steps": 12, "milliseconds": 0.869})
+class ReceiptObject(TypedDict):
+    """Proof that a processor was applied."""
+
+    digest: str
+    """The processor's digest."""
+    name: str
+    """The processor's name."""
+    steps: int
+    """Number of steps in which it was applied."""
+    milliseconds: float
+    """Time spent in the processor: each call's time, divided by the rows of the call."""
+
+
+@documented({"token_id": 30, "text": "."})
+class TraceToken(TypedDict):
+    """A token."""
+
+    token_id: int
+    """Token id."""
+    text: str
+    """The token's text."""
+
+
+@documented(
+    {
+        "stage": "processor",
+        "name": "Lipogram",
+        "digest": DIGEST,
+        "again": True,
+        "logprobs": [-0.105, None],
+        "num_allowed": 12345,
+    }
+)
+class TraceStageObject(TypedDict):
+    """The candidates' log-probabilities at one stage of a step."""
+
+    stage: StageName
+    """`model`: the model's logits. `request`: after the request's sampling parameters. `processor`: after one of its
+    processors. `sampling`: the distribution that the token was sampled from."""
+    name: NotRequired[str]
+    """Only for a processor: its name."""
+    digest: NotRequired[str]
+    """Only for a processor: its digest."""
+    again: NotRequired[Literal[True]]
+    """Only for a mask, which runs before and after the other processors: this is its second run."""
+    logprobs: list[float | None]
+    """Log-probability of each candidate at this stage; null: forbidden."""
+    num_allowed: int
+    """Number of tokens allowed at this stage; 1: the token is forced."""
+
+
+@documented(
+    {
+        "token_id": 30,
+        "text": ".",
+        "candidates": [{"token_id": 30, "text": "."}, {"token_id": 28, "text": ","}],
+        "stages": [
+            {"stage": "model", "logprobs": [-0.105, -2.303], "num_allowed": 49152},
+            {"stage": "request", "logprobs": [-0.105, -2.303], "num_allowed": 49152},
+            {
+                "stage": "processor",
+                "name": "Lipogram",
+                "digest": DIGEST,
+                "logprobs": [-0.001, None],
+                "num_allowed": 12345,
+            },
+            {"stage": "sampling", "logprobs": [0.0, None], "num_allowed": 1},
+        ],
+    }
+)
+class TokenTraceObject(TypedDict):
+    """How the probabilities changed from the model's logits to the sampled token."""
+
+    token_id: int
+    """The sampled token."""
+    text: str
+    """The token's text."""
+    candidates: list[TraceToken]
+    """The most likely tokens of all stages and the sampled token, sorted by the model's probability."""
+    stages: list[TraceStageObject]
+    """The stages, in order."""
