@@ -1,4 +1,4 @@
-"""The trusted channel between the server, the launcher and the template: framed messages that may carry descriptors."""
+"""The trusted channel between the server, the launcher and the zygote: framed messages that may carry descriptors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .protocol import HEADER
 _MOST_DESCRIPTORS = 4
 
 
-class Note(IntEnum):
-    """Kind of a message. What follows each are its values and, in brackets, its descriptors."""
+class ControlMessage(IntEnum):
+    """Command of a message. What follows each are its values and, in brackets, its descriptors."""
 
     SETUP = 1
-    """To the launcher: see `launcher.Setup`."""
+    """To the launcher: see `launcher.SandboxSetup`."""
     LOADED = 2
     """From the launcher: everything is imported."""
     START = 3
-    """To the launcher: start a template [its channel]."""
+    """To the launcher: start a zygote [its channel]."""
     READY = 4
-    """From a template: what protects its sandboxes, and what a self-test got through [pidfd of the template]."""
+    """From a zygote: what protects its sandboxes, and what a self-test got through [pidfd of the zygote]."""
     FORK = 5
-    """To a template: id [connection, region]."""
+    """To a zygote: id [connection, region]."""
     FORKED = 6
-    """From a template: id [pidfd]."""
+    """From a zygote: id [pidfd]."""
     NOT_FORKED = 7
-    """From a template: id, why."""
+    """From a zygote: id, why."""
     EXITED = 8
-    """From a template: id, wait status."""
+    """From a zygote: id, wait status."""
 
 
 class ChannelClosed(Exception):
@@ -46,7 +46,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
-    def send(self, note: Note, *values: Any, descriptors: Sequence[int] = ()) -> None:
+    def send(self, note: ControlMessage, *values: Any, descriptors: Sequence[int] = ()) -> None:
         """Send plain values. The caller keeps its descriptors.
 
         Raises:
@@ -63,7 +63,7 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
-    def receive(self) -> tuple[Note, tuple[Any, ...], list[int]]:
+    def receive(self) -> tuple[ControlMessage, tuple[Any, ...], list[int]]:
         """Wait for a message: its kind, values and descriptors.
 
         Raises:
@@ -74,7 +74,7 @@ class Channel:
             header, descriptors = self._receive_with_descriptors()
             header += self._read(HEADER.size - len(header))
             note, _, size = HEADER.unpack(header)
-            return Note(note), marshal.loads(self._read(size)), descriptors
+            return ControlMessage(note), marshal.loads(self._read(size)), descriptors
         except (ChannelClosed, OSError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The process that templates are forked from: it imports everything once, so that a new template takes milliseconds.
+"""The process that zygotes are forked from: it imports everything once, so that a new zygote takes milliseconds.
 
 It is exec'ed with an environment of its own, so that nothing of the server's memory is in it. It never runs a client's
-code, and starts another template when the server asks for one because the last was killed.
+code, and starts another zygote when the server asks for one because the last was killed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from logitship.client.scrub import known_folders
 from logitship.client.serialization import class_unpickler  # noqa: F401
 from logitship.sampler.processors.request_view import ModelView
 
-from .channel import Channel, ChannelClosed, Note
+from .channel import Channel, ChannelClosed, ControlMessage
 from .kernel import limits, namespaces, privileges
-from .zygote import Setup, Template
+from .zygote import SandboxSetup, Zygote
 
 
 def main(descriptor: int) -> NoReturn:
@@ -38,16 +38,16 @@ def main(descriptor: int) -> NoReturn:
     channel = Channel(socket.socket(fileno=descriptor))
     limits.die_first_when_memory_is_short()
     warm_up()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the processes around the templates ended
-    setup: Setup | None = None
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the processes around the zygotes ended
+    setup: SandboxSetup | None = None
     try:
         while True:
             note, values, descriptors = channel.receive()
-            if note is Note.SETUP:
+            if note is ControlMessage.SETUP:
                 setup = _read_setup(*values)
-            elif note is Note.START:
+            elif note is ControlMessage.START:
                 assert setup is not None
-                start_template(setup, channel, *descriptors)
+                start_zygote(setup, channel, *descriptors)
     except ChannelClosed:
         with contextlib.suppress(ChildProcessError):
             os.wait()  # ends with the last child, because of what SIGCHLD is set to
@@ -65,29 +65,29 @@ def warm_up() -> None:
     known_folders()  # looks at the file system
 
 
-def start_template(setup: Setup, channel: Channel, descriptor: int) -> None:
-    """Fork a template, which speaks with the server on the channel of this descriptor."""
+def start_zygote(setup: SandboxSetup, channel: Channel, descriptor: int) -> None:
+    """Fork a zygote, which speaks with the server on the channel of this descriptor."""
     if os.fork():
         os.close(descriptor)
         return
-    # In between, a process enters the template's namespaces: only its children are in a new process namespace.
+    # In between, a process enters the zygote's namespaces: only its children are in a new process namespace.
     try:
-        privileges.die_with_parent(signal.SIGKILL)  # and the template with this one
+        privileges.die_with_parent(signal.SIGKILL)  # and the zygote with this one
         channel.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         entered = namespaces.enter()
-        template = os.fork()
-        if template == 0:
-            Template(Channel(socket.socket(fileno=descriptor)), setup, entered).run()
+        zygote = os.fork()
+        if zygote == 0:
+            Zygote(Channel(socket.socket(fileno=descriptor)), setup, entered).run()
         os.close(descriptor)
-        os.waitpid(template, 0)
+        os.waitpid(zygote, 0)
     finally:
         os._exit(0)
 
 
 def _read_setup(
     names: str, tokenizer: bytes, eos_token_ids: tuple[int, ...], vocab_size: int, max_rows: int, memory_limit: int
-) -> Setup:
+) -> SandboxSetup:
     module, _, attribute = names.partition(":")
     table: Mapping[tuple[str, str], Any] = getattr(importlib.import_module(module), attribute)
     # The server's own object, sent before any client's code exists.
@@ -95,7 +95,7 @@ def _read_setup(
     assert threading.active_count() == 1, "namespaces can only be entered by a process without threads"
     gc.collect()
     gc.freeze()  # else the collector would touch, and so copy, every object in every sandbox
-    return Setup(table, model, max_rows, memory_limit)
+    return SandboxSetup(table, model, max_rows, memory_limit)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import struct
 from enum import IntEnum
 
 HEADER = struct.Struct("<IIQ")
-"""Kind, number of the call, bytes of the body."""
+"""Command, number of the call, bytes of the body."""
 
 LONGEST_ANSWER = 1 << 16
 """Bytes of an answer's body. The server reads no further, and takes a longer one for an attack."""
@@ -40,7 +40,7 @@ LONGEST_ANSWER = 1 << 16
 FLOAT_BYTES = 4
 
 
-class Kind(IntEnum):
+class Command(IntEnum):
     """Of a message."""
 
     LOAD = 1

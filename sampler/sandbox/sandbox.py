@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .zygote_process import ForkedProcess, ZygoteProcess
 
 _STATUS_TIMEOUT = 0.25
@@ -70,11 +70,11 @@ class Sandbox:
         group: handles of the sequences that it was told the rows of a call belong to.
     """
 
-    def __init__(self, template: ZygoteProcess, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, zygote: ZygoteProcess, max_rows: int, vocab_size: int) -> None:
         """Fork a sandbox.
 
         Raises:
-            ZygoteError: there is no template to fork it from.
+            ZygoteError: there is no zygote to fork it from.
             OSError: this process has no room for it, or no descriptors left.
         """
         region = _sealed_memory(max_rows * vocab_size * FLOAT_BYTES)
@@ -84,7 +84,7 @@ class Sandbox:
             at_once.callback(theirs.close)
             on_failure.callback(self._connection.close)
             memory = mmap.mmap(region, 0)
-            self._process: ForkedProcess = template.fork(theirs.fileno(), region)
+            self._process: ForkedProcess = zygote.fork(theirs.fileno(), region)
             on_failure.callback(os.close, self._process.pidfd)
             self._stat = f"/proc/{_pid(self._process.pidfd)}/stat"
             on_failure.pop_all()
@@ -124,7 +124,7 @@ class Sandbox:
         assert self._death is not None
         return SandboxDied(self._death.kind, self._death.reason)
 
-    def tell(self, kind: Kind, body: bytes) -> None:
+    def tell(self, kind: Command, body: bytes) -> None:
         """Say something that has no answer, with the next call."""
         self._outbox += pack(kind, 0, body)
 
@@ -134,7 +134,7 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 del self._outbox[: self._connection.send(self._outbox, socket.MSG_NOSIGNAL)]
 
-    def begin(self, kind: Kind, body: bytes, timeout: float) -> None:
+    def begin(self, kind: Command, body: bytes, timeout: float) -> None:
         """Begin a call. Never waits.
 
         Args:
@@ -203,7 +203,7 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def distrust(self) -> SandboxDied:
+    def reject_answer(self) -> SandboxDied:
         """Kill it because of what it answered."""
         self.kill("protocol", "answered what no worker answers: its process was killed")
         return self.death
@@ -290,7 +290,7 @@ class Sandbox:
         end = HEADER.size + size
         answer = _ANSWERS.get(kind)
         if number != call.number or size > LONGEST_ANSWER or len(call.received) > end or answer is None:
-            raise self.distrust()
+            raise self.reject_answer()
         if len(call.received) < end or call.unsent:
             return None
         return answer, bytes(call.received[HEADER.size :])
@@ -365,6 +365,6 @@ def _sealed_memory(size: int) -> int:
 
 
 def _pid(pidfd: int) -> int:
-    """The process's number as this process sees it: the template sees another."""
+    """The process's number as this process sees it: the zygote sees another."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))

@@ -20,7 +20,7 @@ from logitship.client.serialization.processor_string import PickledProcessor, Pr
 from logitship.sampler.processors.class_description import ClassDescription, from_bytes
 from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
 
-from .protocol import Answer, Kind
+from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import SandboxRow, SandboxRun
 from .sandboxed_processor import LONGEST_TEXT, SandboxedProcessor
@@ -35,7 +35,7 @@ WATCH_INTERVAL = 0.25
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a sandbox may take, beside memory, which the template limits.
+    """What a sandbox may take, beside memory, which the zygote limits.
 
     Attributes:
         cpu_time: CPU seconds outside its calls.
@@ -67,18 +67,18 @@ class SandboxExecutor:
     """A `ProcessorExecutor` whose processors run in sandboxes: nothing that came with a request runs in this process.
 
     Args:
-        template: forks the sandboxes.
+        zygote: forks the sandboxes.
         max_rows: most rows of a call.
         vocab_size: width of the logits.
         num_spares: sandboxes that are started before they are needed.
     """
 
     def __init__(
-        self, template: ZygoteProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
+        self, zygote: ZygoteProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
     ) -> None:
-        self._template = template
+        self._zygote = zygote
         self._limits = limits
-        self._spares = SpareSandboxes(lambda: Sandbox(template, max_rows, vocab_size), num_spares)
+        self._spares = SpareSandboxes(lambda: Sandbox(zygote, max_rows, vocab_size), num_spares)
         self._handles = itertools.count()
         self._sandboxes: set[Sandbox] = set()
         self._unreported: dict[Sandbox, SandboxedProcessor] = {}
@@ -135,7 +135,7 @@ class SandboxExecutor:
         try:
             # Rows that lost their state with their sandbox need no other one.
             sandbox = (
-                self._living(sandboxed) if any(row.sandbox is None for row in members) else sandboxed.living_or_last
+                self._living(sandboxed) if any(row.sandbox is None for row in members) else sandboxed.current_sandbox
             )
         except SandboxDied as died:
             sandbox = died
@@ -151,7 +151,7 @@ class SandboxExecutor:
     def close(self) -> None:
         """End all sandboxes."""
         self._stopped.set()
-        self._template.close()
+        self._zygote.close()
         self._spares.close()
         for sandbox in list(self._sandboxes):
             self._end(sandbox)
@@ -210,36 +210,36 @@ class SandboxExecutor:
         Raises:
             SandboxDied: there is none.
         """
-        if sandboxed.living_or_last.check():
-            return sandboxed.living_or_last
+        if sandboxed.current_sandbox.check():
+            return sandboxed.current_sandbox
         try:
-            sandboxed.revival = sandboxed.revival or self._revive(sandboxed)
-            sandboxed.revival.result(self._limits.step_timeout)
+            sandboxed.restart = sandboxed.restart or self._revive(sandboxed)
+            sandboxed.restart.result(self._limits.step_timeout)
         except FutureTimeout:
             raise SandboxDied("load", "is being loaded again, after its process ended: try again") from None
         # Whatever is in the way of one processor must not end the step of all.
         except Exception as error:
-            sandboxed.revival = None
+            sandboxed.restart = None
             if not isinstance(error, ProcessorLoadError):
                 logger.exception("no sandbox can be started again")
                 error = ProcessorLoadError("no sandbox can be started now")
             raise SandboxDied("load", f"could not be loaded again, after its process ended: {error}") from None
-        sandboxed.revival = None
-        return sandboxed.living_or_last
+        sandboxed.restart = None
+        return sandboxed.current_sandbox
 
     def _revive(self, sandboxed: SandboxedProcessor) -> Future[None]:
-        revival: Future[None] = Future()
+        restart: Future[None] = Future()
 
         def revive() -> None:
             try:
                 self._start(sandboxed)
             except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
-                revival.set_exception(error)
+                restart.set_exception(error)
             else:
-                revival.set_result(None)
+                restart.set_result(None)
 
-        threading.Thread(target=revive, name="logitship-revive", daemon=True).start()
-        return revival
+        threading.Thread(target=revive, name="logitship-restart", daemon=True).start()
+        return restart
 
     def _watch(self) -> None:
         """Kill sandboxes that compute while nobody asks them for anything, and report those that died."""
@@ -280,12 +280,12 @@ def _loaded(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescriptio
         ProcessorLoadError: it cannot be loaded; says why.
     """
     try:
-        sandbox.begin(Kind.LOAD, message, timeout)
+        sandbox.begin(Command.LOAD, message, timeout)
         answer, body = sandbox.finish()
         if answer is Answer.LOADED:
             return _described(sandbox, body)
         if answer is not Answer.REFUSED:
-            raise sandbox.distrust()
+            raise sandbox.reject_answer()
     except SandboxDied as died:
         raise ProcessorLoadError(f"the processor {died.reason} (while it was loaded)") from None
     raise ProcessorLoadError(scrub(body.decode(errors="replace"))[:LONGEST_TEXT])
@@ -295,4 +295,4 @@ def _described(sandbox: Sandbox, body: bytes) -> ClassDescription:
     try:
         return from_bytes(body)
     except ValueError:
-        raise sandbox.distrust() from None
+        raise sandbox.reject_answer() from None

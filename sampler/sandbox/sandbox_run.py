@@ -14,7 +14,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, RunOutcome
 from logitship.sampler.sampling_params import SamplingParams
 
-from .protocol import Answer, Kind
+from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any
 from .sandboxed_processor import SandboxedProcessor, read_faults
 
@@ -44,13 +44,13 @@ class SandboxRow:
         twin = SandboxRow(replace(self.sequence, output_token_ids=output_token_ids), self._handles)
         twin.sandbox, twin.num_known = self.sandbox, self.num_known
         if self.sandbox is not None and self.sandbox.alive:
-            self.sandbox.tell(Kind.FORK, marshal.dumps((self.handle, twin.handle)))
+            self.sandbox.tell(Command.FORK, marshal.dumps((self.handle, twin.handle)))
         return twin
 
     def close(self) -> None:
         """See `ExecutorRow.close`."""
         if self.sandbox is not None and self.sandbox.alive:
-            self.sandbox.tell(Kind.DETACH, marshal.dumps(self.handle))
+            self.sandbox.tell(Command.DETACH, marshal.dumps(self.handle))
             self.sandbox.flush()  # there may be no other call: the sequence's state goes now
 
     def attach_message(self) -> bytes:
@@ -87,7 +87,7 @@ def tokens_message(sandbox: Sandbox, rows: Sequence[SandboxRow]) -> bytes:
     """
     handles = [row.handle for row in rows]
     if handles != sandbox.group:
-        sandbox.tell(Kind.GROUP, marshal.dumps(handles))
+        sandbox.tell(Command.GROUP, marshal.dumps(handles))
         sandbox.group = handles
     tokens = [row.new_tokens() for row in rows]
     return marshal.dumps(tokens) if any(tokens) else b""
@@ -133,7 +133,7 @@ class SandboxRun:
             self._sandbox = sandbox
             # One whose step was given up before it was finished: asking again ends that call, and the sandbox.
             self._under_way[:] = [run for run in self._under_way if run._sandbox is not sandbox]
-            self._ask(Kind.STEP, tokens_message(sandbox, [rows[place] for place in self._places]), self._timeout)
+            self._ask(Command.STEP, tokens_message(sandbox, [rows[place] for place in self._places]), self._timeout)
 
     def _introduce(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, place: int) -> bool:
         """Tell a sandbox of a sequence that it does not know. False if that is not possible: the row has a fault."""
@@ -143,7 +143,7 @@ class SandboxRun:
             self.fail([place], sandbox)
         else:
             try:
-                sandbox.tell(Kind.ATTACH, row.attach_message())
+                sandbox.tell(Command.ATTACH, row.attach_message())
             except ValueError as error:
                 self._faults[place] = self._processor.fault_of("exception", f"cannot be given its parameters: {error}")
             else:
@@ -181,11 +181,11 @@ class SandboxRun:
         self._ended = time.perf_counter()
         if answer[0] is Answer.AGAIN and not self._is_retry:
             self._is_retry = True
-            self._ask(Kind.RETRY, b"", self._began + self._timeout - self._ended)
+            self._ask(Command.RETRY, b"", self._began + self._timeout - self._ended)
         else:
             self._answer = answer
 
-    def _ask(self, kind: Kind, body: bytes, timeout: float) -> None:
+    def _ask(self, kind: Command, body: bytes, timeout: float) -> None:
         assert self._sandbox is not None
         try:
             self._copy_in()
@@ -207,10 +207,10 @@ class SandboxRun:
             try:
                 told = read_faults(body, self._processor, len(self._places))
             except ValueError:
-                raise self._sandbox.distrust() from None
+                raise self._sandbox.reject_answer() from None
             self._faults |= {self._places[row]: fault for row, fault in told.items()}
         elif answer is not Answer.DONE:
-            raise self._sandbox.distrust()
+            raise self._sandbox.reject_answer()
         self._copy_out()
 
     def _copy_out(self) -> None:

@@ -27,7 +27,7 @@ class SandboxedProcessor:
         lock: held while a sandbox is started.
         sandbox: the last one that was started; None until there was one.
         described: what its class says of itself, as far as its sandbox is to be believed.
-        revival: a thread that starts the next one, on behalf of a step.
+        restart: a thread that starts the next one, on behalf of a step.
     """
 
     def __init__(self, digest: str, tenant: str, load_message: bytes) -> None:
@@ -37,7 +37,7 @@ class SandboxedProcessor:
         self.lock = threading.Lock()
         self.sandbox: Sandbox | None = None
         self.described = ClassDescription("")
-        self.revival: Future[None] | None = None
+        self.restart: Future[None] | None = None
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class SandboxedProcessor:
         return self.described.name
 
     @property
-    def living_or_last(self) -> Sandbox:
+    def current_sandbox(self) -> Sandbox:
         """Its sandbox, after the first was started."""
         assert self.sandbox is not None
         return self.sandbox
@@ -56,9 +56,9 @@ class SandboxedProcessor:
 
     def fault_of(self, kind: str, reason: str) -> ProcessorFault:
         """A fault of this processor, for a reason that goes on a sentence."""
-        return self.told_fault(kind, f"processor {self.name} {reason}", "")
+        return self.make_fault(kind, f"processor {self.name} {reason}", "")
 
-    def told_fault(self, kind: str, message: str, traceback: str) -> ProcessorFault:
+    def make_fault(self, kind: str, message: str, traceback: str) -> ProcessorFault:
         """A fault of this processor, in the words of its sandbox."""
         return ProcessorFault(message, digest=self.digest, name=self.name, kind=kind, traceback=traceback)
 
@@ -78,7 +78,7 @@ def read_faults(body: bytes, processor: SandboxedProcessor, num_rows: int) -> di
             case [[*rows], "exception" | "bad_result" | "uncopyable" as kind, str(message), str(traceback)] if all(
                 type(row) is int and 0 <= row < num_rows for row in rows
             ):
-                fault = processor.told_fault(kind, scrub(message)[:LONGEST_TEXT], scrub(traceback)[-LONGEST_TEXT:])
+                fault = processor.make_fault(kind, scrub(message)[:LONGEST_TEXT], scrub(traceback)[-LONGEST_TEXT:])
                 faults |= dict.fromkeys(rows, fault)
             case _:
                 raise ValueError("not a fault")

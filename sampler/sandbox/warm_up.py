@@ -1,6 +1,6 @@
 """What a sandbox does before there is a processor for it, so that the first one finds it warm.
 
-A forked process shares its memory with the template, page by page, until it writes to the page. Python writes to nearly
+A forked process shares its memory with the zygote, page by page, until it writes to the page. Python writes to nearly
 all that it reads, because objects count their references: the first load and the first call of a processor copy some
 thousand pages. Here that happens while nobody waits.
 """
@@ -15,7 +15,7 @@ import torch
 from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.processors.request_view import ModelView
 
-from .protocol import Kind
+from .protocol import Command
 from .worker import Worker
 
 
@@ -38,7 +38,7 @@ def warm_up(logits: torch.Tensor, model: ModelView) -> None:
     worker = Worker(logits, model, {})
     worker.use(_Example)
     first, second = b"\0" * 8, (1).to_bytes(8, "little")
-    worker.handle(Kind.ATTACH, marshal.dumps((0, "", {"banned": [0]}, first, second, {})))
-    worker.handle(Kind.STEP, marshal.dumps([(0, [])]))
-    worker.handle(Kind.DETACH, marshal.dumps(0))
+    worker.handle(Command.ATTACH, marshal.dumps((0, "", {"banned": [0]}, first, second, {})))
+    worker.handle(Command.STEP, marshal.dumps([(0, [])]))
+    worker.handle(Command.DETACH, marshal.dumps(0))
     logits[:1].zero_()

@@ -25,7 +25,7 @@ from logitship.sampler.processors.class_description import ClassDescription, des
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
-from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from .protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .row_retry import RowRetry
 
 _Answer: TypeAlias = tuple[Answer, bytes]
@@ -33,7 +33,7 @@ _Faults: TypeAlias = dict[int, ProcessorFault]
 
 
 @dataclass
-class Member:
+class SequenceState:
     """A sequence whose rows the processor edits.
 
     Attributes:
@@ -54,7 +54,7 @@ class Member:
             self.output_ids.extend(tokens)
             self.view.output_ids = self.output_ids  # it may have been replaced or deleted
 
-    def fork(self, name: str, model: ModelView) -> Member:
+    def fork(self, name: str, model: ModelView) -> SequenceState:
         """A copy for a sequence that goes on by itself.
 
         Args:
@@ -64,11 +64,11 @@ class Member:
             ProcessorFault: something cannot be copied.
         """
         shared = (model.tokenizer, getattr(self.view, "sampling_params", None))
-        return Member(*duplicate((self.params, self.view, self.output_ids), shared, name=name))
+        return SequenceState(*duplicate((self.params, self.view, self.output_ids), shared, name=name))
 
 
 @dataclass
-class Group:
+class CallGroup:
     """The sequences that the rows of a call belong to, of those calls until others are named.
 
     Attributes:
@@ -79,7 +79,7 @@ class Group:
         uncopied: the faults of the others, which have no state, by row.
     """
 
-    members: list[Member]
+    members: list[SequenceState]
     logits: torch.Tensor | None
     places: list[int]
     uncopied: _Faults
@@ -98,20 +98,20 @@ class Worker:
         self._logits = logits
         self._model = model
         self._names = names
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, SequenceState] = {}
         self._processor: CustomLogitProcessor | None = None
         self._name = ""
         self._retry = RowRetry(self._call)
         self._uncopied: dict[int, ProcessorFault] = {}
-        self._group = Group([], None, [], {})
+        self._group = CallGroup([], None, [], {})
         self._handlers: dict[int, Callable[[bytes], _Answer | None]] = {
-            Kind.LOAD: self._load,
-            Kind.ATTACH: self._attach,
-            Kind.FORK: self._fork,
-            Kind.DETACH: self._detach,
-            Kind.GROUP: self._regroup,
-            Kind.STEP: self._step,
-            Kind.RETRY: self._try_again,
+            Command.LOAD: self._load,
+            Command.ATTACH: self._attach,
+            Command.FORK: self._fork,
+            Command.DETACH: self._detach,
+            Command.GROUP: self._regroup,
+            Command.STEP: self._step,
+            Command.RETRY: self._try_again,
         }
 
     def handle(self, kind: int, body: bytes) -> _Answer | None:
@@ -145,7 +145,7 @@ class Worker:
             sampling_params=SamplingParams(**sampling),
             model=self._model,
         )
-        self._members[handle] = Member({**params, "__req__": view}, view, view.output_ids)
+        self._members[handle] = SequenceState({**params, "__req__": view}, view, view.output_ids)
 
     def _fork(self, body: bytes) -> None:
         source, target = marshal.loads(body)
@@ -162,14 +162,14 @@ class Worker:
         gone = self._members.pop(handle, None)
         self._uncopied.pop(handle, None)
         if any(member is gone for member in self._group.members):
-            self._group = Group([], None, [], {})  # its state goes now; the next call is for other rows
+            self._group = CallGroup([], None, [], {})  # its state goes now; the next call is for other rows
 
     def _regroup(self, body: bytes) -> None:
         handles = marshal.loads(body)
         places = [row for row, handle in enumerate(handles) if handle not in self._uncopied]
         members = [self._members[handles[row]] for row in places]
         uncopied = {row: self._uncopied[handle] for row, handle in enumerate(handles) if handle in self._uncopied}
-        self._group = Group(members, None if uncopied else self._logits[: len(members)], places, uncopied)
+        self._group = CallGroup(members, None if uncopied else self._logits[: len(members)], places, uncopied)
 
     def _step(self, body: bytes) -> _Answer:
         if body:
@@ -185,7 +185,7 @@ class Worker:
         assert faults is not None
         return _told(faults)
 
-    def _edit(self, attempt: Callable[[torch.Tensor, Sequence[Member]], _Faults | None]) -> _Faults | None:
+    def _edit(self, attempt: Callable[[torch.Tensor, Sequence[SequenceState]], _Faults | None]) -> _Faults | None:
         """Call the processor on the rows of the sequences that have a state; of the others, give the faults.
 
         Returns:

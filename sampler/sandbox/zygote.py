@@ -1,4 +1,4 @@
-"""The template: a warm process that sandboxes are forked from.
+"""The zygote: a warm process that sandboxes are forked from.
 
 It never runs a client's code itself, and reads nothing but the server's channel.
 """
@@ -23,7 +23,7 @@ import torch
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.lockdown import Lockdown, readable_paths
 
-from .channel import Channel, ChannelClosed, Note
+from .channel import Channel, ChannelClosed, ControlMessage
 from .kernel import jail_root, privileges, protections, self_test
 from .protocol import FLOAT_BYTES, Answer, pack
 from .warm_up import warm_up
@@ -38,7 +38,7 @@ _NUM_UIDS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Setup:
+class SandboxSetup:
     """What all sandboxes have in common.
 
     Attributes:
@@ -54,14 +54,14 @@ class Setup:
     memory_limit: int
 
 
-class Template:
+class Zygote:
     """Forks sandboxes, and tells the server how they ended.
 
     Args:
         entered: the namespaces that this process is the first of.
     """
 
-    def __init__(self, channel: Channel, setup: Setup, entered: tuple[str, ...]) -> None:
+    def __init__(self, channel: Channel, setup: SandboxSetup, entered: tuple[str, ...]) -> None:
         self._channel = channel
         self._setup = setup
         self._entered = entered
@@ -81,7 +81,9 @@ class Template:
             )
             self._lockdown = Lockdown(readable, memory_limit=self._setup.memory_limit, jail_root=jailed)
             failures = self._tested() if found.sufficient else []
-            self._channel.send(Note.READY, found.to_json(), failures, descriptors=[os.pidfd_open(os.getpid())])
+            self._channel.send(
+                ControlMessage.READY, found.to_json(), failures, descriptors=[os.pidfd_open(os.getpid())]
+            )
             self._serve()
         except ChannelClosed:
             os._exit(0)
@@ -104,7 +106,7 @@ class Template:
                     self._reap()
                 else:
                     note, values, descriptors = self._channel.receive()
-                    assert note is Note.FORK
+                    assert note is ControlMessage.FORK
                     self._fork(*values, *descriptors)
 
     def _reap(self) -> None:
@@ -117,13 +119,13 @@ class Template:
                 return
             sandbox = self._sandboxes.pop(pid, None)
             if sandbox is not None:
-                self._channel.send(Note.EXITED, sandbox, status)
+                self._channel.send(ControlMessage.EXITED, sandbox, status)
 
     def _fork(self, sandbox: int, connection: int, region: int) -> None:
         try:
             pid = os.fork()
         except OSError as error:
-            self._channel.send(Note.NOT_FORKED, sandbox, str(error))
+            self._channel.send(ControlMessage.NOT_FORKED, sandbox, str(error))
         else:
             if pid == 0:
                 try:
@@ -132,7 +134,7 @@ class Template:
                     os._exit(1)
             self._sandboxes[pid] = sandbox
             pidfd = os.pidfd_open(pid)
-            self._channel.send(Note.FORKED, sandbox, descriptors=[pidfd])
+            self._channel.send(ControlMessage.FORKED, sandbox, descriptors=[pidfd])
             os.close(pidfd)
         os.close(connection)
         os.close(region)

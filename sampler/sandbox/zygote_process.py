@@ -1,4 +1,4 @@
-"""The server's side of the launcher and of the template: starts them, starts them again, asks for sandboxes."""
+"""The server's side of the launcher and of the zygote: starts them, starts them again, asks for sandboxes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.protections import Protections
 
-from .channel import Channel, ChannelClosed, Note
+from .channel import Channel, ChannelClosed, ControlMessage
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 120.0
 """Seconds that the launcher gets to import torch, on a machine that does much else."""
 FORK_TIMEOUT = 20.0
-"""Seconds that a template gets to fork. One that takes longer is killed, and the next one asked."""
+"""Seconds that a zygote gets to fork. One that takes longer is killed, and the next one asked."""
 END_TIMEOUT = 5.0
 """Seconds that the processes get to end by themselves. They need milliseconds."""
 
@@ -54,7 +54,7 @@ _VARIABLES = {
 
 
 class ZygoteError(Exception):
-    """No template can be started; the message is for the operator."""
+    """No zygote can be started; the message is for the operator."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ForkedProcess:
 
     Attributes:
         pidfd: refers to it, whatever becomes of its number. The owner closes it.
-        status: its wait status once it has ended; None if nobody can tell, because the template ended too.
+        status: its wait status once it has ended; None if nobody can tell, because the zygote ended too.
     """
 
     pidfd: int
@@ -76,8 +76,8 @@ class ForkedProcess:
 
 
 @dataclass
-class _Template:
-    """A template that runs.
+class _RunningZygote:
+    """A zygote that runs.
 
     Attributes:
         pidfd: refers to its process.
@@ -94,7 +94,7 @@ class _Template:
 
 
 class ZygoteProcess:
-    """Keeps a template running. Safe to use from several threads.
+    """Keeps a zygote running. Safe to use from several threads.
 
     `start` begins to import what sandboxes need, which takes seconds, and returns at once; `set_up` says the rest.
 
@@ -113,7 +113,7 @@ class ZygoteProcess:
         self._setup: tuple[object, ...] | None = None
         self._launcher: subprocess.Popen[bytes] | None = None
         self._launcher_channel: Channel | None = None
-        self._template: _Template | None = None
+        self._zygote: _RunningZygote | None = None
         self._readers: list[threading.Thread] = []
         self._closed = False
 
@@ -133,7 +133,7 @@ class ZygoteProcess:
             self._start_launcher()
 
     def set_up(self, model: ModelView) -> Protections:
-        """Say what sandboxes are to know of the model, and start a template.
+        """Say what sandboxes are to know of the model, and start a zygote.
 
         Returns:
             What protects the sandboxes.
@@ -150,8 +150,8 @@ class ZygoteProcess:
             self._setup = (self._names, tokenizer, eos_token_ids, model.vocab_size, self._max_rows, self._memory_limit)
             assert self._launcher_channel is not None
             with contextlib.suppress(ChannelClosed):  # then there will be a new one, which is told
-                self._launcher_channel.send(Note.SETUP, *self._setup)
-            return self._living_template().protections
+                self._launcher_channel.send(ControlMessage.SETUP, *self._setup)
+            return self._living_zygote().protections
 
     def fork(self, connection: int, region: int) -> ForkedProcess:
         """A new sandbox.
@@ -161,35 +161,35 @@ class ZygoteProcess:
             region: descriptor of its region.
 
         Raises:
-            ZygoteError: there is no template, and none can be started.
+            ZygoteError: there is no zygote, and none can be started.
         """
-        for _ in range(3):  # a template may end at any time: there will be another
+        for _ in range(3):  # a zygote may end at any time: there will be another
             with self._lock:
-                template = self._living_template()
+                zygote = self._living_zygote()
                 sandbox = next(self._ids)
                 forked: Future[int] = Future()
                 status: Future[int | None] = Future()
-                template.forks[sandbox], template.statuses[sandbox] = forked, status
+                zygote.forks[sandbox], zygote.statuses[sandbox] = forked, status
                 with contextlib.suppress(ChannelClosed):  # the thread that reads notices it too
-                    template.channel.send(Note.FORK, sandbox, descriptors=[connection, region])
+                    zygote.channel.send(ControlMessage.FORK, sandbox, descriptors=[connection, region])
             try:
                 return ForkedProcess(forked.result(FORK_TIMEOUT), status)
             except ChannelClosed:
                 continue
             except FutureTimeout:
-                if template.forks.pop(sandbox, None) is None:  # it was done at the last moment
+                if zygote.forks.pop(sandbox, None) is None:  # it was done at the last moment
                     return ForkedProcess(forked.result(), status)
-                self._give_up(template)
+                self._give_up(zygote)
         raise ZygoteError("the process that sandboxes are forked from ends again and again")
 
     def close(self) -> None:
-        """End the template, with it all sandboxes, and the launcher. Harmless a second time."""
+        """End the zygote, with it all sandboxes, and the launcher. Harmless a second time."""
         self._closed = True
         if self._launcher_channel is not None:
             _hang_up(self._launcher_channel)  # before the lock: nobody who holds it waits for the launcher any longer
         with self._lock:
-            if self._template is not None:
-                _hang_up(self._template.channel)
+            if self._zygote is not None:
+                _hang_up(self._zygote.channel)
             self._end_launcher()
             readers, self._readers = self._readers, []
         for reader in readers:
@@ -208,20 +208,20 @@ class ZygoteProcess:
         theirs.close()
         self._launcher_channel = Channel(ours)
         if self._setup is not None:
-            self._launcher_channel.send(Note.SETUP, *self._setup)
+            self._launcher_channel.send(ControlMessage.SETUP, *self._setup)
 
-    def _living_template(self) -> _Template:
-        """The template; another one if it died. The lock is held."""
+    def _living_zygote(self) -> _RunningZygote:
+        """The zygote; another one if it died. The lock is held."""
         if self._closed:
             raise ZygoteError("the server is shutting down")
-        if self._template is None or not self._template.alive:
+        if self._zygote is None or not self._zygote.alive:
             try:
-                self._template = self._started()
+                self._zygote = self._started()
             except ChannelClosed:  # the launcher died
-                self._template = self._started_anew()
-        return self._template
+                self._zygote = self._started_anew()
+        return self._zygote
 
-    def _started_anew(self) -> _Template:
+    def _started_anew(self) -> _RunningZygote:
         self._end_launcher()
         if self._closed:
             raise ZygoteError("the server is shutting down")
@@ -240,67 +240,67 @@ class ZygoteProcess:
         _hang_up(self._launcher_channel)
         self._launcher_channel.close()
         try:
-            self._launcher.wait(END_TIMEOUT)  # for the last of its templates, too
+            self._launcher.wait(END_TIMEOUT)  # for the last of its zygotes, too
         except subprocess.TimeoutExpired:
             self._launcher.kill()
             self._launcher.wait()
 
-    def _started(self) -> _Template:
+    def _started(self) -> _RunningZygote:
         assert self._launcher_channel is not None
         ours, theirs = socket.socketpair()
         ours.settimeout(START_TIMEOUT)
         channel = Channel(ours)
         try:
             with theirs:
-                self._launcher_channel.send(Note.START, descriptors=[theirs.fileno()])
+                self._launcher_channel.send(ControlMessage.START, descriptors=[theirs.fileno()])
             note, (found, failures), (pidfd,) = channel.receive()
         except ChannelClosed:
             channel.close()
             raise
-        assert note is Note.READY
+        assert note is ControlMessage.READY
         protections = Protections.from_json(found)
         if not protections.sufficient or failures:
             channel.close()
             os.close(pidfd)
             raise ZygoteError(_insufficient(protections, failures))
         ours.settimeout(None)
-        template = _Template(channel, pidfd, protections)
-        reader = threading.Thread(target=self._read, args=(template,), name="logitship-template", daemon=True)
+        zygote = _RunningZygote(channel, pidfd, protections)
+        reader = threading.Thread(target=self._read, args=(zygote,), name="logitship-zygote", daemon=True)
         self._readers = [reader, *(other for other in self._readers if other.is_alive())]
         reader.start()
-        return template
+        return zygote
 
-    def _give_up(self, template: _Template) -> None:
+    def _give_up(self, zygote: _RunningZygote) -> None:
         """Have another one started, because this one does not answer."""
         with self._lock:
-            template.alive = False
-            _hang_up(template.channel)
+            zygote.alive = False
+            _hang_up(zygote.channel)
 
-    def _read(self, template: _Template) -> None:
-        """Take what a template says, until it ends."""
+    def _read(self, zygote: _RunningZygote) -> None:
+        """Take what a zygote says, until it ends."""
         try:
             while True:
-                note, (sandbox, *values), descriptors = template.channel.receive()
-                if note is Note.EXITED:
-                    template.statuses.pop(sandbox).set_result(values[0])
+                note, (sandbox, *values), descriptors = zygote.channel.receive()
+                if note is ControlMessage.EXITED:
+                    zygote.statuses.pop(sandbox).set_result(values[0])
                     continue
-                fork = template.forks.pop(sandbox, None)
+                fork = zygote.forks.pop(sandbox, None)
                 if fork is None:  # nobody waits for it any more
                     for descriptor in descriptors:
                         os.close(descriptor)
-                elif note is Note.FORKED:
+                elif note is ControlMessage.FORKED:
                     fork.set_result(descriptors[0])
                 else:
                     fork.set_exception(ZygoteError(f"the kernel gives no process: {values[0]}"))
         except ChannelClosed as closed:
             with self._lock:  # whoever asks for a fork sees either that it is dead, or this
-                template.alive = False
-            for fork in list(template.forks.values()):
+                zygote.alive = False
+            for fork in list(zygote.forks.values()):
                 fork.set_exception(closed)
-            for status in template.statuses.values():
+            for status in zygote.statuses.values():
                 status.set_result(None)
-            template.channel.close()
-            _end(template.pidfd)
+            zygote.channel.close()
+            _end(zygote.pidfd)
 
 
 def _insufficient(protections: Protections, failures: list[str]) -> str:
@@ -313,7 +313,7 @@ def _insufficient(protections: Protections, failures: list[str]) -> str:
 
 
 def _end(pidfd: int) -> None:
-    """See to the end of a template whose channel is closed. With it, its sandboxes have ended."""
+    """See to the end of a zygote whose channel is closed. With it, its sandboxes have ended."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     if not poll.poll(END_TIMEOUT * 1e3):

@@ -66,17 +66,17 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     """
     plugins = _load_plugins(config)
     registry = _registry(plugins, load_trees(config))
-    template = _start_template(config)  # beside the loading of the model: both take seconds
+    zygote = _start_zygote(config)  # beside the loading of the model: both take seconds
     thread = EngineThread()
     try:
         cores = thread.call(CoreBinding)  # before anything else: it finds its workers when they come into being
         model = loaded or thread.call(lambda: load_model(config))
-        shipped_executor = _shipped_executor(config, model, template)
+        shipped_executor = _shipped_executor(config, model, zygote)
         return thread.call(lambda: _built(config, model, plugins, registry, shipped_executor, thread, cores))
     except BaseException:
         thread.stop(timeout=0)
-        if template is not None:
-            template.close()
+        if zygote is not None:
+            zygote.close()
         raise
 
 
@@ -188,23 +188,21 @@ def _cache_bounds(config: ServerConfig) -> dict[str, int]:
     return {"max_entries": entries, "max_bytes": config.processor_cache_bytes}
 
 
-def _start_template(config: ServerConfig) -> ZygoteProcess | None:
+def _start_zygote(config: ServerConfig) -> ZygoteProcess | None:
     if not config.enable_custom_logit_processor or config.processor_isolation == "none":
         return None
-    template = ZygoteProcess(
-        names=_NAMES_IN_SANDBOXES, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory
-    )
-    template.start()
-    return template
+    zygote = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory)
+    zygote.start()
+    return zygote
 
 
-def _shipped_executor(config: ServerConfig, loaded: LoadedModel, template: ZygoteProcess | None) -> ProcessorExecutor:
+def _shipped_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProcess | None) -> ProcessorExecutor:
     if not config.enable_custom_logit_processor:
         return DisabledExecutor(SHIPPING_IS_OFF)
-    if template is None:
+    if zygote is None:
         return InProcessExecutor(SGLANG_NAMES)
     try:
-        protections = template.set_up(_model_view(loaded))
+        protections = zygote.set_up(_model_view(loaded))
     except ZygoteError as error:
         raise StartError(str(error)) from error
     logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
@@ -213,7 +211,7 @@ def _shipped_executor(config: ServerConfig, loaded: LoadedModel, template: Zygot
         step_timeout=config.sandbox_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
-    return SandboxExecutor(template, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
+    return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
 
 
 def _model_view(loaded: LoadedModel) -> ModelView:

@@ -147,7 +147,7 @@ def to_run(settings: PluginSettings, model: ModelView, max_rows: int) -> Request
 
 
 def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) -> ProcessorExecutor:
-    """Who runs what was shipped. Starts the template of the sandboxes: seconds.
+    """Who runs what was shipped. Starts the zygote of the sandboxes: seconds.
 
     Raises:
         ValueError: the kernel cannot lock shipped code in.
@@ -157,12 +157,12 @@ def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) 
     if settings.processor_isolation == "none":
         logger.warning("%sPROCESSOR_ISOLATION=none: code that comes with requests runs in this process", PREFIX)
         return InProcessExecutor(SGLANG_NAMES)
-    template = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=settings.sandbox_memory)
-    template.start()
+    zygote = ZygoteProcess(names=_NAMES_IN_SANDBOXES, max_rows=max_rows, memory_limit=settings.sandbox_memory)
+    zygote.start()
     try:
-        protections = template.set_up(model)
+        protections = zygote.set_up(model)
     except ZygoteError as error:
-        template.close()
+        zygote.close()
         raise ValueError(f"processors that come with requests cannot be run in sandboxes: {error}") from error
     logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
     limits = SandboxLimits(
@@ -170,7 +170,7 @@ def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) 
         step_timeout=settings.sandbox_step_timeout,
         load_timeout=settings.sandbox_load_timeout,
     )
-    return SandboxExecutor(template, limits, max_rows, model.vocab_size, NUM_SPARES)
+    return SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)
 
 
 def _registry(settings: PluginSettings) -> Registry:

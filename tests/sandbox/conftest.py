@@ -18,7 +18,7 @@ DEADLINE = 30.0
 
 @dataclass(frozen=True)
 class SandboxProcesses:
-    """The launchers, templates and sandboxes that stem from one module of tests.
+    """The launchers, zygotes and sandboxes that stem from one module of tests.
 
     Attributes:
         mark: a word that stands in the command lines of these, and in no other's.
@@ -27,7 +27,7 @@ class SandboxProcesses:
     mark: str
 
     def roles(self) -> dict[int, str]:
-        """By process id: `launcher`, `between` (the launcher and the template), `template` or `sandbox`.
+        """By process id: `launcher`, `between` (the launcher and the zygote), `zygote` or `sandbox`.
 
         What has ended is not among them, even if nobody has waited for it yet.
         """
@@ -60,8 +60,8 @@ class SandboxProcesses:
 
 
 def _role(is_child: bool, ids: list[str]) -> str:
-    if len(ids) > 1:  # in a process namespace of its own, of which the template is the first
-        return "template" if ids[-1] == "1" else "sandbox"
+    if len(ids) > 1:  # in a process namespace of its own, of which the zygote is the first
+        return "zygote" if ids[-1] == "1" else "sandbox"
     return "between" if is_child else "launcher"
 
 

@@ -25,7 +25,7 @@ import pytest
 
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox import zygote_process as template_process
+from logitship.sampler.sandbox import zygote_process
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 from logitship.server.config import ServerConfig
@@ -40,7 +40,7 @@ KILLS = 200
 LENGTH = 12
 PATIENCE = 30.0
 """Seconds after which a request counts as hanging. It takes a fraction of one."""
-WEIGHTS = {"sandbox": 150, "template": 36, "between": 8, "launcher": 6}
+WEIGHTS = {"sandbox": 150, "zygote": 36, "between": 8, "launcher": 6}
 """How often each is killed. A launcher takes the longest to come back: it imports torch."""
 NUMBERS = itertools.count()
 
@@ -382,11 +382,11 @@ def test_two_engines_do_not_disturb_each_other(loaded_model: LoadedModel, sandbo
     assert not sandbox_processes.roles()
 
 
-@pytest.mark.parametrize("stuck", ["launcher", "between", "template", "sandbox"])
+@pytest.mark.parametrize("stuck", ["launcher", "between", "zygote", "sandbox"])
 def test_the_engine_ends_processes_that_are_stopped(
     loaded_model: LoadedModel, sandbox_processes: Any, monkeypatch: pytest.MonkeyPatch, stuck: str
 ) -> None:
-    monkeypatch.setattr(template_process, "END_TIMEOUT", 0.2)
+    monkeypatch.setattr(zygote_process, "END_TIMEOUT", 0.2)
     engine = build_engine(config(), loaded_model)
     run(undisturbed(engine))
     for process in sandbox_processes.of(stuck):

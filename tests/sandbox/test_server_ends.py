@@ -134,7 +134,7 @@ def test_sigkill_of_the_server(serve: Callable[..., Serving], processes: Any) ->
     url = serving.url()
 
     def end() -> None:
-        assert set(processes.roles().values()) == {"launcher", "between", "template", "sandbox"}
+        assert set(processes.roles().values()) == {"launcher", "between", "zygote", "sandbox"}
         serving.process.kill()
 
     ends = asyncio.run(under_load(url, end))

@@ -1,4 +1,4 @@
-"""A root directory for the template and its sandboxes in which only the libraries are, read-only."""
+"""A root directory for the zygote and its sandboxes in which only the libraries are, read-only."""
 
 from __future__ import annotations
 

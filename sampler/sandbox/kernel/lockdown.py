@@ -19,7 +19,7 @@ _LAST_DESCRIPTOR = (1 << 32) - 1
 
 
 class Lockdown:
-    """What a sandbox is locked down with, prepared once in the template, before the forks.
+    """What a sandbox is locked down with, prepared once in the zygote, before the forks.
 
     It holds two file descriptors, close-on-exec, which forked processes use and then lose.
     """
@@ -38,10 +38,10 @@ class Lockdown:
         Args:
             readable: directories in which files may be opened for reading. Without Landlock and without a root
                 directory of their own, sandboxes open none at all.
-            memory_limit: bytes of address space that a sandbox may take on top of the template's.
-            drop_to: user and group id of sandboxes that get none of their own; None keeps the template's.
+            memory_limit: bytes of address space that a sandbox may take on top of the zygote's.
+            drop_to: user and group id of sandboxes that get none of their own; None keeps the zygote's.
             landlock_abi: version of Landlock to use, 0 for none; the running kernel's by default.
-            jail_root: the template is in a root directory of its own (`jail_root.enter` answered True).
+            jail_root: the zygote is in a root directory of its own (`jail_root.enter` answered True).
 
         Raises:
             OSError: this machine or kernel cannot lock a process down.
@@ -89,7 +89,7 @@ class Lockdown:
             privileges.set_dumpable(False)
             privileges.die_with_parent(signal.SIGKILL)
             if os.getppid() != parent:
-                raise ProcessLookupError(errno.ESRCH, "the template ended meanwhile")
+                raise ProcessLookupError(errno.ESRCH, "the zygote ended meanwhile")
         if ruleset is not None:
             with _step("landlock"):
                 landlock.restrict_self(ruleset)

@@ -1,4 +1,4 @@
-"""Namespaces of Linux: what the template leaves behind, and what each sandbox leaves behind on top."""
+"""Namespaces of Linux: what the zygote leaves behind, and what each sandbox leaves behind on top."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def enter() -> tuple[str, ...]:
 
 
 def enter_for_sandbox() -> None:
-    """Move a sandbox into namespaces of its own, below the template's, as far as the kernel allows.
+    """Move a sandbox into namespaces of its own, below the zygote's, as far as the kernel allows.
 
     No id is mapped in the user namespace: nothing in it ever needs one.
     """

@@ -28,9 +28,9 @@ class Protections:
     Attributes:
         seccomp: system calls are filtered.
         landlock_abi: version of Landlock; 0 is none.
-        namespaces: those that the template entered, as `namespaces.enter` names them.
-        jail_root: the template has a root directory with nothing in it but libraries.
-        uid_drop: sandboxes run as another user than the template.
+        namespaces: those that the zygote entered, as `namespaces.enter` names them.
+        jail_root: the zygote has a root directory with nothing in it but libraries.
+        uid_drop: sandboxes run as another user than the zygote.
     """
 
     seccomp: bool
@@ -84,5 +84,5 @@ class Protections:
 
 
 def probe() -> Protections:
-    """What can be known without changing anything: `seccomp` and `landlock_abi`. The template adds the rest."""
+    """What can be known without changing anything: `seccomp` and `landlock_abi`. The zygote adds the rest."""
     return Protections(seccomp=seccomp.available(), landlock_abi=landlock.abi())

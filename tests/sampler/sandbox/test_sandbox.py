@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.sandbox import sandbox as sandbox_module
-from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError
 
@@ -29,7 +29,7 @@ LONG = 60.0
 
 
 class Peer:
-    """Stands for the template, and plays the sandbox.
+    """Stands for the zygote, and plays the sandbox.
 
     Attributes:
         connection: the sandbox's end.
@@ -69,7 +69,7 @@ class Peer:
 
 def make() -> tuple[Sandbox, Peer]:
     peer = Peer()
-    return Sandbox(peer, max_rows=2, vocab_size=3), peer  # type: ignore[arg-type]  # it forks, as a template does
+    return Sandbox(peer, max_rows=2, vocab_size=3), peer  # type: ignore[arg-type]  # it forks, as a zygote does
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def died(sandbox: Sandbox) -> SandboxDied:
 def test_a_call_and_its_answer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     for number, body in enumerate((b"", b"some", b"x" * LONGEST_ANSWER), 1):
-        sandbox.begin(Kind.STEP, b"rows", LONG)
-        assert peer.read_message() == (Kind.STEP, number, b"rows")
+        sandbox.begin(Command.STEP, b"rows", LONG)
+        assert peer.read_message() == (Command.STEP, number, b"rows")
         peer.connection.sendall(pack(Answer.DONE, number, body))
         assert sandbox.finish() == (Answer.DONE, body)
     assert sandbox.alive
@@ -99,17 +99,17 @@ def test_a_call_and_its_answer(pair: tuple[Sandbox, Peer]) -> None:
 
 def test_what_has_no_answer_travels_first(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.tell(Kind.ATTACH, b"one")
-    sandbox.tell(Kind.DETACH, b"two")
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.tell(Command.ATTACH, b"one")
+    sandbox.tell(Command.DETACH, b"two")
+    sandbox.begin(Command.STEP, b"", LONG)
     assert [peer.read_message()[::2] for _ in range(3)] == [(2, b"one"), (3, b"two"), (4, b"")]
 
 
 def test_what_has_no_answer_can_travel_alone(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.tell(Kind.DETACH, b"gone")
+    sandbox.tell(Command.DETACH, b"gone")
     sandbox.flush()
-    assert peer.read_message() == (Kind.DETACH, 0, b"gone")
+    assert peer.read_message() == (Command.DETACH, 0, b"gone")
 
 
 def test_the_region_is_shared_and_nobody_changes_its_size(pair: tuple[Sandbox, Peer]) -> None:
@@ -128,7 +128,7 @@ def test_the_region_is_shared_and_nobody_changes_its_size(pair: tuple[Sandbox, P
 
 def test_an_answer_in_pieces(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     for byte in pack(Answer.FAULTS, 1, b"[]"):
         assert sandbox.advance() is None
         peer.connection.sendall(bytes([byte]))
@@ -141,7 +141,7 @@ def test_a_call_longer_than_what_the_kernel_holds(pair: tuple[Sandbox, Peer]) ->
     reader = threading.Thread(
         target=lambda: peer.connection.sendall(pack(Answer.DONE, peer.read_message()[1], b"all of it"))
     )
-    sandbox.begin(Kind.LOAD, body, LONG)
+    sandbox.begin(Command.LOAD, body, LONG)
     reader.start()
     assert sandbox.finish() == (Answer.DONE, b"all of it")
     reader.join()
@@ -150,7 +150,7 @@ def test_a_call_longer_than_what_the_kernel_holds(pair: tuple[Sandbox, Peer]) ->
 def test_an_answer_before_the_call_was_sent_in_full_does_not_count(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     peer.connection.sendall(pack(Answer.DONE, 1))
-    sandbox.begin(Kind.LOAD, bytes(4 << 20), 0.05)
+    sandbox.begin(Command.LOAD, bytes(4 << 20), 0.05)
     assert died(sandbox).kind == "deadline"
 
 
@@ -173,7 +173,7 @@ def test_an_answer_before_the_call_was_sent_in_full_does_not_count(pair: tuple[S
 )
 def test_what_no_worker_answers(pair: tuple[Sandbox, Peer], answer: bytes) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     peer.connection.sendall(answer)
     end = died(sandbox)
     assert (end.kind, end.reason) == ("protocol", "answered what no worker answers: its process was killed")
@@ -183,7 +183,7 @@ def test_what_no_worker_answers(pair: tuple[Sandbox, Peer], answer: bytes) -> No
 def test_something_said_before_it_was_asked(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     peer.connection.sendall(pack(Answer.DONE, 0))
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     peer.connection.sendall(pack(Answer.DONE, 1))
     assert died(sandbox).kind == "protocol"
 
@@ -201,7 +201,7 @@ def test_something_said_before_it_was_asked(pair: tuple[Sandbox, Peer]) -> None:
 )
 def test_any_bytes_are_an_answer_or_the_end(pieces: list[bytes]) -> None:
     sandbox, peer = make()
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     for piece in pieces:
         peer.connection.sendall(piece)
     peer.connection.close()
@@ -219,7 +219,7 @@ def test_any_bytes_are_an_answer_or_the_end(pieces: list[bytes]) -> None:
 
 def test_no_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", 0.05)
+    sandbox.begin(Command.STEP, b"", 0.05)
     began = time.monotonic()
     end = died(sandbox)
     assert time.monotonic() - began > 0.02
@@ -229,14 +229,14 @@ def test_no_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
 
 def test_half_an_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", 0.05)
+    sandbox.begin(Command.STEP, b"", 0.05)
     peer.connection.sendall(pack(Answer.DONE, 1, b"body")[:-1])
     assert died(sandbox).kind == "deadline"
 
 
 def test_an_answer_that_came_in_time_may_be_read_late(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", 0.001)
+    sandbox.begin(Command.STEP, b"", 0.001)
     peer.connection.sendall(pack(Answer.DONE, 1))
     late = time.monotonic() + 0.01
     while time.monotonic() < late:
@@ -247,8 +247,8 @@ def test_an_answer_that_came_in_time_may_be_read_late(pair: tuple[Sandbox, Peer]
 def test_the_nearest_deadline_ends_the_waiting(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, _ = pair
     other, other_peer = make()
-    sandbox.begin(Kind.STEP, b"", LONG)
-    other.begin(Kind.STEP, b"", 0.05)
+    sandbox.begin(Command.STEP, b"", LONG)
+    other.begin(Command.STEP, b"", 0.05)
     assert wait_for_any([sandbox, other]) == [other]
     assert sandbox.advance() is None
     assert died(other).kind == "deadline"
@@ -270,7 +270,7 @@ def test_the_nearest_deadline_ends_the_waiting(pair: tuple[Sandbox, Peer]) -> No
 )
 def test_how_a_process_ended(pair: tuple[Sandbox, Peer], status: int | None, reason: str) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     peer.status.set_result(status)
     peer.connection.close()
     end = died(sandbox)
@@ -282,7 +282,7 @@ def test_a_process_that_only_closes_its_connection(pair: tuple[Sandbox, Peer], m
     sandbox, peer = pair
     monkeypatch.setattr(sandbox_module, "_STATUS_TIMEOUT", 0.01)
     peer.connection.close()
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     assert died(sandbox).reason == "closed its connection: its process was killed"
     assert peer.killed()
 
@@ -299,7 +299,7 @@ def test_an_end_while_nobody_asks_is_seen_when_one_looks(pair: tuple[Sandbox, Pe
 
 def test_whoever_waits_is_woken_by_a_kill(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
 
     def kill_once_it_waits() -> None:
         peer.read_message()
@@ -319,16 +319,16 @@ def test_the_first_reason_is_the_one_that_is_told(pair: tuple[Sandbox, Peer]) ->
     assert peer.killed()
     peer.status.set_result(signal.SIGKILL)
     with pytest.raises(SandboxDied, match="was slow"):
-        sandbox.begin(Kind.STEP, b"", LONG)
+        sandbox.begin(Command.STEP, b"", LONG)
     assert sandbox.death.kind == "deadline"
 
 
 def test_a_call_that_was_given_up_ends_it(pair: tuple[Sandbox, Peer]) -> None:
     """The step failed elsewhere: nobody will read the answer, and the next call must not take it for its own."""
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     with pytest.raises(SandboxDied, match="in the middle of a call"):
-        sandbox.begin(Kind.STEP, b"", LONG)
+        sandbox.begin(Command.STEP, b"", LONG)
     assert peer.killed()
 
 
@@ -339,7 +339,7 @@ def test_nothing_is_left_after_close() -> None:
     sandbox.close()
     sandbox.close()
     assert not sandbox.check()
-    sandbox.tell(Kind.DETACH, b"")
+    sandbox.tell(Command.DETACH, b"")
     sandbox.flush()
     assert peer.killed()
     peer.close()
@@ -389,7 +389,7 @@ def test_cpu_time_outside_calls_counts() -> None:
 
 def test_cpu_time_in_calls_does_not_count() -> None:
     with computing("while :; do :; done") as (sandbox, used):
-        sandbox.begin(Kind.STEP, b"", LONG)
+        sandbox.begin(Command.STEP, b"", LONG)
         before = used()
         poll = select.poll()
         poll.poll(200)  # it computes meanwhile

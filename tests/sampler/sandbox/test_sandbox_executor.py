@@ -53,7 +53,7 @@ while True: pass
 COUNTS = "self.calls = getattr(self, 'calls', 0) + 1\nlogits[:] = self.calls\nreturn logits"
 COUNTS_VIEWS = """
 import gc
-logits[:] = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+logits[:] = sum(type(each).__name__ == "SequenceState" for each in gc.get_objects())
 return logits
 """
 FAILS_WHERE_TOLD = "assert not any(params['fails'] for params in custom_param_list), 'as told'\nreturn logits + 1"
@@ -71,23 +71,23 @@ def model(tokenizer: Tokenizer) -> ModelView:
 
 
 @pytest.fixture(scope="module")
-def template(model: ModelView) -> Iterator[ZygoteProcess]:
-    template = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
-    template.start()
-    template.set_up(model)
-    yield template
-    template.close()
+def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
+    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
+    zygote.start()
+    zygote.set_up(model)
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture
-def executor(template: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
-    """A executor on the module's template, which outlives it."""
+def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
+    """A executor on the module's zygote, which outlives it."""
     monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
     limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, load_timeout=20.0)
-    executor = SandboxExecutor(template, limits, MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     with monkeypatch.context() as patch:
         yield executor
-        patch.setattr(template, "close", lambda: None)
+        patch.setattr(zygote, "close", lambda: None)
         executor.close()
 
 
@@ -115,7 +115,7 @@ def caller(executor: SandboxExecutor, model: ModelView) -> Caller:
 
 
 def sandbox_of(processor: LoadedProcessor) -> Sandbox:
-    sandbox: Sandbox = processor.instance.living_or_last
+    sandbox: Sandbox = processor.instance.current_sandbox
     return sandbox
 
 
@@ -310,11 +310,11 @@ def test_unload_ends_its_process(executor: SandboxExecutor) -> None:
     assert process.status.result(30) == 9
 
 
-def test_close_ends_all(template: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_all(zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    executor = SandboxExecutor(template, SandboxLimits(), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, SandboxLimits(), MAX_ROWS, VOCAB)
     processes = [sandbox_of(executor.load(source(body)))._process for body in (ADDS, COUNTS)]
-    monkeypatch.setattr(template, "close", lambda: None)
+    monkeypatch.setattr(zygote, "close", lambda: None)
     executor.close()
     executor.close()
     assert [process.status.result(30) for process in processes] == [9, 9]
@@ -322,10 +322,10 @@ def test_close_ends_all(template: ZygoteProcess, model: ModelView, monkeypatch: 
 
 
 def test_a_spare_sandbox_counts_when_it_is_used(
-    template: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = SandboxExecutor(template, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
-    monkeypatch.setattr(template, "close", lambda: None)
+    executor = SandboxExecutor(zygote, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
+    monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     assert (executor.stats().alive, executor.stats().started) == (0, 0)
     for by in (1.0, 2.0):  # the second may find none
@@ -465,7 +465,7 @@ def replaced(sampling: SamplingParams, uses: tuple[ProcessorUse, ...]) -> Sampli
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sandbox_changes_no_bit(
-    template: ZygoteProcess,
+    zygote: ZygoteProcess,
     model: ModelView,
     new_request: Callable[..., Any],
     seed: int,
@@ -473,7 +473,7 @@ def test_a_sandbox_changes_no_bit(
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    executor = SandboxExecutor(template, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
     sides = [Side(InProcessExecutor({}), model, new_request), Side(executor, model, new_request)]
     applied = 0
     for step in range(40):
@@ -498,7 +498,7 @@ def test_a_sandbox_changes_no_bit(
         assert no_faults == told == []
         applied += not torch.equal(expected, logits)
     assert applied > 20
-    monkeypatch.setattr(template, "close", lambda: None)
+    monkeypatch.setattr(zygote, "close", lambda: None)
     executor.close()
 
 
@@ -518,7 +518,7 @@ import gc
 for row, params in zip(logits, custom_param_list):
     state = params["__req__"].state
     row[0] = state["calls"] = state.get("calls", 0) + 1
-    row[1] = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+    row[1] = sum(type(each).__name__ == "SequenceState" for each in gc.get_objects())
 return logits
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox import zygote_process as template_process
+from logitship.sampler.sandbox import zygote_process
 from logitship.sampler.sandbox.kernel.protections import Protections
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError, ZygoteProcess
 
@@ -24,28 +24,28 @@ LONG = 30.0
 
 
 def make(names: str = NAMES) -> ZygoteProcess:
-    template = ZygoteProcess(names=names, max_rows=2, memory_limit=64 << 20)
-    template.start()
-    return template
+    zygote = ZygoteProcess(names=names, max_rows=2, memory_limit=64 << 20)
+    zygote.start()
+    return zygote
 
 
 @pytest.fixture(scope="module")
-def template() -> Iterator[ZygoteProcess]:
-    template = make()
-    assert template.set_up(MODEL).sufficient
-    yield template
-    template.close()
+def zygote() -> Iterator[ZygoteProcess]:
+    zygote = make()
+    assert zygote.set_up(MODEL).sufficient
+    yield zygote
+    zygote.close()
 
 
 class Forked:
     """A sandbox, and this process's end of its connection."""
 
-    def __init__(self, template: ZygoteProcess) -> None:
+    def __init__(self, zygote: ZygoteProcess) -> None:
         self.connection, theirs = socket.socketpair()
         region = os.memfd_create("region")
         try:
             os.ftruncate(region, REGION_SIZE)
-            self.process: ForkedProcess = template.fork(theirs.fileno(), region)
+            self.process: ForkedProcess = zygote.fork(theirs.fileno(), region)
         except ZygoteError:
             self.connection.close()
             raise
@@ -64,21 +64,21 @@ class Forked:
         os.close(self.process.pidfd)
 
 
-def template_process_id(forked: Forked) -> int:
-    """The template is what the sandbox is a child of."""
+def zygote_pid(forked: Forked) -> int:
+    """The zygote is what the sandbox is a child of."""
     fields = Path(f"/proc/self/fdinfo/{forked.process.pidfd}").read_text().split()
     sandbox = fields[fields.index("Pid:") + 1]
     return int(Path(f"/proc/{sandbox}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_sandbox_ends_with_its_connection(template: ZygoteProcess) -> None:
-    forked = Forked(template)
+def test_a_sandbox_ends_with_its_connection(zygote: ZygoteProcess) -> None:
+    forked = Forked(zygote)
     forked.close()
     assert forked.process.status.result(LONG) == 0
 
 
-def test_a_killed_sandbox(template: ZygoteProcess) -> None:
-    forked = Forked(template)
+def test_a_killed_sandbox(zygote: ZygoteProcess) -> None:
+    forked = Forked(zygote)
     forked.process.kill()
     assert forked.process.status.result(LONG) == signal.SIGKILL
     assert forked.ended()
@@ -86,18 +86,18 @@ def test_a_killed_sandbox(template: ZygoteProcess) -> None:
     forked.close()
 
 
-def test_a_template_that_ends_takes_its_sandboxes_along_and_is_replaced(template: ZygoteProcess) -> None:
-    lost = [Forked(template), Forked(template)]
-    os.kill(template_process_id(lost[0]), signal.SIGKILL)
+def test_a_zygote_that_ends_takes_its_sandboxes_along_and_is_replaced(zygote: ZygoteProcess) -> None:
+    lost = [Forked(zygote), Forked(zygote)]
+    os.kill(zygote_pid(lost[0]), signal.SIGKILL)
     for forked in lost:
         assert forked.process.status.result(LONG) is None
         forked.close()
-    Forked(template).close()
+    Forked(zygote).close()
 
 
-def test_several_threads_ask_at_once(template: ZygoteProcess) -> None:
+def test_several_threads_ask_at_once(zygote: ZygoteProcess) -> None:
     forked: list[Forked] = []
-    threads = [threading.Thread(target=lambda: forked.append(Forked(template))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: forked.append(Forked(zygote))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,28 +108,28 @@ def test_several_threads_ask_at_once(template: ZygoteProcess) -> None:
         each.close()
 
 
-def test_a_template_that_is_stuck_is_replaced(template: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "FORK_TIMEOUT", 0.3)
-    monkeypatch.setattr(template_process, "END_TIMEOUT", 0.1)
-    before = Forked(template)
-    os.kill(template_process_id(before), signal.SIGSTOP)
-    after = Forked(template)
+def test_a_zygote_that_is_stuck_is_replaced(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote_process, "FORK_TIMEOUT", 0.3)
+    monkeypatch.setattr(zygote_process, "END_TIMEOUT", 0.1)
+    before = Forked(zygote)
+    os.kill(zygote_pid(before), signal.SIGSTOP)
+    after = Forked(zygote)
     assert before.ended(), "the stopped one and its sandboxes are killed"
     after.close()
     before.close()
 
 
 def test_close_ends_everything_and_may_be_called_again() -> None:
-    template = make()
-    template.set_up(MODEL)
-    forked = Forked(template)
+    zygote = make()
+    zygote.set_up(MODEL)
+    forked = Forked(zygote)
     launcher_and_others = {thread.name for thread in threading.enumerate()}
-    assert "logitship-template" in launcher_and_others
-    template.close()
-    template.close()
+    assert "logitship-zygote" in launcher_and_others
+    zygote.close()
+    zygote.close()
     assert forked.ended()
     with pytest.raises(ZygoteError, match="shutting down"):
-        Forked(template)
+        Forked(zygote)
     forked.close()
 
 
@@ -138,50 +138,50 @@ def test_close_before_it_was_set_up() -> None:
     ZygoteProcess(names=NAMES, max_rows=1, memory_limit=1).close()
 
 
-def test_close_does_not_wait_for_a_template_that_is_being_started() -> None:
-    template = make()
+def test_close_does_not_wait_for_a_zygote_that_is_being_started() -> None:
+    zygote = make()
     refused: list[str] = []
 
     def set_up() -> None:
         try:
-            template.set_up(MODEL)
+            zygote.set_up(MODEL)
         except ZygoteError as error:
             refused.append(str(error))
 
     thread = threading.Thread(target=set_up)
     thread.start()
     began = time.monotonic()
-    template.close()
+    zygote.close()
     thread.join(LONG)
     assert time.monotonic() - began < LONG
     assert refused in ([], ["the server is shutting down"])
 
 
 def test_a_tokenizer_that_cannot_travel() -> None:
-    template = make()
+    zygote = make()
     with pytest.raises(ZygoteError, match="tokenizer cannot be given to sandboxes"):
-        template.set_up(ModelView(8, frozenset(), lambda text: text))
-    template.close()
+        zygote.set_up(ModelView(8, frozenset(), lambda text: text))
+    zygote.close()
 
 
 def test_a_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
-    template = make("logitship.no_such_module:NAMES")
+    zygote = make("logitship.no_such_module:NAMES")
     with pytest.raises(ZygoteError, match=r"does not start .* standard error output says why"):
-        template.set_up(MODEL)
-    template.close()
+        zygote.set_up(MODEL)
+    zygote.close()
     assert "No module named 'logitship.no_such_module'" in capfd.readouterr().err
 
 
 def test_a_kernel_that_protects_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     too_little = Protections(seccomp=False)
     monkeypatch.setattr(Protections, "from_json", lambda text: too_little)
-    template = make()
+    zygote = make()
     with pytest.raises(ZygoteError, match=r"cannot lock shipped code in: .* no seccomp filters"):
-        template.set_up(MODEL)
-    template.close()
+        zygote.set_up(MODEL)
+    zygote.close()
 
 
-def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, template: ZygoteProcess) -> None:
+def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, zygote: ZygoteProcess) -> None:
     monkeypatch.setenv("LOGITSHIP_API_KEY", "a-secret-key")
     other = make()
     other.set_up(MODEL)  # before its program runs, its environment cannot be read
@@ -193,7 +193,7 @@ def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, tem
 
 
 def test_a_program_that_the_launcher_imports_starts_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = template_process._VARIABLES
+    environment = zygote_process._VARIABLES
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ZygoteError, match="rename it"):
@@ -202,11 +202,11 @@ def test_a_program_that_the_launcher_imports_starts_no_launcher(monkeypatch: pyt
 
 def test_its_descriptors_are_given_back() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    template = make()
-    template.set_up(MODEL)
-    forked = Forked(template)
-    os.kill(template_process_id(forked), signal.SIGKILL)
+    zygote = make()
+    zygote.set_up(MODEL)
+    forked = Forked(zygote)
+    os.kill(zygote_pid(forked), signal.SIGKILL)
     forked.close()
-    Forked(template).close()
-    template.close()
+    Forked(zygote).close()
+    zygote.close()
     assert set(os.listdir("/proc/self/fd")) == before

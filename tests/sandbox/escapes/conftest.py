@@ -283,7 +283,7 @@ def pid_of(pidfd: int) -> int:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pid:"))
 
 
-class ObservedTemplate(ZygoteProcess):
+class RecordingZygote(ZygoteProcess):
     """Remembers the processes that it forked."""
 
     def __init__(self) -> None:
@@ -303,26 +303,26 @@ class Jail:
     """The sandboxes of all tests: their zygote, and a server's executor, with generous and with tight deadlines."""
 
     def __init__(self) -> None:
-        self.template = ObservedTemplate()
-        self.template.start()
-        self.protections = self.template.set_up(MODEL)
-        self.executor = SandboxExecutor(self.template, PATIENT, MAX_ROWS, VOCAB)
-        self.hasty_host = SandboxExecutor(self.template, HASTY, MAX_ROWS, VOCAB)
+        self.zygote = RecordingZygote()
+        self.zygote.start()
+        self.protections = self.zygote.set_up(MODEL)
+        self.executor = SandboxExecutor(self.zygote, PATIENT, MAX_ROWS, VOCAB)
+        self.hasty_host = SandboxExecutor(self.zygote, HASTY, MAX_ROWS, VOCAB)
         first = self.executor.load(source_of(nothing))
-        self.template_pid = parent_of(pid_of(self.template.forked[-1].pidfd))
-        self.template_pidfd = os.pidfd_open(self.template_pid)
+        self.zygote_pid = parent_of(pid_of(self.zygote.forked[-1].pidfd))
+        self.zygote_pidfd = os.pidfd_open(self.zygote_pid)
         self.executor.unload(first)
 
-    def template_alive(self) -> bool:
-        """Whether the template is still the one that it was."""
-        return not select.select([self.template_pidfd], [], [], 0)[0]
+    def zygote_alive(self) -> bool:
+        """Whether the zygote is still the one that it was."""
+        return not select.select([self.zygote_pidfd], [], [], 0)[0]
 
     def close(self) -> None:
-        """End all: the template goes too, and with it whatever it could have left."""
+        """End all: the zygote goes too, and with it whatever it could have left."""
         self.hasty_host.close()
         self.executor.close()
-        assert select.select([self.template_pidfd], [], [], ENDS_IN)[0]
-        os.close(self.template_pidfd)
+        assert select.select([self.zygote_pidfd], [], [], ENDS_IN)[0]
+        os.close(self.zygote_pidfd)
 
 
 def nothing(world: Any) -> None:
@@ -428,11 +428,11 @@ class Sandboxed:
         """Unload all, and see that nothing is left of it."""
         for each in self._loaded:
             self.executor.unload(each)
-        while self.jail.template.forked:
-            self.jail.template.forked.pop().status.result(ENDS_IN)
+        while self.jail.zygote.forked:
+            self.jail.zygote.forked.pop().status.result(ENDS_IN)
         assert self._world.changes(Report()) == []
-        assert children_of(self.jail.template_pid) == []
-        assert self.jail.template_alive()
+        assert children_of(self.jail.zygote_pid) == []
+        assert self.jail.zygote_alive()
 
 
 class Unsandboxed:
@@ -495,7 +495,7 @@ def held_secrets() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def jail(held_secrets: None) -> Iterator[Jail]:
-    """One template for all tests."""
+    """One zygote for all tests."""
     jail = Jail()
     yield jail
     jail.close()
@@ -534,7 +534,7 @@ def world(worlds: list[World]) -> Iterator[World]:
 
 @pytest.fixture
 def sandboxed(jail: Jail, world: World) -> Iterator[Sandboxed]:
-    """Runs hostile processors in sandboxes. Afterwards nothing is left of them, and the template lives."""
+    """Runs hostile processors in sandboxes. Afterwards nothing is left of them, and the zygote lives."""
     sandboxed = Sandboxed(jail, jail.executor, world)
     yield sandboxed
     sandboxed.clear()

@@ -141,7 +141,7 @@ def harmless(w: SimpleNamespace) -> str:
 def assert_only_it_crashed(report: Any, how: str, world: Any, sandboxed: Any) -> None:
     assert report.kinds == ["crash"]
     assert re.search(how, report.faults[0])
-    assert sandboxed(harmless).answer == "returned 'fine'"  # the template goes on
+    assert sandboxed(harmless).answer == "returned 'fine'"  # the zygote goes on
     assert world.changes(report) == []
 
 

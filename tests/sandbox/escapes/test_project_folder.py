@@ -38,12 +38,12 @@ raise ValueError(repr(found))
 """
 
 if __name__ == "__main__":
-    template = ZygoteProcess(
+    zygote = ZygoteProcess(
         names="logitship.builtin_processors.sglang_names:SGLANG_NAMES", max_rows=1, memory_limit=1 << 28
     )
-    template.start()
-    template.set_up(ModelView(64, frozenset({1}), None))
-    host = SandboxExecutor(template, SandboxLimits(), 1, 64)
+    zygote.start()
+    zygote.set_up(ModelView(64, frozenset({1}), None))
+    host = SandboxExecutor(zygote, SandboxLimits(), 1, 64)
     try:
         host.load(SourceProcessor(SOURCE, "P"))
     except ProcessorLoadError as error:

@@ -31,7 +31,7 @@ def text_in_memory(w: SimpleNamespace) -> list[str]:
     import gc
     import re
 
-    gc.unfreeze()  # what the template had before the fork
+    gc.unfreeze()  # what the zygote had before the fork
     texts: set[str | bytes] = set()
     for each in gc.get_objects():
         for held in gc.get_referents(each):

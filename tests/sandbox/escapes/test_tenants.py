@@ -99,7 +99,7 @@ def kill_all(w: SimpleNamespace) -> None:
     os.kill(-1, 9)
 
 
-def kill_the_template(w: SimpleNamespace) -> None:
+def kill_the_zygote(w: SimpleNamespace) -> None:
     import os
 
     os.kill(os.getppid(), 9)
@@ -171,7 +171,7 @@ def search_own_memory(w: SimpleNamespace) -> list[str]:
     [
         (kill, "EPERM"),
         (kill_all, "EPERM"),
-        (kill_the_template, "EPERM"),
+        (kill_the_zygote, "EPERM"),
         (kill_by_the_connection, "EPERM"),
         (trace, "EPERM"),
         (read_memory, "EPERM"),

@@ -50,12 +50,12 @@ def test_a_kind_that_the_kernel_lacks_is_left_out(run_plan: Run, nobody: bool) -
 
 def test_a_sandbox_has_namespaces_of_its_own(run_plan: Run, nobody: bool) -> None:
     outcome = run_plan("sandbox_namespaces", where="jailed", namespaces=True, nobody=nobody)
-    template, sandbox = outcome.result
-    different = {name for name in template if template[name] != sandbox[name]}
+    zygote, sandbox = outcome.result
+    different = {name for name in zygote if zygote[name] != sandbox[name]}
     assert different == {"user", "net", "ipc", "uts", "cgroup"}
 
 
 def test_a_sandbox_goes_without_where_the_kernel_refuses(run_plan: Run, nobody: bool) -> None:
     outcome = run_plan("sandbox_namespaces", where="jailed", nobody=nobody, deny={"unshare": errno.EPERM})
-    template, sandbox = outcome.result
-    assert template == sandbox
+    zygote, sandbox = outcome.result
+    assert zygote == sandbox
