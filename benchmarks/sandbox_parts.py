@@ -90,7 +90,7 @@ class _Recorder:
             (Sandbox, "advance"),
         ):
             self._patches.enter_context(mock.patch.object(owner, name, self._with_span(name, getattr(owner, name))))
-        for name in ("tell", "begin"):
+        for name in ("enqueue", "begin"):
             self._patches.enter_context(mock.patch.object(Sandbox, name, self._with_message(getattr(Sandbox, name))))
         return self
 

@@ -150,7 +150,7 @@ def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) 
     """Who runs what was shipped. Starts the zygote of the sandboxes: seconds.
 
     Raises:
-        ValueError: the kernel cannot lock shipped code in.
+        ValueError: the kernel cannot sandbox shipped code.
     """
     if not settings.enable_custom_logit_processor:
         return DisabledExecutor(SHIPPING_IS_OFF)

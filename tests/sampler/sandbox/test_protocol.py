@@ -7,7 +7,7 @@ from logitship.sampler.sandbox.protocol import HEADER, Answer, Command, pack
 
 
 @given(st.sampled_from([*Command, *Answer]), st.integers(0, (1 << 32) - 1), st.binary())
-def test_a_message_has_a_header_of_16_bytes(kind: Command | Answer, number: int, body: bytes) -> None:
+def test_message_has_16_byte_header(kind: Command | Answer, number: int, body: bytes) -> None:
     message = pack(kind, number, body)
     assert HEADER.unpack(message[:16]) == (kind, number, len(body))
     assert message[16:] == body

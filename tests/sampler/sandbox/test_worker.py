@@ -1,4 +1,4 @@
-"""What runs in a sandbox, run here: nothing in it needs the locks."""
+"""The worker, run in this process without a lockdown."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from logitship.sampler.sandbox.worker import Worker, serve
 
 ROWS, VOCAB = 4, 6
 LOADED = b'["P","",null]'
-"""What the class of `source` says of itself."""
+"""The description of the class of `source`."""
 MODEL = ModelView(VOCAB, frozenset({1}), "the tokenizer")
 HEADER_LINES = "import torch\nfrom logitship import CustomLogitProcessor\n\nclass P(CustomLogitProcessor):\n"
 
 
 def source(body: str) -> bytes:
-    """The body of LOAD for a class whose `__call__` has this body."""
+    """Return the body of LOAD for a class whose `__call__` has this body."""
     lines = "".join(f"        {line}\n" for line in body.splitlines())
     text = f"{HEADER_LINES}    def __call__(self, logits, custom_param_list=None):\n{lines}"
     return marshal.dumps(("source", text, "P", b"", None))
@@ -48,7 +48,7 @@ def loaded(body: str) -> tuple[Worker, torch.Tensor]:
 
 
 def step(worker: Worker, *rows: tuple[int, list[int]]) -> tuple[Answer, bytes]:
-    """A call for rows, each a sequence and what it gained."""
+    """Call the processor on rows: pairs of a sequence's handle and its new tokens."""
     handles, tokens = zip(*rows, strict=True)
     worker.handle(Command.GROUP, marshal.dumps(handles))
     answer = worker.handle(Command.STEP, marshal.dumps(tokens))
@@ -56,7 +56,7 @@ def step(worker: Worker, *rows: tuple[int, list[int]]) -> tuple[Answer, bytes]:
     return answer
 
 
-def test_it_edits_the_rows_of_a_call_and_no_other() -> None:
+def test_only_rows_of_the_call_are_edited() -> None:
     worker, logits = loaded("return logits + torch.tensor([[p['by']] for p in custom_param_list])")
     for handle in range(3):
         assert worker.handle(Command.ATTACH, attach(handle, by=10.0 * handle)) is None
@@ -64,7 +64,7 @@ def test_it_edits_the_rows_of_a_call_and_no_other() -> None:
     assert logits[:, 0].tolist() == [20, 10, 0, 0]
 
 
-def test_a_view_follows_its_sequence() -> None:
+def test_view_follows_its_sequence() -> None:
     worker, logits = loaded(
         "req = custom_param_list[0]['__req__']\n"
         "assert (req.rid, req.origin_input_ids, req.sampling_params.top_k) == ('r5', [7, 8], 3)\n"
@@ -81,13 +81,13 @@ def test_a_view_follows_its_sequence() -> None:
     assert seen == [[1, 4, 1], [2, 9, 2], [2, 9, 3], [4, 11, 4]]
 
 
-def test_what_leaves_a_group_is_forgotten_at_once() -> None:
+def test_detached_sequence_of_the_group_is_freed_at_once() -> None:
     worker, _ = loaded("return logits")
     for handle in (5, 6, 7):
         worker.handle(Command.ATTACH, attach(handle))
     worker.handle(Command.GROUP, marshal.dumps([5, 6]))
     member = weakref.ref(worker._members[5])
-    worker.handle(Command.DETACH, marshal.dumps(7))  # none of them: they stay a group
+    worker.handle(Command.DETACH, marshal.dumps(7))  # not in the group
     assert worker.handle(Command.STEP, marshal.dumps([[1], [2]])) == (Answer.DONE, b"")
     worker.handle(Command.DETACH, marshal.dumps(5))
     gc.collect()
@@ -95,7 +95,7 @@ def test_what_leaves_a_group_is_forgotten_at_once() -> None:
     assert step(worker, (6, [])) == (Answer.DONE, b"")
 
 
-def test_what_it_does_to_its_view_is_undone_by_the_next_token() -> None:
+def test_changes_of_the_view_are_undone_by_the_next_token() -> None:
     worker, _ = loaded(
         "req = custom_param_list[0]['__req__']\nassert req.output_ids == req.state.get('expected', [4])\n"
         "req.state['expected'] = [*req.output_ids, 5]\ndel req.output_ids\nreturn logits"
@@ -105,7 +105,7 @@ def test_what_it_does_to_its_view_is_undone_by_the_next_token() -> None:
         assert step(worker, (5, new))[0] is Answer.DONE
 
 
-def test_a_sequence_that_left_is_forgotten() -> None:
+def test_detached_sequence_is_unknown() -> None:
     worker, _ = loaded("return logits")
     worker.handle(Command.ATTACH, attach(5))
     worker.handle(Command.DETACH, marshal.dumps(5))
@@ -114,7 +114,7 @@ def test_a_sequence_that_left_is_forgotten() -> None:
         step(worker, (5, []))
 
 
-def test_one_row_that_fails_is_told_at_once() -> None:
+def test_fault_of_a_single_row_is_reported_at_once() -> None:
     worker, _ = loaded("raise ValueError('no such luck')")
     worker.handle(Command.ATTACH, attach(5))
     answer, body = step(worker, (5, []))
@@ -124,7 +124,7 @@ def test_one_row_that_fails_is_told_at_once() -> None:
     assert "raise ValueError('no such luck')" in traceback
 
 
-def test_of_several_rows_each_is_tried_again() -> None:
+def test_rows_of_a_failed_group_are_retried() -> None:
     worker, logits = loaded(
         "logits += 1\nfor params in custom_param_list:\n    if params['bad']:\n        return None\nreturn logits"
     )
@@ -169,14 +169,14 @@ def test_faults_fit_into_an_answer(num_rows: int) -> None:
         (marshal.dumps(("pickled", dill.dumps(dict), PYTHON)), "CustomLogitProcessor"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(body: bytes, says: str) -> None:
+def test_load_errors(body: bytes, says: str) -> None:
     answer = Worker(torch.zeros(ROWS, VOCAB), MODEL, {}).handle(Command.LOAD, body)
     assert answer is not None
     assert answer[0] is Answer.REFUSED
     assert says == "." or says in answer[1].decode()
 
 
-def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_until_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended(Exception):
         pass
 
@@ -222,7 +222,7 @@ return logits
 """
 
 
-def test_a_fork_goes_on_from_the_state_of_its_sequence() -> None:
+def test_fork_continues_from_its_source_state() -> None:
     worker, logits = loaded(COUNTS.strip())
     worker.handle(Command.ATTACH, attach(5, (4,), log=[]))
     assert step(worker, (5, []))[0] is Answer.DONE
@@ -246,15 +246,15 @@ return logits
 """
 
 
-def test_what_cannot_be_copied_is_told_of_the_fork_alone() -> None:
+def test_failed_copy_is_a_fault_of_the_fork_only() -> None:
     worker, logits = loaded(KEEPS.strip())
     worker.handle(Command.ATTACH, attach(5, keeps=True))
     worker.handle(Command.ATTACH, attach(6))
     assert step(worker, (5, []), (6, []))[0] is Answer.DONE
     fork(worker, 5, 7)
     fork(worker, 6, 8)
-    fork(worker, 7, 9)  # before anybody was told of 7
-    for _ in range(2):  # in the next step and in all that follow
+    fork(worker, 7, 9)  # before the fault of 7 was reported
+    for _ in range(2):  # the fault is repeated in every step
         logits.zero_()
         answer, body = step(worker, (7, [1]), (5, [2]), (8, [3]), (9, [4]))
         assert answer is Answer.FAULTS
@@ -268,7 +268,7 @@ def test_what_cannot_be_copied_is_told_of_the_fork_alone() -> None:
     assert step(worker, (5, []), (8, []))[0] is Answer.DONE
 
 
-def test_a_fork_without_a_copy_among_rows_that_fail() -> None:
+def test_failed_copy_among_failing_rows() -> None:
     worker, logits = loaded(KEEPS.strip())
     worker.handle(Command.ATTACH, attach(4))
     worker.handle(Command.ATTACH, attach(5, keeps=True))

@@ -10,8 +10,8 @@ from logitship.sampler.sandbox.channel import Channel, ControlMessage
 from logitship.sampler.sandbox.zygote import SandboxSetup, Zygote
 
 
-def test_a_fork_that_fails_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' sandboxes live in this zygote: it must go on."""
+def test_failed_fork_is_reported_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zygote must keep running, because the other sandboxes depend on it."""
 
     def no_process() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")

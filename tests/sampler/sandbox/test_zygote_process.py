@@ -19,7 +19,7 @@ from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError,
 
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MODEL = ModelView(8, frozenset({1}), None)
-REGION_SIZE = 2 * 8 * 4
+MEMORY_SIZE = 2 * 8 * 4
 LONG = 30.0
 
 
@@ -38,19 +38,19 @@ def zygote() -> Iterator[ZygoteProcess]:
 
 
 class Forked:
-    """A sandbox, and this process's end of its connection."""
+    """A sandbox, and the server's end of its connection."""
 
     def __init__(self, zygote: ZygoteProcess) -> None:
         self.connection, theirs = socket.socketpair()
-        region = os.memfd_create("region")
+        shared_memory = os.memfd_create("shared memory")
         try:
-            os.ftruncate(region, REGION_SIZE)
-            self.process: ForkedProcess = zygote.fork(theirs.fileno(), region)
+            os.ftruncate(shared_memory, MEMORY_SIZE)
+            self.process: ForkedProcess = zygote.fork(theirs.fileno(), shared_memory)
         except ZygoteError:
             self.connection.close()
             raise
         finally:
-            os.close(region)
+            os.close(shared_memory)
             theirs.close()
 
     def ended(self) -> bool:
@@ -65,28 +65,28 @@ class Forked:
 
 
 def zygote_pid(forked: Forked) -> int:
-    """The zygote is what the sandbox is a child of."""
+    """Return the PID of the zygote, which is the parent of the sandbox."""
     fields = Path(f"/proc/self/fdinfo/{forked.process.pidfd}").read_text().split()
     sandbox = fields[fields.index("Pid:") + 1]
     return int(Path(f"/proc/{sandbox}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_sandbox_ends_with_its_connection(zygote: ZygoteProcess) -> None:
+def test_sandbox_exits_when_connection_closes(zygote: ZygoteProcess) -> None:
     forked = Forked(zygote)
     forked.close()
     assert forked.process.status.result(LONG) == 0
 
 
-def test_a_killed_sandbox(zygote: ZygoteProcess) -> None:
+def test_killed_sandbox(zygote: ZygoteProcess) -> None:
     forked = Forked(zygote)
     forked.process.kill()
     assert forked.process.status.result(LONG) == signal.SIGKILL
     assert forked.ended()
-    forked.process.kill()  # harmless
+    forked.process.kill()  # idempotent
     forked.close()
 
 
-def test_a_zygote_that_ends_takes_its_sandboxes_along_and_is_replaced(zygote: ZygoteProcess) -> None:
+def test_killed_zygote_is_replaced(zygote: ZygoteProcess) -> None:
     lost = [Forked(zygote), Forked(zygote)]
     os.kill(zygote_pid(lost[0]), signal.SIGKILL)
     for forked in lost:
@@ -95,7 +95,7 @@ def test_a_zygote_that_ends_takes_its_sandboxes_along_and_is_replaced(zygote: Zy
     Forked(zygote).close()
 
 
-def test_several_threads_ask_at_once(zygote: ZygoteProcess) -> None:
+def test_fork_from_several_threads(zygote: ZygoteProcess) -> None:
     forked: list[Forked] = []
     threads = [threading.Thread(target=lambda: forked.append(Forked(zygote))) for _ in range(8)]
     for thread in threads:
@@ -108,18 +108,18 @@ def test_several_threads_ask_at_once(zygote: ZygoteProcess) -> None:
         each.close()
 
 
-def test_a_zygote_that_is_stuck_is_replaced(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_zygote_is_replaced(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygote_process, "FORK_TIMEOUT", 0.3)
     monkeypatch.setattr(zygote_process, "END_TIMEOUT", 0.1)
     before = Forked(zygote)
     os.kill(zygote_pid(before), signal.SIGSTOP)
     after = Forked(zygote)
-    assert before.ended(), "the stopped one and its sandboxes are killed"
+    assert before.ended(), "the stopped zygote and its sandboxes are killed"
     after.close()
     before.close()
 
 
-def test_close_ends_everything_and_may_be_called_again() -> None:
+def test_close_ends_everything_and_is_idempotent() -> None:
     zygote = make()
     zygote.set_up(MODEL)
     forked = Forked(zygote)
@@ -133,12 +133,12 @@ def test_close_ends_everything_and_may_be_called_again() -> None:
     forked.close()
 
 
-def test_close_before_it_was_set_up() -> None:
+def test_close_before_set_up() -> None:
     make().close()
     ZygoteProcess(names=NAMES, max_rows=1, memory_limit=1).close()
 
 
-def test_close_does_not_wait_for_a_zygote_that_is_being_started() -> None:
+def test_close_does_not_wait_for_a_starting_zygote() -> None:
     zygote = make()
     refused: list[str] = []
 
@@ -157,34 +157,34 @@ def test_close_does_not_wait_for_a_zygote_that_is_being_started() -> None:
     assert refused in ([], ["the server is shutting down"])
 
 
-def test_a_tokenizer_that_cannot_travel() -> None:
+def test_tokenizer_that_cannot_be_pickled() -> None:
     zygote = make()
-    with pytest.raises(ZygoteError, match="tokenizer cannot be given to sandboxes"):
+    with pytest.raises(ZygoteError, match="tokenizer cannot be pickled for sandboxes"):
         zygote.set_up(ModelView(8, frozenset(), lambda text: text))
     zygote.close()
 
 
-def test_a_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
+def test_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
     zygote = make("logitship.no_such_module:NAMES")
-    with pytest.raises(ZygoteError, match=r"does not start .* standard error output says why"):
+    with pytest.raises(ZygoteError, match=r"does not start .* standard error output"):
         zygote.set_up(MODEL)
     zygote.close()
     assert "No module named 'logitship.no_such_module'" in capfd.readouterr().err
 
 
-def test_a_kernel_that_protects_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_protections(monkeypatch: pytest.MonkeyPatch) -> None:
     too_little = Protections(seccomp=False)
     monkeypatch.setattr(Protections, "from_json", lambda text: too_little)
     zygote = make()
-    with pytest.raises(ZygoteError, match=r"cannot lock shipped code in: .* no seccomp filters"):
+    with pytest.raises(ZygoteError, match=r"cannot sandbox shipped code: .* no seccomp filters"):
         zygote.set_up(MODEL)
     zygote.close()
 
 
-def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, zygote: ZygoteProcess) -> None:
+def test_environment_is_not_inherited(monkeypatch: pytest.MonkeyPatch, zygote: ZygoteProcess) -> None:
     monkeypatch.setenv("LOGITSHIP_API_KEY", "a-secret-key")
     other = make()
-    other.set_up(MODEL)  # before its program runs, its environment cannot be read
+    other.set_up(MODEL)  # wait for its program to run: before, its environment cannot be read
     launcher: Any = other._launcher
     environment = Path(f"/proc/{launcher.pid}/environ").read_bytes()
     other.close()
@@ -192,15 +192,15 @@ def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, zyg
     assert b"a-secret-key" not in environment
 
 
-def test_a_program_that_the_launcher_imports_starts_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_does_not_start_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = zygote_process._VARIABLES
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ZygoteError, match="rename it"):
+    with pytest.raises(ZygoteError, match="rename the file"):
         make()
 
 
-def test_its_descriptors_are_given_back() -> None:
+def test_close_leaks_no_descriptor() -> None:
     before = set(os.listdir("/proc/self/fd"))
     zygote = make()
     zygote.set_up(MODEL)
