@@ -112,7 +112,7 @@ def test_a_text_that_is_none_is_refused(name: str, params: Params, field: str, m
 def test_a_token_beyond_the_logits_is_refused(name: str, params: Params, field: str, model: ModelView) -> None:
     """A tokenizer may have more tokens than the model has logits: forcing one would fail a step for all its rows."""
     smaller = ModelView(50, model.eos_token_ids, model.tokenizer)
-    with pytest.raises(ValueError, match=f"^{field}: .* needs token [0-9]+, which the model cannot draw"):
+    with pytest.raises(ValueError, match=f"^{field}: .* needs token [0-9]+, which the model cannot sample"):
         installed_processors().make(name).prepare({**params, field: "z"}, smaller)
 
 
@@ -167,7 +167,7 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_row(
             row["__req__"].output_ids.append(token)
     with caplog.at_level(logging.WARNING):
         assert num_allowed() == [0] * num_rows
-    assert "a grammar became too complex to go on: a mask takes too long" in caplog.text
+    assert "a grammar became too complex to continue: a mask takes too long" in caplog.text
     assert num_allowed() == [0] * num_rows
 
 

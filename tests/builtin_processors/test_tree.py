@@ -181,7 +181,7 @@ def test_prepare() -> None:
         ({"tree": 5}, "tree: expected the name of a tree, or an object with prefix_dict, got 5"),
         ({"tree": None}, "tree: expected the name of a tree, or an object with prefix_dict, got None"),
         ({"tree": "towns"}, "tree: no tree is named 'towns'; those that the server loaded: cities, names"),
-        ({"tree": {}}, "tree: prefix_dict: missing, expected an object that says which tokens may follow which path"),
+        ({"tree": {}}, "tree: prefix_dict: missing, expected an object of the tokens that may follow each path"),
         ({"tree": {"prefix_dict": {"225": [1.5]}}}, "tree: prefix_dict['225'][0]: expected an integer, got 1.5"),
         ({"tree": {"prefix_dict": {}, "sep": 1}}, "tree: sep: expected a string, got 1"),
     ],

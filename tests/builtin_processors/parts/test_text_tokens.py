@@ -105,7 +105,7 @@ def test_refuses(params: dict[str, Any], message: str, zoo_model: ModelView) -> 
 
 def test_a_token_that_the_model_cannot_draw(zoo_model: ModelView) -> None:
     small = ModelView(29, zoo_model.eos_token_ids, zoo_model.tokenizer)
-    with pytest.raises(ValueError, match=r"^phrase: 'a </think>' needs token 29, which the model cannot draw$"):
+    with pytest.raises(ValueError, match=r"^phrase: 'a </think>' needs token 29, which the model cannot sample$"):
         Params.read({"phrase": "a </think>"}, small)
 
 

@@ -109,7 +109,7 @@ def test_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        ("{}", r"prefix_dict has no key '225', where every sequence starts: only the end token 2 can be drawn"),
+        ("{}", r"prefix_dict has no key '225', where every sequence starts: only the end token 2 can be sampled"),
         ('{"prefix_dict": {"225_1": [1]}}', "prefix_dict has no key '225', where every sequence starts"),
         ('{"prefix_dict": {"225": [1, -1, 3000000000]}}', "left out 2 token ids that are negative or above"),
     ],
