@@ -14,7 +14,7 @@ from sandbox_workload import BODIES, Model, Step, shipped_step
 
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.protocol import Kind
+from logitship.sampler.sandbox.protocol import Command
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.sandbox_run import SandboxRun
@@ -79,7 +79,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.spans: dict[str, list[tuple[int, int]]] = {}
-        self.messages: list[tuple[Kind, bytes]] = []
+        self.messages: list[tuple[Command, bytes]] = []
         self._patches = ExitStack()
 
     def __enter__(self) -> _Recorder:
@@ -90,7 +90,7 @@ class _Recorder:
             (Sandbox, "advance"),
         ):
             self._patches.enter_context(mock.patch.object(owner, name, self._with_span(name, getattr(owner, name))))
-        for name in ("tell", "begin"):
+        for name in ("enqueue", "begin"):
             self._patches.enter_context(mock.patch.object(Sandbox, name, self._with_message(getattr(Sandbox, name))))
         return self
 
@@ -107,7 +107,7 @@ class _Recorder:
         return recorded
 
     def _with_message(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(sandbox: Sandbox, kind: Kind, body: bytes, *more: Any) -> Any:
+        def recorded(sandbox: Sandbox, kind: Command, body: bytes, *more: Any) -> Any:
             self.messages.append((kind, body))
             return function(sandbox, kind, body, *more)
 
@@ -136,7 +136,7 @@ def _of_step(recorder: _Recorder, step: Step, logits: torch.Tensor, model: Model
     }
 
 
-def _of_worker(messages: Sequence[tuple[Kind, bytes]], logits: torch.Tensor, model: Model) -> tuple[float, float]:
+def _of_worker(messages: Sequence[tuple[Command, bytes]], logits: torch.Tensor, model: Model) -> tuple[float, float]:
     """Microseconds that a sandbox's program takes before the call and after it. Measured here, where no clock travels.
 
     Args:
@@ -149,7 +149,7 @@ def _of_worker(messages: Sequence[tuple[Kind, bytes]], logits: torch.Tensor, mod
         began = time.perf_counter_ns()
         worker.handle(kind, body)
         ended = time.perf_counter_ns()
-        if kind is Kind.STEP:
+        if kind is Command.STEP:
             called, done = _clocks(logits)
             before.append((called - began) % _CLOCK / 1000)
             after.append((ended - done) % _CLOCK / 1000)

@@ -136,15 +136,15 @@ def copies_step(logits: torch.Tensor) -> Step:
 @contextmanager
 def sandbox_executor(max_rows: int, vocab_size: int) -> Iterator[SandboxExecutor]:
     """Start what sandboxes are forked from, and end it all."""
-    template = ZygoteProcess(
+    zygote = ZygoteProcess(
         names="logitship.builtin_processors.sglang_names:SGLANG_NAMES", max_rows=max_rows, memory_limit=1 << 30
     )
     try:
-        template.start()
-        template.set_up(ModelView(vocab_size, frozenset({0}), None))
-        executor = SandboxExecutor(template, SandboxLimits(step_timeout=10.0), max_rows, vocab_size)
+        zygote.start()
+        zygote.set_up(ModelView(vocab_size, frozenset({0}), None))
+        executor = SandboxExecutor(zygote, SandboxLimits(step_timeout=10.0), max_rows, vocab_size)
     except BaseException:
-        template.close()
+        zygote.close()
         raise
     try:
         yield executor

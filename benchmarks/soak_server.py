@@ -186,7 +186,7 @@ def proportional_bytes(pid: int) -> int:
     """Memory of a process that no file stands behind, of shared pages its share (PSS); 0 if it is gone.
 
     A sandbox does not let its own user look at that. Where the user is not root, what it shares with nobody stands for
-    it: the rest is the template's.
+    it: the rest is the zygote's.
     """
     folder = Path(f"/proc/{pid}")
     try:

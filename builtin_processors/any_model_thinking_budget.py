@@ -1,7 +1,7 @@
 """A limit on the tokens between "start thinking" and "end thinking", for any model.
 
-SGLang has a class for each model, with the ids of three tokens in it (`thinking_budget.py`). Here the request says what
-thinking starts and ends with, in words of its model, and each may be several tokens long.
+SGLang has a class per model that contains the ids of three tokens (`thinking_budget.py`). Here, the request gives the
+markers of its model as text or token ids, and each may be several tokens long.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .thinking_budget import ThinkingBudgetParams
 class TokenizerThinkingBudgetParams(ThinkingBudgetParams):
     """See `TokenizerThinkingBudgetLogitProcessor`."""
 
-    model_config = ConfigDict(validate_default=True)  # what the defaults mean is up to the model
+    model_config = ConfigDict(validate_default=True)  # the defaults are tokenized by the model
 
     start: Annotated[Marker, Field(default="<think>")]
-    """What thinking starts with: a text, or its token ids."""
+    """The marker that starts thinking: a text, or its token ids."""
     end: Annotated[Marker, Field(default="</think>")]
-    """What thinking ends with: a text, or its token ids."""
+    """The marker that ends thinking: a text, or its token ids."""
     newline: Annotated[Marker | None, Field(default="\n")]
-    """What must stand before an end that is forced, most often a new line: a text, or its token ids. null: nothing."""
+    """The text, or its token ids, required before a forced end marker, usually a new line. null: none."""
 
     @model_validator(mode="after")
     def _tell_apart(self) -> Self:
@@ -42,13 +42,13 @@ class TokenizerThinkingBudgetParams(ThinkingBudgetParams):
 
 
 class _State(NamedTuple):
-    """What a history comes to.
+    """The automaton's state after a history.
 
     Attributes:
-        opened: place in the output behind the start of the open block, negative in the prompt; None if none is open.
-        start: how many tokens of the start the history ends with.
-        end: of the end, behind the start of the block.
-        newline: of the new line; in the output alone.
+        opened: output index after the start marker of the open block, negative in the prompt; None if none is open.
+        start: number of tokens of the start marker matched at the end of the history.
+        end: the same of the end marker, inside the block.
+        newline: the same of the new line, in the output only.
     """
 
     opened: int | None = None
@@ -58,7 +58,7 @@ class _State(NamedTuple):
 
 
 class MarkedThinkingBudget:
-    """A request's budget, and the automaton of its markers."""
+    """A request's budget, and the automaton that matches its markers."""
 
     def __init__(self, params: TokenizerThinkingBudgetParams) -> None:
         self._budget = params.thinking_budget
@@ -66,14 +66,16 @@ class MarkedThinkingBudget:
         self._end = TokenSequence(params.end)
         self._newline = TokenSequence(params.newline) if params.newline is not None else None
         self._beginnings = {marker[0] for marker in (params.start, params.end, params.newline) if marker is not None}
-        # What tells its states from those of another budget on the same sequence.
+        # Distinguishes its states from those of another budget on the same sequence.
         self._key = f"thinking_budget:{params.start}:{params.end}:{params.newline}"
 
     def forced_token(self, prompt: Sequence[int], output: Sequence[int], state: dict[str, Any]) -> int | None:
-        """The only token that may follow, or None if any may.
+        """Return the only token allowed next, or None if all are.
 
         Args:
-            state: of the sequence.
+            prompt: prompt token ids.
+            output: output token ids.
+            state: the sequence's state.
         """
         if self._budget is None:
             return None
@@ -83,29 +85,29 @@ class MarkedThinkingBudget:
         now = history.follow(output, lambda before, token: self._after(before, token, len(history)))
         if now.opened is None or len(output) - now.opened < self._budget:
             return None
-        # An end that was begun is completed, whoever began it.
+        # A partial end marker is completed, even if the model itself began it.
         if now.end or self._newline is None or now.newline == len(self._newline):
             return self._end.token_ids[now.end]
         return self._newline.token_ids[now.newline]
 
     def _after_prompt(self, prompt: Sequence[int]) -> _State:
         state = _State()
-        for place, token in enumerate(prompt, -len(prompt)):
-            state = self._after(state, token, place)
-        # A new line at the end of the prompt does not count: SGLang looks at the output alone.
+        for index, token in enumerate(prompt, -len(prompt)):
+            state = self._after(state, token, index)
+        # A new line at the end of the prompt does not count: SGLang only checks the output.
         return state._replace(newline=0)
 
-    def _after(self, state: _State, token: int, place: int) -> _State:
-        """The state after `token`, which stands at `place` in the output."""
+    def _after(self, state: _State, token: int, index: int) -> _State:
+        """Return the state after `token`, which has this index in the output."""
         opened, start, end, newline = state
         if not (start or end or newline) and token not in self._beginnings:
-            return state  # not a copy: there is one for each token of a history
+            return state  # not a copy, because a history holds a state per token
         start, end = self._start.advance(start, token), self._end.advance(end, token)
         if self._newline is not None:
             newline = self._newline.advance(newline, token)
-        # Where the markers share tokens: a start inside an end that was begun is none.
+        # If the markers share tokens, a start marker within a partial end marker does not count.
         if start == len(self._start) and (opened is None or end < len(self._start)):
-            opened, end = place + 1, 0
+            opened, end = index + 1, 0
         elif end == len(self._end):
             opened = None
         return _State(opened, start, end, newline)
@@ -114,11 +116,11 @@ class MarkedThinkingBudget:
 class TokenizerThinkingBudgetLogitProcessor(BuiltinProcessor):
     """Ends an open thinking block once `thinking_budget` tokens follow its start, on any model.
 
-    From then on each step allows one token only: those of `newline`, unless the output ends with it, then those of
-    `end`. The token's logit becomes 0, all others -inf. Where the model has begun one of the two, the rest is forced.
+    From then on, each step allows one token only: those of `newline`, unless the output ends with it, then those of
+    `end`. The token's logit is set to 0, all others to -inf. A marker that the model has begun is continued.
 
-    Where start, end and new line are one token each, it does on every history what SGLang's
-    `ThinkingBudgetLogitProcessor` does with these tokens.
+    If start, end and new line are one token each, it behaves exactly like SGLang's `ThinkingBudgetLogitProcessor` with
+    these tokens.
     """
 
     name = "thinking_budget"

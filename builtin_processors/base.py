@@ -1,4 +1,4 @@
-"""What an installed processor has beyond a shipped one: a name, a schema, and a check of its parameters."""
+"""Base class of installed processors: a `CustomLogitProcessor` with a name, a schema, and validated parameters."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from .params import ModelFacts, ProcessorParams
 class BuiltinProcessor(CustomLogitProcessor):
     """A row-level processor that a request can ask for by name, without shipping code.
 
-    What a row needs beside its history is made once, at admission (`prepare`), and shared by the request's sequences.
-    What changes with the history belongs in `__req__.state`, follows the new tokens only, and also follows when tokens
-    are taken back: see `StateHistory`.
+    Data derived from the parameters is computed once, at admission (`prepare`), and shared by the request's sequences.
+    Data that depends on the history belongs in `__req__.state`, is updated with the new tokens only, and must support
+    removing tokens: see `StateHistory`.
     """
 
     name: ClassVar[str]
-    """What a request writes: `{"name": "<name>"}`."""
+    """The name used in a request: `{"name": "<name>"}`."""
     Params: ClassVar[type[ProcessorParams]]
-    """The request's `custom_params`."""
+    """Model of the request's `custom_params`."""
     params_schema: ClassVar[dict[str, Any] | None]
     """JSON Schema (draft 2020-12) of `Params`."""
     is_mask: ClassVar[bool] = False
-    """True if all it does is to set logits to -inf, on the grounds of the history alone: a grammar, a tree. Masks run
-    before a request's other processors, and after them once more, so that whatever these force or raise, only what the
-    masks allow is drawn."""
+    """True if it only sets logits to -inf, depending on the history alone: a grammar, a tree. Masks run before a
+    request's other processors and again after them, so that only tokens that the masks allow are sampled, whatever the
+    others force or raise."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the schema."""
+        """Generate the schema."""
         super().__init_subclass__(**kwargs)
         if "Params" in vars(cls):
             cls.params_schema = cls.Params.as_json_schema()
 
     @classmethod
-    def check_model(cls, model: ModelFacts) -> None:  # most work with any
-        """Refuse a model that the processor cannot work with.
+    def check_model(cls, model: ModelFacts) -> None:  # most processors support all models
+        """Refuse a model that the processor does not support.
 
         Raises:
-            ValueError: says why.
+            ValueError: the model is not supported; says why.
         """
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> Any:
-        """Check a request's `custom_params`, and make what its rows need. May take long; never on the step path.
+        """Validate a request's `custom_params`, and precompute data for its rows. May be slow; not on the step path.
 
         Returns:
-            `Params`, or what a subclass makes of it. Nobody changes it any more: the request's sequences share it.
+            `Params`, or an object of the subclass. Immutable, because the request's sequences share it.
 
         Raises:
-            ValueError: names the parameter and says what was expected; the request is refused with this message.
-            PreparationUnavailable: the server cannot do it now.
+            ValueError: a parameter is invalid; the request is refused with this message.
+            PreparationUnavailable: the server cannot do it at the moment.
         """
         self.check_model(model)
         return self.Params.read(params, model)
 
     def prepared(self, params: dict[str, Any]) -> Any:
-        """What `prepare` made for a row.
+        """Return the result of `prepare` for a row.
 
         Args:
-            params: of the row, `__req__` included.
+            params: the row's parameters, `__req__` included.
         """
-        if PREPARED_KEY not in params:  # it was called by something else than a server
+        if PREPARED_KEY not in params:  # called outside a server
             params[PREPARED_KEY] = self.prepare(params, params["__req__"])
         return params[PREPARED_KEY]

@@ -1,4 +1,4 @@
-"""The batch processors of an engine: those that every request may use by its parameters, then the operator's."""
+"""The batch processors of an engine: the built-in ones, which sampling parameters control, then the operator's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "make_logits_processors",
 ]
 
-# vLLM's sentences, and its names for them: plugins and their tests look for both.
+# vLLM's messages and constants: plugins and their tests use both.
 STR_POOLING_REJECTS_LOGITSPROCS = "Pooling models do not support custom logits processors."
 STR_SPEC_DEC_REJECTS_LOGITSPROCS = "Custom logits processors are not supported when speculative decoding is enabled."
 
@@ -44,15 +44,19 @@ def build_logitsprocs(
     is_pooling_model: bool,
     custom_logitsprocs: Sequence[PluginSpec] = (),
 ) -> LogitsProcessors:
-    """Load the operator's processors and make every batch processor; vLLM's function.
+    """Load the operator's processors and create all batch processors. Same signature as in vLLM.
 
     Args:
-        custom_logitsprocs: what the operator named, see `logitship.sampler.batch_processors.plugins`. Entry points
-            come before them.
+        vllm_config: vLLM's configuration.
+        device: the device of the logits.
+        is_pin_memory: whether to use pinned memory.
+        is_pooling_model: whether the model is a pooling model.
+        custom_logitsprocs: the operator's plugins, see `logitship.sampler.batch_processors.plugins`. Entry points come
+            before them.
 
     Raises:
-        ValueError: the mode cannot run the operator's, see `check_mode`.
-        PluginLoadError: one of them cannot be loaded or made.
+        ValueError: the mode does not support the operator's processors, see `check_mode`.
+        PluginLoadError: a processor cannot be loaded or created.
     """
     plugins = load_plugins(custom_logitsprocs)
     check_mode(plugins, pooling=is_pooling_model, speculative=bool(vllm_config.speculative_config))
@@ -62,14 +66,13 @@ def build_logitsprocs(
 
 
 def check_mode(plugins: Sequence[Plugin], *, pooling: bool, speculative: bool) -> None:
-    """Refuse the operator's batch processors where they cannot run.
+    """Refuse the operator's batch processors that the mode does not support.
 
-    With pooling none can; with speculative decoding those that cannot be asked for some of the rows, see
-    `SpeculativeLogitsProcessor`. vLLM refuses all that are named to it in both modes, and drops those of entry points
-    without a word.
+    Pooling supports none; speculative decoding supports those that implement `SpeculativeLogitsProcessor`. vLLM refuses
+    all plugins given by name in both modes, and silently ignores those of entry points.
 
     Raises:
-        ValueError: in vLLM's words; names them.
+        ValueError: a processor is not supported. vLLM's message, with the names.
     """
     at_batch_level = [plugin for plugin in plugins if not plugin.is_row_level]
     if at_batch_level and pooling:
@@ -92,17 +95,21 @@ def make_logits_processors(
     tokenizer: Any = None,
     wrap: Callable[[LogitsProcessor, str], LogitsProcessor] = lambda made, name: made,
 ) -> LogitsProcessors:
-    """Make the built-in batch processors, then the operator's, in order.
+    """Create the built-in batch processors, then the operator's, in order.
 
-    The thinking budget is made where `vllm_config` has a `reasoning_config`; requests with one are refused elsewhere.
+    The thinking budget is only created if `vllm_config` has a `reasoning_config`; otherwise, requests with a budget are
+    refused.
 
     Args:
-        plugins: what `load_plugins` gave; row-level ones wait for requests that ask for them.
-        tokenizer: for request-level classes that want one and were not given it.
-        wrap: put around each of the operator's, with its name.
+        plugins: result of `load_plugins`; row-level plugins are created when a request uses them.
+        vllm_config: vLLM's configuration.
+        device: the device of the logits.
+        is_pin_memory: whether to use pinned memory.
+        tokenizer: for request-level classes that need one.
+        wrap: wraps each of the operator's processors, given its name.
 
     Raises:
-        PluginLoadError: one of them cannot be made.
+        PluginLoadError: a processor cannot be created.
     """
     return LogitsProcessors(
         [

@@ -1,4 +1,4 @@
-"""Answers in the words of the prompt. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+"""Boosts tokens of the prompt. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class CiteFromPromptParams(ProcessorParams):
     """See `CiteFromPromptLogitsProcessor`."""
 
     boost_factor: Boost = 1.0
-    """What is added to the logit of each token of the prompt. Below 0: other words than the prompt's."""
+    """Added to the logit of each token of the prompt. Negative: avoid the prompt's tokens."""
     boost_eos: Annotated[bool, Expects("true or false")] = True
-    """Whether the end token is boosted, too."""
+    """Whether to boost the end token, too."""
     conditional_boost_factor: Boost = 0.0
-    """What is added, beside that, to each token that follows the last drawn one somewhere in the prompt."""
+    """Also added to each token that follows the last sampled token anywhere in the prompt."""
 
 
 @dataclass(frozen=True)
 class Citation:
-    """What a request asks for. `end_token`: boosted like the prompt's; None: not."""
+    """The request's validated parameters. `end_token` is boosted like those of the prompt, unless it is None."""
 
     boost_factor: float
     conditional_boost_factor: float
@@ -40,13 +40,13 @@ class Citation:
 
 @dataclass(frozen=True, eq=False)
 class PromptTokens:
-    """What is boosted in a sequence's rows.
+    """The tokens to boost in a sequence's rows.
 
     Attributes:
-        boosted: distinct tokens, within the vocabulary, int64 [any].
-        boost_factor: what is added to them.
-        pairs: each two tokens that follow one another in the prompt, as first * `vocab_size` + second, int64 [any],
-            ascending, distinct. Empty if followers are not boosted.
+        boosted: distinct token ids within the vocabulary, int64 [any].
+        boost_factor: the number to add to their logits.
+        pairs: adjacent tokens of the prompt, as first * `vocab_size` + second, int64 [any], ascending, distinct. Empty
+            if followers are not boosted.
         vocab_size: number of columns of the logits.
     """
 
@@ -57,7 +57,7 @@ class PromptTokens:
 
     @classmethod
     def of(cls, prompt: Sequence[int], wanted: Citation, vocab_size: int) -> PromptTokens:
-        """Look through a prompt."""
+        """Collect the tokens of a prompt."""
         tokens = np.array(prompt, dtype=np.int64)
         boosted = tokens[tokens < vocab_size]
         if wanted.end_token is not None:
@@ -68,31 +68,31 @@ class PromptTokens:
         return cls(np.unique(boosted), wanted.boost_factor, pairs, vocab_size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PromptTokens:
-        return self  # never changes, and a batch of the same ones keeps its tensors
+        return self  # immutable; and `RowConstants` compares by identity
 
     def followers(self, token: int) -> npt.NDArray[np.int64]:
-        """The distinct tokens that follow a token in the prompt, int64 [any]."""
+        """Return the distinct tokens that follow a token in the prompt, int64 [any]."""
         first, end = np.searchsorted(self.pairs, (token * self.vocab_size, (token + 1) * self.vocab_size))
         return self.pairs[first:end] - token * self.vocab_size
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Cells of the logits, each at most once, and what is added to them.
+    """Distinct cells of the logits, and the numbers to add to them.
 
     Attributes:
-        places: row * vocab + token, int64 [n], ascending.
+        indices: row * vocab + token, int64 [n], ascending.
         boosts: float32 [n].
     """
 
-    places: torch.Tensor
+    indices: torch.Tensor
     boosts: torch.Tensor
 
     @classmethod
     def of(
         cls, boosted: Sequence[tuple[int, npt.NDArray[np.int64], float]], vocab_size: int, device: torch.device
     ) -> _Cells:
-        """Cells from (row, its tokens, what is added to each)."""
+        """Build from (row, token ids, boost)."""
         to_device = copies_to(device, pin_memory=device.type == "cuda")
         boosts = np.array([boost for _, _, boost in boosted], dtype=np.float32)
         return cls(
@@ -102,15 +102,15 @@ class _Cells:
 
     def add_to(self, logits: torch.Tensor) -> None:
         """Add the boosts, in place. `logits` is contiguous."""
-        # One pass, a quarter of the time of `logits[rows, tokens] += boosts`: prompts may have thousands of tokens.
-        logits.view(-1).scatter_add_(0, self.places, self.boosts)
+        # Four times as fast as `logits[rows, tokens] += boosts`: prompts may have thousands of tokens.
+        logits.view(-1).scatter_add_(0, self.indices, self.boosts)
 
 
 class CiteFromPromptLogitsProcessor(BuiltinProcessor):
-    """Adds `boost_factor` to the logit of each token that the prompt has, and of the end token.
+    """Adds `boost_factor` to the logits of the prompt's tokens and of the end token.
 
-    With `conditional_boost_factor`, a token that follows the last drawn one somewhere in the prompt gets that, too.
-    However often a token stands in the prompt, it is boosted once.
+    `conditional_boost_factor` is also added to tokens that follow the last sampled token anywhere in the prompt. A
+    token is boosted once, however often it occurs in the prompt.
     """
 
     name = "cite_from_prompt"

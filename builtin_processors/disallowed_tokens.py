@@ -1,4 +1,4 @@
-"""Tokens that must not be drawn."""
+"""Bans tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class DisallowedTokensParams(ProcessorParams):
     """See `DisallowedTokensLogitsProcessor`."""
 
     token_ids: TokenIds
-    """Tokens that must not be drawn."""
+    """Tokens that must not be sampled."""
 
     @field_validator("token_ids")
     @classmethod
     def _leave_one(cls, token_ids: list[int], info: ValidationInfo) -> list[int]:
         if len(set(token_ids)) >= model_of(info).vocab_size:
-            raise ValueError("every token of the vocabulary is disallowed, leave at least one to draw")
+            raise ValueError("every token of the vocabulary is disallowed, leave at least one")
         return token_ids
 
 
 class DisallowedTokensLogitsProcessor(BuiltinProcessor):
-    """Sets the logits of `token_ids` to -inf, each row those of its own request.
+    """Sets the logits of each request's `token_ids` to -inf.
 
-    SGLang's class of this name asserts that all rows of a batch carry the same list.
+    SGLang's class of this name asserts that all rows of a batch have the same list.
     """
 
     _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "DisallowedTokensLogitsProcessor")
@@ -44,7 +44,7 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
     Params = DisallowedTokensParams
     is_mask = True
 
-    _last: _Positions | None = None  # of the class: a subclass need not call a constructor that SGLang's has not
+    _last: _Positions | None = None  # a class attribute, because SGLang's class has no constructor to call
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> DisallowedTokens:
         """See `BuiltinProcessor.prepare`."""
@@ -56,7 +56,7 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
         if not custom_param_list:
             return logits
         wanted = [self.prepared(params) for params in custom_param_list]
-        # The same rows come step after step, and their lists may be half the vocabulary each.
+        # Cached, because rows rarely change between steps, and a list may have half the vocabulary.
         last = self._last
         if last is None or last.wanted != wanted or last.device != logits.device:
             last = self._last = _Positions(wanted, logits.device)
@@ -66,16 +66,17 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
 
 @dataclass(frozen=True, eq=False)
 class DisallowedTokens:
-    """What a request asks for: int64 [any], each token once. Compared by identity, which costs nothing."""
+    """A request's distinct tokens, int64 [any]. Compared by identity, which is cheap."""
 
     token_ids: npt.NDArray[np.int64]
 
 
 class _Positions:
-    """Where the logits of a batch are forbidden.
+    """The positions to forbid in a batch.
 
     Args:
-        wanted: what each row asks for; at least one.
+        wanted: the tokens of each row, at least one row.
+        device: the device of the logits.
     """
 
     def __init__(self, wanted: list[DisallowedTokens], device: torch.device) -> None:

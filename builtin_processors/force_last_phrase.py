@@ -1,4 +1,4 @@
-"""A phrase before the end of an answer. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+"""Writes a phrase before the end of an answer. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ForceLastPhraseParams(PhraseParams):
 
 @dataclass(frozen=True)
 class LastPhrase:
-    """What a request asks for.
+    """The request's validated parameters.
 
     Attributes:
-        phrase: its tokens.
-        end_tokens: the model's.
+        phrase: the tokens of the phrase.
+        end_tokens: the model's end tokens.
     """
 
     phrase: tuple[int, ...]
@@ -33,10 +33,10 @@ class LastPhrase:
 
 
 class ForceLastPhraseLogitsProcessor(PhraseProcessor):
-    """Writes `phrase` once, at the place where the answer would have ended.
+    """Writes `phrase` once, when the answer would have ended.
 
-    The phrase begins in the first step whose argmax is an end token, and stands in its place. After the phrase the
-    model goes on by itself, and may end. Every end token of the model counts; the original knows the tokenizer's alone.
+    The phrase begins in the first step whose argmax is an end token, instead of that token. After the phrase, the model
+    continues freely, and may end. All end tokens of the model count; the original only uses the tokenizer's.
     """
 
     name = "force_last_phrase"
@@ -50,17 +50,17 @@ class ForceLastPhraseLogitsProcessor(PhraseProcessor):
         return LastPhrase(read.phrase, tuple(sorted(model.eos_token_ids)))
 
     def initial_state(self, prepared: LastPhrase) -> Sequence[float]:
-        """The place in the phrase. One behind its end: it was written."""
+        """The index in the phrase; its length once it was written."""
         return (0,)
 
     def constants(self, rows: Sequence[LastPhrase], device: torch.device) -> torch.Tensor:
-        """The end tokens, int64 [rows, any]."""
+        """Return the end tokens, int64 [rows, any]."""
         return padded([row.end_tokens for row in rows], device)
 
     def advance(
         self, logits: torch.Tensor, state: torch.Tensor, phrases: Phrases, constants: torch.Tensor
     ) -> PhraseStep:
         """See `PhraseProcessor.advance`."""
-        places = state[:, 0]
-        forced = torch.where(places == 0, argmax_is_among(logits, constants), places < phrases.lengths)
-        return PhraseStep(forced, places, state + forced.unsqueeze(1))
+        indices = state[:, 0]
+        forced = torch.where(indices == 0, argmax_is_among(logits, constants), indices < phrases.lengths)
+        return PhraseStep(forced, indices, state + forced.unsqueeze(1))

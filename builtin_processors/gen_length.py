@@ -1,4 +1,4 @@
-"""Shorter or longer answers. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+"""Makes answers shorter or longer. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class GenLengthParams(TargetTokenParams):
     """See `GenLengthLogitsProcessor`."""
 
     boost_factor: Boost
-    """What is added after 10 tokens. Below 0: longer answers. From -1 to 1 is usual."""
+    """The boost after 10 tokens. Negative: longer answers. Typical values are from -1 to 1."""
     p: Annotated[int, Field(ge=0, le=20), Expects("an integer from 0 to 20")] = 2
-    """The power of the number of tokens with which the boost grows."""
+    """The exponent of the number of tokens in the boost."""
 
 
 @dataclass(frozen=True)
 class LengthBoost:
-    """What a request asks for: a token, and what is added to its logit."""
+    """The request's validated parameters: a token, and the boost of its logit."""
 
     target: TargetToken
     boost_factor: float
     p: int
 
     def after(self, num_output_tokens: int) -> float:
-        """`boost_factor * (tokens / 10) ** p`, within the range of a logit."""
+        """Return `boost_factor * (tokens / 10) ** p`, clamped to the range of a logit."""
         boost: float = self.boost_factor * num_output_tokens**self.p / 10**self.p
         return min(max(boost, -LARGEST_BOOST), LARGEST_BOOST)
 
 
 class GenLengthLogitsProcessor(BuiltinProcessor):
-    """Adds to the end token's logit what grows with the number of tokens: `boost_factor * (tokens / 10) ** p`.
+    """Adds `boost_factor * (tokens / 10) ** p` to the end token's logit, which grows with the number of tokens.
 
-    Nothing is added any more once the token was drawn. With `boost_token_str` another token than the end token is
-    boosted; with `complete_sentences`, only after a full stop or a new line.
+    Nothing is added once the token was sampled. `boost_token_str` replaces the end token by another one. With
+    `complete_sentences`, the token is only boosted after a full stop or a new line.
     """
 
     name = "gen_length"

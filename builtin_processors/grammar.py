@@ -1,4 +1,4 @@
-"""Constrains an output to a grammar: a JSON schema, a regular expression, EBNF, a choice of texts, a structural tag."""
+"""Constrains an output to a grammar: a JSON schema, regular expression, EBNF, choice of texts, or structural tag."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from .thinking_token_budget import ReasoningMarkers
 _log = logging.getLogger(__name__)
 
 _MAX_SECONDS = 0.03
-"""Of the CPU, for a mask. llguidance limits most of what a step may take, but not the work on an ambiguous grammar,
-such as `root ::= root root | "a"`: that grows with the square of the text."""
+"""CPU time limit for a mask. llguidance limits most work per step, but not that on an ambiguous grammar such as
+`root ::= root root | "a"`, which grows with the square of the text's length."""
 MAX_GRAMMAR_LENGTH = 1 << 18
-"""Characters of a grammar. A JSON schema for OpenAI's API may have about half of that."""
+"""Maximum characters of a grammar. OpenAI's API allows about half of that for a JSON schema."""
 
 
 class GrammarParams(ProcessorParams):
-    """See `GrammarProcessor`. Exactly one of `json_schema`, `json_object`, `regex`, `ebnf`, `choice` and
-    `structural_tag`.
+    """See `GrammarProcessor`.
+
+    Exactly one of `json_schema`, `json_object`, `regex`, `ebnf`, `choice` and `structural_tag` is set.
     """
 
     json_schema: Annotated[
@@ -62,11 +63,11 @@ class GrammarParams(ProcessorParams):
     """Free text with tags whose contents are constrained, in xgrammar's words: `{"format": {…}}`, or the older
     `{"structures": […], "triggers": […]}`."""
     whitespace_pattern: Annotated[str | None, Expects("a regular expression")] = None
-    """What may stand between the parts of JSON: a regular expression. "": nothing. Left out: any white space."""
+    """Regular expression for the white space between the parts of JSON. "": none. Default: any."""
     after: Annotated[Marker | None, Expects("a text or a list of token ids")] = None
-    """Tokens after which the constrained text begins, such as `</think>`. Until they are drawn, one right after the
-    other, every token is allowed. A text stands for the tokens that the tokenizer makes of it. Left out: it begins at
-    once, or behind the thinking that the prompt has begun."""
+    """Marker after which the constrained text begins, such as `</think>`: a text, which is tokenized, or token ids.
+    Until its tokens are sampled consecutively, all tokens are allowed. Default: the text begins at once, or after the
+    thinking that the prompt has begun."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -79,17 +80,17 @@ class GrammarParams(ProcessorParams):
 
     @property
     def constraint(self) -> str:
-        """Name of the one that is given."""
+        """Name of the constraint that is set."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
     def source(self, model: ModelFacts) -> str:
-        """The grammar in llguidance's words.
+        """Return the grammar in llguidance's syntax.
 
         Args:
             model: has the special tokens that a structural tag may name.
 
         Raises:
-            ValueError: it is malformed, or too long.
+            ValueError: the constraint is malformed or too long.
         """
         given = getattr(self, self.constraint)
         length = len(given if isinstance(given, str) else json.dumps(given)) + len(self.whitespace_pattern or "")
@@ -110,8 +111,8 @@ class GrammarParams(ProcessorParams):
 
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
-_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
-_IN_WORDS = {
+_POSITION = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
+_DESCRIPTIONS = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON",
     "regex": "the regular expression",
@@ -123,12 +124,12 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, eq=False)
 class PreparedGrammar:
-    """What a request's sequences share.
+    """A compiled grammar, shared by a request's sequences.
 
     Attributes:
-        key: tells it from other grammars in a sequence's state.
-        matcher: at the beginning of the text; to be copied.
-        after: the tokens after which the text begins; empty: it begins at once.
+        key: identifies it in a sequence's state.
+        matcher: a matcher at the beginning of the text, to be copied.
+        after: the tokens after which the text begins; empty if it begins at once.
     """
 
     key: str
@@ -137,17 +138,17 @@ class PreparedGrammar:
 
 
 class GrammarProcessor(BuiltinProcessor):
-    """Allows the tokens with which the output stays a beginning of what the grammar describes.
+    """Allows the tokens that keep the output a prefix of the grammar's language.
 
-    When the text is complete, the model's end tokens are allowed, beside the tokens that continue it, if there are any.
-    A row whose output does not fit, because something else forced a token, is left with no token: the request ends with
-    an error. Where a prompt leaves the model thinking, the text begins behind the end of that, as in vLLM and SGLang.
+    When the text is complete, the model's end tokens are allowed, and tokens that continue it, if any. If the output
+    does not match, because something else forced a token, no token is allowed, and the request ends with an error. If
+    the prompt ends within thinking, the text begins after the thinking, as in vLLM and SGLang.
 
-    The masks are computed by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser on top of a lexer
-    of derivatives of regular expressions, on the CPU, some 0.01 to 1 ms a row.
+    llguidance (https://github.com/guidance-ai/llguidance) computes the masks: an Earley parser with a lexer based on
+    derivatives of regular expressions, on the CPU, some 0.01 to 1 ms per row.
 
     Args:
-        reasoning: how the model writes its thinking; None: nobody said.
+        reasoning: the model's thinking markers; None if unknown.
     """
 
     name = "grammar"
@@ -162,24 +163,24 @@ class GrammarProcessor(BuiltinProcessor):
         self._was_slow = False
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> PreparedGrammar:
-        """Compile the grammar, or find it among those that were compiled before."""
+        """Compile the grammar, or get it from the cache."""
         read = super().prepare(params, model)
         source = ""
         try:
-            compiler = self._compiler_for(model)  # first: it refuses tokenizers that cannot be used
+            compiler = self._compiler_for(model)  # first, because it refuses unsupported tokenizers
             source = read.source(model)
             matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
             reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-            if source.startswith(grammar_source.EXACT):  # places are those of our own Lark
-                reason = _PLACE.sub("", reason)
-            raise ValueError(f"{_IN_WORDS[read.constraint]} cannot be used: {reason}") from None
+            if source.startswith(grammar_source.EXACT):  # positions refer to the generated Lark
+                reason = _POSITION.sub("", reason)
+            raise ValueError(f"{_DESCRIPTIONS[read.constraint]} cannot be used: {reason}") from None
         after = read.after or ()
         key = sha256(f"{after}{source}".encode()).hexdigest()
         return PreparedGrammar(f"grammar:{key}", matcher, after)
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """Mask each row by its own grammar, in place, with one write for all rows."""
+        """Mask each row by its grammar, in place, with one write for all rows."""
         cursors = [self._cursor(params) for params in custom_param_list or ()]
         if not all(cursor.is_free for cursor in cursors):
             mask_tokens(logits, self._masks(cursors))
@@ -192,7 +193,7 @@ class GrammarProcessor(BuiltinProcessor):
             return self._compiler
 
     def _cursor(self, params: dict[str, Any]) -> GrammarCursor:
-        """The row's cursor, up to the end of its output."""
+        """Return the row's cursor, advanced to the end of its output."""
         prepared: PreparedGrammar = self.prepared(params)
         request = params["__req__"]
         cursor: GrammarCursor | None = request.state.get(prepared.key)
@@ -204,13 +205,13 @@ class GrammarProcessor(BuiltinProcessor):
         return cursor
 
     def _ends_of_thinking(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """What ends the thinking that a prompt has begun; empty if it has not."""
+        """Return the end markers of the thinking that a prompt has begun; empty if it has not."""
         if self._reasoning is None or self._reasoning.opened_in(prompt) is None:
             return []
         return [self._reasoning.end.token_ids, self._reasoning.natural_end.token_ids]
 
     def _masks(self, cursors: Sequence[GrammarCursor]) -> Words:
-        """int32 [rows, words]: those that are new since the last step are computed at the same time."""
+        """Return the masks, int32 [rows, words]. Masks not cached from the last step are computed in parallel."""
         assert self._compiler is not None
         words = np.full((len(cursors), self._compiler.mask_words), -1, dtype=np.int32)
         new = []
@@ -223,10 +224,10 @@ class GrammarProcessor(BuiltinProcessor):
                 new.append(row)
         slow = self._fill(words, [(cursors[row].matcher, row) for row in new])
         for row in new:
-            # llguidance would have the text end here, which would then not fit its grammar.
+            # Otherwise llguidance would end the text here, which would then not match its grammar.
             if cursors[row].matcher.is_error() or row in slow:
                 reason = "a mask takes too long" if row in slow else cursors[row].matcher.get_error()
-                _log.warning("a grammar became too complex to go on: %s", reason)
+                _log.warning("a grammar became too complex to continue: %s", reason)
                 words[row] = 0
             cursors[row].mask = words[row]
         return words
@@ -235,13 +236,13 @@ class GrammarProcessor(BuiltinProcessor):
         """Compute masks.
 
         Returns:
-            The rows of those that took more than `_MAX_SECONDS`.
+            The rows whose masks took more than `_MAX_SECONDS`.
         """
         if len(matchers) > 1 and not self._was_slow:
             self._executor = self._executor or LLExecutor()
             began = time.perf_counter()
             fill_next_token_bitmask_par(self._executor, matchers, words)
-            # Nobody can say because of whom. The next step computes them one by one, and finds out.
+            # The slow row cannot be identified here. The next step computes the masks one by one.
             self._was_slow = time.perf_counter() - began > _MAX_SECONDS
             return []
         self._was_slow = False
@@ -255,7 +256,7 @@ class GrammarProcessor(BuiltinProcessor):
 
 
 def mask_tokens(logits: torch.Tensor, words: Words) -> None:
-    """Set the logits of all tokens but the allowed ones to -inf, in place. The host does not wait for the device.
+    """Set the logits of all tokens but the allowed ones to -inf, in place. Does not synchronize with the device.
 
     Args:
         logits: float32 [rows, vocab].
@@ -263,7 +264,7 @@ def mask_tokens(logits: torch.Tensor, words: Words) -> None:
     """
     device = logits.device
     octets = words.astype("<i4", copy=False).view(np.uint8)
-    if device.type == "cpu":  # NumPy unpacks twice as fast as the lines below
+    if device.type == "cpu":  # NumPy is twice as fast as the lines below
         forbidden = np.unpackbits(~octets, axis=1, bitorder="little", count=logits.shape[1])
         logits.masked_fill_(torch.from_numpy(forbidden).view(torch.bool), -torch.inf)
         return

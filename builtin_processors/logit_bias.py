@@ -1,4 +1,4 @@
-"""`logit_bias`: a number added to the logits of chosen tokens."""
+"""`logit_bias`: adds numbers to the logits of given tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
         """See `SpeculativeLogitsProcessor`."""
         rows = enumerate(rows_of_drafts(num_draft_tokens))
-        biases = {place: self._rows[row] for place, row in rows if row in self._rows}
+        biases = {index: self._rows[row] for index, row in rows if row in self._rows}
         if biases:
             positions, values = self._on_device(biases)
             logits[positions] += values

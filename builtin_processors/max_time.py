@@ -1,4 +1,4 @@
-"""An end after a time. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+"""Ends an answer after a time. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ class MaxTimeParams(TargetTokenParams):
     """See `MaxTimeLogitsProcessor`."""
 
     max_time: Annotated[float, Field(ge=0), Expects("a number of seconds, 0 or greater")]
-    """Seconds from the sequence's first token on."""
+    """Seconds since the sequence's first step."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """What a request asks for: a token, and when it is enforced."""
+    """The request's validated parameters: a token, and when to enforce it."""
 
     target: TargetToken
     max_time: float
 
 
 class MaxTimeLogitsProcessor(BuiltinProcessor):
-    """Enforces the end token once more than `max_time` seconds passed since the sequence's first step.
+    """Enforces the end token once more than `max_time` seconds have passed since the sequence's first step.
 
-    Until it is drawn, it is enforced in each step: where a mask forbids it, the answer goes on until it is allowed.
-    Afterwards no more. With `boost_token_str` another token than the end token is enforced; with `complete_sentences`,
-    only after a full stop or a new line. The time in the queue does not count; in the original's variant for vLLM it
-    does.
+    It is enforced in each step until it is sampled: if a mask forbids it, the answer continues until it is allowed.
+    `boost_token_str` replaces the end token by another one. With `complete_sentences`, the token is only enforced after
+    a full stop or a new line. The time in the queue does not count, unlike in the original's variant for vLLM.
 
     Args:
-        clock: seconds from any start, never going back.
+        clock: a monotonic clock, in seconds.
     """
 
     name = "max_time"
@@ -58,7 +57,7 @@ class MaxTimeLogitsProcessor(BuiltinProcessor):
         return Deadline(TargetToken.of(read, model), read.max_time)
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """Enforce the token in the rows whose time is over, in place."""
+        """Enforce the token in the rows whose time has elapsed, in place."""
         rows = custom_param_list or []
         wanted: list[Deadline] = [self.prepared(params) for params in rows]
         now = self._clock()

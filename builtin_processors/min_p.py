@@ -16,7 +16,7 @@ from logitship.sampler.ops.rows import row_parts
 from logitship.sampler.sampling_params import SamplingParams
 
 _PART_SIZE = 2**18
-"""How many logits are worked on at a time."""
+"""Number of logits to process at a time."""
 
 
 class MinPLogitsProcessor(LogitsProcessor):
@@ -49,17 +49,17 @@ class MinPLogitsProcessor(LogitsProcessor):
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
         """See `SpeculativeLogitsProcessor`."""
         rows = rows_of_drafts(num_draft_tokens)
-        places = [place for place, row in enumerate(rows) if row in self._rows]
-        if places:
-            index = self._to_device(np.array(places, dtype=np.int64))
-            log_min_p = np.array([[self._rows[rows[place]]] for place in places], dtype=np.float32)
+        indices = [index for index, row in enumerate(rows) if row in self._rows]
+        if indices:
+            index = self._to_device(np.array(indices, dtype=np.int64))
+            log_min_p = np.array([[self._rows[rows[index]]] for index in indices], dtype=np.float32)
             _forbid_unlikely(logits, index, self._to_device(log_min_p))
         return logits
 
 
 def _forbid_unlikely(logits: torch.Tensor, rows: torch.Tensor, log_min_p: torch.Tensor) -> None:
     for part in row_parts(len(rows), logits, _PART_SIZE):
-        # A view where these are all rows.
+        # A view if these are all rows.
         some = logits[part] if len(rows) == len(logits) else logits[rows[part]]
         # A ratio of probabilities is a difference of logits: no softmax is needed.
         some.masked_fill_(some < some.amax(dim=-1, keepdim=True) + log_min_p[part], -math.inf)

@@ -31,15 +31,15 @@ class _ShortOutput:
 class MinTokensLogitsProcessor(LogitsProcessor):
     """Forbids end and stop tokens until a request has `min_tokens` output tokens.
 
-    They stay forbidden where nothing else is left; the sampler then ends the request with `NoTokenLeftError`. (vLLM
-    0.32.0 allows them again in rows with structured output, which there is none of here.)
+    They stay forbidden if no other token is left; the sampler then ends the request with `NoTokenLeftError`. (vLLM
+    0.32.0 allows them again in rows with structured output, which does not exist at this level here.)
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._to_device = copies_to(device, is_pin_memory)
         self._rows: BatchRows[_ShortOutput] = BatchRows(_short_output)
         self._forbidden: TokenPositions | None = None
-        # A tensor of the device: as a Python number it would be copied there in each step, and waited for.
+        # A tensor on the device: a Python number would be copied there in each step, synchronously.
         self._minus_infinity = torch.tensor(-math.inf, dtype=torch.float32, device=device)
 
     def is_argmax_invariant(self) -> bool:
@@ -54,19 +54,20 @@ class MinTokensLogitsProcessor(LogitsProcessor):
             self._forbidden = self._positions({row: state.stop_token_ids for row, state in self._rows.items()})
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Forbid the stop tokens of the rows that are still short, in place: float32 [rows, vocab]."""
+        """Forbid the stop tokens of the rows below their minimum, in place: float32 [rows, vocab]."""
         if self._forbidden is not None:
             logits.index_put_(self._forbidden, self._minus_infinity)
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
-        """`apply` where a request has one row for each of its draft tokens.
+        """Like `apply`, but a request has one row for each of its draft tokens.
 
-        A draft token stands after those before it, so a request that misses m tokens is short in its first m rows.
+        A draft token counts the drafts before it, so a request that misses m tokens is below its minimum in its first m
+        rows.
 
         Args:
-            logits: float32 [sum of `num_draft_tokens`, vocab], edited in place. The requests' rows follow each other in
-                the order of the batch: with [2, 3, 1] the request at row 1 of the batch has rows 2 to 4.
+            logits: float32 [sum of `num_draft_tokens`, vocab], edited in place. The requests' rows are in the order of
+                the batch: with [2, 3, 1], the request at row 1 of the batch has rows 2 to 4.
             num_draft_tokens: rows of each request of the batch; 0 for one without drafts.
         """
         if not self._rows:

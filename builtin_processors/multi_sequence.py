@@ -1,4 +1,4 @@
-"""Sequences that go on after their end token, as those do that are generated side by side."""
+"""Pads finished sequences with end tokens, for sequences that are generated side by side."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class MultiSequenceParams(ProcessorParams):
     """See `MultiSequenceLogitsProcessor`."""
 
     eos_token_ids: Annotated[TokenIds | None, Expects("a list of token ids")] = None
-    """The tokens that finish a sequence. Left out: the model's end tokens."""
+    """The tokens that finish a sequence. Default: the model's end tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class EndTokens:
-    """What a request asks for.
+    """A request's end tokens.
 
     Attributes:
         token_ids: int64 [any], ascending.
-        key: of the state of a sequence that has these end tokens.
+        key: identifies them in a sequence's state.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -39,20 +39,20 @@ class EndTokens:
 
     @classmethod
     def of(cls, token_ids: Iterable[int]) -> Self:
-        """These, of which one may be there twice."""
+        """Build from token ids, which may contain duplicates."""
         distinct = sorted(set(token_ids))
         return cls(np.array(distinct, dtype=np.int64), f"multi_sequence:{distinct}", frozenset(distinct))
 
     def is_finished(self, before: bool, token: int) -> bool:
-        """Whether a sequence is finished after another token."""
+        """Return whether a sequence is finished after another token."""
         return before or token in self._set
 
 
 class MultiSequenceLogitsProcessor(BuiltinProcessor):
-    """Leaves a sequence that drew an end token only end tokens; all others become -inf.
+    """Allows only end tokens in a sequence that sampled one; sets all others to -inf.
 
-    RTP-LLM's `MultiSeqLogitsProcessor`, which its engine tells which sequences are finished. Here that follows from the
-    sequence's output. It has an effect with `ignore_eos`: otherwise a sequence ends with its end token anyway.
+    RTP-LLM's `MultiSeqLogitsProcessor` gets the finished sequences from its engine. Here, they are determined from the
+    output. It only has an effect with `ignore_eos`, because otherwise a sequence ends with its end token anyway.
     """
 
     name = "multi_sequence"
@@ -60,10 +60,10 @@ class MultiSequenceLogitsProcessor(BuiltinProcessor):
     is_mask = True
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> EndTokens:
-        """The end tokens.
+        """Return the end tokens.
 
         Raises:
-            ValueError: the parameter is no list of tokens, or there are no end tokens.
+            ValueError: the parameter is not a list of tokens, or there are no end tokens.
         """
         given = super().prepare(params, model).eos_token_ids
         eos_token_ids = model.eos_token_ids if given is None else given

@@ -1,4 +1,4 @@
-"""One of several answers. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+"""Restricts an answer to given choices. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class MultipleChoiceParams(ProcessorParams):
     ] = Field(default=cast(Any, ["1", "2", "3", "4"]), validate_default=True)
     """The answers to choose from."""
     delimiter: TokenOfText = Field(default=cast(Any, "."), validate_default=True)
-    """What stands after a choice in the prompt."""
+    """The text after a choice in the prompt."""
     boost_first_words: Boost = 0.0
-    """How much of the logit of the first word after a choice in the prompt is added to that of the choice."""
+    """The factor of the logit of the first word after a choice in the prompt that is added to the choice's logit."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a request asks for, as tokens."""
+    """The request's validated parameters, as tokens."""
 
     choices: tuple[int, ...]
     delimiter: int
@@ -49,7 +49,7 @@ class Choices:
 
     Attributes:
         tokens: the choices.
-        first_words: some of them, each with the token that follows it in the prompt.
+        first_words: pairs of a choice and the token that follows it in the prompt, for those found there.
         boost_first_words: see `MultipleChoiceParams`.
     """
 
@@ -63,8 +63,8 @@ class _Batch:
     """Choices of all rows.
 
     Attributes:
-        tokens: int64 [rows, most choices], padded.
-        boosted: rows, choices and first words, int64 [3, n]; None if no row has any.
+        tokens: int64 [rows, max choices], padded.
+        boosted: rows, choices and first words, int64 [3, n]; None if there are none.
         boosts: float32 [n].
     """
 
@@ -88,11 +88,11 @@ class _Batch:
 
 
 class MultipleChoiceLogitsProcessor(BuiltinProcessor):
-    """Enforces, in every step, that the next token is one of `choices`.
+    """Enforces in every step that the next token is one of `choices`.
 
-    With `boost_first_words`, the choices are looked for in the prompt, each at the start of a line and before
-    `delimiter`, one after the other. A choice that is found gets a share of the logit of the word after it, since some
-    models know the words better than their numbers.
+    With `boost_first_words`, the choices are searched in the prompt in order, each at the start of a line and before
+    `delimiter`. A choice that is found gets a share of the logit of the word after it, because some models predict the
+    words better than their numbers.
     """
 
     name = "multiple_choice"
@@ -113,7 +113,7 @@ class MultipleChoiceLogitsProcessor(BuiltinProcessor):
         batch = self._batch.of([self._choices(params) for params in custom_param_list], logits.device)
         if batch.boosted is not None:
             rows, choices, words = batch.boosted
-            # A word that a mask forbids says nothing about the choice, and must not forbid it.
+            # A word that a mask forbids must not forbid its choice.
             of_words = logits[rows, words].masked_fill_(logits[rows, words] == -torch.inf, 0.0)
             logits[rows, choices] += (batch.boosts * of_words).clamp_(-LARGEST_BOOST, LARGEST_BOOST)
         enforce(logits, batch.tokens)
@@ -130,18 +130,18 @@ class MultipleChoiceLogitsProcessor(BuiltinProcessor):
 
 
 def _first_words(question: Question, request: Any) -> Iterator[tuple[int, int]]:
-    """The choices that the prompt has, each with its first word.
+    """Yield the choices found in the prompt, each with its first word.
 
-    They are looked for in their order: without "2.", "3." is not found.
+    They are searched in order: without "2.", "3." is not found.
     """
     prompt, found = request.origin_input_ids, 0
-    for place in range(1, len(prompt) - 2):
+    for index in range(1, len(prompt) - 2):
         if found == len(question.choices):
             return
         choice = question.choices[found]
-        if prompt[place] != choice or prompt[place + 1] != question.delimiter:
+        if prompt[index] != choice or prompt[index + 1] != question.delimiter:
             continue
-        if request.tokenizer.decode([prompt[place - 1]]).endswith("\n"):
+        if request.tokenizer.decode([prompt[index - 1]]).endswith("\n"):
             found += 1
-            if prompt[place + 2] < request.vocab_size:
-                yield choice, prompt[place + 2]
+            if prompt[index + 2] < request.vocab_size:
+                yield choice, prompt[index + 2]

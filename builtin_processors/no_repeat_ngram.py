@@ -1,8 +1,7 @@
-"""No n-gram twice within a sliding window of the history.
+"""Bans repeated n-grams within a sliding window of the history.
 
-The parameters, the class name and the behaviour on every history are SGLang's, which has them from DeepSeek-OCR. SGLang
-compares every n-gram of the window in each step; here a step reads the tokens that are new, and looks the last n - 1 up
-in an index.
+Parameters, class name and behavior are those of SGLang, which took them from DeepSeek-OCR. SGLang compares all n-grams
+of the window in each step; here, a step reads the new tokens only, and looks up the last n - 1 tokens in an index.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class NoRepeatNGramParams(ProcessorParams):
     ngram_size: Count
     """n, in tokens. 0: nothing is banned."""
     window_size: Count
-    """How many of the last tokens are searched. 0: nothing is banned."""
+    """Number of last tokens to search. 0: nothing is banned."""
     whitelist_token_ids: TokenIds | None = None
     """Tokens that may always repeat."""
 
@@ -42,7 +41,7 @@ class NoRepeatNGramParams(ProcessorParams):
 class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
     """Sets to -inf each token that would repeat an n-gram of the last `window_size` tokens of prompt and output.
 
-    An n-gram counts if all of it lies in the window, so a window shorter than `ngram_size` bans nothing. Tokens in
+    An n-gram counts if all of it is in the window, so a window shorter than `ngram_size` bans nothing. Tokens in
     `whitelist_token_ids` are never banned.
     """
 
@@ -57,7 +56,7 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
         return NGramBan.of(dict(NoRepeatNGramParams.read(params, model)))
 
     def prepared(self, params: dict[str, Any]) -> NGramBan:
-        """What a row asks for. Parameters that nobody checked at admission mean what they do in SGLang."""
+        """Return the ban of a row. Parameters not validated at admission are interpreted as in SGLang."""
         ban: NGramBan | None = params.get(PREPARED_KEY)
         return ban or NGramBan.of(params)
 
@@ -76,7 +75,7 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
 
 @dataclass(frozen=True, eq=False)
 class NGramBan:
-    """What a request asks for; see `NoRepeatNGramParams`."""
+    """The request's parameters; see `NoRepeatNGramParams`."""
 
     ngram_size: int
     window_size: int
@@ -84,7 +83,7 @@ class NGramBan:
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Self:
-        """From parameters, in which what is left out may also be None."""
+        """Build from parameters; missing ones may also be None."""
         return cls(
             params.get("ngram_size") or 0,
             params.get("window_size") or 0,
@@ -92,7 +91,7 @@ class NGramBan:
         )
 
     def tokens(self, request: Any) -> npt.NDArray[np.int64]:
-        """The tokens that are banned after a history, int64 [any].
+        """Return the tokens that are banned after a history, int64 [any].
 
         Args:
             request: a row's `__req__`.
@@ -111,26 +110,25 @@ class NGramBan:
 _NO_TOKENS = np.empty(0, dtype=np.int64)
 _PRIME = (1 << 61) - 1
 _BASE = secrets.randbelow(_PRIME - 1) + 1
-"""Of the fingerprints: nobody can send tokens that are made to have the same."""
+"""Base of the fingerprints. Random, so that clients cannot construct collisions."""
 
 
 class NGramIndex:
-    """The n-grams in the window at the end of one token sequence, by their first n - 1 tokens.
+    """Index of the n-grams in the window at the end of a token sequence, by their first n - 1 tokens (the prefix).
 
-    n may be as large as the window, so a prefix is not kept as its tokens, which would take n times the memory of the
-    sequence, but as their fingerprint (Karp and Rabin 1987, "Efficient randomized pattern-matching algorithms"): its
-    tokens are the digits of a number in base `_BASE`, of which the remainder modulo 2^61 - 1 is taken. The fingerprints
-    of all beginnings of the sequence give that of any part. That two different prefixes of n tokens have the same one
-    has a probability of n / 2^61.
+    n may be as large as the window, so storing the tokens of a prefix would take n times the memory of the sequence.
+    Instead, the index stores its fingerprint (Karp and Rabin 1987, "Efficient randomized pattern-matching algorithms"):
+    the tokens are the digits of a number in base `_BASE`, modulo 2^61 - 1. The fingerprint of any part is computed from
+    those of the beginnings of the sequence. Two different prefixes of n tokens collide with probability n / 2^61.
 
     Assumptions:
-    * Tokens are only appended and taken back. Both between two calls are noticed if the last token that is known stands
-      elsewhere now.
+    * Tokens are only appended and removed at the end. If both happen between two calls, that is detected if the last
+      known token has changed.
 
     Guarantees:
-    * `follow` costs O(1) for each token that came or was taken back, and O(tokens) when it notices that tokens were
-      exchanged; `followers` costs O(1).
-    * The table holds what is in the window, however long the sequence is.
+    * `follow` costs O(1) per appended or removed token, and O(tokens) when it detects replaced tokens; `followers`
+      costs O(1).
+    * The table only holds the n-grams of the window, however long the sequence is.
 
     Args:
         ngram_size: n, at least 1.
@@ -142,30 +140,29 @@ class NGramIndex:
         self._window_size = window_size
         self._tokens: list[int] = []
         self._fingerprints = [0]
-        """At [k]: that of the first k tokens."""
+        """At [k]: the fingerprint of the first k tokens."""
         self._shift = pow(_BASE, ngram_size - 1, _PRIME)
         self._covered = range(0)
         """Positions of the n-grams in the table."""
         self._table: dict[int, int | dict[int, int]] = {}
-        """Fingerprint of a prefix → the token that follows it, or, of a prefix that is there more than once, how many
-        times each token follows it. Most are there once, and a dictionary for each would not fit a processor's cache.
-        """
+        """Fingerprint of a prefix → the token that follows it or, for a repeated prefix, the count of each following
+        token. Most prefixes occur once, and a dictionary for each would exceed the CPU cache."""
 
     def __len__(self) -> int:
-        """Number of different prefixes in the window."""
+        """Return the number of distinct prefixes in the window."""
         return len(self._table)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NGramIndex:
-        twin = copy.copy(self)
-        twin._tokens, twin._fingerprints = self._tokens.copy(), self._fingerprints.copy()
-        twin._table = {
+        copied = copy.copy(self)
+        copied._tokens, copied._fingerprints = self._tokens.copy(), self._fingerprints.copy()
+        copied._table = {
             prefix: following.copy() if isinstance(following, dict) else following
             for prefix, following in self._table.items()
         }
-        return twin
+        return copied
 
     def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Make it the index of prompt + output."""
+        """Update the index to prompt + output."""
         length, known = len(prompt) + len(output), len(self._tokens)
         kept = min(length, known)
         if kept > len(prompt) and self._tokens[kept - 1] != output[kept - len(prompt) - 1]:
@@ -180,15 +177,15 @@ class NGramIndex:
             self._cover(length)
 
     def followers(self) -> Set[int]:
-        """The tokens that followed the sequence's last n - 1 tokens in the window. Not to be changed."""
+        """Return the tokens that followed the sequence's last n - 1 tokens in the window. Read-only."""
         position = len(self._tokens) - self._size + 1
         following = self._table.get(self._prefix(position)) if self._covered else None
         if following is None:
-            return _NOTHING
+            return _NO_FOLLOWERS
         return following.keys() if isinstance(following, dict) else {following}
 
     def _cover(self, length: int) -> None:
-        """Make it the table of the window at the end of the first `length` tokens, all of which are known."""
+        """Update the table to the window at the end of the first `length` tokens, which are known."""
         new = range(max(0, length - self._window_size), max(0, length - self._size + 1))
         old, self._covered = self._covered, new
         for position in (*range(old.start, min(old.stop, new.start)), *range(max(old.start, new.stop), old.stop)):
@@ -217,14 +214,14 @@ class NGramIndex:
             del self._table[prefix]
 
     def _prefix(self, position: int) -> int:
-        """Fingerprint of the n - 1 tokens from a position on."""
+        """Return the fingerprint of the n - 1 tokens from a position on."""
         before, until = self._fingerprints[position], self._fingerprints[position + self._size - 1]
         return (until - before * self._shift) % _PRIME
 
 
-_NOTHING: frozenset[int] = frozenset()
+_NO_FOLLOWERS: frozenset[int] = frozenset()
 
 
 def _fingerprint(before: int, token: int) -> int:
-    """That of the tokens with one more."""
+    """Return the fingerprint after another token."""
     return (before * _BASE + token) % _PRIME

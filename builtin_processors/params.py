@@ -1,4 +1,4 @@
-"""The parameters of installed processors: a pydantic model each, whose errors say what was expected."""
+"""Parameters of installed processors: pydantic models with error messages that state what was expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 
 class ModelFacts(Protocol):
-    """What a processor may know of the model: a `ModelView`, or a request's `__req__`."""
+    """Properties of the model that a processor can read: a `ModelView`, or a request's `__req__`."""
 
     @property
     def vocab_size(self) -> int:
@@ -24,25 +24,25 @@ class ModelFacts(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, a Hugging Face one."""
+        """The model's Hugging Face tokenizer."""
         ...
 
 
 class PreparationUnavailable(Exception):
-    """What comes with a request could not be looked at, through no fault of its own. It may be sent again."""
+    """The server cannot prepare a request at the moment, through no fault of the request. It may be retried."""
 
 
 @dataclass(frozen=True)
 class Expects:
-    """Metadata of a field's type: what it must be, in words that follow "expected"."""
+    """Metadata of a field's type: a description of valid values, which follows "expected" in error messages."""
 
     words: str
 
 
 class ProcessorParams(BaseModel):
-    """What a request sends along for an installed processor. Nothing is converted: `"5"` is no number.
+    """A request's parameters for an installed processor. Values are not converted: `"5"` is not a number.
 
-    A field's type carries `Expects`. What the vocabulary decides is checked by validators that ask `model_of`.
+    A field's type is annotated with `Expects`. Validators that depend on the vocabulary use `model_of`.
     """
 
     model_config = ConfigDict(
@@ -51,12 +51,12 @@ class ProcessorParams(BaseModel):
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None, model: ModelFacts) -> Self:
-        """Check a request's `custom_params`.
+        """Validate a request's `custom_params`.
 
-        Keys that the processor does not know are left alone: a request's processors share one `custom_params`.
+        Unknown keys are ignored, because a request's processors share one `custom_params`.
 
         Raises:
-            ValueError: names the parameter and says what was expected.
+            ValueError: a parameter is invalid; names it and says what was expected.
         """
         given = {name: params[name] for name in cls.model_fields if name in (params or {})} if params else {}
         try:
@@ -67,7 +67,7 @@ class ProcessorParams(BaseModel):
 
     @classmethod
     def as_json_schema(cls) -> dict[str, Any]:
-        """JSON Schema (draft 2020-12)."""
+        """Return the JSON Schema (draft 2020-12)."""
         return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | cls.model_json_schema()
 
     @classmethod
@@ -78,7 +78,7 @@ class ProcessorParams(BaseModel):
         name = str(location[0])
         words = next((each.words for each in cls.model_fields[name].metadata if isinstance(each, Expects)), None)
         if error["type"] == "missing":
-            # A processor without its parameter would do nothing, and a misspelt one would pass without a word.
+            # Not ignored: with a missing or misspelled parameter, a processor would silently do nothing.
             return f"{name}: missing from custom_params" + (f", expected {words}" if words else "")
         if error["type"] != "value_error":
             reason = f"expected {words or reason}, got {shown(error['input'])}"
@@ -86,28 +86,28 @@ class ProcessorParams(BaseModel):
 
 
 def model_of(info: ValidationInfo) -> ModelFacts:
-    """The model, inside a validator."""
-    model: ModelFacts = info.context["model"]  # type: ignore[index]  # `read` gives it
+    """Return the model, in a validator."""
+    model: ModelFacts = info.context["model"]  # type: ignore[index]  # set by `read`
     return model
 
 
 def shown(value: Any) -> str:
-    """A value in an error message, cut to a sane size."""
+    """Return the repr of a value for an error message, truncated."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_token_ids(value: Any, info: ValidationInfo) -> list[int]:
-    """Check a list of tokens of the vocabulary.
+    """Check that a value is a list of token ids.
 
     Raises:
-        ValueError: it is no list, or one of its items is not a token of the vocabulary.
+        ValueError: it is not a list, or an item is not in the vocabulary.
     """
     if not isinstance(value, list):
         raise ValueError(f"expected a list of token ids, got {shown(value)}")
     vocab_size = model_of(info).vocab_size
     for item in value:
-        # True and False are integers to Python, but not to JSON.
+        # True and False are integers in Python, but not in JSON.
         if not isinstance(item, int) or isinstance(item, bool):
             raise ValueError(f"expected integers, got {shown(item)}")
         if not 0 <= item < vocab_size:

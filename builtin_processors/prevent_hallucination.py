@@ -1,4 +1,4 @@
-"""A phrase when the model is not sure. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+"""Writes a phrase when the model is unsure. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class PreventHallucinationParams(PhraseParams):
     """See `PreventHallucinationLogitsProcessor`."""
 
     phrase: PhraseTokens = Field(default=cast(Any, DEFAULT_PHRASE), validate_default=True)
-    """What is written."""
+    """The phrase to write."""
     minp: Annotated[float, Field(ge=0, le=1), Expects("a number from 0 to 1")] = 0.4
-    """A step is unsure if no token's probability is at least this."""
+    """A step is unsure if no token has at least this probability."""
     tolerate: Times = 1
-    """How many unsure steps are let pass, all together."""
+    """Number of unsure steps to tolerate in total."""
 
 
 class PreventHallucinationLogitsProcessor(PhraseProcessor):
-    """Writes `phrase` once more than `tolerate` steps were unsure, then counts anew.
+    """Writes `phrase` once more than `tolerate` steps were unsure, then resets the count.
 
-    A step is unsure if the highest probability of the row, before the temperature, is below `minp`. The steps need not
-    follow one another. The step after the phrase is never the first of a new one.
+    A step is unsure if the highest probability of the row, before temperature, is below `minp`. The steps need not be
+    consecutive. A phrase cannot begin in the step right after another one.
     """
 
     name = "prevent_hallucination"
     Params = PreventHallucinationParams
 
     def initial_state(self, prepared: PreventHallucinationParams) -> Sequence[float]:
-        """The place in the phrase, and the number of unsure steps."""
+        """Return the index in the phrase, and the number of unsure steps."""
         return (0, 0)
 
     def constants(self, rows: Sequence[PreventHallucinationParams], device: torch.device) -> list[torch.Tensor]:
-        """`minp`, float32 [rows], and `tolerate`, float64 [rows]."""
+        """Return `minp`, float32 [rows], and `tolerate`, float64 [rows]."""
         return [
             to_device((row.minp for row in rows), np.float32, device),
             to_device((row.tolerate for row in rows), np.float64, device),
@@ -61,9 +61,9 @@ class PreventHallucinationLogitsProcessor(PhraseProcessor):
     ) -> PhraseStep:
         """See `PhraseProcessor.advance`."""
         minp, tolerate = constants
-        places, unsure = state.unbind(1)
+        indices, unsure = state.unbind(1)
         unsure = unsure + (logits.softmax(1).amax(1) < minp)
-        forced = torch.where(places == 0, unsure > tolerate, places < phrases.lengths)
-        written = places >= phrases.lengths
-        following = torch.stack((places + forced, unsure), dim=1)
-        return PhraseStep(forced, places, following.masked_fill(written.unsqueeze(1), 0))
+        forced = torch.where(indices == 0, unsure > tolerate, indices < phrases.lengths)
+        written = indices >= phrases.lengths
+        following = torch.stack((indices + forced, unsure), dim=1)
+        return PhraseStep(forced, indices, following.masked_fill(written.unsqueeze(1), 0))

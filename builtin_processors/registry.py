@@ -1,4 +1,4 @@
-"""The processors that the operator installed: a request asks for one by name and ships no code."""
+"""Registry of installed processors, which requests use by name, without shipping code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class Registry:
         """Install `processor` under `name`.
 
         Args:
-            make: makes it; None: it is made without arguments.
+            name: the name for requests.
+            processor: the class.
+            make: creates an instance; by default, the class is called without arguments.
 
         Raises:
             ValueError: another processor has that name.
@@ -81,19 +83,19 @@ class Registry:
         self._makers[name] = make or processor
 
     def make(self, name: str) -> CustomLogitProcessor:
-        """A new instance of the processor installed under `name`.
+        """Create an instance of the processor installed under `name`.
 
         Raises:
-            ProcessorLoadError: there is none.
+            ProcessorLoadError: no processor has that name.
         """
         self.get(name)
         return self._makers[name]()
 
     def get(self, name: str) -> type[CustomLogitProcessor]:
-        """The processor installed under `name`.
+        """Return the processor installed under `name`.
 
         Raises:
-            ProcessorLoadError: there is none; the message lists those that there are.
+            ProcessorLoadError: no processor has that name; the message lists the names.
         """
         try:
             return self._by_name[name]
@@ -113,5 +115,5 @@ class Registry:
 
 
 def installed_processors() -> Registry:
-    """A new registry of the processors that come with logitship."""
+    """Return a new registry of the built-in processors."""
     return Registry(BUILTIN_PROCESSORS)

@@ -1,7 +1,7 @@
-"""SGLang's own processors, recognised by reference.
+"""SGLang's built-in processors, recognized by reference.
 
-A string that SGLang makes of one of its built-in classes holds no code: its pickle is the module's and the class's
-name. Such a string asks for an installed processor, so it needs neither unpickling nor the operator's permission to
+A processor string of one of SGLang's built-in classes holds no code: its pickle only contains the names of the module
+and the class. So it is resolved to an installed processor, without unpickling and without the operator's permission to
 run shipped code.
 """
 
@@ -27,12 +27,12 @@ _CLASSES: tuple[type, ...] = (CustomLogitProcessor, ThinkingBudgetLogitProcessor
 SGLANG_NAMES: Mapping[tuple[str, str], type] = MappingProxyType(
     {(SGLANG_MODULE, processor.__name__): processor for processor in _CLASSES}
 )
-"""(module, class name) in SGLang -> our class of that name: what a shipped class may refer to."""
+"""(module, class name) in SGLang -> our class of that name. Shipped classes may refer to these."""
 SGLANG_NAMES_REFERENCE = f"{__name__}:SGLANG_NAMES"
 """`module:attribute` under which a sandbox's process imports `SGLANG_NAMES`."""
 
-# The whole of a pickle that is one global reference. Written out, because `pickletools` reads what a pickle declares:
-# ten bytes that announce a bytearray of 8 GiB make it allocate 8 GiB.
+# A pickle that consists of one global reference. A regular expression, because `pickletools` is unsafe: ten bytes that
+# declare a bytearray of 8 GiB make it allocate 8 GiB.
 _BY_STACK_GLOBAL = re.compile(  # protocols 4 and 5: (length, module), (length, name)
     rb"\x80[\x04\x05] (?:\x95.{8})?"  # PROTO, FRAME
     rb"\x8c(.)([\w.]+)\x94? \x8c(.)(\w+)\x94?"  # SHORT_BINUNICODE, MEMOIZE; twice
@@ -46,12 +46,12 @@ _BY_GLOBAL = re.compile(  # protocols 0 to 3: module, name
 
 
 def installed_by_reference(payload: bytes) -> type[BuiltinProcessor] | None:
-    """The installed class that a pickle asks for by SGLang's name and does nothing else. Unpickles nothing.
+    """Return the installed class if a pickle consists of a reference to SGLang's class of that name. Never unpickles.
 
-    SGLang's two base classes are not installed: they do nothing on their own.
+    SGLang's two base classes are not installed, because they do nothing on their own.
 
     Args:
-        payload: the bytes behind a processor string's `callable`; anything at all.
+        payload: the bytes of a processor string's `callable`; not trusted.
     """
     if match := _BY_STACK_GLOBAL.fullmatch(payload):
         module_length, module, name_length, name = match.groups()

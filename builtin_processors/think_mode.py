@@ -1,9 +1,10 @@
 """A limit on the output tokens until the end of thinking: RTP-LLM's two processors of this name.
 
-Both count from the first output token, whatever stands in the prompt, and look for the marker that ends thinking (one
-token or several) in the output. Where they force, RTP-LLM sets the other logits to the least float32, here it is -inf.
-Alone, that draws the same. Together with a mask that forbids the forced token, the former would leave the mask's tokens
-all alike, and one of them would be drawn at random; the latter leaves nothing, so that the request ends with an error.
+Both count from the first output token, whatever the prompt contains, and search the output for the marker that ends
+thinking (one or several tokens). To force a token, RTP-LLM sets the other logits to the lowest float32, this module to
+-inf. Without other processors, the result is the same. With a mask that forbids the forced token, the former makes all
+allowed tokens equally likely, so that one is sampled at random; the latter leaves none, and the request ends with an
+error.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ class ThinkModeParams(ProcessorParams):
     """See `ThinkModeLogitsProcessor`."""
 
     max_thinking_tokens: Count
-    """Most output tokens until thinking ends. 0: no limit, and nothing is done."""
+    """Maximum output tokens until thinking ends. 0: no limit; the processor does nothing."""
     in_think_mode: Annotated[bool, Expects("true or false")] = True
-    """false: nothing is done."""
+    """false: the processor does nothing."""
     end_think_token_ids: OptionalMarkerIds = None
-    """The marker that ends thinking. Left out: the tokens of `end_think_tag`."""
+    """The marker that ends thinking. Default: the tokens of `end_think_tag`."""
     end_think_tag: OptionalTag = None
-    """The marker as text; `\\n` may also be written as a backslash and an n. Left out: `</think>` and two new lines."""
+    """The marker as text; `\\n` may also be written as a backslash and an n. Default: `</think>` and two new lines."""
 
 
 class StrictThinkModeParams(ThinkModeParams):
     """See `StrictThinkModeLogitsProcessor`."""
 
     begin_think_token_ids: OptionalMarkerIds = None
-    """What begins thinking. Left out: the tokens of `begin_think_tag`."""
+    """The marker that begins thinking. Default: the tokens of `begin_think_tag`."""
     begin_think_tag: OptionalTag = None
-    """The same as text. Left out: nothing is forbidden because of it."""
+    """The same as text. Default: none, and no token is forbidden because of it."""
 
 
 @dataclass(frozen=True)
 class ThinkLimit:
-    """What a request's parameters come to.
+    """The request's validated parameters.
 
     Attributes:
-        is_on: False: the rows are left alone.
-        max_tokens: the limit. A negative one, which a request cannot ask for, is spent from the start.
+        is_on: False if the processor does nothing.
+        max_tokens: the limit. A negative limit, which a request cannot set, is exceeded from the start.
         marker: finds the end of thinking in the output.
-        begin: the first token of what begins thinking; None: nothing does.
+        begin: the first token of the marker that begins thinking; None if there is none.
     """
 
     is_on: bool
@@ -71,26 +72,26 @@ class ThinkLimit:
 
     @cached_property
     def state_key(self) -> str:
-        """Of the history of a sequence with this marker. Made once: a marker may be long."""
+        """Key of the history in a sequence's state. Cached, because a marker may be long."""
         return f"think_mode:{self.marker.pattern}"
 
 
 class ThinkModeLogitsProcessor(BuiltinProcessor):
-    """Forces the marker that ends thinking once `max_thinking_tokens - 1` output tokens came without it.
+    """Forces the marker that ends thinking after `max_thinking_tokens - 1` output tokens without it.
 
-    RTP-LLM's processor up to August 2026, which its documentation describes. The marker begins as output token number
-    `max_thinking_tokens`, counted from 1, unless the output ends with the beginning of it: then the rest is forced.
-    After the marker the row is left alone for ever.
+    RTP-LLM's processor up to August 2026, which its documentation describes. The marker begins at output token number
+    `max_thinking_tokens`, counted from 1. If the output ends with the beginning of the marker, the rest is forced.
+    After the marker, nothing is forced any more.
     """
 
     name = "think_mode"
     Params: ClassVar[type[ProcessorParams]] = ThinkModeParams
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> ThinkLimit:
-        """Check the parameters and find the marker.
+        """Validate the parameters, and tokenize the marker.
 
         Raises:
-            ValueError: a parameter is not what it should be; two say the same; the marker has no token.
+            ValueError: a parameter is invalid; two parameters exclude each other; the marker has no token.
         """
         return self._limit(super().prepare(params, model), model)
 
@@ -129,23 +130,22 @@ class ThinkModeLogitsProcessor(BuiltinProcessor):
         return not limit.marker.is_finished(status) and num_output + 1 >= limit.max_tokens
 
     def _forbidden(self, limit: ThinkLimit, status: int) -> list[int]:
-        """The tokens that must not come next."""
+        """Return the tokens that must not come next."""
         return []
 
 
 class StrictThinkModeLogitsProcessor(ThinkModeLogitsProcessor):
-    """Forces the marker that ends thinking once `max_thinking_tokens` output tokens came without it.
+    """Forces the marker that ends thinking after `max_thinking_tokens` output tokens without it.
 
-    RTP-LLM's class since August 2026, which its engine has not in use. Beside the limit, which is one token longer, it
-    differs from `ThinkModeLogitsProcessor` in that
+    RTP-LLM's class since August 2026, which its engine does not use. Its limit is one token longer, and it also differs
+    from `ThinkModeLogitsProcessor` as follows:
 
     - as soon as the output ends with the beginning of the marker, the rest is forced;
-    - thinking cannot begin once more: the first token of what begins it is forbidden all the time, and after the marker
-      also the marker's first token.
+    - thinking cannot begin again: the first token of the marker that begins it is always forbidden, and after the end
+      marker also the end marker's first token.
 
-    RTP-LLM takes a forced token for drawn before it is; here the history decides, so that tokens can be taken back. The
-    two differ where something else than the forced token is drawn, which only another processor can bring about: the
-    marker is then forced again.
+    RTP-LLM assumes that a forced token is sampled; this class checks the history, so that tokens can be removed. The
+    two only differ if another processor makes the engine sample another token: then the marker is forced again.
     """
 
     name = "strict_think_mode"
@@ -164,18 +164,20 @@ class StrictThinkModeLogitsProcessor(ThinkModeLogitsProcessor):
 
     def _forbidden(self, limit: ThinkLimit, status: int) -> list[int]:
         forbidden = [] if limit.begin is None else [limit.begin]
-        # With a negative limit there is no thinking at all.
+        # A negative limit means no thinking at all.
         if limit.marker.pattern and (limit.max_tokens < 0 or limit.marker.is_finished(status)):
             forbidden.append(limit.marker.pattern[0])
         return forbidden
 
 
 def _tokens_of(wanted: ThinkModeParams, which: str, model: ModelFacts, default: str) -> tuple[int, ...]:
-    """The tokens that a request's parameters give, one way or the other.
+    """Return a marker's tokens, given as ids or as text.
 
     Args:
-        which: begin or end.
-        default: the tag, if it gives none.
+        wanted: the request's parameters.
+        which: "begin" or "end".
+        model: the model.
+        default: the tag if the request has none.
     """
     token_ids, tag = getattr(wanted, f"{which}_think_token_ids"), getattr(wanted, f"{which}_think_tag")
     if token_ids is not None:

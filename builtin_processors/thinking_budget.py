@@ -1,7 +1,7 @@
 """A limit on the tokens between a model's "start thinking" and "end thinking" tokens.
 
-The parameter, the class names and the behaviour on every history are SGLang's. SGLang reads the whole history in each
-step; here a step reads the tokens that are new. For other models there is `any_model_thinking_budget.py`.
+The parameter, the class names and the behavior are those of SGLang. SGLang reads the whole history in each step; here,
+a step only reads the new tokens. For other models, see `any_model_thinking_budget.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class ThinkingBudgetParams(ProcessorParams):
     thinking_budget: Annotated[
         Annotated[int, Field(ge=0)] | None, Expects("an integer, 0 or greater, or null for no limit")
     ]
-    """Most tokens after the start of thinking. null: no limit."""
+    """Maximum tokens after the start of thinking. null: no limit."""
 
 
 class ThinkingBudgetLogitProcessor(BuiltinProcessor):
     """Ends an open thinking block once `thinking_budget` tokens follow its start token.
 
-    From then on each step allows one token only: a new line, then, after a new line, the end of thinking. The token's
-    logit becomes 0, all others -inf. A subclass says which tokens these are for its model.
+    From then on, each step allows one token only: a new line, then, after a new line, the end of thinking. The token's
+    logit is set to 0, all others to -inf. Subclasses define the tokens of a model.
     """
 
     _pickles_as: ClassVar[tuple[str, str]] = (SGLANG_MODULE, "ThinkingBudgetLogitProcessor")
@@ -45,7 +45,7 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
 
     @classmethod
     def check_model(cls, model: ModelFacts) -> None:
-        """Refuse a model that has not the tokens that this class forces."""
+        """Refuse a model that lacks the tokens that this class forces."""
         for attribute in ("THINKING_START_TOKEN_ID", "THINKING_END_TOKEN_ID", "NEW_LINE_TOKEN_ID"):
             token_id = getattr(cls, attribute, None)
             if token_id is None:
@@ -68,23 +68,24 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
         return logits
 
     def _forced_token(self, params: Mapping[str, Any], key: str) -> int | None:
-        """The only token that may follow the row's history, or None if any may.
+        """Return the only token allowed next in a row, or None if all are.
 
         Args:
-            key: of what is kept in the sequence's state.
+            params: the row's parameters.
+            key: key in the sequence's state.
         """
         budget = params.get("thinking_budget")
-        # Admission lets none but None through here; a subclass that a request ships is not checked there.
+        # Of these, only None passes admission. But parameters of a shipped subclass are not validated there.
         if not isinstance(budget, int) or budget < 0:
             return None
         request = params["__req__"]
         prompt, output, state = request.origin_input_ids, request.output_ids, request.state
         read, last, start = self._read(prompt, output, *state.get(key, _UNREAD))
-        # A tuple, so that copies of the state never share what one of them changes.
+        # A tuple, so that copies of the state share nothing mutable.
         state[key] = read, last, start
         if start is None or read - start <= budget:
             return None
-        # A new line at the end of the prompt does not count: SGLang looks at the output alone.
+        # A new line at the end of the prompt does not count: SGLang only checks the output.
         return self.THINKING_END_TOKEN_ID if last == self.NEW_LINE_TOKEN_ID else self.NEW_LINE_TOKEN_ID
 
     def _read(
@@ -93,20 +94,22 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
         """Read the new tokens of prompt + output.
 
         Args:
-            read: how many tokens were read before.
-            last: the last one of them that was in the output.
-            start: where the thinking block started that was open behind them, or None if none was.
+            prompt: prompt token ids.
+            output: output token ids.
+            read: number of tokens read before.
+            last: the last output token read before.
+            start: index of the start token of the block that was open after these, or None.
 
         Returns:
-            The same three, of all tokens.
+            `read`, `last` and `start` after all tokens.
         """
         num_prompt = len(prompt)
         length = num_prompt + len(output)
-        # Tokens were taken back: what was found may be among them. That others came in their place is noticed if the
-        # last one differs, as with `StateHistory`.
+        # Tokens were removed, so read again. Replaced tokens are detected if the last one differs, as in
+        # `StateHistory`.
         if read > length or (read > num_prompt and last != output[read - num_prompt - 1]):
             read, start = 0, None
-        # From the end, since the last border decides; most of the time it is the token before the new ones.
+        # Backward, because the last marker decides.
         for position in range(length - 1, read - 1, -1):
             token = prompt[position] if position < num_prompt else output[position - num_prompt]
             if token == self.THINKING_START_TOKEN_ID:

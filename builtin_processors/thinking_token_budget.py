@@ -1,14 +1,14 @@
-"""`thinking_token_budget`: how many tokens a request may think before it must come to its answer.
+"""`thinking_token_budget`: limits the tokens of a request's thinking.
 
-What is forced is what vLLM 0.32.0 forces without speculative decoding (its `ThinkingBudgetStateHolder`), but that:
+Forces the same tokens as vLLM 0.32.0 without speculative decoding (its `ThinkingBudgetStateHolder`), except that:
 
-- a start marker of several tokens in the prompt counts in full (vLLM counts from its second token on, and allows more);
-- an end that no start came before changes nothing (vLLM then overlooks the next end, and forces another one into the
+- all tokens of a start marker in the prompt are counted (vLLM counts from its second token on, and allows more);
+- an end marker without a start marker is ignored (vLLM then misses the next end marker, and forces another one into the
   answer);
-- an end that the model has begun by itself is continued, and markers may begin in the prompt and end in the output (so
-  in vLLM's model runner V2; its V1 writes the whole end after the beginning, and looks at prompt and output apart);
-- forcing obeys masks: where one forbids the token to force, the row has none left, and its request ends with
-  `NoTokenLeftError` (vLLM writes 1e9 over the mask).
+- an end marker that the model has begun is continued, and markers may begin in the prompt and end in the output (as in
+  vLLM's model runner V2; its V1 writes the whole end marker, and treats prompt and output separately);
+- forcing respects masks: if a mask forbids the forced token, no token is left, and the request ends with
+  `NoTokenLeftError` (vLLM overwrites the mask with 1e9).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from logitship.sampler.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Where a sequence stands.
+    """The automaton's state after a history.
 
     Attributes:
-        tokens: tokens since the start marker; None: it is not thinking.
-        start: how many tokens of the start marker it ends with, outside the thinking.
-        end: the same of the end that is forced, inside.
-        natural_end: the same of the end that the model writes by itself.
+        tokens: number of tokens since the start marker; None if it is not thinking.
+        start: number of tokens of the start marker matched at the end of the history, outside thinking.
+        end: the same of the forced end marker, inside thinking.
+        natural_end: the same of the end marker that the model writes by itself.
     """
 
     tokens: int | None = None
@@ -52,7 +52,7 @@ _ANSWERING = Thinking()
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """What begins the thinking, what is forced to end it, and what ends it besides."""
+    """Markers of thinking: the start, the end to force, and the end that the model writes by itself."""
 
     start: TokenSequence
     end: TokenSequence
@@ -60,7 +60,7 @@ class ReasoningMarkers:
 
     @classmethod
     def of(cls, reasoning_config: Any) -> Self:
-        """The markers of a `ReasoningConfig`."""
+        """Return the markers of a `ReasoningConfig`."""
         return cls(
             TokenSequence(reasoning_config.reasoning_start_token_ids),
             TokenSequence(reasoning_config.reasoning_end_token_ids),
@@ -68,20 +68,21 @@ class ReasoningMarkers:
         )
 
     def opened_in(self, prompt: Sequence[int]) -> int | None:
-        """Index of the token behind the start marker of the thinking that a prompt begins and does not end, or None."""
+        """Return the index after the start marker of the thinking that a prompt leaves open, or None."""
         opened = self.start.end_of_last_in(prompt)
         closed = max(self.end.end_of_last_in(prompt), self.natural_end.end_of_last_in(prompt))
         return opened if opened - len(self.start) >= closed else None
 
 
 class ThinkingBudget:
-    """The automaton of one budget.
+    """The automaton of a budget.
 
-    A start marker begins the thinking, one inside of it changes nothing. Every token behind the marker counts, also
-    what the model writes of an end that it does not complete.
+    A start marker begins thinking; inside thinking, it has no effect. Every token after the marker counts, including
+    those of an incomplete end marker.
 
     Args:
-        budget: most tokens between a start marker and the end that is forced. Each start begins anew.
+        budget: maximum tokens between a start marker and the forced end marker. Each start marker resets the count.
+        markers: the model's markers.
     """
 
     def __init__(self, budget: int, markers: ReasoningMarkers) -> None:
@@ -89,7 +90,7 @@ class ThinkingBudget:
         self._markers = markers
 
     def after_prompt(self, prompt: Sequence[int]) -> Thinking:
-        """The first state: thinking, if the last start marker in the prompt has no end behind it."""
+        """Return the initial state: thinking, if no end marker follows the prompt's last start marker."""
         start, end, natural_end = self._markers.start, self._markers.end, self._markers.natural_end
         opened = self._markers.opened_in(prompt)
         if opened is None:
@@ -100,23 +101,23 @@ class ThinkingBudget:
         )
 
     def step(self, state: Thinking, token_id: int) -> Thinking:
-        """The state after one more token."""
+        """Return the state after another token."""
         markers = self._markers
         if state.tokens is None:
             start = markers.start.advance(state.start, token_id)
             return Thinking(0) if start == len(markers.start) else Thinking(start=start)
         end = markers.end.advance(state.end, token_id)
         natural_end = markers.natural_end.advance(state.natural_end, token_id)
-        # A natural end may also stand inside the end that is being forced: all of that is written nevertheless.
+        # The natural end may be part of the end being forced, which is completed nevertheless.
         is_forcing = self._is_spent(state) and end > 0
         if end == len(markers.end) or (natural_end == len(markers.natural_end) and not is_forcing):
             return _ANSWERING
         return Thinking(state.tokens + 1, end=end, natural_end=natural_end)
 
     def forced(self, state: Thinking) -> int | None:
-        """The only token that may follow; None: any may.
+        """Return the only token allowed next, or None if all are.
 
-        An end that the model has begun by itself is continued.
+        An end marker that the model has begun is continued.
         """
         return self._markers.end.token_ids[state.end] if self._is_spent(state) else None
 
@@ -135,10 +136,12 @@ class _Row:
 
 
 class ThinkingTokenBudgetLogitsProcessor(ForcingLogitsProcessor):
-    """Ends the thinking of the rows that have spent their `thinking_token_budget`, token by token of the end marker.
+    """Forces the end marker, token by token, in rows that have used up their `thinking_token_budget`.
 
     Args:
         vllm_config: its `reasoning_config` has the markers.
+        device: the device of the logits.
+        is_pin_memory: whether to use pinned memory.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -149,11 +152,11 @@ class ThinkingTokenBudgetLogitsProcessor(ForcingLogitsProcessor):
         self._positions: TokenPositions | None = None
 
     def is_argmax_invariant(self) -> bool:
-        """False: it says which token is the most likely one."""
+        """False: it determines the most likely token."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch, and the new tokens of the rows that have a budget."""
+        """Follow the batch, and the new tokens of rows with a budget."""
         self._rows.update(batch_update)
         forced = {row: token for row, state in self._rows.items() if (token := state.forced()) is not None}
         if forced != self._forced:
@@ -161,18 +164,18 @@ class ThinkingTokenBudgetLogitsProcessor(ForcingLogitsProcessor):
             self._positions = self._on_device(forced) if forced else None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave the rows that are forced only that one token, in place: float32 [rows, vocab].
+        """Forbid all but the forced token in rows that have one, in place: float32 [rows, vocab].
 
-        It keeps its logit: a token that is forbidden stays so.
+        The token keeps its logit, so a forbidden token remains forbidden.
         """
         if self._positions is not None:
             _keep_only(logits, self._positions)
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
-        """See `SpeculativeLogitsProcessor`. A draft that goes on where an end is forced is rejected there."""
+        """See `SpeculativeLogitsProcessor`. A draft that differs from a forced token is rejected."""
         rows = enumerate(rows_of_drafts(num_draft_tokens))
-        forced = {place: self._forced[row] for place, row in rows if row in self._forced}
+        forced = {index: self._forced[row] for index, row in rows if row in self._forced}
         if forced:
             _keep_only(logits, self._on_device(forced))
         return logits

@@ -1,4 +1,4 @@
-"""Tree decoding: only paths of a given tree of tokens are generated."""
+"""Tree decoding: restricts an output to the paths of a tree of tokens."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams, shown
 
 
-class InlineTree(BaseModel):  # only for the JSON schema: `read_tree` is what reads it
+class InlineTree(BaseModel):  # only for the JSON schema; parsed by `read_tree`
     """A tree, in the format of the tree files."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     prefix_dict: dict[str, list[int]]
-    """Of each path, the tokens that may follow. A path is the start token and the tokens since, with `sep` between."""
+    """The tokens that may follow, by path. A path is the start token and the output tokens, joined with `sep`."""
     start_token_id: int = DEFAULT_START_TOKEN_ID
     """The first part of every path."""
     end_token_id: int = DEFAULT_END_TOKEN_ID
     """The token that ends a sequence."""
     sep: str = DEFAULT_SEP
-    """What stands between the tokens of a path."""
+    """The separator between the tokens of a path."""
 
 
 _MAX_SEP = 16
@@ -49,14 +49,14 @@ def _check_tree(value: object) -> str | TokenTree:
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"expected {_EXPECTED}, got {shown(value)}")
-    # A file may do without. In a request it can only be a mistake, which nobody would see: the text is empty.
+    # Optional in a file. In a request it must be a mistake, which would go unnoticed, because the text would be empty.
     if "prefix_dict" not in value:
-        raise ValueError("prefix_dict: missing, expected an object that says which tokens may follow which path")
+        raise ValueError("prefix_dict: missing, expected an object of the tokens that may follow each path")
     sep = value.get("sep")
-    if isinstance(sep, str) and len(sep) > _MAX_SEP:  # each step makes a path
+    if isinstance(sep, str) and len(sep) > _MAX_SEP:  # each step builds a path
         raise ValueError(f"sep: expected at most {_MAX_SEP} characters, got {len(sep)}")
     tree = read_tree(value)
-    if tree.start.path not in tree:  # the same mistake in another place
+    if tree.start.path not in tree:  # a similar mistake
         raise ValueError(
             f"prefix_dict: expected a path {tree.start.path!r}, where every sequence starts; it is the start_token_id"
         )
@@ -71,18 +71,18 @@ class TreeParams(ProcessorParams):
         PlainValidator(_check_tree, json_schema_input_type=str | InlineTree),
         Expects(_EXPECTED),
     ]
-    """Name of a tree that the server loaded at its start, or a tree."""
+    """Name of a tree that the server loaded at startup, or a tree."""
 
 
 class TreeLogitsProcessor(BuiltinProcessor):
-    """Leaves each row the tokens with which its output stays on a path of its tree; all others become -inf.
+    """Allows only the tokens that keep a row's output on a path of its tree; sets all others to -inf.
 
-    RTP-LLM's `TreeLogitsProcessor`, with a tree for each request. It differs in two points. An end token of 0 is one
-    like any other: there, the sequence then never leaves the start. Where the model has none of the candidates, the
-    end token may be drawn: there, nothing may.
+    RTP-LLM's `TreeLogitsProcessor`, with a tree per request. It differs in two points. An end token with id 0 works
+    like any other; in RTP-LLM, the sequence then never leaves the start. If the model has none of the candidates, the
+    end token is allowed; in RTP-LLM, no token is.
 
     Args:
-        trees: those that a request can ask for by name.
+        trees: trees that a request can use by name.
     """
 
     name = "tree"
@@ -93,10 +93,10 @@ class TreeLogitsProcessor(BuiltinProcessor):
         self._trees = dict(trees or {})
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> TokenTree:
-        """The request's tree.
+        """Return the request's tree.
 
         Raises:
-            ValueError: it is not in the format, or no tree has this name.
+            ValueError: the tree is malformed, or no tree has this name.
         """
         wanted = super().prepare(params, model).tree
         tree = self._trees.get(wanted) if isinstance(wanted, str) else wanted

@@ -1,4 +1,4 @@
-"""A phrase at a token, or after a time. The behaviour is that of NVIDIA's logits-processor-zoo 0.2.1."""
+"""Writes a phrase at a token, or after a time. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class TriggerPhraseParams(PhraseParams):
     """See `TriggerPhraseLogitsProcessor`."""
 
     trigger_token_phrase: TokenOfText | None = None
-    """The token that triggers the phrase. null: none does."""
+    """The token that triggers the phrase. null: none."""
     trigger_time: Annotated[
         Annotated[float, Field(gt=0)] | None, Expects("a number of seconds greater than 0, or null")
     ] = None
-    """The seconds after which the phrase is triggered. null: no time triggers it."""
+    """The seconds after which the phrase is triggered. null: never."""
     trigger_count: Times = 1
-    """How many times the phrase is written."""
+    """How many times to write the phrase."""
     trigger_after: Annotated[bool, Expects("true or false")] = False
-    """Whether it is written after what would have been drawn in the step that triggers it, or in its place."""
+    """Whether to write the phrase after the token sampled in the triggering step, or instead of it."""
 
     @model_validator(mode="after")
     def _has_a_trigger(self) -> Self:
@@ -54,8 +54,8 @@ class Triggers:
     """The rows' triggers.
 
     Attributes:
-        tokens: int64 [rows, 1]. -1: none.
-        seconds: float64 [rows]. inf: none.
+        tokens: int64 [rows, 1]; -1 for none.
+        seconds: float64 [rows]; inf for none.
         after: bool [rows].
     """
 
@@ -65,13 +65,13 @@ class Triggers:
 
 
 class TriggerPhraseLogitsProcessor(PhraseProcessor):
-    """Writes `phrase` when the argmax of a step is the trigger token, or `trigger_time` is over; `trigger_count` times.
+    """Writes `phrase` when a step's argmax is the trigger token, or `trigger_time` has passed; `trigger_count` times.
 
-    While the phrase is written nothing triggers it. The time counts from the sequence's first step, and again from the
-    end of the phrase. Each sequence has its own clock; in the original all rows of a call share one.
+    Nothing triggers the phrase while it is written. The time counts from the sequence's first step, and again from the
+    end of the phrase. Each sequence has its own timer; in the original, all rows of a call share one.
 
     Args:
-        clock: seconds from any start, never going back.
+        clock: a monotonic clock, in seconds.
     """
 
     name = "trigger_phrase"
@@ -82,11 +82,11 @@ class TriggerPhraseLogitsProcessor(PhraseProcessor):
         self._clock = clock
 
     def initial_state(self, prepared: TriggerPhraseParams) -> Sequence[float]:
-        """The place in the phrase, -1 while it waits; how often it is still to be written; since when it waits."""
+        """Return the index in the phrase (-1 while waiting), the remaining count, and the time since it waits."""
         return (-1, prepared.trigger_count, self._clock())
 
     def constants(self, rows: Sequence[TriggerPhraseParams], device: torch.device) -> Triggers:
-        """The rows' triggers."""
+        """Return the rows' triggers."""
         tokens = (-1 if row.trigger_token_phrase is None else row.trigger_token_phrase for row in rows)
         seconds = (math.inf if row.trigger_time is None else row.trigger_time for row in rows)
         return Triggers(
@@ -98,13 +98,13 @@ class TriggerPhraseLogitsProcessor(PhraseProcessor):
     def advance(self, logits: torch.Tensor, state: torch.Tensor, phrases: Phrases, constants: Triggers) -> PhraseStep:
         """See `PhraseProcessor.advance`."""
         now = self._clock()
-        places, left, since = state.unbind(1)
-        waits = places < 0
+        indices, left, since = state.unbind(1)
+        waits = indices < 0
         is_time = now - since > constants.seconds
         triggered = waits & (left > 0) & (is_time | argmax_is_among(logits, constants.tokens))
         forced = ~waits | (triggered & ~constants.after)
-        places = places.clamp(min=0)
-        following = torch.where(waits & ~triggered, -1.0, places + forced)
+        indices = indices.clamp(min=0)
+        following = torch.where(waits & ~triggered, -1.0, indices + forced)
         written = following == phrases.lengths
         state = torch.stack(
             (
@@ -114,4 +114,4 @@ class TriggerPhraseLogitsProcessor(PhraseProcessor):
             ),
             dim=1,
         )
-        return PhraseStep(forced, places, state)
+        return PhraseStep(forced, indices, state)

@@ -1,12 +1,12 @@
-"""Compiles a grammar before the server does, in a process that can be ended.
+"""Compiles a grammar before the server does, in a process that can be killed.
 
-A schema of fifty characters can take hours to compile, and a chain of rules can overflow the stack, which ends a
-process. llguidance bounds most of what it does, but not all. So what comes with a request is compiled here first. The
-server compiles what took little time, memory and stack, and nothing else.
+A schema of fifty characters can take hours to compile, and a chain of rules can overflow the stack, which crashes the
+process. llguidance limits most of its work, but not all. So a request's grammar is compiled here first. The server only
+compiles grammars that took little time, memory and stack.
 
-Run as a script by `GrammarChecker`: each line of stdin and stdout is a JSON value. First come the seconds that a
-grammar may take and the arguments of `make_tokenizer`, answered by null; then grammars, each answered by an error
-message or null. The process is ended by SIGPROF when a grammar takes longer.
+Run as a script by `GrammarChecker`: each line of stdin and stdout is a JSON value. The first line has the CPU seconds
+per grammar and the arguments of `make_tokenizer`, and is answered by null. Each further line has a grammar, and is
+answered by an error message or null. SIGPROF kills the process when a grammar takes longer.
 """
 
 from __future__ import annotations
@@ -23,50 +23,51 @@ from queue import SimpleQueue
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_DATA = 1 << 30
-"""Bytes of memory for a check: the tokenizer takes some 100 MiB of it, most schemas less than one."""
+"""Memory limit in bytes. The tokenizer takes some 100 MiB of it, most schemas less than 1 MiB."""
 _NO_TEXT = ("NoExtension", "NoExtensionBias")
-"""llguidance's words for a text that cannot go on."""
+"""llguidance's stop reasons for a text that cannot be continued."""
 _STACK = 1 << 20
-"""Bytes of stack for a check. Less than any thread of the server has, so that what fits here fits there."""
+"""Stack size in bytes. Less than that of the server's threads, so that what fits here fits there."""
 
 
 def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    """The tokens as llguidance needs them. Takes a few tenths of a second.
+    """Create the tokenizer for llguidance. Takes a few tenths of a second.
 
     Args:
-        tokenizer_json: a `tokenizers.Tokenizer`, as its `to_str` writes it.
+        tokenizer_json: a `tokenizers.Tokenizer`, serialized by `to_str`.
         vocab_size: number of columns of the masks.
-        eos_token_ids: what may follow a complete text. Not empty.
+        eos_token_ids: the tokens that may follow a complete text. Not empty.
     """
     return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_ids)
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning of the text, its first mask computed: copies of it need not do that again.
+    """Create a matcher at the beginning of the text. Its first mask is computed, which copies then share.
 
     Args:
-        grammar: in llguidance's words, see `source`.
+        tokenizer: result of `make_tokenizer`.
+        grammar: a grammar in llguidance's syntax, see `grammar_source`.
 
     Raises:
-        ValueError: the grammar is wrong, or too complex; says why.
+        ValueError: the grammar is invalid or too complex; says why.
     """
     limits = LLParserLimits(
-        max_lexer_states=30_000,  # some 2 kB each, of each sequence
-        step_max_items=200_000,  # some 10 ms a step; rules of single characters need more than the default
-        verbose_errors=False,  # verbose ones hold the parser's state
+        max_lexer_states=30_000,  # some 2 kB each, per sequence
+        step_max_items=200_000,  # some 10 ms per step; rules of single characters need more than the default
+        verbose_errors=False,  # verbose errors contain the parser's state
     )
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        # It ends with an excerpt of the grammar.
+        # Cut off the excerpt of the grammar at its end.
         reason = re.split(r"\n *\d+ \| |<non-verbose/>", matcher.get_error())[0]
-        raise ValueError("no text fits it" if reason in _NO_TEXT else " ".join(reason.split())[:400])
+        raise ValueError("no text matches it" if reason in _NO_TEXT else " ".join(reason.split())[:400])
     return matcher
 
 
 def check(tokenizer: LLTokenizer, grammar: str) -> str | None:
-    """The reason why a grammar cannot be used, or None. Computed on a small stack."""
+    """Return the reason why a grammar cannot be used, or None. Runs on a small stack."""
     answers: SimpleQueue[str | None] = SimpleQueue()
 
     def run() -> None:
@@ -83,7 +84,7 @@ def check(tokenizer: LLTokenizer, grammar: str) -> str | None:
 
 
 def main(lines: Iterable[str]) -> None:
-    """See the module's text."""
+    """Run the checker; see the module's docstring."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA, _MAX_DATA))
     threading.stack_size(_STACK)
@@ -93,7 +94,7 @@ def main(lines: Iterable[str]) -> None:
     tokenizer = make_tokenizer(**arguments)
     print(json.dumps(None), flush=True)
     for grammar in requests:
-        # Seconds of the CPU: a busy machine refuses no grammar. The kernel counts, as native code lets nobody else.
+        # CPU seconds, so that a busy machine refuses no grammar. A kernel timer, because native code does not yield.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         reason = check(tokenizer, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""The server's end of `check`."""
+"""The server's client of the checker process, see `check`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarChecker:
-    """Has grammars compiled in a process of its own, one after the other. The process starts with the first one.
+    """Compiles grammars in a separate process, one after the other. The process starts with the first one.
 
     Args:
         tokenizer: the arguments of `check.make_tokenizer`.
-        deadline: most seconds of the CPU for a grammar.
-        patience: most seconds to wait for others to be checked, for the process to start, and for its answer.
+        deadline: maximum CPU seconds per grammar.
+        patience: maximum seconds to wait for other checks, for the process to start, and for its answer.
     """
 
     def __init__(self, tokenizer: dict[str, Any], deadline: float = 5.0, patience: float = 60.0) -> None:
@@ -37,22 +37,22 @@ class GrammarChecker:
         self._end: weakref.finalize[Any, Any] | None = None
 
     def check(self, grammar: str) -> None:
-        """Find out whether a grammar can be compiled. Waits while others are checked.
+        """Check that a grammar can be compiled. Blocks while others are checked.
 
         Raises:
-            ValueError: it cannot be compiled, or not in the time, memory and stack that a grammar may take; says why.
-            PreparationUnavailable: nobody knows. Others were checked all the time, the process does not start, or the
-                machine is too busy for it.
+            ValueError: it cannot be compiled, or not within the limits of time, memory and stack; says why.
+            PreparationUnavailable: it could not be checked, because other checks took too long, the process does not
+                start, or the machine is too busy.
         """
         if not self._lock.acquire(timeout=self._patience):
-            raise PreparationUnavailable("the server checks other grammars: try again later")
+            raise PreparationUnavailable("the server is checking other grammars: try again later")
         try:
             self._check(grammar)
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """End the process. The next check starts another one."""
+        """Kill the process. The next check starts another one."""
         if self._end is not None:
             self._end()
         self._process = None
@@ -75,7 +75,7 @@ class GrammarChecker:
             raise ValueError(reason)
 
     def _running(self) -> subprocess.Popen[str]:
-        """The process, ready for a grammar."""
+        """Return the process; start it if necessary."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = subprocess.Popen(
@@ -85,16 +85,16 @@ class GrammarChecker:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 encoding="utf-8",
-                env={},  # nothing in there is its business, least of all the operator's keys
+                env={},  # it needs nothing of it, and must not get the operator's keys
             )
             self._end = weakref.finalize(self, _end, self._process)
             _send(self._process, (self._deadline, self._tokenizer))
             if not self._answer(self._process):
-                raise ChildProcessError("their process ended before it was ready")
+                raise ChildProcessError("the checker process ended before it was ready")
         return self._process
 
     def _answer(self, process: subprocess.Popen[str]) -> str:
-        """The next line; empty if the process has ended."""
+        """Return the next line; empty if the process has exited."""
         assert process.stdout is not None
         if not wait([process.stdout.fileno()], self._patience):
             raise TimeoutError(f"no answer in {self._patience:g} seconds")
@@ -114,5 +114,5 @@ def _end(process: subprocess.Popen[str]) -> None:
         try:
             if pipe is not None:
                 pipe.close()
-        except BrokenPipeError:  # what it did not read any more is written when the pipe is closed
+        except BrokenPipeError:  # closing flushes what the process did not read
             pass

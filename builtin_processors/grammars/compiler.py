@@ -1,4 +1,4 @@
-"""Compiled grammars, kept for the requests that use them again."""
+"""Compiles grammars, with a cache."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class GrammarCompiler:
     """Compiles grammars for one model.
 
     Args:
-        model: has the tokens and the end tokens.
-        max_grammars: how many are kept: those that were used last.
-        deadline: most seconds of the CPU for a grammar.
+        model: the model.
+        max_grammars: size of the LRU cache.
+        deadline: maximum CPU seconds per grammar.
 
     Raises:
-        ValueError: the model's tokenizer is of a kind that llguidance cannot read, or it has no end token.
+        ValueError: llguidance does not support the model's tokenizer, or the model has no end token.
     """
 
     def __init__(self, model: ModelFacts, *, max_grammars: int = 128, deadline: float = 5.0) -> None:
@@ -38,18 +38,18 @@ class GrammarCompiler:
 
     @property
     def mask_words(self) -> int:
-        """32-bit words of a mask."""
+        """Number of 32-bit words of a mask."""
         return (self._tokenizer.vocab_size + 31) // 32
 
     def compile(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of the text. It is shared: copy it before it reads any token.
+        """Return a matcher at the beginning of the text. It is shared: copy it before consuming tokens.
 
         Args:
-            grammar: in llguidance's words, see `source`.
+            grammar: a grammar in llguidance's syntax, see `grammar_source`.
 
         Raises:
-            ValueError: it is wrong, or takes too much to compile; says why.
-            PreparationUnavailable: it could not be checked.
+            ValueError: the grammar is invalid, or too expensive to compile; says why.
+            PreparationUnavailable: the grammar could not be checked.
         """
         key = sha256(grammar.encode()).digest()
         made = self._get(key)
@@ -70,7 +70,7 @@ class GrammarCompiler:
             return self._known.get(key)
 
     def _make(self, grammar: str) -> LLMatcher | str:
-        """The matcher, or why there is none: who sends a grammar that takes too long may well send it again."""
+        """Return the matcher, or the error message, which is cached too: an expensive grammar may be sent again."""
         try:
             self._checker.check(grammar)
             return check.make_matcher(self._tokenizer, grammar)

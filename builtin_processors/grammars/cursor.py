@@ -1,4 +1,4 @@
-"""A grammar's matcher along the output of one sequence."""
+"""The position of a sequence's output in its grammar."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from llguidance import LLMatcher
 from logitship.builtin_processors.parts.state_history import common_length
 
 Words = npt.NDArray[np.int32]
-"""A mask: bit `i % 32` of word `i // 32` is set if token `i` may be drawn."""
+"""A mask: bit `i % 32` of word `i // 32` is set if token `i` is allowed."""
 
 
 class GrammarCursor:
-    """Follows a sequence's output, also when tokens are taken back. A deep copy goes its own way.
+    """Follows a sequence's output, and supports removing tokens. A deep copy is independent.
 
     Args:
-        matcher: at the beginning of the text; is copied.
-        eos_token_ids: what may follow a complete text.
-        after: the text begins when one of these sequences of tokens is drawn; empty: it begins at once.
+        matcher: a matcher at the beginning of the text, which is copied.
+        eos_token_ids: the tokens that may follow a complete text.
+        after: the text begins when one of these token sequences was sampled; empty if it begins at once.
 
     Attributes:
-        mask: what `fill` of the current state gave, to be kept here by whoever fills; None: not filled yet.
+        matcher: the matcher at the end of the output.
+        mask: the mask of the current state, cached by the caller; None if it is not computed yet.
     """
 
     def __init__(
@@ -36,36 +37,35 @@ class GrammarCursor:
         self._eos_token_ids = eos_token_ids
         self._after = after
         self._tokens: list[int] = []
-        self._begin = None if after else 0  # where in the output the text begins
-        self._matched = 0  # tokens of the text that the matcher has read
-        self._refused: int | None = None  # where in the output the first token stands that does not fit
+        self._begin = None if after else 0  # output index at which the text begins
+        self._matched = 0  # number of tokens of the text consumed by the matcher
+        self._refused: int | None = None  # output index of the first token that does not match
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = copy.copy(self)
-        twin.matcher = self.matcher.deep_copy()
-        twin._tokens = list(self._tokens)
-        return twin
+        copied = copy.copy(self)
+        copied.matcher = self.matcher.deep_copy()
+        copied._tokens = list(self._tokens)
+        return copied
 
     @property
     def is_free(self) -> bool:
-        """The text has not begun: any token may be drawn."""
+        """True if the text has not begun, so that all tokens are allowed."""
         return self._begin is None
 
     @property
     def is_refused(self) -> bool:
-        """The output does not fit the grammar, whatever may follow. Something else must have forced a token."""
+        """True if the output can no longer match the grammar, because something else forced a token."""
         return self._refused is not None
 
     def follow(self, output: Sequence[int]) -> None:
-        """Read what is new in the sequence's output, in O(new tokens).
+        """Read the new tokens of the sequence's output, in O(new tokens).
 
-        As with `StateHistory`, tokens that were both taken back and drawn anew since the last call are noticed if there
-        are fewer now or the last known one differs.
+        As with `StateHistory`, replaced tokens are detected if there are fewer tokens or the last known one differs.
         """
         known = len(self._tokens)
         if known > len(output) or (known and output[known - 1] != self._tokens[-1]):
             known = common_length(self._tokens, output)
-            self._take_back(known)
+            self._truncate(known)
         for token in output[known:]:
             self._read(token)
 
@@ -75,19 +75,19 @@ class GrammarCursor:
         if self._begin is None:
             if any(tuple(self._tokens[-len(marker) :]) == marker for marker in self._after):
                 self._begin = len(self._tokens)
-        elif self._refused is None and not self._fits(token):
+        elif self._refused is None and not self._matches(token):
             self._refused = len(self._tokens) - 1
 
-    def _fits(self, token: int) -> bool:
-        # Stopped, it has read an end token or takes nothing but one. There may be more of them: `ignore_eos`.
+    def _matches(self, token: int) -> bool:
+        # A stopped matcher has consumed an end token, or allows nothing else. With `ignore_eos`, there may be several.
         if self.matcher.is_stopped():
             return token in self._eos_token_ids
         fits = self.matcher.try_consume_tokens([token]) == 1
         self._matched += fits
         return fits
 
-    def _take_back(self, kept: int) -> None:
-        """Forget all tokens but the first ones."""
+    def _truncate(self, kept: int) -> None:
+        """Remove all tokens but the first `kept`."""
         del self._tokens[kept:]
         self.mask = None
         if self._refused is not None and kept <= self._refused:

@@ -1,7 +1,7 @@
-"""What a client may constrain an output with, in the words of llguidance.
+"""Translates constraints into llguidance's syntax.
 
-llguidance reads JSON schemas, regular expressions and a dialect of Lark. EBNF as xgrammar and llama.cpp (GBNF) write it
-is respelt in that, token by token: both have rules of alternatives of sequences, with the same operators.
+llguidance reads JSON schemas, regular expressions and a dialect of Lark. EBNF in the syntax of xgrammar and llama.cpp
+(GBNF) is translated token by token: both have rules of alternatives of sequences, with the same operators.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from logitship.builtin_processors.params import shown
 
 
 def from_json_schema(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
-    """JSON that fits a schema. See `json_value`."""
+    """Return a grammar of JSON that matches a schema. See `json_value`."""
     return EXACT + f"start: {json_value(schema, whitespace_pattern)}"
 
 
 def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
-    """JSON that fits a schema, as a part of a rule.
+    """Return JSON that matches a schema, as part of a rule.
 
     Args:
         schema: the schema, or its JSON text.
-        whitespace_pattern: a regular expression for what may stand between the parts of the JSON; "": nothing; None:
-            any white space.
+        whitespace_pattern: a regular expression for the white space between the parts of the JSON; "" for none; None
+            for any.
 
     Raises:
-        ValueError: the text is not JSON, or not of a schema that anything fits.
+        ValueError: the text is not JSON, or not a schema, or nothing matches the schema.
     """
     if isinstance(schema, str):
         schema = json.loads(schema)
@@ -39,7 +39,7 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
         raise ValueError("false is a schema that nothing fits")
     if schema is not True and not isinstance(schema, dict):
         raise ValueError(f"expected an object or true, got {shown(schema)}")
-    # A schema may carry options of its own. Overlooking keywords is one of them.
+    # Override options in the schema itself: one of them makes llguidance ignore unsupported keywords.
     options: dict[str, Any] = {"lenient": False}
     if whitespace_pattern is not None:
         options |= {"whitespace_pattern": whitespace_pattern} if whitespace_pattern else {"whitespace_flexible": False}
@@ -48,56 +48,56 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
 
 
 def from_regex(regex: str) -> str:
-    """A text that matches a regular expression from its beginning to its end."""
+    """Return a grammar of the texts that fully match a regular expression."""
     return EXACT + f"start: /{regex_to_lark(regex, '')}/"
 
 
 def from_choice(choice: Sequence[str]) -> str:
-    """One of several texts.
+    """Return a grammar of one of several texts.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the list is empty.
     """
     if not choice:
         raise ValueError("it is empty: give at least one text")
-    # One expression and not alternatives of rules: a choice that begins another one is then no ambiguity.
+    # One expression instead of alternative rules, which are ambiguous if one choice is a prefix of another.
     return from_regex("|".join(map(literal, choice)))
 
 
 def literal(text: str) -> str:
-    """A regular expression that matches a text and nothing else.
+    """Return a regular expression that matches exactly this text.
 
     Raises:
-        ValueError: the text holds half of a surrogate pair.
+        ValueError: the text contains half of a surrogate pair.
     """
     return "".join(map(_character, text))
 
 
 def from_ebnf(text: str) -> str:
-    """A text of a context-free language: EBNF (`root ::= …`), or Lark (`start: …`) in llguidance's dialect.
+    """Return a context-free grammar from EBNF (`root ::= …`) or Lark (`start: …`) in llguidance's dialect.
 
     Raises:
-        ValueError: it is EBNF, and one of its lines has a mistake; names the line.
+        ValueError: the EBNF has an error; names the line.
     """
     return EXACT + ebnf_rules(text) if _EBNF_RULE.search(text) else text
 
 
 def ebnf_rules(text: str, prefix: str = "") -> str:
-    """EBNF as rules of Lark, of which `<prefix>start` is the first.
+    """Translate EBNF into Lark rules, with the start rule `<prefix>start`.
 
     Args:
         text: the EBNF, with a rule `root ::= …`.
-        prefix: of the rules' names, so that they are no other grammar's.
+        prefix: prefix of the rules' names, to distinguish them from those of other grammars.
 
     Raises:
-        ValueError: a line has a mistake; names the line.
+        ValueError: the EBNF has an error; names the line.
     """
     return _Ebnf(text, prefix).as_lark()
 
 
 EXACT = '%llguidance {"no_forcing": true}\n'
-"""Where only one text can follow, llguidance would allow nothing but the tokens that its tokenizer makes of it. Another
-processor may forbid one of these, and then there would be no way on."""
+"""If only one text can follow, llguidance would by default only allow its canonical tokens. Another processor may
+forbid one of these, and then no token would be left."""
 
 _EBNF_RULE = re.compile(r"^[ \t]*[\w.-]+\s*::=", re.MULTILINE)
 _TOKEN = re.compile(
@@ -120,10 +120,10 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f
 
 
 class _Ebnf:
-    """EBNF on its way to Lark.
+    """Translator from EBNF to Lark.
 
-    Every character becomes a terminal of its own. Longer terminals would be matched greedily, as is usual for Lark: of
-    `[a-z]* "b"` the first part would take the b, and the text would never end.
+    Every character becomes a separate terminal. Lark matches longer terminals greedily: in `[a-z]* "b"`, the first part
+    would consume the b, and the text would never end.
     """
 
     def __init__(self, text: str, prefix: str) -> None:
@@ -135,16 +135,16 @@ class _Ebnf:
                 self._rules.setdefault(value, prefix + name)
 
     def as_lark(self) -> str:
-        """The same language in Lark.
+        """Return the grammar in Lark.
 
         Raises:
-            ValueError: names the line.
+            ValueError: the EBNF has an error; names the line.
         """
         if "root" not in self._rules:
             raise ValueError("there is no rule named root: the text would not know where to begin")
-        return "".join(self._respelt())
+        return "".join(self._translate())
 
-    def _respelt(self) -> Iterator[str]:
+    def _translate(self) -> Iterator[str]:
         defined: set[str] = set()
         for kind, value, line in self._tokens():
             if kind == "rule":
@@ -173,7 +173,7 @@ class _Ebnf:
         return "/(?s:.)/" if value == "." else value
 
     def _tokens(self) -> Iterator[tuple[str, str, int]]:
-        """Each token's kind, text and line, without white space and comments."""
+        """Yield each token's kind, text and line, without white space and comments."""
         position, line = 0, 1
         while position < len(self._text):
             found = _TOKEN.match(self._text, position)
@@ -186,7 +186,7 @@ class _Ebnf:
 
 
 def _characters(text: str, line: int) -> Iterator[str]:
-    """The characters of a string, escapes resolved."""
+    """Yield the characters of a string, with escapes resolved."""
     for found in _CHARACTER.finditer(text):
         code, escaped = found["x"] or found["u"] or found["U"], found["escaped"]
         if escaped is not None and escaped.isalnum() and escaped not in _ESCAPED:
@@ -200,13 +200,13 @@ def _characters(text: str, line: int) -> Iterator[str]:
 
 
 def _character_set(text: str, line: int) -> str:
-    """`[a-z_]` with every character escaped, so that nothing but its range has a meaning in it."""
+    """Return a character set such as `[a-z_]` with all characters escaped, so that only its ranges are special."""
     negated = text.startswith("[^")
     found = list(_CHARACTER.finditer(text[2 if negated else 1 : -1]))
     parts = [
-        # A dash at either end is one; so is one that is escaped.
-        "-" if each[0] == "-" and 0 < place < len(found) - 1 else _character(*_characters(each[0], line))
-        for place, each in enumerate(found)
+        # A dash at either end is literal, and so is an escaped one.
+        "-" if each[0] == "-" and 0 < index < len(found) - 1 else _character(*_characters(each[0], line))
+        for index, each in enumerate(found)
     ]
     if not parts:
         raise ValueError(f"line {line}: {text} holds no character")
@@ -214,7 +214,7 @@ def _character_set(text: str, line: int) -> str:
 
 
 def _character(character: str) -> str:
-    """A character in a regular expression, whatever it means there."""
+    """Return a regular expression that matches a character literally."""
     if character.isascii() and character.isalnum():
         return character
     if "\ud800" <= character <= "\udfff":

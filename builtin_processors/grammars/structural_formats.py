@@ -1,6 +1,6 @@
-"""The formats of a structural tag as records: what a request may write, checked.
+"""The formats of a structural tag, as pydantic models.
 
-Names, fields and defaults are xgrammar's (its 0.2), so that what SGLang and vLLM take means the same here.
+Names, fields and defaults are those of xgrammar 0.2, so that tags for SGLang and vLLM have the same meaning here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from logitship.builtin_processors.params import shown
 
 MAX_CHARS = 500
-"""Of `any_text`. For more, llguidance would have to build too many expressions in a step."""
+"""Limit of `any_text`. Beyond that, llguidance would have to build too many expressions in a step."""
 _MAX_LEVELS = 128
-"""Of objects and lists within each other: a format takes one to three."""
+"""Nesting depth of objects and lists. A format takes one to three levels."""
 
 
 class _Record(BaseModel):
@@ -24,33 +24,33 @@ class _Record(BaseModel):
 
 
 Mark = Annotated[str, Field(min_length=1, max_length=1024)]
-"""A text that ends free text, or must not stand in it."""
+"""A text that ends free text, or must not occur in it."""
 Marks = Annotated[tuple[Mark, ...], Field(max_length=256, strict=False)]
 
 
 class ConstString(_Record):
-    """One text."""
+    """A fixed text."""
 
     type: Literal["const_string"] = "const_string"
     value: str
 
 
 class Regex(_Record):
-    """What a regular expression matches."""
+    """A text that matches a regular expression."""
 
     type: Literal["regex"] = "regex"
     pattern: str
 
 
 class Grammar(_Record):
-    """A text of a language in EBNF."""
+    """A text that matches an EBNF grammar."""
 
     type: Literal["grammar"] = "grammar"
     grammar: str
 
 
 class JsonSchema(_Record):
-    """JSON that fits a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"] = "json_schema"
     json_schema: bool | dict[str, Any]
@@ -85,7 +85,7 @@ class AnyText(_Record):
 
 
 class Token(_Record):
-    """One token, by its id or as the vocabulary writes it."""
+    """A token, by its id or its text in the vocabulary."""
 
     type: Literal["token"] = "token"
     token: int | str
@@ -122,7 +122,7 @@ def _ends(value: Any) -> Any:
 
 
 class Tag(_Record):
-    """`begin content end`, where any of several ends will do."""
+    """`begin content end`, with one or several alternative ends."""
 
     type: Literal["tag"] = "tag"
     begin: Annotated[ConstString | Token, PlainValidator(_boundary)]
@@ -131,7 +131,7 @@ class Tag(_Record):
 
     @property
     def end_texts(self) -> tuple[str, ...]:
-        """Those ends that are texts, and not empty."""
+        """The ends that are non-empty texts."""
         return tuple(end.value for end in self.end if isinstance(end, ConstString) and end.value)
 
     @model_validator(mode="after")
@@ -144,7 +144,7 @@ class Tag(_Record):
 
 
 class TriggeredTags(_Record):
-    """Any text, where after a trigger one of the tags that begin with it goes on."""
+    """Free text, in which a trigger must be followed by the rest of a tag that begins with it."""
 
     type: Literal["triggered_tags"] = "triggered_tags"
     triggers: Marks = Field(min_length=1)
@@ -162,7 +162,7 @@ class TriggeredTags(_Record):
         return self
 
     def groups(self) -> dict[str, list[Tag]]:
-        """Each trigger's tags, without the trigger in front of them."""
+        """Return the tags of each trigger, with the trigger removed from their beginning."""
         groups: dict[str, list[Tag]] = {trigger: [] for trigger in self.triggers}
         for tag in self.tags:
             if isinstance(tag.begin, Token):
@@ -177,7 +177,7 @@ class TriggeredTags(_Record):
 
 
 class TagsWithSeparator(_Record):
-    """Tags, with a text between them."""
+    """Tags, separated by a text."""
 
     type: Literal["tags_with_separator"] = "tags_with_separator"
     tags: tuple[Tag, ...] = Field(min_length=1, strict=False)
@@ -194,21 +194,21 @@ class Optional(_Record):
 
 
 class Plus(_Record):
-    """A format, once or more often."""
+    """A format, one or more times."""
 
     type: Literal["plus"] = "plus"
     content: Format
 
 
 class Star(_Record):
-    """A format, any number of times."""
+    """A format, zero or more times."""
 
     type: Literal["star"] = "star"
     content: Format
 
 
 class Repeat(_Record):
-    """A format, a number of times; -1: no most."""
+    """A format, `min` to `max` times; a `max` of -1 means no limit."""
 
     type: Literal["repeat"] = "repeat"
     min: Annotated[int, Field(ge=0)]
@@ -223,7 +223,7 @@ class Repeat(_Record):
 
 
 class Dispatch(_Record):
-    """Any text, where after a pattern its format goes on."""
+    """Free text, in which a pattern must be followed by its format."""
 
     type: Literal["dispatch"] = "dispatch"
     rules: tuple[tuple[Mark, Format], ...] = Field(min_length=1, max_length=256, strict=False)
@@ -268,7 +268,7 @@ Format = Annotated[
 
 
 class StructuralTag(_Record):
-    """The current form."""
+    """A structural tag in the current form."""
 
     type: Literal["structural_tag"] = "structural_tag"
     format: Format
@@ -287,13 +287,13 @@ class _Legacy(_Record):
 
 
 def read_structural_tag(value: Any) -> Format:
-    """The format that a structural tag asks for.
+    """Parse a structural tag.
 
     Args:
         value: parsed JSON: `{"format": {…}}`, or the older `{"structures": […], "triggers": […]}`.
 
     Raises:
-        ValueError: it is malformed; names the place.
+        ValueError: it is malformed; names the field.
     """
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {shown(value)}")
@@ -308,7 +308,7 @@ def read_structural_tag(value: Any) -> Format:
 
 
 def is_open(part: Format) -> bool:
-    """Whether it ends in free text, which only what follows can end."""
+    """Return whether it ends with free text, which needs a following text to end it."""
     match part:
         case AnyText() | TriggeredTags() | Dispatch():
             return True
@@ -328,7 +328,7 @@ def _tag(structure: _Structure) -> dict[str, Any]:
 
 
 def _check_depth(value: dict[str, Any]) -> None:
-    """Without recursion, and not into the schemas: these may nest as deeply as llguidance allows."""
+    """Check the nesting depth, without recursion. Excludes schemas, whose depth llguidance limits."""
     level: list[Any] = [value]
     for _ in range(_MAX_LEVELS):
         level = [
@@ -347,7 +347,7 @@ def _check_depth(value: dict[str, Any]) -> None:
 
 
 def _explained(error: ValidationError) -> str:
-    """The first mistake, with the path of the field, in which pydantic also names the formats."""
+    """Return the first error with the path of its field, from which the format names added by pydantic are removed."""
     first = error.errors(include_url=False)[0]
     path = ""
     before: int | str = ""

@@ -1,8 +1,8 @@
-"""Structural tags: free text with tags in it, whose contents are constrained, in the words of llguidance.
+"""Translates structural tags (free text that contains tags with constrained contents) into llguidance's syntax.
 
-llguidance's lexer takes the longest match and does not come back. So free text and the text that ends it have to be one
-terminal, whose regular expression says where the free text stops. Neighbours that are regular are joined into one
-terminal, in which nothing is ambiguous. JSON, EBNF and added tokens are symbols of their own.
+llguidance's lexer takes the longest match and does not backtrack. So free text and the text that ends it must be one
+terminal, whose regular expression determines where the free text ends. Adjacent regular symbols are joined into one
+terminal, which avoids ambiguity. JSON, EBNF and added tokens are separate symbols.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from . import structural_formats as formats
 from .grammar_source import EXACT, ebnf_rules, json_value, literal
 
 _MAX_LENGTH = 1 << 20
-"""Characters of the Lark that is made of a structural tag."""
+"""Maximum characters of the Lark grammar of a structural tag."""
 _MAX_PARTS = 50_000
-"""Formats to look at, with repetition: less than a second."""
+"""Maximum formats to process, with repetition, which takes less than a second."""
 
 
 @dataclass(frozen=True)
 class TokenNames:
-    """What a structural tag may need to know of the vocabulary.
+    """The properties of the vocabulary that structural tags depend on.
 
     Attributes:
-        vocab_size: ids are below.
-        added: the ids, by their texts, of the tokens that were added to the tokenizer's own, without the model's end
-            tokens. llguidance tells them from text. Where such a text stands in a structural tag, the token stands in
-            the output.
-        in_text: those among them that the tokenizer does not call special. Free text may hold them.
+        vocab_size: upper bound of token ids.
+        added: ids by text of the tokenizer's added tokens, without the model's end tokens. llguidance distinguishes
+            them from text. If such a text occurs in a structural tag, the output has the token.
+        in_text: the added tokens that are not special. Free text may contain them.
         eos: the model's end tokens.
-        find: the id of the token that the vocabulary writes like this; None: there is none.
+        find: returns the id of the token with this text in the vocabulary, or None.
     """
 
     vocab_size: int
@@ -48,7 +47,7 @@ class TokenNames:
 
     @classmethod
     def of(cls, model: ModelFacts) -> Self:
-        """Those of a model with a fast tokenizer."""
+        """Read them from a model with a fast tokenizer."""
         eos = frozenset(model.eos_token_ids)
         tokens = {
             number: token
@@ -65,14 +64,14 @@ class TokenNames:
 
 
 def from_structural_tag(value: Any, tokens: TokenNames) -> str:
-    """A text with the structure that a structural tag describes.
+    """Return the grammar of a structural tag.
 
     Args:
         value: parsed JSON, see `structural_formats.read_structural_tag`.
-        tokens: of the model.
+        tokens: the model's tokens.
 
     Raises:
-        ValueError: it is malformed, or llguidance cannot express it; says what.
+        ValueError: it is malformed, or llguidance cannot express it; says why.
     """
     return _Lark(tokens).written(formats.read_structural_tag(value))
 
@@ -82,9 +81,9 @@ class _Symbol:
     """A part of a rule's body.
 
     Attributes:
-        lark: what to write: of a terminal if it is regular, else of a rule.
-        is_regular: it may be joined with its neighbours into one terminal.
-        texts: those that it may be, if it is one of a few, or an added token.
+        lark: its Lark source: of a terminal if it is regular, else of a rule.
+        is_regular: whether it can be joined with adjacent symbols into one terminal.
+        texts: its possible texts, if they are few or it is an added token.
         is_added: it begins with an added token, where free text ends.
     """
 
@@ -95,14 +94,14 @@ class _Symbol:
 
 
 _NOT_FREE = _Symbol("")
-"""Something follows, of which nobody knows how it begins: free text could not end before it."""
+"""A following symbol whose beginning is unknown, so that free text cannot end before it."""
 
 
 class _Lark:
-    """A grammar in the making.
+    """Builder of a Lark grammar.
 
-    `_regular` gives a terminal for what is regular, and None for the rest. `_symbols` writes anything, from its end
-    to its beginning: it gets the symbols that follow, because free text has to know what ends it.
+    `_regular` returns a terminal for a regular format, and None for others. `_symbols` translates any format, from end
+    to beginning: it gets the following symbols, because free text depends on the text that ends it.
     """
 
     def __init__(self, tokens: TokenNames) -> None:
@@ -115,18 +114,18 @@ class _Lark:
         self._added = re.compile("|".join(map(re.escape, names))) if names else None
 
     def written(self, part: formats.Format) -> str:
-        """The whole grammar."""
+        """Return the whole grammar."""
         start = self._joined(self._symbols(part, (), []))
         terminals = [f"{name}: {lark}" for lark, name in self._names.items()]
         return EXACT + "\n".join([f"start: {start}", *self._rules, *terminals])
 
     def _symbols(self, part: formats.Format, stop: Sequence[str], then: list[_Symbol]) -> list[_Symbol]:
-        """A format and what follows.
+        """Return the symbols of a format and the following ones.
 
         Args:
             part: the format.
-            stop: what free text in it must not hold: the end of the tag that it stands in.
-            then: what follows.
+            stop: texts that free text in it must not contain: the ends of the enclosing tag.
+            then: the following symbols.
         """
         self._count()
         if all(symbol.is_regular for symbol in then) and (lark := self._regular(part, stop)) is not None:
@@ -167,7 +166,7 @@ class _Lark:
                 return [_Symbol(self._rule(_repeated(self._rule(content), part))), *then]
 
     def _regular(self, part: formats.Format, stop: Sequence[str]) -> str | None:
-        """The name of a terminal, or None if none can say it."""
+        """Return the name of a terminal, or None if the format is not regular."""
         self._count()
         lark = self._expression(part, stop)
         return None if lark is None else self._terminal(lark)
@@ -234,7 +233,7 @@ class _Lark:
         return self._terminal(operator.join(known))
 
     def _free_text(self, avoid: Sequence[str], then: list[_Symbol], max_chars: int | None = None) -> list[_Symbol]:
-        """Free text that holds none of some texts, and what follows."""
+        """Return free text that contains none of these texts, and the following symbols."""
         if any(not symbol.is_regular for symbol in then) and not then[0].is_added:
             if not then[0].texts:
                 raise ValueError(
@@ -247,7 +246,7 @@ class _Lark:
         return [*skipped, _Symbol(self._free(avoid, max_chars), is_regular=True), *then]
 
     def _added_in_text(self, avoid: Sequence[str]) -> list[_Symbol]:
-        """Free text up to the last added token in it."""
+        """Return free text up to its last added token."""
         ids = [
             self._tokens.added[text]
             for text in self._tokens.in_text
@@ -285,7 +284,7 @@ class _Lark:
         avoid: Sequence[str],
         then: list[_Symbol],
     ) -> list[_Symbol]:
-        """Free text without a trigger; or such a text, a trigger, and one of what may follow it."""
+        """Return free text without a trigger, or free text, a trigger, and one of its contents."""
         avoid = [*avoid, *(trigger for trigger, _ in rules)]
         then = then if loop else self._shared(then)
         before = self._added_in_text(avoid)
@@ -317,22 +316,22 @@ class _Lark:
         return [_Symbol(self._rule(_separated(tag, separator, part))), *then]
 
     def _either(self, parts: Sequence[formats.Format], stop: Sequence[str], then: list[_Symbol]) -> _Symbol:
-        """One of several formats, and what follows."""
+        """Return an alternative of several formats, each with the following symbols."""
         return _Symbol(self._rule(self._alternatives([self._symbols(each, stop, then) for each in parts])))
 
     def _alternatives(self, ways: Iterable[list[_Symbol]]) -> str:
         return " | ".join(self._joined(way) for way in ways)
 
     def _shared(self, then: list[_Symbol]) -> list[_Symbol]:
-        """The same symbols, short enough to be written in several places."""
-        place = next((place for place, symbol in enumerate(then) if not symbol.is_regular), len(then))
-        if len(then) - place < 2:
+        """Return equivalent symbols that are short enough to be repeated."""
+        index = next((index for index, symbol in enumerate(then) if not symbol.is_regular), len(then))
+        if len(then) - index < 2:
             return then
-        rule = self._rule(self._joined(then[place:]))
-        return [*then[:place], _Symbol(rule, texts=then[place].texts, is_added=then[place].is_added)]
+        rule = self._rule(self._joined(then[index:]))
+        return [*then[:index], _Symbol(rule, texts=then[index].texts, is_added=then[index].is_added)]
 
     def _joined(self, symbols: list[_Symbol]) -> str:
-        """The body of a rule: neighbours that are regular are one terminal."""
+        """Return the body of a rule, with adjacent regular symbols joined into one terminal."""
         parts = []
         for is_regular, group in itertools.groupby(symbols, lambda symbol: symbol.is_regular):
             lark = " ".join(filter(None, (symbol.lark for symbol in group)))
@@ -340,16 +339,16 @@ class _Lark:
         return " ".join(filter(None, parts)) or '""'
 
     def _text(self, text: str, then: list[_Symbol]) -> list[_Symbol]:
-        """A text, in which added tokens stand for themselves."""
-        for place, piece in reversed(list(enumerate(self._pieces(text)))):
-            if place % 2:
+        """Return the symbols of a text, with added tokens as separate symbols."""
+        for index, piece in reversed(list(enumerate(self._pieces(text)))):
+            if index % 2:
                 then = [self._token(self._tokens.added[piece]), *then]
             elif piece:
                 then = [_Symbol(_literal(piece), is_regular=True, texts=(piece,)), *then]
         return then
 
     def _pieces(self, text: str) -> list[str]:
-        """Text, added token, text, …"""
+        """Split a text into text and added tokens, alternately."""
         if self._added is None:
             return [text]
         pieces, end = [], 0
@@ -368,18 +367,18 @@ class _Lark:
         return _Symbol(f"<[{found}]>", texts=texts, is_added=bool(texts))
 
     def _free(self, avoid: Iterable[str], max_chars: int | None = None) -> str:
-        """Any text that holds none of some."""
+        """Return a terminal of any text that contains none of these."""
         texts = "|".join(dict.fromkeys(map(literal, avoid)))
         lark = r"/(?s:.*)/" if max_chars is None else rf"/(?s:.{{0,{max_chars}}})/"
         return self._terminal(lark + (rf" & ~/(?s:.*)(?:{texts})(?s:.*)/" if texts else ""))
 
     def _up_to(self, trigger: str, avoid: Sequence[str]) -> str:
-        """Free text and a trigger, which is the first one in it, also where triggers overlap."""
+        """Return a terminal of free text and a trigger, which is the first in it, even if triggers overlap."""
         texts = "|".join(dict.fromkeys(map(literal, avoid)))
         free = self._terminal(f"{self._free(avoid)} {_literal(trigger)}")
-        ends = (text[place:] for text in avoid for place in range(max(1, len(text) - len(trigger)), len(text)))
+        ends = (text[start:] for text in avoid for start in range(max(1, len(text) - len(trigger)), len(text)))
         if not any(map(trigger.startswith, ends)):
-            return free  # it cannot have begun within another one
+            return free  # triggers cannot overlap
         return self._terminal(rf"{free} & ~/(?s:.*)(?:{texts})(?s:.+)/")
 
     def _terminal(self, lark: str) -> str:
@@ -401,7 +400,7 @@ class _Lark:
         return f"{prefix}start"
 
     def _count(self) -> None:
-        """Tags of which at least one is needed are written twice. Where they nest, that doubles with each level."""
+        """Count a part. With `at_least_one`, tags are written twice, so nesting grows exponentially."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise ValueError(f"written out, it has more than {_MAX_PARTS} parts")
@@ -441,7 +440,7 @@ def _separated(tag: str, separator: str, part: formats.TagsWithSeparator) -> str
 
 
 def _in_characters(symbols: list[_Symbol]) -> list[_Symbol]:
-    """A text behind EBNF is spelled by characters, as EBNF is: else the lexer would prefer it to what EBNF allows."""
+    """Split a text after EBNF into characters, like EBNF itself. Otherwise the lexer would prefer it to the EBNF."""
     if not symbols or not symbols[0].is_regular or len(symbols[0].texts) != 1:
         return symbols
     characters = " ".join(_literal(character) for character in symbols[0].texts[0])

@@ -1,1 +1,1 @@
-"""What several built-in processors are made of."""
+"""Building blocks shared by several built-in processors."""

@@ -1,4 +1,4 @@
-"""Forcing a row's next token the way NVIDIA's logits-processor-zoo does: by distance, without -inf."""
+"""Enforces tokens like NVIDIA's logits-processor-zoo: by raising their logits above all others, without -inf."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import torch
 
 
 def enforce(logits: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor | None = None) -> None:
-    """Raise some tokens of each row above all others, in place.
+    """Raise given tokens of each row above all others, in place.
 
-    The lowest of the enforced tokens gets the row's highest logit, the others of them keep their distance to it, and
-    every other token of the vocabulary gets the row's lowest logit. So this is a preference, as strong as the row's
-    logits are apart, and none at all in a row whose logits are all the same.
+    The lowest enforced token gets the row's highest logit, the other enforced tokens keep their distance to it, and all
+    remaining tokens get the row's lowest logit. So the strength of this preference is the range of the row's logits,
+    and it has no effect in a row with equal logits.
 
-    What is -inf stays -inf: forcing obeys masks. The tokens that are left are enforced; a row in which none is left
-    stays as it is. (The original gives NaN.)
+    Forcing respects masks: -inf remains -inf. The other tokens are enforced; a row in which none is left is unchanged.
+    (The original returns NaN.)
 
     Args:
         logits: float32 [rows, vocab].
-        tokens: int64 [rows, any], the tokens to enforce. One may stand there twice, to fill up a shorter row.
-        active: bool [rows], the rows in which to do it; None: in all.
+        tokens: int64 [rows, any], the tokens to enforce. May contain duplicates, as padding.
+        active: bool [rows], the rows to edit; None for all.
     """
     if active is None or logits.device.type != "cpu":
         _enforce(logits, tokens, active)
         return
-    # On a CPU the host knows at once which rows these are. Most of the time there are none, and writing all of the
-    # logits takes ten times as long as to read them.
+    # On a CPU, reading `active` does not require synchronization. Usually no row is active, and writing all logits
+    # takes ten times as long as reading them.
     rows = active.nonzero().squeeze(1)
     if len(rows):
         chosen = logits[rows]
@@ -33,7 +33,7 @@ def enforce(logits: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor | N
 
 
 def _enforce(logits: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor | None) -> None:
-    """`enforce` without a look at `active`: the host need not wait for a device."""
+    """Implement `enforce` without reading `active` on the host, which would synchronize with the device."""
     enforced = logits.gather(1, tokens)
     least = enforced.masked_fill(enforced == -torch.inf, torch.inf).amin(1, keepdim=True)
     raised = enforced + (logits.amax(1, keepdim=True) - least)
@@ -45,7 +45,7 @@ def _enforce(logits: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor | 
 
 
 def argmax_is_among(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Whether each row's argmax is one of its tokens. Of equal logits, the token with the lowest id is the argmax.
+    """Return whether each row's argmax is one of its tokens. Among equal logits, the lowest id is the argmax.
 
     Args:
         logits: float32 [rows, vocab].
@@ -56,7 +56,7 @@ def argmax_is_among(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """
     if logits.device.type != "cpu":
         return (logits.argmax(1, keepdim=True) == tokens).any(1)
-    # PyTorch's argmax takes twenty times as long as its maximum on a CPU. It is asked only where it can be among them.
+    # On a CPU, argmax takes twenty times as long as amax. So only compute it for rows in which it can be among them.
     highest = logits.amax(1, keepdim=True)
     among = ((logits.gather(1, tokens.clamp(min=0)) == highest) & (tokens >= 0)).any(1)
     rows = among.nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Tokens that stand between the parts of an output, such as the end of thinking."""
+"""Markers between the parts of an output, such as the end of thinking."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .text_tokens import MAX_TEXT_TOKENS, check_length, read_phrase
 
 
 def check_marker_ids(value: Any, info: ValidationInfo) -> list[int]:
-    """Check a marker that is given as token ids.
+    """Check a marker given as token ids.
 
     Raises:
-        ValueError: it is no list of tokens of the vocabulary, or too long.
+        ValueError: it is not a list of tokens of the vocabulary, or too long.
     """
     if isinstance(value, list):
         check_length(value)
@@ -23,10 +23,10 @@ def check_marker_ids(value: Any, info: ValidationInfo) -> list[int]:
 
 
 def read_marker(value: Any, info: ValidationInfo) -> tuple[int, ...]:
-    """A marker as tokens of the model.
+    """Return a marker as tokens of the model.
 
     Raises:
-        ValueError: it is neither text nor a list of tokens of the vocabulary, or the model has not its tokens.
+        ValueError: it is neither text nor a list of tokens of the vocabulary, or the model lacks its tokens.
     """
     if not isinstance(value, str):
         if not isinstance(value, list):
@@ -38,7 +38,7 @@ def read_marker(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     tokenizer = model_of(info).tokenizer
     if tokenizer.unk_token_id in token_ids and tokenizer.unk_token not in value:
         raise ValueError(f"the model has no tokens for {shown(value)}: give another text, or token ids")
-    # SentencePiece begins a text with a space. Where that is a token of its own, it is no part of the marker.
+    # SentencePiece prepends a space to a text. If that is a separate token, it is not part of the marker.
     rest = token_ids[1:]
     return rest if rest and tokenizer.decode(rest, clean_up_tokenization_spaces=False) == value else token_ids
 

@@ -1,4 +1,4 @@
-"""What processors have in common that watch the logits, and write a phrase token by token when they see a reason."""
+"""Base class of processors that write a phrase, token by token, when the logits meet a condition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PhraseParams(ProcessorParams):
     """See `PhraseProcessor`."""
 
     phrase: PhraseTokens
-    """What is written."""
+    """The phrase to write."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +41,34 @@ class Phrases:
     tokens: torch.Tensor
     lengths: torch.Tensor
 
-    def at(self, places: torch.Tensor) -> torch.Tensor:
-        """The token at each row's place, int64 [rows, 1]. Places outside give any."""
+    def at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the token at each row's index, int64 [rows, 1]. Unspecified for indices out of range."""
         last = self.tokens.shape[1] - 1
-        return self.tokens.gather(1, places.to(torch.int64).clamp(0, last).unsqueeze(1))
+        return self.tokens.gather(1, indices.to(torch.int64).clamp(0, last).unsqueeze(1))
 
 
 @dataclass(frozen=True)
 class PhraseStep:
-    """What to do in a step.
+    """The result of `PhraseProcessor.advance`.
 
     Attributes:
-        forced: bool [rows], the rows in which a token of the phrase is enforced.
-        places: [rows], its place in the phrase. Any, where nothing is enforced.
-        state: float64 [rows, numbers of a state], the states that follow.
+        forced: bool [rows], whether to enforce a token of the phrase.
+        indices: [rows], its index in the phrase. Unspecified if nothing is enforced.
+        state: float64 [rows, state size], the next states.
     """
 
     forced: torch.Tensor
-    places: torch.Tensor
+    indices: torch.Tensor
     state: torch.Tensor
 
 
 class PhraseProcessor(BuiltinProcessor):
-    """Enforces a phrase, one token a step. A subclass says when it starts, and how it goes on.
+    """Enforces a phrase, one token per step. A subclass decides when it starts, and how it continues.
 
-    When that is depends on the logits, so that only the device knows it: the host asks nothing, and keeps the rows'
-    states as tensors. If tokens are taken back, the state goes back with them, by up to `STEPS_KEPT` tokens.
+    The decision depends on the logits, so it is made on the device, without synchronization; the rows' states are
+    tensors there. If tokens are removed, the state is restored, by up to `STEPS_KEPT` tokens.
 
-    The phrase goes on whatever is drawn. A token of it that a mask forbids is not enforced, see `enforce`.
+    The phrase continues whatever is sampled. Its tokens that a mask forbids are not enforced, see `enforce`.
     """
 
     Params = PhraseParams
@@ -78,27 +78,30 @@ class PhraseProcessor(BuiltinProcessor):
 
     @abstractmethod
     def initial_state(self, prepared: Any) -> Sequence[float]:
-        """The numbers that are a sequence's state before its first step."""
+        """Return the numbers of a sequence's state before its first step."""
 
     @abstractmethod
     def constants(self, rows: Sequence[Any], device: torch.device) -> Any:
-        """What `advance` needs of the rows' parameters, as tensors.
+        """Return the rows' parameters for `advance`, as tensors.
 
         Args:
-            rows: what `prepare` made.
+            rows: results of `prepare`.
+            device: the device of the logits.
         """
 
     @abstractmethod
     def advance(self, logits: torch.Tensor, state: torch.Tensor, phrases: Phrases, constants: Any) -> PhraseStep:
-        """What to do in a step. The host must not have to wait for the device.
+        """Decide what to do in a step. Must not synchronize with the device.
 
         Args:
-            logits: float32 [rows, vocab], not to be changed.
-            state: float64 [rows, numbers of a state], not to be changed.
+            logits: float32 [rows, vocab], read-only.
+            state: float64 [rows, state size], read-only.
+            phrases: the rows' phrases.
+            constants: result of `constants`.
         """
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """Enforce the next token of the phrase in the rows that are at one, in place."""
+        """Enforce the next token of the phrase in the rows that write one, in place."""
         if not custom_param_list:
             return logits
         phrases, constants = self._constants.of([self.prepared(params) for params in custom_param_list], logits.device)
@@ -106,7 +109,7 @@ class PhraseProcessor(BuiltinProcessor):
         histories = [self._history(params, logits.device) for params in custom_param_list]
         state = as_batch([history.before(length) for history, length in zip(histories, lengths, strict=True)])
         step = self.advance(logits, state, phrases, constants)
-        enforce(logits, phrases.at(step.places), step.forced)
+        enforce(logits, phrases.at(step.indices), step.forced)
         for row, (history, length) in enumerate(zip(histories, lengths, strict=True)):
             history.add(length, RowState(step.state, row))
         return logits

@@ -1,4 +1,4 @@
-"""Tensors that depend on the rows of a batch, and not on the step."""
+"""Tensors that depend on the rows of a batch, but not on the step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ C = TypeVar("C")
 
 
 class RowConstants(Generic[R, C]):
-    """What `make` gave for the last batch, as long as the next one has the same rows.
+    """Caches the result of `make` as long as the batch has the same rows.
 
     Args:
-        make: gets what belongs to each row, and the device of the logits.
+        make: computes the constants from the rows' objects and the device of the logits.
     """
 
     def __init__(self, make: Callable[[Sequence[R], torch.device], C]) -> None:
@@ -29,7 +29,7 @@ class RowConstants(Generic[R, C]):
         self._made: C | None = None
 
     def of(self, rows: Sequence[R], device: torch.device) -> C:
-        """The constants of these rows, which are the same if they are the same objects in the same order."""
+        """Return the constants of these rows. Rows are equal if they are the same objects in the same order."""
         same = len(rows) == len(self._rows) and all(one is other for one, other in zip(rows, self._rows, strict=True))
         if self._made is None or not same or device != self._device:
             self._made = self._make(rows, device)
@@ -38,12 +38,12 @@ class RowConstants(Generic[R, C]):
 
 
 def to_device(numbers: Iterable[Any], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
-    """Numbers of the host, or lists of numbers of one length, where the logits are. The host does not wait for it."""
+    """Copy numbers, or lists of numbers of equal length, to the device of the logits, without synchronization."""
     return copies_to(device, pin_memory=device.type == "cuda")(np.array(list(numbers), dtype=dtype))
 
 
 def padded(token_lists: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """int64 [rows, longest list]. Shorter lists are filled up with their own first token; none may be empty."""
+    """Return a tensor, int64 [rows, longest list]. Shorter lists are padded with their first token; none is empty."""
     cells = np.empty((len(token_lists), max(map(len, token_lists))), dtype=np.int64)
     for row, tokens in enumerate(token_lists):
         cells[row, : len(tokens)] = tokens

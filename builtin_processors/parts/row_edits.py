@@ -1,4 +1,4 @@
-"""Edits of several rows of the logits with one write each, without waiting for their device."""
+"""Edits of several rows of the logits with one write, without synchronizing with the device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from logitship.sampler.device_tensor import TokenPositions, copies_to, token_pos
 
 
 def on_device(rows: npt.ArrayLike, columns: npt.ArrayLike, device: torch.device) -> TokenPositions:
-    """Rows, and a token id for each, as an index into logits on `device`."""
+    """Return rows, with a token id each, as an index into logits on `device`."""
     to_device = copies_to(device, pin_memory=device.type == "cuda")
     return to_device(np.asarray(rows, dtype=np.int64)), to_device(np.asarray(columns, dtype=np.int64))
 
 
 def forbid_tokens(logits: torch.Tensor, positions: TokenPositions) -> None:
     """Set the logits at `positions` to -inf, in place."""
-    # Made on the device: a Python number would be copied there, and waited for.
+    # Created on the device: a Python number would be copied there synchronously.
     logits[positions] = logits.new_full((), -torch.inf)
 
 
 def force_tokens(logits: torch.Tensor, forced: Mapping[int, int], logit: float = 0.0) -> None:
-    """Leave some rows one token each, in place: all its other tokens become -inf.
+    """Force one token in each of some rows, in place: set all other tokens to -inf.
 
     Args:
         logits: float32 [rows, vocab].
-        forced: row → the token.
-        logit: what the token gets.
+        forced: the token by row.
+        logit: the token's new logit.
     """
     if forced:
         rows, columns = on_device(list(forced), list(forced.values()), logits.device)
@@ -38,15 +38,15 @@ def force_tokens(logits: torch.Tensor, forced: Mapping[int, int], logit: float =
 
 
 _MANY = 1 / 16
-"""Of all logits of a batch: from so many kept ones on, a mask of the whole batch is faster than a list of them."""
+"""Share of kept logits in a batch above which a mask of the whole batch is faster than a list of positions."""
 
 
 def keep_only(logits: torch.Tensor, kept: Mapping[int, npt.NDArray[np.int64]]) -> None:
-    """Set all logits of some rows to -inf, but those of some tokens; in place, and without waiting for the device.
+    """Set all logits of some rows to -inf except those of given tokens, in place, without synchronization.
 
     Args:
         logits: float32 [rows, vocab].
-        kept: row → the tokens that stay as they are, int64 [any] and within the vocabulary.
+        kept: the tokens to keep by row, int64 [any], within the vocabulary.
     """
     if not kept:
         return
@@ -64,7 +64,7 @@ def keep_only(logits: torch.Tensor, kept: Mapping[int, npt.NDArray[np.int64]]) -
 
 
 def _all_but(kept: Mapping[int, npt.NDArray[np.int64]], shape: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """The cells of some rows beside those that are kept."""
+    """Return a mask of all cells of these rows that are not kept."""
     cells = np.zeros(shape, dtype=np.bool_)
     for row, tokens in kept.items():
         cells[row] = True

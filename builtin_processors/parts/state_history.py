@@ -10,15 +10,16 @@ S = TypeVar("S")
 
 
 class StateHistory(Generic[S]):
-    """What an automaton's state was after each output token, so that tokens can be taken back.
+    """The state of an automaton after each output token, so that tokens can be removed.
 
     Assumptions:
-    * A state is never changed, only followed by another one: copies of a history share them.
-    * A sequence's tokens are only appended and taken back. Both between two calls are noticed if there are fewer tokens
-      then, or the last one differs. The engine itself takes back the history object together with the tokens.
+    * States are immutable: copies of a history share them.
+    * A sequence's tokens are only appended and removed at the end. If both happen between two calls, that is detected
+      if there are fewer tokens, or the last known one differs. The engine itself restores the history object together
+      with the tokens.
 
     Guarantees:
-    * `follow` costs O(new tokens), or O(history) when it notices that tokens were exchanged.
+    * `follow` costs O(new tokens), or O(history) when it detects replaced tokens.
 
     Args:
         initial: the state before the first token.
@@ -29,20 +30,20 @@ class StateHistory(Generic[S]):
         self._tokens: list[int] = []
 
     def __len__(self) -> int:
-        """Number of tokens that were followed. While `step` is called: of those before its token."""
+        """Return the number of tokens followed. While `step` is called, its token is not included."""
         return len(self._tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHistory[S]:
-        twin = copy.copy(self)
-        twin._states, twin._tokens = self._states.copy(), self._tokens.copy()
-        return twin
+        copied = copy.copy(self)
+        copied._states, copied._tokens = self._states.copy(), self._tokens.copy()
+        return copied
 
     def follow(self, output: Sequence[int], step: Callable[[S, int], S]) -> S:
-        """The state after `output`.
+        """Return the state after `output`.
 
         Args:
             output: the output tokens so far.
-            step: gives the state that follows a state and a token.
+            step: returns the next state from a state and a token.
         """
         known = len(self._tokens)
         if known > len(output) or (known and output[known - 1] != self._tokens[-1]):
@@ -56,6 +57,6 @@ class StateHistory(Generic[S]):
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     shorter = min(len(one), len(other))
-    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    return next((index for index in range(shorter) if one[index] != other[index]), shorter)

@@ -1,4 +1,4 @@
-"""Finds a string of tokens in a stream of tokens, once."""
+"""Finds the first occurrence of a token sequence in a stream of tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .token_sequence import TokenSequence
 
 @dataclass(frozen=True)
 class StringContainAutomaton:
-    """RTP-LLM's automaton: a `TokenSequence` that stays where it is once it was found, and that may be empty.
+    """RTP-LLM's automaton: a `TokenSequence` whose final state is absorbing, and that may be empty.
 
-    Its status is the length of the longest beginning of the pattern that the tokens so far end with. Once that is the
-    whole pattern, it stays: the stream contains the pattern. An empty pattern is contained in everything.
+    Its status is the length of the longest prefix of the pattern at the end of the tokens so far. Once that is the
+    whole pattern, it never changes: the stream contains the pattern. Every stream contains an empty pattern.
 
     Attributes:
         pattern: token ids.
@@ -26,15 +26,15 @@ class StringContainAutomaton:
         return TokenSequence(self.pattern)
 
     def step(self, status: int, token: int) -> int:
-        """The status after another token."""
+        """Return the status after another token."""
         if self.is_finished(status):
             return status
         return self._sequence.advance(status, token)
 
     def is_finished(self, status: int) -> bool:
-        """True once the stream contains the pattern."""
+        """Return whether the stream contains the pattern."""
         return status == len(self.pattern)
 
     def next_token(self, status: int) -> int:
-        """The token that continues the pattern, which is not finished."""
+        """Return the token that continues the pattern. Only if it is not finished."""
         return self.pattern[status]

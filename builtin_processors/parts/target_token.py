@@ -1,4 +1,4 @@
-"""The token that is to end an answer, or a part of one, and when it may."""
+"""A token to boost or enforce once, such as the end token, and when it may occur."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class TargetTokenParams(ProcessorParams):
     complete_sentences: Annotated[bool, Expects("true or false")] = False
     """Whether to wait until the last token is a full stop or a new line."""
     boost_token_str: TokenOfTextOrEnd = Field(default=None, validate_default=True)
-    """The token to use in place of the end token, for instance `</think>`."""
+    """The token to use instead of the end token, for instance `</think>`."""
 
 
 @dataclass(frozen=True)
 class TargetToken:
-    """A token that is wanted once.
+    """A token that is to be sampled once.
 
     Attributes:
         token: the token.
-        after: the tokens of which one must be the last before it; None: it may follow any.
+        after: the tokens that it may follow; None for all.
     """
 
     token: int
@@ -37,24 +37,24 @@ class TargetToken:
 
     @classmethod
     def of(cls, params: TargetTokenParams, model: ModelFacts) -> TargetToken:
-        """What a request asks for."""
+        """Build from a request's parameters."""
         return cls(params.boost_token_str, sentence_ends(model) if params.complete_sentences else None)
 
     def is_due(self, params: Mapping[str, Any], key: str) -> bool:
-        """Whether it may be the next token of a row: it is not in the output yet, and the last token lets it follow.
+        """Return whether it may be the next token of a row: it is not in the output, and may follow the last token.
 
-        Of NVIDIA's two variants this is, before the first token: vLLM's for the token, which may be in the prompt, and
-        that for transformers for the last token, which is the prompt's.
+        NVIDIA's two variants differ before the first output token. As in the one for vLLM, the prompt may contain the
+        token; as in the one for transformers, the last token is then the prompt's.
 
         Args:
-            params: of the row, `__req__` included.
-            key: of the sequence's state.
+            params: the row's parameters, `__req__` included.
+            key: key in the sequence's state.
         """
         request = params["__req__"]
         if key not in request.state:
             request.state[key] = StateHistory(False)
         history: StateHistory[bool] = request.state[key]
-        if history.follow(request.output_ids, lambda drawn, token: drawn or token == self.token):
+        if history.follow(request.output_ids, lambda sampled, token: sampled or token == self.token):
             return False
         if self.after is None:
             return True

@@ -1,4 +1,4 @@
-"""Texts in a request's parameters, as tokens of the model."""
+"""Tokenizes texts in a request's parameters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pydantic import Field, PlainValidator, ValidationInfo
 from logitship.builtin_processors.params import Expects, ModelFacts, model_of, shown
 
 MAX_TEXT_TOKENS = 1024
-"""Of a phrase or a marker, which is looked for or written in steps while which all other requests wait."""
+"""Limit for a phrase or a marker. Steps process it while all other requests wait."""
 _MAX_CHARACTERS = 16 * MAX_TEXT_TOKENS
 _MAX_CHARACTERS_OF_A_TOKEN = 1024
 
 
 def read_phrase(value: Any, info: ValidationInfo) -> tuple[int, ...]:
-    """The tokens of a text.
+    """Return the tokens of a text.
 
     Raises:
-        ValueError: it is no text, it is empty or too long, or the model has not its tokens.
+        ValueError: it is not a text, it is empty or too long, or the model lacks its tokens.
     """
     if not isinstance(value, str):
         raise ValueError(f"expected a text, got {shown(value)}")
@@ -30,13 +30,13 @@ def read_phrase(value: Any, info: ValidationInfo) -> tuple[int, ...]:
 
 
 def read_token(value: Any, info: ValidationInfo) -> int:
-    """The token that a text is.
+    """Return the token of a text that is one token.
 
-    Tokenizers may put a token in front of every text: one for its beginning, or one for a space. That one is left out.
-    (The original takes the last of any two tokens then.)
+    A token that the tokenizer prepends to every text, for its beginning or a space, is ignored. (The original uses the
+    last of any two tokens.)
 
     Raises:
-        ValueError: it is no text, or not exactly one token of the model.
+        ValueError: it is not a text, or not exactly one token of the model.
     """
     if not isinstance(value, str):
         raise ValueError(f"expected a text of one token, got {shown(value)}")
@@ -44,7 +44,7 @@ def read_token(value: Any, info: ValidationInfo) -> int:
         raise ValueError(f"expected a text of one token, but {shown(value)} has {len(value)} characters")
     model = model_of(info)
     token_ids = encoded(value, model)
-    if len(token_ids) == 2 and _is_put_in_front(token_ids[0], model.tokenizer):
+    if len(token_ids) == 2 and _is_prefix_token(token_ids[0], model.tokenizer):
         token_ids = token_ids[1:]
     if len(token_ids) != 1:
         raise ValueError(f"expected a text of one token, but {shown(value)} is {len(token_ids)} tokens of this model")
@@ -54,7 +54,7 @@ def read_token(value: Any, info: ValidationInfo) -> int:
 
 
 def read_token_or_end(value: Any, info: ValidationInfo) -> int:
-    """The token that a text is, or without one the end token.
+    """Return the token of a text that is one token, or the end token if there is no text.
 
     Raises:
         ValueError: see `read_token`; or the model has no end token.
@@ -63,10 +63,10 @@ def read_token_or_end(value: Any, info: ValidationInfo) -> int:
 
 
 def end_token(model: ModelFacts) -> int:
-    """The token that ends an answer: of several, the tokenizer's.
+    """Return the model's end token; if it has several, the tokenizer's.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has no end token.
     """
     if not model.eos_token_ids:
         raise ValueError("the model has no end token")
@@ -86,10 +86,10 @@ def sentence_ends(model: ModelFacts) -> frozenset[int]:
 
 
 def encoded(text: str, model: ModelFacts) -> tuple[int, ...]:
-    """The tokens of a text, which may be none.
+    """Tokenize a text, which may be empty.
 
     Raises:
-        ValueError: the model cannot draw them, or they are more than `MAX_TEXT_TOKENS`.
+        ValueError: a token is outside the model's vocabulary, or there are more than `MAX_TEXT_TOKENS`.
     """
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer to read a text with")
@@ -99,7 +99,7 @@ def encoded(text: str, model: ModelFacts) -> tuple[int, ...]:
         raise ValueError(f"{shown(text)} holds half of a surrogate pair, which is no character")
     token_ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
     if token_ids and max(token_ids) >= model.vocab_size:
-        raise ValueError(f"{shown(text)} needs token {max(token_ids)}, which the model cannot draw")
+        raise ValueError(f"{shown(text)} needs token {max(token_ids)}, which the model cannot sample")
     check_length(token_ids)
     return token_ids
 
@@ -108,16 +108,16 @@ def check_length(token_ids: Sequence[int]) -> None:
     """Refuse a marker or a phrase that is too long.
 
     Raises:
-        ValueError: it has more than `MAX_TEXT_TOKENS`.
+        ValueError: it has more than `MAX_TEXT_TOKENS` tokens.
     """
     if len(token_ids) > MAX_TEXT_TOKENS:
         raise ValueError(f"expected at most {MAX_TEXT_TOKENS} tokens, got {len(token_ids)}")
 
 
-def _is_put_in_front(token_id: int, tokenizer: Any) -> bool:
+def _is_prefix_token(token_id: int, tokenizer: Any) -> bool:
     if tokenizer.bos_token and token_id == tokenizer.bos_token_id:
         return True
-    # None, or no such attribute: nobody knows, and the original takes it for a yes.
+    # None or missing means unknown; like the original, treat that as True.
     may_prefix_space = getattr(tokenizer, "add_prefix_space", None) is not False
     return may_prefix_space and not tokenizer.decode([token_id]).strip()
 
@@ -142,6 +142,6 @@ TokenOfTextOrEnd = Annotated[
 ]
 
 LARGEST_BOOST = 1e9
-"""Far more than any two logits of a model are apart, and so little that all of a request's processors together leave
-finite logits: `enforce` can double how far they are apart, and a request can have 64."""
+"""Far above the range of any model's logits, and low enough that all of a request's processors together leave finite
+logits: `enforce` can double their range, and a request can have 64 processors."""
 Boost = Annotated[float, Field(ge=-LARGEST_BOOST, le=LARGEST_BOOST), Expects("a number from -1e9 to 1e9")]

@@ -1,4 +1,4 @@
-"""A tree of tokens, and a sequence's way through it: RTP-LLM's tree decoding."""
+"""A tree of tokens, and a sequence's position in it: RTP-LLM's tree decoding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DEFAULT_SEP = "_"
 
 
 class Place(NamedTuple):
-    """Where in a tree a sequence is.
+    """A sequence's position in a tree.
 
     Attributes:
-        path: the tokens up to here, as a key of the tree: `"225_64000"`.
-        finished: the end token was drawn; the sequence stays here.
-        error: a token was drawn that leads nowhere; the sequence stays where it was.
+        path: the tokens so far, as a key of the tree: `"225_64000"`.
+        finished: the end token was sampled; the position does not change any more.
+        error: a token outside the tree was sampled; the position does not change any more.
     """
 
     path: str
@@ -29,19 +29,19 @@ class Place(NamedTuple):
 
 
 class TokenTree:
-    """Which tokens may follow which path. Never changes.
+    """The tokens that may follow each path. Immutable.
 
-    A path is the start token and all tokens since, as decimal numbers with `sep` between them. The prompt has no part
-    in it: whoever writes the prompt makes it end where the tree begins.
+    A path is the start token and the output tokens, as decimal numbers joined with `sep`. It does not include the
+    prompt, so the prompt must end where the tree begins.
 
-    A step costs two look-ups of a path, however many there are.
+    A step costs two look-ups of a path, regardless of the size of the tree.
 
     Args:
-        candidates: path → the tokens that may follow, 0 or greater. A path without any is a place to be, from which
-            only the end token leads on.
+        candidates: the tokens that may follow, 0 or greater, by path. After a path without candidates, only the end
+            token is allowed.
         start_token_id: the first part of every path.
-        end_token_id: ends a sequence, from anywhere in the tree.
-        sep: stands between the tokens of a path. If it is empty, different tokens can have the same path.
+        end_token_id: ends a sequence, anywhere in the tree.
+        sep: the separator between the tokens of a path. If it is empty, different tokens can have the same path.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TokenTree:
         self.start_token_id = start_token_id
         self.end_token_id = end_token_id
         self.sep = sep
-        # One array for all lists: a million small ones would take many times the memory.
+        # One array for all lists: a million small arrays would take many times the memory.
         lists = [sorted(set(tokens)) for tokens in candidates.values()]
         self._numbers = {path: number for number, path in enumerate(candidates)}
         self._bounds = list(accumulate(map(len, lists), initial=0))
@@ -64,13 +64,13 @@ class TokenTree:
 
     @property
     def start(self) -> Place:
-        """Where every sequence begins."""
+        """The position at which every sequence begins."""
         return Place(str(self.start_token_id))
 
     def advance(self, place: Place, token: int) -> Place:
-        """The place after another token.
+        """Return the position after another token.
 
-        The token need not be a candidate, as in RTP-LLM: it is enough that its path exists.
+        As in RTP-LLM, the token need not be a candidate, but its path must exist.
         """
         if place.finished or place.error:
             return place
@@ -80,14 +80,14 @@ class TokenTree:
         return Place(path) if path in self._numbers else place._replace(error=True)
 
     def candidates(self, place: Place) -> npt.NDArray[np.int64]:
-        """The tokens that may come next, ascending; the end token if the tree has none. Not to be changed."""
+        """Return the tokens that may come next, ascending; the end token if the tree has none. Read-only."""
         number = None if place.error else self._numbers.get(place.path)
         if number is None or self._bounds[number] == self._bounds[number + 1]:
             return self._end
         return self._tokens[self._bounds[number] : self._bounds[number + 1]]
 
     def allowed(self, place: Place, vocab_size: int) -> npt.NDArray[np.int64]:
-        """The candidates that the model has; the end token if it has none of them; nothing if not even that."""
+        """Return the candidates in the vocabulary; if there are none, the end token, if that is in the vocabulary."""
         candidates = self.candidates(place)
         first, end = np.searchsorted(candidates, (0, vocab_size))
         within = candidates[first:end]
@@ -101,7 +101,7 @@ class TokenTree:
     def __contains__(self, path: object) -> bool:
         return path in self._numbers
 
-    # Since it never changes, the copy of a sequence's state is about the same tree, and not about another one like it.
+    # A copied state must refer to the same tree, because the tree is part of the state's key.
     def __copy__(self) -> Self:
         return self
 

@@ -4,8 +4,9 @@
 {"start_token_id": 225, "end_token_id": 2, "sep": "_", "prefix_dict": {"225": [64000, 64003], "225_64000": [2]}}
 ```
 
-All keys may be left out, and others are ignored. RTP-LLM reads files with two parsers: a streaming one, whose rules
-these are, and, where that finds no JSON at all, an older one, which also takes comments. Here such a file is refused.
+All keys are optional, and others are ignored. RTP-LLM reads files with two parsers: a streaming one, whose rules this
+module implements, and, if that finds no JSON at all, an older one, which also accepts comments. Here, such a file is
+refused.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 
 class TreeFormatError(ValueError):
-    """This is no tree; the message says where."""
+    """The value is not a tree; the message names the position."""
 
 
 class _Object(list[tuple[str, Any]]):
-    """A JSON object as its members: a name may be there twice."""
+    """A JSON object as a list of members, because a name may occur twice."""
 
 
 def load_tree(path: str | Path) -> TokenTree:
     """Read a tree from a file.
 
     Raises:
-        OSError: it cannot be read.
-        TreeFormatError: it does not hold a tree.
+        OSError: the file cannot be read.
+        TreeFormatError: the file does not contain a tree.
     """
     try:
         text = Path(path).read_bytes().decode()
@@ -53,7 +54,7 @@ def load_tree(path: str | Path) -> TokenTree:
         logger.warning("%s: left out %d token ids that are negative or above 2^31 - 1", path, reader.num_dropped)
     if tree.start.path not in tree:
         logger.warning(
-            "%s: prefix_dict has no key %r, where every sequence starts: only the end token %d can be drawn",
+            "%s: prefix_dict has no key %r, where every sequence starts: only the end token %d can be sampled",
             path,
             tree.start.path,
             tree.end_token_id,
@@ -62,10 +63,10 @@ def load_tree(path: str | Path) -> TokenTree:
 
 
 def read_tree(value: object) -> TokenTree:
-    """A tree from what a request holds.
+    """Read a tree from a request.
 
     Args:
-        value: JSON, read into dicts and lists.
+        value: parsed JSON.
 
     Raises:
         TreeFormatError: it is not a tree.
@@ -74,10 +75,10 @@ def read_tree(value: object) -> TokenTree:
 
 
 class _Reader:
-    """Collects what a tree's members say.
+    """Parses the members of a tree.
 
     Attributes:
-        num_dropped: candidates that no vocabulary has, which are left out.
+        num_dropped: number of candidates dropped, because no vocabulary contains them.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class _Reader:
         self._sep = DEFAULT_SEP
 
     def read(self, root: object) -> TokenTree:
-        """The tree. Of a name that is there twice, the last one counts; two `prefix_dict` are put together."""
+        """Return the tree. If a name occurs twice, the last one wins, but `prefix_dict`s are merged."""
         for name, value in _members(root, ""):
             if name == "prefix_dict":
                 self._read_candidates(value)
@@ -110,10 +111,10 @@ class _Reader:
                 continue
             if not isinstance(tokens, list) or isinstance(tokens, _Object):
                 _refuse(at, "an array of integers", tokens)
-            for place, token in enumerate(tokens):
-                # True is an integer to Python, and integers that no 64 bits hold are floating-point to RTP-LLM.
+            for index, token in enumerate(tokens):
+                # True is an integer in Python, and RTP-LLM parses integers beyond 64 bits as floating-point numbers.
                 if type(token) is not int or not -(2**63) <= token < 2**64:
-                    _refuse(f"{at}[{place}]", "an integer", token)
+                    _refuse(f"{at}[{index}]", "an integer", token)
             kept = [token for token in tokens if 0 <= token <= _MAX_TOKEN_ID]
             self.num_dropped += len(tokens) - len(kept)
             self._candidates[path] = kept
@@ -137,7 +138,7 @@ def _token_id(value: object, at: str) -> int:
 
 
 def _check_nameless(value: object) -> None:
-    """A member without a name: refused by RTP-LLM if something nested is in it."""
+    """Check a member whose name is empty: RTP-LLM refuses nested values in it."""
     inner = [each for _, each in _members(value, "")] if isinstance(value, _Object | Mapping) else [value]
     if any(isinstance(each, list | Mapping) for each in inner):
         raise TreeFormatError('the member without a name ("") holds an array or an object')

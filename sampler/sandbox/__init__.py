@@ -1,1 +1,1 @@
-"""Runs shipped processors in processes that the kernel locks down."""
+"""Sandboxes for shipped processors: worker processes that the kernel confines."""

@@ -1,4 +1,4 @@
-"""The trusted channel between the server, the launcher and the template: framed messages that may carry descriptors."""
+"""The trusted channel between the server, the launcher and the zygote: framed messages with file descriptors."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from typing import Any
 
 from .protocol import HEADER
 
-_MOST_DESCRIPTORS = 4
+_MAX_DESCRIPTORS = 4
 
 
-class Note(IntEnum):
-    """Kind of a message. What follows each are its values and, in brackets, its descriptors."""
+class ControlMessage(IntEnum):
+    """Type of a message. Each lists its values and, in brackets, its file descriptors."""
 
     SETUP = 1
-    """To the launcher: see `launcher.Setup`."""
+    """To the launcher: see `zygote.SandboxSetup`."""
     LOADED = 2
     """From the launcher: everything is imported."""
     START = 3
-    """To the launcher: start a template [its channel]."""
+    """To the launcher: start a zygote [its channel]."""
     READY = 4
-    """From a template: what protects its sandboxes, and what a self-test got through [pidfd of the template]."""
+    """From a zygote: the protections of its sandboxes, and the failures of its self-test [pidfd of the zygote]."""
     FORK = 5
-    """To a template: id [connection, region]."""
+    """To a zygote: id [connection, shared memory]."""
     FORKED = 6
-    """From a template: id [pidfd]."""
+    """From a zygote: id [pidfd]."""
     NOT_FORKED = 7
-    """From a template: id, why."""
+    """From a zygote: id, error."""
     EXITED = 8
-    """From a template: id, wait status."""
+    """From a zygote: id, wait status."""
 
 
 class ChannelClosed(Exception):
-    """The other side is gone."""
+    """The peer closed the channel, or did not answer in time."""
 
 
 class Channel:
-    """One end."""
+    """One end of a channel."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
-    def send(self, note: Note, *values: Any, descriptors: Sequence[int] = ()) -> None:
-        """Send plain values. The caller keeps its descriptors.
+    def send(self, note: ControlMessage, *values: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send plain values. The caller still owns its descriptors.
 
         Raises:
-            ChannelClosed: the other side is gone.
+            ChannelClosed: the peer closed the channel.
         """
         body = marshal.dumps(values)
         header = HEADER.pack(note, 0, len(body))
@@ -63,18 +63,18 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
-    def receive(self) -> tuple[Note, tuple[Any, ...], list[int]]:
-        """Wait for a message: its kind, values and descriptors.
+    def receive(self) -> tuple[ControlMessage, tuple[Any, ...], list[int]]:
+        """Wait for a message. Return its kind, values and descriptors.
 
         Raises:
-            ChannelClosed: the other side is gone.
+            ChannelClosed: the peer closed the channel, or the socket's timeout expired.
         """
         descriptors: list[int] = []
         try:
             header, descriptors = self._receive_with_descriptors()
             header += self._read(HEADER.size - len(header))
             note, _, size = HEADER.unpack(header)
-            return Note(note), marshal.loads(self._read(size)), descriptors
+            return ControlMessage(note), marshal.loads(self._read(size)), descriptors
         except (ChannelClosed, OSError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -85,9 +85,9 @@ class Channel:
         self.connection.close()
 
     def _receive_with_descriptors(self) -> tuple[bytes, list[int]]:
-        # Not `socket.recv_fds`, which ignores its flags in Python 3.11: the descriptors would be inherited.
-        room = socket.CMSG_LEN(_MOST_DESCRIPTORS * array("i").itemsize)
-        data, ancillary, _, _ = self.connection.recvmsg(HEADER.size, room, socket.MSG_CMSG_CLOEXEC)
+        # Not `socket.recv_fds`: it ignores its flags in Python 3.11, so the descriptors would be inheritable.
+        ancillary_size = socket.CMSG_LEN(_MAX_DESCRIPTORS * array("i").itemsize)
+        data, ancillary, _, _ = self.connection.recvmsg(HEADER.size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
         descriptors = array("i")
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -97,8 +97,8 @@ class Channel:
     def _read(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            piece = self.connection.recv(size - len(data))
-            if not piece:
+            chunk = self.connection.recv(size - len(data))
+            if not chunk:
                 raise ChannelClosed("end of stream")
-            data += piece
+            data += chunk
         return bytes(data)

@@ -1,4 +1,4 @@
-"""What a processor may change of its sequences in a call, kept in case the call fails."""
+"""Snapshots of the state that a processor may change in a call, to restore it if the call fails."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, NamedTuple, Protocol
 from logitship.sampler.processors.request_view import RequestView
 
 LARGEST_SNAPSHOT = 4096
-"""Bytes that a member's values may take."""
+"""Limit in bytes for the values of a member."""
 
 _CLASSES = frozenset({complex, Counter, OrderedDict, defaultdict, deque})
 _FACTORIES = _CLASSES | {bool, dict, float, int, list, set, str, tuple}
-"""What a snapshot may name: for the values that it holds, and for those that a `defaultdict` makes."""
+"""Classes that a pickled snapshot may refer to: types of its values, and factories of a `defaultdict`."""
 
 
 class GroupMember(Protocol):
     """A sequence of a group.
 
     Attributes:
-        params: what the processor receives for its row, `__req__` included.
+        params: the parameters that the processor receives for its row, `__req__` included.
         view: the same `__req__`.
-        restorable: True at first. False from when its values were found to be too large or not plain, so that they are
-            not looked at in every step.
-        kept: None at first; then the parameters as they were, in containers of its own; empty once they have changed.
-            Those of most processors never do, and to compare them costs a fraction of writing them down.
+        restorable: True initially. Set to False once its values are found to be too large or not plain, so that they
+            are not checked again in every step.
+        kept: None initially; then a copy of the parameters; empty once they have changed. Most processors never change
+            their parameters, and comparing is much cheaper than pickling.
     """
 
     params: dict[str, Any]
@@ -38,46 +38,46 @@ class GroupMember(Protocol):
 
 
 class GroupSnapshot:
-    """The members of a group as they are now, those that can be restored: its length says how many.
+    """The current state of a group's members. Its length is the number of members that can be restored.
 
-    Kept are the values in `params` and `view.state`, as long as they are plain ones (numbers, text, bytes, None, lists,
-    tuples, dicts, sets, and their like of `collections`) of at most `LARGEST_SNAPSHOT` bytes a member; and how many
-    tokens the view's lists hold.
+    It holds the values in `params` and `view.state`, if they are plain (numbers, text, bytes, None, lists, tuples,
+    dicts, sets, and the containers of `collections`) and take at most `LARGEST_SNAPSHOT` bytes per member, and the
+    lengths of the view's token lists.
 
     Args:
-        members: one a row.
+        members: one per row.
     """
 
     def __init__(self, members: Sequence[GroupMember]) -> None:
-        places = [place for row, member in enumerate(members) if (place := _place(row, member)) is not None]
-        # All in one pickle: that takes a fraction of the time of one each.
-        values = _pickled(places)
-        if values is None or len(values) > LARGEST_SNAPSHOT * len(places):
-            places = [place for place in places if _is_restorable(place)]
-            values = _pickled(places)
-        self._places = places if values is not None else []
+        saved = [entry for row, member in enumerate(members) if (entry := _save(row, member)) is not None]
+        # One pickle for all: much faster than one per member.
+        values = _pickle_values(saved)
+        if values is None or len(values) > LARGEST_SNAPSHOT * len(saved):
+            saved = [entry for entry in saved if _is_restorable(entry)]
+            values = _pickle_values(saved)
+        self._saved = saved if values is not None else []
         self._values = values or _NO_VALUES
-        for place in self._places:
-            if place.member.kept is None:
-                place.member.kept = _copy_of(place.member.params)
+        for entry in self._saved:
+            if entry.member.kept is None:
+                entry.member.kept = _copy_of(entry.member.params)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._saved)
 
     def restore(self) -> set[int]:
-        """Put everything back, once.
+        """Restore the members. May be called once.
 
         Returns:
-            The rows whose members are as they were. The others were not restorable, or lost tokens.
+            The rows whose members were restored. The others were not restorable, or lost tokens.
         """
         if self._values is _NO_VALUES:
-            return {place.row for place in self._places if _restore(place, None, {})}
+            return {entry.row for entry in self._saved if _restore(entry, None, {})}
         values = pickle.loads(self._values)
-        return {place.row for place, old in zip(self._places, values, strict=True) if _restore(place, *old)}
+        return {entry.row for entry, old in zip(self._saved, values, strict=True) if _restore(entry, *old)}
 
 
-class _Place(NamedTuple):
-    """Where a member keeps what is restored."""
+class _SavedMember(NamedTuple):
+    """A member, and the containers that are restored in place."""
 
     row: int
     member: GroupMember
@@ -91,7 +91,7 @@ class _Place(NamedTuple):
 _NO_VALUES = b""
 
 
-def _place(row: int, member: GroupMember) -> _Place | None:
+def _save(row: int, member: GroupMember) -> _SavedMember | None:
     if not member.restorable:
         return None
     try:
@@ -102,18 +102,18 @@ def _place(row: int, member: GroupMember) -> _Place | None:
     if type(state) is not dict or type(prompt) is not list or type(output) is not list:
         member.restorable = False
         return None
-    return _Place(row, member, state, prompt, output, len(prompt), len(output))
+    return _SavedMember(row, member, state, prompt, output, len(prompt), len(output))
 
 
-def _is_restorable(place: _Place) -> bool:
-    values = _pickled([place])
-    place.member.restorable = values is not None and len(values) <= LARGEST_SNAPSHOT
-    return place.member.restorable
+def _is_restorable(entry: _SavedMember) -> bool:
+    values = _pickle_values([entry])
+    entry.member.restorable = values is not None and len(values) <= LARGEST_SNAPSHOT
+    return entry.member.restorable
 
 
-def _pickled(places: Sequence[_Place]) -> bytes | None:
-    """The parameters that change, and the states; `_NO_VALUES` if there are none; None if some are not plain."""
-    values = [(_changing_params(place.member), place.state) for place in places]
+def _pickle_values(saved: Sequence[_SavedMember]) -> bytes | None:
+    """Pickle changing parameters and states. `_NO_VALUES` if there are none, None if some are not plain."""
+    values = [(_changing_params(entry.member), entry.state) for entry in saved]
     if not any(params or state for params, state in values):
         return _NO_VALUES
     file = io.BytesIO()
@@ -125,12 +125,12 @@ def _pickled(places: Sequence[_Place]) -> bytes | None:
 
 
 def _changing_params(member: GroupMember) -> dict[str, Any] | None:
-    """The parameters, without `__req__`; None if they are as they were kept."""
+    """Return the parameters without `__req__`; None if they equal `kept`."""
     if member.kept:
         try:
             if member.params == member.kept:
                 return None
-        # Whatever was put in there may not know what it equals.
+        # A value of the processor's own may raise when compared.
         except Exception:  # noqa: BLE001
             pass
         member.kept = {}
@@ -140,35 +140,35 @@ def _changing_params(member: GroupMember) -> dict[str, Any] | None:
 
 
 def _copy_of(params: dict[str, Any]) -> dict[str, Any]:
-    """A copy with containers of its own, and the same `__req__` and atoms; empty if it cannot be made."""
+    """Return a deep copy that shares `__req__`; empty if the copy fails."""
     view = params.get("__req__")
     try:
         return copy.deepcopy(params, {id(view): view})
-    except RecursionError:  # a pickle may be nested deeper than this
+    except RecursionError:  # pickle handles deeper nesting than copy
         return {}
 
 
-def _restore(place: _Place, params: dict[str, Any] | None, state: dict[Any, Any]) -> bool:
-    if len(place.prompt) < place.num_prompt or len(place.output) < place.num_output:
+def _restore(entry: _SavedMember, params: dict[str, Any] | None, state: dict[Any, Any]) -> bool:
+    if len(entry.prompt) < entry.num_prompt or len(entry.output) < entry.num_output:
         return False
-    del place.prompt[place.num_prompt :], place.output[place.num_output :]
-    # The same objects as before: the processor may have put others in their place, or keep these.
-    view = place.member.view
-    view.origin_input_ids, view.output_ids, view.state = place.prompt, place.output, place.state
-    place.state.clear()
-    place.state.update(state)
+    del entry.prompt[entry.num_prompt :], entry.output[entry.num_output :]
+    # Restore the same objects: the processor may have replaced them, or keep references to them.
+    view = entry.member.view
+    view.origin_input_ids, view.output_ids, view.state = entry.prompt, entry.output, entry.state
+    entry.state.clear()
+    entry.state.update(state)
     if params is None:
-        params = _copy_of(place.member.kept or {})
-    place.member.params.clear()
-    place.member.params.update(params, __req__=view)
+        params = _copy_of(entry.member.kept or {})
+    entry.member.params.clear()
+    entry.member.params.update(params, __req__=view)
     return True
 
 
 class _PlainPickler(pickle.Pickler):
-    """Refuses what is not plain. (marshal would be as fast, and silently turns a number of numpy's into bytes.)"""
+    """A pickler that refuses values that are not plain; marshal would silently write a numpy number as bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Asked for everything but the built-in types, which the pickler writes by itself."""
+        """Refuse all types but `_CLASSES`. Not called for built-in types, which the pickler writes by itself."""
         kind = type(obj)
         if kind in _CLASSES or (kind is type and obj in _FACTORIES):
             return NotImplemented

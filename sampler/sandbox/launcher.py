@@ -1,7 +1,7 @@
-"""The process that templates are forked from: it imports everything once, so that a new template takes milliseconds.
+"""The launcher: imports everything once and forks the zygote, so that a new zygote takes milliseconds.
 
-It is exec'ed with an environment of its own, so that nothing of the server's memory is in it. It never runs a client's
-code, and starts another template when the server asks for one because the last was killed.
+It is exec'ed with its own environment, so it holds none of the server's memory. It never runs client code. It forks
+another zygote when the server requests one because the last was killed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-# What is imported here is there in every sandbox without being read again. dill looks for a folder for temporary files
-# when it is imported, which it would not find later.
+# Imported here, modules are available in every sandbox. dill looks for a directory for temporary files when it is
+# imported, which would fail in a sandbox.
 import dill  # noqa: F401
 import numpy
 import torch
@@ -28,74 +28,74 @@ from logitship.client.scrub import known_folders
 from logitship.client.serialization.pickling import class_unpickler  # noqa: F401
 from logitship.sampler.processors.request_view import ModelView
 
-from .channel import Channel, ChannelClosed, Note
+from .channel import Channel, ChannelClosed, ControlMessage
 from .kernel import limits, namespaces, privileges
-from .zygote import Setup, Template
+from .zygote import SandboxSetup, Zygote
 
 
 def main(descriptor: int) -> NoReturn:
-    """Serve the server on a channel until it closes it."""
+    """Serve the channel until the server closes it."""
     channel = Channel(socket.socket(fileno=descriptor))
     limits.die_first_when_memory_is_short()
-    warm_up()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the processes around the templates ended
-    setup: Setup | None = None
+    initialize_libraries()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap children automatically; their status is not needed
+    setup: SandboxSetup | None = None
     try:
         while True:
             note, values, descriptors = channel.receive()
-            if note is Note.SETUP:
+            if note is ControlMessage.SETUP:
                 setup = _read_setup(*values)
-            elif note is Note.START:
+            elif note is ControlMessage.START:
                 assert setup is not None
-                start_template(setup, channel, *descriptors)
+                start_zygote(setup, channel, *descriptors)
     except ChannelClosed:
         with contextlib.suppress(ChildProcessError):
-            os.wait()  # ends with the last child, because of what SIGCHLD is set to
+            os.wait()  # blocks until the last child ends, because SIGCHLD is ignored
         os._exit(0)
 
 
-def warm_up() -> None:
-    """Do once what the first use of torch does: under the locks of a sandbox it could not."""
+def initialize_libraries() -> None:
+    """Run the lazy initialization of torch and numpy, which would fail in a sandbox."""
     torch.set_num_threads(1)
     torch.backends.cpu.get_cpu_capability()
     logits = torch.rand(2, 64)
     logits.softmax(-1).topk(4)
     logits.index_fill_(1, torch.tensor([1, 2]), -float("inf")).amax(-1).isfinite()
     numpy.random.default_rng().random()
-    known_folders()  # looks at the file system
+    known_folders()  # reads the file system
 
 
-def start_template(setup: Setup, channel: Channel, descriptor: int) -> None:
-    """Fork a template, which speaks with the server on the channel of this descriptor."""
+def start_zygote(setup: SandboxSetup, channel: Channel, descriptor: int) -> None:
+    """Fork a zygote that serves the channel on this descriptor."""
     if os.fork():
         os.close(descriptor)
         return
-    # In between, a process enters the template's namespaces: only its children are in a new process namespace.
+    # An intermediate process enters the zygote's namespaces: a new PID namespace only applies to its children.
     try:
-        privileges.die_with_parent(signal.SIGKILL)  # and the template with this one
+        privileges.die_with_parent(signal.SIGKILL)  # the zygote does the same
         channel.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         entered = namespaces.enter()
-        template = os.fork()
-        if template == 0:
-            Template(Channel(socket.socket(fileno=descriptor)), setup, entered).run()
+        zygote = os.fork()
+        if zygote == 0:
+            Zygote(Channel(socket.socket(fileno=descriptor)), setup, entered).run()
         os.close(descriptor)
-        os.waitpid(template, 0)
+        os.waitpid(zygote, 0)
     finally:
         os._exit(0)
 
 
 def _read_setup(
     names: str, tokenizer: bytes, eos_token_ids: tuple[int, ...], vocab_size: int, max_rows: int, memory_limit: int
-) -> Setup:
+) -> SandboxSetup:
     module, _, attribute = names.partition(":")
     table: Mapping[tuple[str, str], Any] = getattr(importlib.import_module(module), attribute)
-    # The server's own object, sent before any client's code exists.
+    # Trusted: the server sends it before any client code arrives.
     model = ModelView(vocab_size, frozenset(eos_token_ids), pickle.loads(tokenizer))
     assert threading.active_count() == 1, "namespaces can only be entered by a process without threads"
     gc.collect()
-    gc.freeze()  # else the collector would touch, and so copy, every object in every sandbox
-    return Setup(table, model, max_rows, memory_limit)
+    gc.freeze()  # otherwise the collector would write to, and so copy, every object in every sandbox
+    return SandboxSetup(table, model, max_rows, memory_limit)
 
 
 if __name__ == "__main__":

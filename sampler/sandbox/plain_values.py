@@ -1,29 +1,29 @@
-"""Which values may go into a sandbox: those that `marshal` writes, and whose reading back runs nobody's code."""
+"""Plain values: those that `marshal` can write, and that run no code when they are read back in a sandbox."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_DEPTH = 200
-"""Containers in containers. `marshal` itself stops at some thousand, and what reads them recurses."""
+"""Nesting depth of containers. `marshal` itself stops at some thousand, and readers recurse."""
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
 _COLLECTIONS = frozenset({frozenset, list, set, tuple})
 
 
 class NotPlainError(ValueError):
-    """A value is not plain, or is nested too deep. The message says what is wrong with it, not where it came from."""
+    """A value is not plain, or is nested too deep. The message is a sentence without its subject."""
 
 
 def check_plain(value: Any) -> None:
-    """Refuse what is not made of dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bool and None.
+    """Refuse values not made of dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bool and None.
 
-    A subclass is none of these: `marshal` refuses an `OrderedDict`, and of a `numpy.float64` it writes only the bytes.
+    Subclasses are refused too: `marshal` cannot write an `OrderedDict`, and writes a `numpy.float64` as its bytes.
 
     Raises:
         NotPlainError: names the type, or the depth.
     """
-    # Which containers were seen, and how deep at most: one that many share is not walked through once for each.
+    # Containers seen, with their greatest depth: a shared container is not traversed again.
     seen: dict[int, int] = {}
     waiting: list[tuple[Any, int]] = [(value, 0)]
     while waiting:

@@ -1,29 +1,29 @@
-"""What travels between the server and a sandbox.
+"""The protocol between the server and a sandbox.
 
-One stream socket and one shared region a sandbox. The region is float32 [max_rows, vocab]: the server copies the rows
-of a call into it, the sandbox leaves in it what its processor made of them. Everything else goes through the socket,
-each message with a header of 16 bytes.
+Each sandbox has a stream socket and shared memory, float32 [max_rows, vocab]. The server copies the rows of a call into
+the shared memory, and the sandbox writes its processor's result there. Everything else is sent through the socket, in
+messages with a header of 16 bytes.
 
 ```
 server → sandbox                                            answer
-LOAD     a processor string, in pieces                      LOADED (what its class says of itself) or REFUSED (why)
+LOAD     the parts of a processor string                    LOADED (class description) or REFUSED (reason)
 ATTACH   a sequence: parameters, prompt, output so far      none
-FORK     a sequence, and another that goes on from it       none
-DETACH   a sequence that left                               none
+FORK     a sequence, and the new sequence to copy it to     none
+DETACH   a removed sequence                                 none
 GROUP    the sequences of the rows, from now on             none
-STEP     of each row: the tokens that it gained             DONE, FAULTS, or AGAIN: send the rows once more
-RETRY    the rows are in the region once more               DONE or FAULTS
+STEP     the new tokens of each row                         DONE, FAULTS, or AGAIN (send the rows again)
+RETRY    the rows are in the shared memory again            DONE or FAULTS
 ```
 
 Assumptions:
-* The server trusts nothing that a sandbox sends: not its length, type or timing, and not that it is a sandbox's program
-  that answers. Answers are bytes, numbers and JSON, each bounded; nothing is unpickled.
-* A sandbox trusts the server: what the server sends is `marshal`, whose values are plain.
+* The server does not trust a sandbox: not the length, type or timing of what it sends, nor that our worker sent it.
+  Answers are bytes, numbers and JSON of bounded size; nothing is unpickled.
+* A sandbox trusts the server, which sends plain values written with `marshal`.
 
 Guarantees:
-* A FORK comes between two STEPs of its sequence, and copies the state that the first one left.
-* One call is under way at a time. `number` is the call's, and its answer's.
-* The sandbox may write into the region at any time. The server takes a copy, and looks only at that.
+* A FORK is sent between two STEPs of its sequence, and copies the state after the first.
+* At most one call is in flight. An answer has the `number` of its call.
+* The sandbox may write to the shared memory at any time. The server copies the rows out, and only uses the copy.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ import struct
 from enum import IntEnum
 
 HEADER = struct.Struct("<IIQ")
-"""Kind, number of the call, bytes of the body."""
+"""Command or answer, number of the call (0 if it has no answer), length of the body."""
 
 LONGEST_ANSWER = 1 << 16
-"""Bytes of an answer's body. The server reads no further, and takes a longer one for an attack."""
+"""Largest body of an answer, in bytes. The server reads no further, and kills a sandbox that sends more."""
 
 FLOAT_BYTES = 4
 
 
-class Kind(IntEnum):
-    """Of a message."""
+class Command(IntEnum):
+    """A message from the server to a sandbox."""
 
     LOAD = 1
     ATTACH = 2
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 
 class Answer(IntEnum):
-    """Of a sandbox."""
+    """A message from a sandbox to the server."""
 
     LOADED = 1
     REFUSED = 2
@@ -62,6 +62,6 @@ class Answer(IntEnum):
     AGAIN = 5
 
 
-def pack(kind: int, number: int, body: bytes = b"") -> bytes:
-    """A message."""
-    return HEADER.pack(kind, number, len(body)) + body
+def pack(message: int, number: int, body: bytes = b"") -> bytes:
+    """Return the bytes of a message: header and body."""
+    return HEADER.pack(message, number, len(body)) + body

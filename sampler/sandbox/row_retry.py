@@ -1,4 +1,4 @@
-"""Finds the rows of a group that a processor fails on, so that the others can go on."""
+"""Retry of a failed call row by row, to find the rows that a processor fails on."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ _ENOUGH_RETRIES = 3
 
 
 class RowRetry:
-    """Calls a processor on its group, and row by row where that fails.
+    """Calls a processor on its group, and row by row if that fails.
 
-    Who raises for a group does not say for which row. So each row is tried again by itself, with its parameters and its
-    `state` as they were before, and only those that fail alone are at fault. A copy of the logits, made in every step
-    for a retry that is hardly ever needed, would cost more than all else around the call (170 µs for 32 rows of 49152).
-    The server has them anyway, and sends them once more:
+    An exception for a group does not tell which row caused it. So each row is retried by itself, with its parameters
+    and its `state` restored, and only rows that fail alone get a fault. The logits must be restored as well. Copying
+    them in every step, for a retry that is rarely needed, would cost more than all else around the call (170 µs for 32
+    rows of 49152). The server still has them, and sends them again:
 
         faults = retry.attempt(logits, members)
-        if faults is None:  # ask for the rows once more
+        if faults is None:  # request the rows again
             faults = retry.retry(logits, members)
 
-    What is restored is what `GroupSnapshot` keeps. A sequence of which it cannot keep the values ends with the group's
-    fault, and so does one whose history the processor shortened. Not restored is what the class keeps on itself or in
-    its module, the view's other attributes, and tokens that were exchanged for others. Values within `params` and
-    `state` are equal afterwards, and other objects.
+    `GroupSnapshot` restores the sequences. A sequence whose values it cannot hold gets the group's fault, and so does
+    one whose history the processor shortened. Not restored are attributes of the class and of its module, the view's
+    other attributes, and tokens that were replaced. Values within `params` and `state` are equal afterwards, but not
+    identical.
 
     Args:
-        call: edits logits in place, given the parameters of their rows, or raises ProcessorFault. A bad result counts.
+        call: edits logits in place, given the parameters of their rows. Raises ProcessorFault for an exception or a
+            bad result.
     """
 
     def __init__(self, call: Callable[[torch.Tensor, list[dict[str, Any]]], None]) -> None:
@@ -43,16 +44,16 @@ class RowRetry:
     def attempt(self, logits: torch.Tensor, members: Sequence[GroupMember]) -> dict[int, ProcessorFault] | None:
         """Call the processor on all rows at once.
 
-        One that failed for groups and never for a row, time after time, cannot work on several rows at once: it is
+        A processor that repeatedly failed for groups but never for a single row cannot handle several rows: it is
         called row by row from then on.
 
         Args:
             logits: float32 [rows, vocab], edited in place.
-            members: one a row, at least one.
+            members: one per row, at least one.
 
         Returns:
-            The fault of each row that has one, by its place in the group; or None if `retry` has to tell: the logits
-            are spoilt, and needed once more.
+            The faults by row of the group; or None if `retry` must be called: the logits are invalid, and are needed
+            again.
         """
         if len(members) == 1:
             fault = self._fault_of(logits, members)
@@ -73,10 +74,10 @@ class RowRetry:
 
         Args:
             logits: as they were before the attempt; edited in place.
-            members: the same as before, with no further tokens.
+            members: those of the attempt, without new tokens.
 
         Returns:
-            The fault of each row that has one, by its place in the group.
+            The faults by row of the group.
         """
         assert self._failed is not None, "there was no failed attempt"
         (snapshot, fault), self._failed = self._failed, None
@@ -96,5 +97,5 @@ class RowRetry:
         try:
             self._call(logits, [member.params for member in members])
         except ProcessorFault as fault:
-            return fault.with_traceback(None)  # it outlives the call, and its frames hold the logits
+            return fault.with_traceback(None)  # the fault outlives the call, and its frames hold the logits
         return None

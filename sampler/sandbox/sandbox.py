@@ -1,4 +1,4 @@
-"""The server's handle of one sandbox: its process, its connection, its region, and calls with a deadline."""
+"""The server's handle of a sandbox: its process, connection and shared memory, and calls with a deadline."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dataclasses import dataclass
 
 import torch
 
-from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .zygote_process import ForkedProcess, ZygoteProcess
 
 _STATUS_TIMEOUT = 0.25
-"""Seconds to wait for the wait status of a process whose connection ended: it is on its way."""
+"""Seconds to wait for the wait status of a process whose connection ended."""
 
-_PIECE = 4096
-"""Bytes of an answer that are read at once."""
+_CHUNK = 4096
+"""Bytes of an answer to read at once."""
 
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class SandboxDied(Exception):
-    """A sandbox is gone, and with it all that was in it.
+    """The process of a sandbox has died, and its state is lost.
 
     Attributes:
-        kind: in which way, see `ProcessorFault`.
-        reason: the rest of a sentence that begins with the processor.
+        kind: kind of the fault, see `ProcessorFault`.
+        reason: the rest of a sentence that begins with the processor's name.
     """
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -46,12 +46,13 @@ class SandboxDied(Exception):
 
 @dataclass
 class _Call:
-    """A call under way.
+    """A call in flight.
 
     Attributes:
-        unsent: what the sandbox has not taken yet.
-        received: of the answer so far.
-        deadline: on the clock of `time.perf_counter`.
+        unsent: the rest of the message, not sent yet.
+        received: the answer received so far.
+        began: `time.perf_counter` at the start of the call.
+        deadline: `time.perf_counter` when the answer is due.
     """
 
     number: int
@@ -62,38 +63,38 @@ class _Call:
 
 
 class Sandbox:
-    """One locked process. Calls are made by one thread at a time; `kill` and `cpu_seconds_outside_calls` by any.
+    """One locked-down process. Calls are made by one thread at a time; `kill` is thread-safe.
 
-    Whatever goes wrong, the process is killed, and this and all later calls raise `SandboxDied` with the first reason.
+    On any error the process is killed, and this and all later calls raise `SandboxDied` with the first reason.
 
     Attributes:
-        group: handles of the sequences that it was told the rows of a call belong to.
+        group: handles of the sequences of the last GROUP.
     """
 
-    def __init__(self, template: ZygoteProcess, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, zygote: ZygoteProcess, max_rows: int, vocab_size: int) -> None:
         """Fork a sandbox.
 
         Raises:
-            ZygoteError: there is no template to fork it from.
-            OSError: this process has no room for it, or no descriptors left.
+            ZygoteError: no zygote can be started.
+            OSError: this process is out of memory or file descriptors.
         """
-        region = _sealed_memory(max_rows * vocab_size * FLOAT_BYTES)
+        shared_memory = _sealed_memory(max_rows * vocab_size * FLOAT_BYTES)
         with contextlib.ExitStack() as at_once, contextlib.ExitStack() as on_failure:
-            at_once.callback(os.close, region)
-            self._connection, theirs = socket.socketpair()
-            at_once.callback(theirs.close)
+            at_once.callback(os.close, shared_memory)
+            self._connection, other_end = socket.socketpair()
+            at_once.callback(other_end.close)
             on_failure.callback(self._connection.close)
-            memory = mmap.mmap(region, 0)
-            self._process: ForkedProcess = template.fork(theirs.fileno(), region)
+            memory = mmap.mmap(shared_memory, 0)
+            self._process: ForkedProcess = zygote.fork(other_end.fileno(), shared_memory)
             on_failure.callback(os.close, self._process.pidfd)
             self._stat = f"/proc/{_pid(self._process.pidfd)}/stat"
             on_failure.pop_all()
-        region_as_tensor = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size)
-        self._logits: torch.Tensor | None = region_as_tensor.view(max_rows, -1)
+        values = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size)
+        self._logits: torch.Tensor | None = values.view(max_rows, -1)
         self._connection.setblocking(False)
         self._lock = threading.Lock()
         self._death: SandboxDied | None = None
-        self._numbers = 0
+        self._call_number = 0
         self._outbox = bytearray()
         self._call: _Call | None = None
         self.group: list[int] = []
@@ -103,10 +104,10 @@ class Sandbox:
 
     @property
     def logits(self) -> torch.Tensor:
-        """The region, float32 [max_rows, vocab]. The sandbox may change it at any time.
+        """The shared memory, float32 [max_rows, vocab]. The sandbox may write to it at any time.
 
         Raises:
-            SandboxDied: it was closed.
+            SandboxDied: the sandbox was closed.
         """
         logits = self._logits
         if logits is None:
@@ -115,63 +116,65 @@ class Sandbox:
 
     @property
     def alive(self) -> bool:
-        """False once it is known to be dead."""
+        """False once the sandbox is known to be dead."""
         return self._death is None
 
     @property
     def death(self) -> SandboxDied:
-        """How it died."""
+        """The reason of its death. Only for a dead sandbox."""
         assert self._death is not None
         return SandboxDied(self._death.kind, self._death.reason)
 
-    def tell(self, kind: Kind, body: bytes) -> None:
-        """Say something that has no answer, with the next call."""
-        self._outbox += pack(kind, 0, body)
+    def enqueue(self, command: Command, body: bytes) -> None:
+        """Queue a command that has no answer, to be sent with the next call."""
+        self._outbox += pack(command, 0, body)
 
     def flush(self) -> None:
-        """Send what was said, as far as that needs no waiting."""
+        """Send queued commands without blocking."""
         if self._call is None:
             with contextlib.suppress(OSError):
                 del self._outbox[: self._connection.send(self._outbox, socket.MSG_NOSIGNAL)]
 
-    def begin(self, kind: Kind, body: bytes, timeout: float) -> None:
-        """Begin a call. Never waits.
+    def begin(self, command: Command, body: bytes, timeout: float) -> None:
+        """Begin a call. Never blocks.
 
         Args:
-            timeout: seconds from now until the answer must be here.
+            command: one that has an answer.
+            body: the body of the message.
+            timeout: seconds from now until the answer is due.
 
         Raises:
-            SandboxDied: it is dead.
+            SandboxDied: the sandbox is dead.
         """
         if self._call is not None:
-            self.kill("crash", "was left in the middle of a call")
+            self.kill("crash", "was killed because its previous call was not finished")
         self._check_alive()
-        self._numbers += 1
+        self._call_number += 1
         began = time.perf_counter()
-        message = bytes(self._outbox) + pack(kind, self._numbers, body)
+        message = bytes(self._outbox) + pack(command, self._call_number, body)
         self._outbox.clear()
-        self._call = _Call(self._numbers, memoryview(message), bytearray(), began, began + timeout)
-        with contextlib.suppress(SandboxDied):  # `finish` says it
+        self._call = _Call(self._call_number, memoryview(message), bytearray(), began, began + timeout)
+        with contextlib.suppress(SandboxDied):  # `finish` raises it
             self._send(self._call)
 
     def finish(self) -> tuple[Answer, bytes]:
-        """Wait for the answer to the call that was begun.
+        """Wait for the answer to the call in flight.
 
         Raises:
-            SandboxDied: there is none.
+            SandboxDied: the sandbox died without an answer.
         """
         while (answer := self.advance()) is None:
             wait_for_any([self])
         return answer
 
     def advance(self) -> tuple[Answer, bytes] | None:
-        """Send and receive what is possible now. Never waits.
+        """Send and receive without blocking.
 
         Returns:
-            The answer to the call that was begun, which ends it; None if it is not here yet.
+            The answer to the call in flight, which ends the call; None if it is not complete.
 
         Raises:
-            SandboxDied: there is none. This ends the call too.
+            SandboxDied: the sandbox died without an answer, which ends the call too.
         """
         call = self._call
         assert call is not None
@@ -185,44 +188,44 @@ class Sandbox:
         return answer
 
     def check(self) -> bool:
-        """Whether it lives, which its end while nobody asked it for anything shows too."""
-        with self._lock:  # `close` closes the descriptor
+        """Return whether the process is alive. Unlike `alive`, detects that it died while idle."""
+        with self._lock:  # `close` closes the pidfd
             ended = self._death is None and _is_readable(self._process.pidfd)
         if ended:
-            self.kill("crash", self._how_it_ended())
+            self.kill("crash", self._exit_reason())
         return self.alive
 
     def kill(self, kind: str, reason: str) -> None:
-        """End it. The first reason given is the one that is told."""
+        """Kill the process. The first reason given is kept."""
         with self._lock:
             if self._death is not None:
                 return
             self._death = SandboxDied(kind, reason)
             self._process.kill()
-            # Whoever waits for it wakes up; the descriptors go with the last reference.
+            # Wakes up a waiting thread. The descriptors are closed by `close`.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def distrust(self) -> SandboxDied:
-        """Kill it because of what it answered."""
-        self.kill("protocol", "answered what no worker answers: its process was killed")
+    def reject_answer(self) -> SandboxDied:
+        """Kill the process because of an invalid answer. Return the exception to raise."""
+        self.kill("protocol", "sent an invalid answer: its process was killed")
         return self.death
 
     def close(self) -> None:
-        """End it because nobody needs it any more, and give back what it holds here."""
+        """Kill the process because it is no longer needed, and release its resources."""
         self.kill("crash", "was unloaded")
         with self._lock:
             if not self._closed:
                 self._closed = True
                 os.close(self._process.pidfd)
                 self._connection.close()
-                self._logits = None  # the mapping goes with its last view
+                self._logits = None  # unmapped with its last view
 
     def cpu_seconds_outside_calls(self) -> float:
-        """CPU time that it used of late while nobody had asked it for anything. For one thread, which asks regularly.
+        """Return the recent CPU time used outside calls. To be called regularly by one thread.
 
-        Time of calls in which it did not compute is no credit for later: only what has been used since the time when
-        there was none left over counts, as in the waiting time of a queue (Lindley 1952).
+        Idle time within a call is no credit for later: like the waiting time of a queue (Lindley 1952), the balance of
+        CPU time minus call time is counted from its lowest value so far.
         """
         call = self._call
         in_calls = self._seconds_in_calls + (time.perf_counter() - call.began if call else 0.0)
@@ -239,7 +242,7 @@ class Sandbox:
         if self._death is not None:
             raise self.death
 
-    def _die(self, kind: str, reason: str) -> SandboxDied:
+    def _fail(self, kind: str, reason: str) -> SandboxDied:
         self.kill(kind, reason)
         return self.death
 
@@ -249,25 +252,25 @@ class Sandbox:
             self._send(call)
         self._receive(call)
         answer = self._answer(call)
-        # Asked only now: what came in time may be looked at late, because another sandbox was waited for.
+        # Checked last: an answer that arrived in time may be read late, because the server waited for another sandbox.
         if answer is None and time.perf_counter() >= call.deadline:
             seconds = call.deadline - call.began
-            raise self._die("deadline", f"gave no answer within {seconds:g} s: its process was killed")
+            raise self._fail("deadline", f"gave no answer within {seconds:g} s: its process was killed")
         return answer
 
     def _receive(self, call: _Call) -> None:
-        # One byte more than the longest answer: whoever sends that is found out without reading on. In pieces, because
-        # `recv` takes memory for all that it is asked for, and most answers have no body.
+        # Up to one byte more than the longest answer, to detect a longer one. In chunks, because `recv` allocates the
+        # requested size, and most answers have no body.
         rest = HEADER.size + LONGEST_ANSWER + 1 - len(call.received)
         try:
-            piece = self._connection.recv(min(rest, _PIECE))
+            chunk = self._connection.recv(min(rest, _CHUNK))
         except BlockingIOError:
             return
         except OSError:
-            piece = b""
-        if not piece:
-            raise self._die("crash", self._how_it_ended())
-        call.received += piece
+            chunk = b""
+        if not chunk:
+            raise self._fail("crash", self._exit_reason())
+        call.received += chunk
 
     def _send(self, call: _Call) -> None:
         while call.unsent:
@@ -276,13 +279,13 @@ class Sandbox:
             except BlockingIOError:
                 return
             except OSError:
-                raise self._die("crash", self._how_it_ended()) from None
+                raise self._fail("crash", self._exit_reason()) from None
 
     def _answer(self, call: _Call) -> tuple[Answer, bytes] | None:
-        """The answer, once it is here in full.
+        """Parse the answer. Return None if it is not complete.
 
         Raises:
-            SandboxDied: it cannot be the answer of an honest worker.
+            SandboxDied: the answer is invalid.
         """
         if len(call.received) < HEADER.size:
             return None
@@ -290,18 +293,18 @@ class Sandbox:
         end = HEADER.size + size
         answer = _ANSWERS.get(kind)
         if number != call.number or size > LONGEST_ANSWER or len(call.received) > end or answer is None:
-            raise self.distrust()
+            raise self.reject_answer()
         if len(call.received) < end or call.unsent:
             return None
         return answer, bytes(call.received[HEADER.size :])
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         try:
             status = self._process.status.result(_STATUS_TIMEOUT)
         except FutureTimeout:
             return "closed its connection: its process was killed"
         if status is None:
-            return "was lost: the process that sandboxes come from ended"
+            return "was lost: the process that sandboxes are forked from ended"
         code = os.waitstatus_to_exitcode(status)
         if code >= 0:
             return f"ended its process with exit status {code}"
@@ -309,13 +312,13 @@ class Sandbox:
 
 
 def wait_for_any(sandboxes: Collection[Sandbox]) -> list[Sandbox]:
-    """Wait until a call under way can `advance`, or its time is up.
+    """Wait until a call can `advance`, or its deadline has passed.
 
     Args:
-        sandboxes: at least one; a call is under way in each.
+        sandboxes: at least one, each with a call in flight.
 
     Returns:
-        Those of which that is true.
+        The sandboxes to `advance`.
     """
     poll = select.poll()
     waiting: dict[int, tuple[Sandbox, float]] = {}
@@ -327,7 +330,7 @@ def wait_for_any(sandboxes: Collection[Sandbox]) -> list[Sandbox]:
         try:
             descriptor = sandbox._connection.fileno()
             poll.register(descriptor, select.POLLIN | (select.POLLOUT if call.unsent else 0))
-        except ValueError:  # another thread closed it just now
+        except ValueError:  # closed by another thread
             return [sandbox]
         waiting[descriptor] = sandbox, call.deadline
     ready = {descriptor for descriptor, _ in poll.poll(max(0.0, first_deadline - time.perf_counter()) * 1e3)}
@@ -344,7 +347,7 @@ def _is_readable(descriptor: int) -> bool:
 def _signal_name(number: int) -> str:
     try:
         name = signal.Signals(number).name
-    except ValueError:  # one of the real-time signals
+    except ValueError:  # a real-time signal
         return f"signal {number}"
     return f"{name} ({(signal.strsignal(number) or name).lower()})"
 
@@ -353,7 +356,7 @@ _ANSWERS = {int(answer): answer for answer in Answer}
 
 
 def _sealed_memory(size: int) -> int:
-    """Descriptor of shared memory whose size nobody can change: reading what was cut off would kill the server."""
+    """Create shared memory of fixed size; return its descriptor. If it could shrink, the server might get SIGBUS."""
     descriptor = os.memfd_create("logitship", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -365,6 +368,6 @@ def _sealed_memory(size: int) -> int:
 
 
 def _pid(pidfd: int) -> int:
-    """The process's number as this process sees it: the template sees another."""
+    """Return the PID in this process's PID namespace."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))

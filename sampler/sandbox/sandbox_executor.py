@@ -1,4 +1,4 @@
-"""Runs each shipped processor in a sandbox of its own."""
+"""The executor that runs each shipped processor in its own sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from logitship.client.serialization.processor_string import PickledProcessor, Pr
 from logitship.sampler.processors.class_description import ClassDescription, from_bytes
 from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
 
-from .protocol import Answer, Kind
+from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import SandboxRow, SandboxRun
 from .sandboxed_processor import LONGEST_TEXT, SandboxedProcessor
@@ -30,17 +30,17 @@ from .zygote_process import ZygoteError, ZygoteProcess
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL = 0.25
-"""Seconds between two looks at what the sandboxes do while nobody asks them for anything."""
+"""Seconds between checks of the sandboxes' CPU time outside calls."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a sandbox may take, beside memory, which the template limits.
+    """Time limits of a sandbox. The zygote limits its memory.
 
     Attributes:
-        cpu_time: CPU seconds outside its calls.
-        step_timeout: seconds that a call may last.
-        load_timeout: seconds that loading may last.
+        cpu_time: CPU seconds outside calls.
+        step_timeout: seconds per call.
+        load_timeout: seconds to load the processor.
     """
 
     cpu_time: float = 2.0
@@ -50,12 +50,12 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxStats:
-    """Counts of sandboxes.
+    """Numbers of sandboxes.
 
     Attributes:
-        alive: now.
-        started: since the start.
-        ended: since the start, by the reason: `unloaded`, or the kind of a `ProcessorFault`.
+        alive: currently running.
+        started: total started.
+        ended: total ended, by reason: `unloaded`, or the kind of a `ProcessorFault`.
     """
 
     alive: int
@@ -64,28 +64,28 @@ class SandboxStats:
 
 
 class SandboxExecutor:
-    """A `ProcessorExecutor` whose processors run in sandboxes: nothing that came with a request runs in this process.
+    """A `ProcessorExecutor` whose processors run in sandboxes: no code of a request runs in this process.
 
     Args:
-        template: forks the sandboxes.
-        max_rows: most rows of a call.
+        zygote: forks the sandboxes.
+        max_rows: maximum rows of a call.
         vocab_size: width of the logits.
-        num_spares: sandboxes that are started before they are needed.
+        num_spares: number of sandboxes to start before they are needed.
     """
 
     def __init__(
-        self, template: ZygoteProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
+        self, zygote: ZygoteProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
     ) -> None:
-        self._template = template
+        self._zygote = zygote
         self._limits = limits
-        self._spares = SpareSandboxes(lambda: Sandbox(template, max_rows, vocab_size), num_spares)
+        self._spares = SpareSandboxes(lambda: Sandbox(zygote, max_rows, vocab_size), num_spares)
         self._handles = itertools.count()
         self._sandboxes: set[Sandbox] = set()
         self._unreported: dict[Sandbox, SandboxedProcessor] = {}
-        self._counting = threading.Lock()
+        self._counter_lock = threading.Lock()
         self._num_started = 0
         self._ended: Counter[str] = Counter()
-        self._under_way: list[SandboxRun] = []
+        self._pending: list[SandboxRun] = []
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="logitship-sandboxes", daemon=True)
         self._watcher.start()
@@ -97,15 +97,15 @@ class SandboxExecutor:
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         sandboxed = SandboxedProcessor(runnable.digest, tenant, _load_message(runnable))
         self._start(sandboxed)
-        described = sandboxed.described
+        description = sandboxed.class_description
         return LoadedProcessor(
             runnable.digest,
-            described.name,
+            description.name,
             self,
             sandboxed,
             tenant=tenant,
-            description=described.description,
-            params_schema=described.params_schema,
+            description=description.description,
+            params_schema=description.params_schema,
         )
 
     def ensure(self, processor: LoadedProcessor) -> None:
@@ -130,12 +130,14 @@ class SandboxExecutor:
 
     def begin(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, members: Sequence[SandboxRow]) -> SandboxRun:
         """Begin a call, see `ExecutorGroup.begin`."""
-        run = SandboxRun(sandboxed, logits, self._limits.step_timeout, self._under_way)
+        run = SandboxRun(sandboxed, logits, self._limits.step_timeout, self._pending)
         sandbox: Sandbox | SandboxDied
         try:
-            # Rows that lost their state with their sandbox need no other one.
+            # Rows whose state died with their sandbox need no new one.
             sandbox = (
-                self._living(sandboxed) if any(row.sandbox is None for row in members) else sandboxed.living_or_last
+                self._live_sandbox(sandboxed)
+                if any(row.sandbox is None for row in members)
+                else sandboxed.current_sandbox
             )
         except SandboxDied as died:
             sandbox = died
@@ -143,25 +145,25 @@ class SandboxExecutor:
         return run
 
     def stats(self) -> SandboxStats:
-        """Counts, for the operator. On any thread."""
-        with self._counting:
+        """Return the numbers of sandboxes. Thread-safe."""
+        with self._counter_lock:
             num_ended = sum(self._ended.values())
             return SandboxStats(self._num_started - num_ended, self._num_started, dict(self._ended))
 
     def close(self) -> None:
         """End all sandboxes."""
         self._stopped.set()
-        self._template.close()
+        self._zygote.close()
         self._spares.close()
         for sandbox in list(self._sandboxes):
             self._end(sandbox)
         self._watcher.join()
 
     def _start(self, sandboxed: SandboxedProcessor) -> None:
-        """Start a processor's sandbox, if it has none that lives. Waits.
+        """Start a processor's sandbox, if it has no live one. Blocks.
 
         Raises:
-            ProcessorLoadError: that is not possible.
+            ProcessorLoadError: no sandbox can be started, or the processor cannot be loaded.
         """
         with sandboxed.lock:
             if sandboxed.sandbox is not None and sandboxed.sandbox.check():
@@ -172,10 +174,10 @@ class SandboxExecutor:
                 raise ProcessorLoadError(f"no sandbox can be started: {error}") from None
             self._sandboxes.add(sandbox)
             self._unreported[sandbox] = sandboxed
-            with self._counting:
+            with self._counter_lock:
                 self._num_started += 1
             try:
-                sandboxed.described = _loaded(sandbox, sandboxed.load_message, self._limits.load_timeout)
+                sandboxed.class_description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
             except ProcessorLoadError:
                 self._end(sandbox)
                 raise
@@ -185,64 +187,64 @@ class SandboxExecutor:
 
     def _end(self, sandbox: Sandbox) -> None:
         self._report(sandbox)
-        # Before it is closed: the thread that watches would report it as one that died.
+        # Before closing it: otherwise the watcher thread would report a crash.
         if self._unreported.pop(sandbox, None) is not None:
             self._count_end("unloaded")
         sandbox.close()
         self._sandboxes.discard(sandbox)
 
     def _report(self, sandbox: Sandbox) -> None:
-        """Tell the operator of a sandbox that died, once."""
+        """Log and count a sandbox that died, once."""
         if not sandbox.alive and (sandboxed := self._unreported.pop(sandbox, None)) is not None:
             self._count_end(sandbox.death.kind)
-            who = f"of tenant {sandboxed.tenant}" if sandboxed.tenant else "of all clients"
+            owner = f"of tenant {sandboxed.tenant}" if sandboxed.tenant else "of all clients"
             logger.warning(
-                "processor %s (%s, %s) %s", sandboxed.name or "?", sandboxed.digest, who, sandbox.death.reason
+                "processor %s (%s, %s) %s", sandboxed.name or "?", sandboxed.digest, owner, sandbox.death.reason
             )
 
     def _count_end(self, reason: str) -> None:
-        with self._counting:
+        with self._counter_lock:
             self._ended[reason] += 1
 
-    def _living(self, sandboxed: SandboxedProcessor) -> Sandbox:
-        """A processor's sandbox. If it died, a step waits for the next one, but no longer than for an answer.
+    def _live_sandbox(self, sandboxed: SandboxedProcessor) -> Sandbox:
+        """Return a processor's live sandbox. If it died, wait up to `step_timeout` for a new one.
 
         Raises:
-            SandboxDied: there is none.
+            SandboxDied: no sandbox could be started in time.
         """
-        if sandboxed.living_or_last.check():
-            return sandboxed.living_or_last
+        if sandboxed.current_sandbox.check():
+            return sandboxed.current_sandbox
         try:
-            sandboxed.revival = sandboxed.revival or self._revive(sandboxed)
-            sandboxed.revival.result(self._limits.step_timeout)
+            sandboxed.restart = sandboxed.restart or self._restart(sandboxed)
+            sandboxed.restart.result(self._limits.step_timeout)
         except FutureTimeout:
             raise SandboxDied("load", "is being loaded again, after its process ended: try again") from None
-        # Whatever is in the way of one processor must not end the step of all.
+        # An error of one processor must not abort the step of all requests.
         except Exception as error:
-            sandboxed.revival = None
+            sandboxed.restart = None
             if not isinstance(error, ProcessorLoadError):
                 logger.exception("no sandbox can be started again")
                 error = ProcessorLoadError("no sandbox can be started now")
             raise SandboxDied("load", f"could not be loaded again, after its process ended: {error}") from None
-        sandboxed.revival = None
-        return sandboxed.living_or_last
+        sandboxed.restart = None
+        return sandboxed.current_sandbox
 
-    def _revive(self, sandboxed: SandboxedProcessor) -> Future[None]:
-        revival: Future[None] = Future()
+    def _restart(self, sandboxed: SandboxedProcessor) -> Future[None]:
+        restart: Future[None] = Future()
 
-        def revive() -> None:
+        def start() -> None:
             try:
                 self._start(sandboxed)
-            except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
-                revival.set_exception(error)
+            except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
+                restart.set_exception(error)
             else:
-                revival.set_result(None)
+                restart.set_result(None)
 
-        threading.Thread(target=revive, name="logitship-revive", daemon=True).start()
-        return revival
+        threading.Thread(target=start, name="logitship-restart", daemon=True).start()
+        return restart
 
     def _watch(self) -> None:
-        """Kill sandboxes that compute while nobody asks them for anything, and report those that died."""
+        """Kill sandboxes that use too much CPU time outside calls, and report those that died."""
         limit = self._limits.cpu_time
         while not self._stopped.wait(WATCH_INTERVAL):
             for sandbox in list(self._sandboxes):
@@ -253,7 +255,7 @@ class SandboxExecutor:
 
 @dataclass(frozen=True)
 class SandboxGroup:
-    """A `ExecutorGroup` whose processor runs in a sandbox."""
+    """An `ExecutorGroup` whose processor runs in a sandbox."""
 
     executor: SandboxExecutor
     processor: SandboxedProcessor
@@ -270,29 +272,26 @@ def _load_message(string: PickledProcessor | SourceProcessor) -> bytes:
     return marshal.dumps(("source", string.source, string.class_name, string.captured, string.python))
 
 
-def _loaded(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescription:
-    """Load a processor in a new sandbox.
-
-    Returns:
-        What its class says of itself.
+def _load_class(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescription:
+    """Load a processor in a new sandbox. Return the description of its class.
 
     Raises:
-        ProcessorLoadError: it cannot be loaded; says why.
+        ProcessorLoadError: the processor cannot be loaded; the message is for the client.
     """
     try:
-        sandbox.begin(Kind.LOAD, message, timeout)
+        sandbox.begin(Command.LOAD, message, timeout)
         answer, body = sandbox.finish()
         if answer is Answer.LOADED:
-            return _described(sandbox, body)
+            return _class_description(sandbox, body)
         if answer is not Answer.REFUSED:
-            raise sandbox.distrust()
+            raise sandbox.reject_answer()
     except SandboxDied as died:
         raise ProcessorLoadError(f"the processor {died.reason} (while it was loaded)") from None
     raise ProcessorLoadError(scrub(body.decode(errors="replace"))[:LONGEST_TEXT])
 
 
-def _described(sandbox: Sandbox, body: bytes) -> ClassDescription:
+def _class_description(sandbox: Sandbox, body: bytes) -> ClassDescription:
     try:
         return from_bytes(body)
     except ValueError:
-        raise sandbox.distrust() from None
+        raise sandbox.reject_answer() from None

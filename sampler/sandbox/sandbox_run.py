@@ -1,4 +1,4 @@
-"""A call of a sandbox: the sequences that it is told of, the rows that go in, and what comes out."""
+"""One call of a sandboxed processor: send the new sequences and tokens, copy the rows in, copy the result out."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, RunOutcome
 from logitship.sampler.sampling_params import SamplingParams
 
-from .protocol import Answer, Kind
+from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any
 from .sandboxed_processor import SandboxedProcessor, read_faults
 
 
 class SandboxRow:
-    """A sequence whose processor runs in a sandbox.
+    """An `ExecutorRow` whose processor runs in a sandbox.
 
     Args:
-        handles: numbers that no other sequence has.
+        handles: yields numbers that identify a sequence.
 
     Attributes:
-        sequence: what the engine says of it.
+        sequence: the sequence, as given by the engine.
         handle: its number in the sandbox.
-        sandbox: the one that knows it; None until its first call.
-        num_known: how many of its output tokens that one knows.
+        sandbox: the sandbox that has the sequence; None until its first call.
+        num_sent: number of output tokens already sent to that sandbox.
     """
 
     def __init__(self, sequence: ExecutorSequence, handles: Iterator[int]) -> None:
@@ -37,30 +37,30 @@ class SandboxRow:
         self._handles = handles
         self.handle = next(handles)
         self.sandbox: Sandbox | None = None
-        self.num_known = 0
+        self.num_sent = 0
 
     def fork(self, output_token_ids: list[int]) -> SandboxRow:
-        """See `ExecutorRow.fork`. Raises nothing: what cannot be copied is told with the other sequence's next call."""
-        twin = SandboxRow(replace(self.sequence, output_token_ids=output_token_ids), self._handles)
-        twin.sandbox, twin.num_known = self.sandbox, self.num_known
+        """See `ExecutorRow.fork`. Raises nothing: a failed copy is reported by the next call of the new sequence."""
+        copy = SandboxRow(replace(self.sequence, output_token_ids=output_token_ids), self._handles)
+        copy.sandbox, copy.num_sent = self.sandbox, self.num_sent
         if self.sandbox is not None and self.sandbox.alive:
-            self.sandbox.tell(Kind.FORK, marshal.dumps((self.handle, twin.handle)))
-        return twin
+            self.sandbox.enqueue(Command.FORK, marshal.dumps((self.handle, copy.handle)))
+        return copy
 
     def close(self) -> None:
         """See `ExecutorRow.close`."""
         if self.sandbox is not None and self.sandbox.alive:
-            self.sandbox.tell(Kind.DETACH, marshal.dumps(self.handle))
-            self.sandbox.flush()  # there may be no other call: the sequence's state goes now
+            self.sandbox.enqueue(Command.DETACH, marshal.dumps(self.handle))
+            self.sandbox.flush()  # this may have been the last call: free the sequence's state now
 
     def attach_message(self) -> bytes:
-        """The body of ATTACH.
+        """Return the body of ATTACH, and count its output tokens as sent.
 
         Raises:
             ValueError: the parameters are not plain values.
         """
         sequence = self.sequence
-        self.num_known = len(sequence.output_token_ids)
+        self.num_sent = len(sequence.output_token_ids)
         return marshal.dumps(
             (
                 self.handle,
@@ -72,24 +72,25 @@ class SandboxRow:
             )
         )
 
-    def new_tokens(self) -> list[int]:
-        """The output tokens that the sandbox has not been told yet. From now on they count as told."""
-        tokens = self.sequence.output_token_ids[self.num_known :]
-        self.num_known += len(tokens)
+    def take_new_tokens(self) -> list[int]:
+        """Return the output tokens not sent to the sandbox yet, and count them as sent."""
+        tokens = self.sequence.output_token_ids[self.num_sent :]
+        self.num_sent += len(tokens)
         return tokens
 
 
-def tokens_message(sandbox: Sandbox, rows: Sequence[SandboxRow]) -> bytes:
-    """The body of STEP: empty if no row gained anything. Before it, GROUP is told if the rows are others.
+def step_message(sandbox: Sandbox, rows: Sequence[SandboxRow]) -> bytes:
+    """Return the body of STEP, empty if no row has new tokens. Enqueues GROUP first if the rows changed.
 
     Args:
-        rows: those of a call; the sandbox knows all of them.
+        sandbox: the sandbox to call.
+        rows: the rows of the call, all attached to the sandbox.
     """
     handles = [row.handle for row in rows]
     if handles != sandbox.group:
-        sandbox.tell(Kind.GROUP, marshal.dumps(handles))
+        sandbox.enqueue(Command.GROUP, marshal.dumps(handles))
         sandbox.group = handles
-    tokens = [row.new_tokens() for row in rows]
+    tokens = [row.take_new_tokens() for row in rows]
     return marshal.dumps(tokens) if any(tokens) else b""
 
 
@@ -97,55 +98,56 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field
 
 
 class SandboxRun:
-    """A call of a sandbox that was begun. See `Run`.
+    """A `Run` in a sandbox.
 
     Args:
-        logits: float32 [rows, vocab]; edited in place when the call is finished.
-        under_way: all runs that wait for an answer. Whoever waits for one serves them all, so that none misses its
-            deadline because another does.
+        logits: float32 [rows, vocab]; edited in place by `finish`.
+        pending: all runs that wait for an answer. `finish` serves all of them while it waits for its own, so that no
+            run misses its deadline because of another.
     """
 
     def __init__(
-        self, processor: SandboxedProcessor, logits: torch.Tensor, timeout: float, under_way: list[SandboxRun]
+        self, processor: SandboxedProcessor, logits: torch.Tensor, timeout: float, pending: list[SandboxRun]
     ) -> None:
         self._processor = processor
         self._logits = logits
         self._timeout = timeout
-        self._under_way = under_way
+        self._pending = pending
         self._faults: dict[int, ProcessorFault] = {}
         self._sandbox: Sandbox | None = None
-        self._places: list[int] = []
+        self._rows_in_call: list[int] = []
         self._answer: tuple[Answer, bytes] | None = None
         self._is_retry = False
         self._began = self._ended = time.perf_counter()
 
-    def fail(self, places: Sequence[int], died: SandboxDied) -> None:
+    def fail(self, rows: Sequence[int], died: SandboxDied) -> None:
         """Give rows the fault of a sandbox that died."""
-        self._faults |= dict.fromkeys(places, self._processor.fault(died))
+        self._faults |= dict.fromkeys(rows, self._processor.fault_of_death(died))
 
     def begin(self, sandbox: Sandbox | SandboxDied, rows: Sequence[SandboxRow]) -> None:
-        """Copy the rows into the region, and ask."""
-        self._places = [
-            place for place, row in enumerate(rows) if row.sandbox is sandbox or self._introduce(sandbox, row, place)
+        """Attach new sequences, copy the rows into the shared memory, and send the call."""
+        self._rows_in_call = [
+            index for index, row in enumerate(rows) if row.sandbox is sandbox or self._attach(sandbox, row, index)
         ]
-        if self._places:
+        if self._rows_in_call:
             assert isinstance(sandbox, Sandbox)
             self._sandbox = sandbox
-            # One whose step was given up before it was finished: asking again ends that call, and the sandbox.
-            self._under_way[:] = [run for run in self._under_way if run._sandbox is not sandbox]
-            self._ask(Kind.STEP, tokens_message(sandbox, [rows[place] for place in self._places]), self._timeout)
+            # A run of an aborted step may still be pending here. Beginning another call kills its sandbox.
+            self._pending[:] = [run for run in self._pending if run._sandbox is not sandbox]
+            message = step_message(sandbox, [rows[index] for index in self._rows_in_call])
+            self._send_call(Command.STEP, message, self._timeout)
 
-    def _introduce(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, place: int) -> bool:
-        """Tell a sandbox of a sequence that it does not know. False if that is not possible: the row has a fault."""
+    def _attach(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, index: int) -> bool:
+        """Attach a new sequence to a sandbox. Return False if that is impossible; the row then has a fault."""
         if row.sandbox is not None:  # its state died with another sandbox
-            self.fail([place], row.sandbox.death)
+            self.fail([index], row.sandbox.death)
         elif isinstance(sandbox, SandboxDied):
-            self.fail([place], sandbox)
+            self.fail([index], sandbox)
         else:
             try:
-                sandbox.tell(Kind.ATTACH, row.attach_message())
+                sandbox.enqueue(Command.ATTACH, row.attach_message())
             except ValueError as error:
-                self._faults[place] = self._processor.fault_of("exception", f"cannot be given its parameters: {error}")
+                self._faults[index] = self._processor.fault_of("exception", f"cannot be given its parameters: {error}")
             else:
                 row.sandbox = sandbox
                 return True
@@ -153,71 +155,71 @@ class SandboxRun:
 
     def finish(self) -> RunOutcome:
         """See `Run.finish`."""
-        if self in self._under_way:
-            self.advance()  # often the kernel let the sandbox run in our place
-        while self in self._under_way:
-            runs = {run._sandbox: run for run in self._under_way if run._sandbox is not None}
+        if self in self._pending:
+            self.advance()  # often the answer is already here, because the sandbox ran on this core
+        while self in self._pending:
+            runs = {run._sandbox: run for run in self._pending if run._sandbox is not None}
             for sandbox in wait_for_any(runs):
                 runs[sandbox].advance()
         if self._answer is not None:
             try:
-                self._take(*self._answer)
+                self._apply_answer(*self._answer)
             except SandboxDied as died:
-                self.fail(self._places, died)
+                self.fail(self._rows_in_call, died)
         return RunOutcome(self._ended - self._began, self._faults, self._is_retry)
 
     def advance(self) -> None:
-        """Take note of the answer, if it is here. Never waits."""
+        """Receive the answer if it has arrived. Never blocks."""
         assert self._sandbox is not None
         try:
             answer = self._sandbox.advance()
         except SandboxDied as died:
-            self._under_way.remove(self)
-            self.fail(self._places, died)
+            self._pending.remove(self)
+            self.fail(self._rows_in_call, died)
             return
         if answer is None:
             return
-        self._under_way.remove(self)
+        self._pending.remove(self)
         self._ended = time.perf_counter()
         if answer[0] is Answer.AGAIN and not self._is_retry:
             self._is_retry = True
-            self._ask(Kind.RETRY, b"", self._began + self._timeout - self._ended)
+            self._send_call(Command.RETRY, b"", self._began + self._timeout - self._ended)
         else:
             self._answer = answer
 
-    def _ask(self, kind: Kind, body: bytes, timeout: float) -> None:
+    def _send_call(self, command: Command, body: bytes, timeout: float) -> None:
         assert self._sandbox is not None
         try:
             self._copy_in()
-            self._sandbox.begin(kind, body, timeout)
+            self._sandbox.begin(command, body, timeout)
         except SandboxDied as died:
-            self.fail(self._places, died)
+            self.fail(self._rows_in_call, died)
         else:
-            self._under_way.append(self)
+            self._pending.append(self)
 
     def _copy_in(self) -> None:
         assert self._sandbox is not None
-        everything = len(self._places) == len(self._logits)
-        rows = self._logits if everything else self._logits[self._places]
-        self._sandbox.logits[: len(self._places)].copy_(rows)
+        all_rows = len(self._rows_in_call) == len(self._logits)
+        rows = self._logits if all_rows else self._logits[self._rows_in_call]
+        self._sandbox.logits[: len(self._rows_in_call)].copy_(rows)
 
-    def _take(self, answer: Answer, body: bytes) -> None:
+    def _apply_answer(self, answer: Answer, body: bytes) -> None:
         assert self._sandbox is not None
         if answer is Answer.FAULTS:
             try:
-                told = read_faults(body, self._processor, len(self._places))
+                reported = read_faults(body, self._processor, len(self._rows_in_call))
             except ValueError:
-                raise self._sandbox.distrust() from None
-            self._faults |= {self._places[row]: fault for row, fault in told.items()}
+                raise self._sandbox.reject_answer() from None
+            self._faults |= {self._rows_in_call[row]: fault for row, fault in reported.items()}
         elif answer is not Answer.DONE:
-            raise self._sandbox.distrust()
+            raise self._sandbox.reject_answer()
         self._copy_out()
 
     def _copy_out(self) -> None:
         assert self._sandbox is not None
-        result = self._sandbox.logits[: len(self._places)]
-        # A copy: from here on, what the sandbox does to the region changes nothing.
-        if len(self._places) == len(self._logits):
+        result = self._sandbox.logits[: len(self._rows_in_call)]
+        # Copied, because the sandbox may still write to the shared memory.
+        if len(self._rows_in_call) == len(self._logits):
             self._logits.copy_(result)
         else:
-            self._logits[self._places] = result.to(self._logits.device)
+            self._logits[self._rows_in_call] = result.to(self._logits.device)

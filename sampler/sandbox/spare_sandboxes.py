@@ -1,4 +1,4 @@
-"""Sandboxes that wait for a processor, so that a new one need not wait for a sandbox."""
+"""A pool of idle sandboxes, so that a new processor need not wait for a fork."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .sandbox import Sandbox
 from .zygote_process import ZygoteError
 
 NUM_SPARES = 2
-"""For a server: two requests with new processors may come at the same time."""
+"""Default of a server: two requests with new processors may arrive at the same time."""
 
 PAUSE = 0.2
-"""Seconds between the use of a spare sandbox and the start of the next: who took it needs the processor's cores now."""
+"""Seconds between taking a spare sandbox and starting the next, because the one taken needs the CPU now."""
 
 
 class SpareSandboxes:
-    """Keeps some started. Safe to use from several threads.
+    """A pool of started sandboxes. Thread-safe.
 
     Args:
-        start: starts a sandbox, or raises `ZygoteError` or `OSError`.
-        count: how many are kept; 0: none, and no thread is started.
+        start: starts a sandbox; raises `ZygoteError` or `OSError`.
+        count: size of the pool. If 0, no thread is started.
     """
 
     def __init__(self, start: Callable[[], Sandbox], count: int) -> None:
@@ -38,10 +38,10 @@ class SpareSandboxes:
             self._thread.start()
 
     def take(self) -> Sandbox:
-        """A sandbox that lives: a spare one, or else one that is started now.
+        """Return a live sandbox from the pool, or start one.
 
         Raises:
-            ZygoteError, OSError: as `start`.
+            ZygoteError, OSError: raised by `start`.
         """
         while (spare := self._pop()) is not None:
             self._missing.set()
@@ -51,7 +51,7 @@ class SpareSandboxes:
         return self._start()
 
     def close(self) -> None:
-        """End them, and start no more."""
+        """Close the pool's sandboxes, and start no more."""
         self._closed.set()
         self._missing.set()
         if self._count:
@@ -66,7 +66,7 @@ class SpareSandboxes:
     def _refill(self) -> None:
         while self._missing.wait() and not self._closed.is_set():
             self._missing.clear()
-            # What is in the way of a spare one is told to the first who needs a sandbox.
+            # An error that lasts is raised by the next `take`.
             with contextlib.suppress(ZygoteError, OSError):
                 while len(self._spares) < self._count and not self._closed.is_set():
                     self._spares.append(self._start())

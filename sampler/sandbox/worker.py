@@ -1,7 +1,7 @@
-"""What runs in a sandbox: loads one processor, and calls it on the rows that the server puts into the shared region.
+"""The worker in a sandbox: loads one processor, and calls it on the rows in the shared memory.
 
-By the time `serve` runs, the kernel refuses this process everything but arithmetic. Nothing here protects anybody from
-the processor: it could replace all of this module. It is here for the honest ones, and the server believes none of it.
+When `serve` runs, the kernel already confines this process. Nothing in this module is a security boundary: a processor
+can replace all of it, and the server does not trust its answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from logitship.sampler.processors.class_description import ClassDescription, des
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 
-from .protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from .protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .row_retry import RowRetry
 
 _Answer: TypeAlias = tuple[Answer, bytes]
@@ -33,12 +33,13 @@ _Faults: TypeAlias = dict[int, ProcessorFault]
 
 
 @dataclass
-class Member:
-    """A sequence whose rows the processor edits.
+class SequenceState:
+    """A sequence of a processor.
 
     Attributes:
-        params: what the processor receives for its row, `__req__` included.
-        output_ids: the view's own list of output tokens.
+        params: the parameters that the processor receives for its row, `__req__` included.
+        view: the same `__req__`.
+        output_ids: the original list of output tokens of the view.
         restorable, kept: see `GroupMember`.
     """
 
@@ -49,92 +50,92 @@ class Member:
     kept: dict[str, Any] | None = None
 
     def extend(self, tokens: list[int]) -> None:
-        """Take over new output tokens."""
+        """Append new output tokens."""
         if tokens:
             self.output_ids.extend(tokens)
-            self.view.output_ids = self.output_ids  # it may have been replaced or deleted
+            self.view.output_ids = self.output_ids  # the processor may have replaced or deleted it
 
-    def fork(self, name: str, model: ModelView) -> Member:
-        """A copy for a sequence that goes on by itself.
+    def fork(self, name: str, model: ModelView) -> SequenceState:
+        """Return a copy for a forked sequence.
 
         Args:
-            name: of the processor.
+            name: the processor's name, for the fault.
+            model: its tokenizer is shared with the copy.
 
         Raises:
             ProcessorFault: something cannot be copied.
         """
         shared = (model.tokenizer, getattr(self.view, "sampling_params", None))
-        return Member(*duplicate((self.params, self.view, self.output_ids), shared, name=name))
+        return SequenceState(*duplicate((self.params, self.view, self.output_ids), shared, name=name))
 
 
 @dataclass
-class Group:
-    """The sequences that the rows of a call belong to, of those calls until others are named.
+class CallGroup:
+    """The sequences of the rows of a call, until the next GROUP.
 
     Attributes:
-        members: those whose rows the processor edits.
-        logits: float32 [members, vocab], the rows of the region, if these are the members' rows; None if some of them
-            are not.
-        places: of the members, among the rows.
-        uncopied: the faults of the others, which have no state, by row.
+        members: the sequences that have a state.
+        logits: float32 [members, vocab], a view of the shared memory; None if some rows have no state.
+        member_rows: the members' rows.
+        fork_faults: faults of the other rows, whose fork failed.
     """
 
-    members: list[Member]
+    members: list[SequenceState]
     logits: torch.Tensor | None
-    places: list[int]
-    uncopied: _Faults
+    member_rows: list[int]
+    fork_faults: _Faults
 
 
 class Worker:
-    """One processor, and the sequences that carry it.
+    """One processor and its sequences.
 
     Args:
-        logits: float32 [max_rows, vocab], the shared region.
-        model: what the processor may know of the model.
-        names: what shipped classes may refer to by name, see `load_class`.
+        logits: float32 [max_rows, vocab], the shared memory.
+        model: the model properties that a processor can read.
+        names: objects that shipped classes may refer to by name, see `load_class`.
     """
 
     def __init__(self, logits: torch.Tensor, model: ModelView, names: Mapping[tuple[str, str], Any]) -> None:
         self._logits = logits
         self._model = model
         self._names = names
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, SequenceState] = {}
         self._processor: CustomLogitProcessor | None = None
         self._name = ""
         self._retry = RowRetry(self._call)
-        self._uncopied: dict[int, ProcessorFault] = {}
-        self._group = Group([], None, [], {})
+        self._fork_faults: dict[int, ProcessorFault] = {}
+        self._group = CallGroup([], None, [], {})
         self._handlers: dict[int, Callable[[bytes], _Answer | None]] = {
-            Kind.LOAD: self._load,
-            Kind.ATTACH: self._attach,
-            Kind.FORK: self._fork,
-            Kind.DETACH: self._detach,
-            Kind.GROUP: self._regroup,
-            Kind.STEP: self._step,
-            Kind.RETRY: self._try_again,
+            Command.LOAD: self._load,
+            Command.ATTACH: self._attach,
+            Command.FORK: self._fork,
+            Command.DETACH: self._detach,
+            Command.GROUP: self._set_group,
+            Command.STEP: self._step,
+            Command.RETRY: self._retry_rows,
         }
 
-    def handle(self, kind: int, body: bytes) -> _Answer | None:
-        """Do what a message says. The answer, if it has one."""
-        return self._handlers[kind](body)
+    def handle(self, command: int, body: bytes) -> _Answer | None:
+        """Execute a command. Return its answer, if it has one."""
+        return self._handlers[command](body)
 
     def _load(self, body: bytes) -> _Answer:
-        form, *pieces = marshal.loads(body)
-        string = PickledProcessor(*pieces) if form == "pickled" else SourceProcessor(*pieces)
+        form, *parts = marshal.loads(body)
+        string = PickledProcessor(*parts) if form == "pickled" else SourceProcessor(*parts)
         try:
-            described = self.use(load_class(string, self._names))
+            description = self.use(load_class(string, self._names))
         except ProcessorLoadError as error:
             return Answer.REFUSED, error_message(error).encode()
-        except BaseException as error:  # noqa: BLE001  # the author's code may raise anything
+        except BaseException as error:  # noqa: BLE001  # author code may raise anything
             return Answer.REFUSED, f"the processor could not be loaded: {error_text(error)}".encode()
-        return Answer.LOADED, to_bytes(described)
+        return Answer.LOADED, to_bytes(description)
 
     def use(self, cls: type[CustomLogitProcessor]) -> ClassDescription:
-        """Make the processor. Runs its author's code, which may raise anything."""
+        """Instantiate the processor. Runs author code, which may raise anything."""
         self._processor = instantiate(cls)
-        described = describe(cls)
-        self._name = described.name
-        return described
+        description = describe(cls)
+        self._name = description.name
+        return description
 
     def _attach(self, body: bytes) -> None:
         handle, rid, params, prompt, output, sampling = marshal.loads(body)
@@ -145,63 +146,67 @@ class Worker:
             sampling_params=SamplingParams(**sampling),
             model=self._model,
         )
-        self._members[handle] = Member({**params, "__req__": view}, view, view.output_ids)
+        self._members[handle] = SequenceState({**params, "__req__": view}, view, view.output_ids)
 
     def _fork(self, body: bytes) -> None:
         source, target = marshal.loads(body)
-        if source in self._uncopied:
-            self._uncopied[target] = self._uncopied[source]
+        if source in self._fork_faults:
+            self._fork_faults[target] = self._fork_faults[source]
             return
         try:
             self._members[target] = self._members[source].fork(self._name, self._model)
         except ProcessorFault as fault:
-            self._uncopied[target] = fault.with_traceback(None)
+            self._fork_faults[target] = fault.with_traceback(None)
 
     def _detach(self, body: bytes) -> None:
         handle = marshal.loads(body)
         gone = self._members.pop(handle, None)
-        self._uncopied.pop(handle, None)
+        self._fork_faults.pop(handle, None)
         if any(member is gone for member in self._group.members):
-            self._group = Group([], None, [], {})  # its state goes now; the next call is for other rows
+            self._group = CallGroup([], None, [], {})  # free its state now; the next call is for other rows
 
-    def _regroup(self, body: bytes) -> None:
+    def _set_group(self, body: bytes) -> None:
         handles = marshal.loads(body)
-        places = [row for row, handle in enumerate(handles) if handle not in self._uncopied]
-        members = [self._members[handles[row]] for row in places]
-        uncopied = {row: self._uncopied[handle] for row, handle in enumerate(handles) if handle in self._uncopied}
-        self._group = Group(members, None if uncopied else self._logits[: len(members)], places, uncopied)
+        member_rows = [row for row, handle in enumerate(handles) if handle not in self._fork_faults]
+        members = [self._members[handles[row]] for row in member_rows]
+        fork_faults = {
+            row: self._fork_faults[handle] for row, handle in enumerate(handles) if handle in self._fork_faults
+        }
+        self._group = CallGroup(
+            members, None if fork_faults else self._logits[: len(members)], member_rows, fork_faults
+        )
 
     def _step(self, body: bytes) -> _Answer:
         if body:
             tokens: list[list[int]] = marshal.loads(body)
             group = self._group
-            for member, row in zip(group.members, group.places, strict=True):
+            for member, row in zip(group.members, group.member_rows, strict=True):
                 member.extend(tokens[row])
         faults = self._edit(self._retry.attempt)
-        return (Answer.AGAIN, b"") if faults is None else _told(faults)
+        return (Answer.AGAIN, b"") if faults is None else _faults_answer(faults)
 
-    def _try_again(self, _: bytes) -> _Answer:
+    def _retry_rows(self, _: bytes) -> _Answer:
         faults = self._edit(self._retry.retry)
         assert faults is not None
-        return _told(faults)
+        return _faults_answer(faults)
 
-    def _edit(self, attempt: Callable[[torch.Tensor, Sequence[Member]], _Faults | None]) -> _Faults | None:
-        """Call the processor on the rows of the sequences that have a state; of the others, give the faults.
+    def _edit(self, attempt: Callable[[torch.Tensor, Sequence[SequenceState]], _Faults | None]) -> _Faults | None:
+        """Call the processor on the rows that have a state, and add the faults of those whose fork failed.
 
         Returns:
-            What `attempt` does, by the rows of the call.
+            The faults by row of the call; None if `attempt` returns None.
         """
         group = self._group
         if group.logits is not None:
             return attempt(group.logits, group.members)
         if not group.members:
-            return group.uncopied
-        logits = self._logits[group.places]
+            return group.fork_faults
+        logits = self._logits[group.member_rows]
         faults = attempt(logits, group.members)
         if faults is None:
             return None
-        self._logits[group.places] = logits
-        return group.uncopied | {group.places[row]: fault for row, fault in faults.items()}
+        self._logits[group.member_rows] = logits
+        return group.fork_faults | {group.member_rows[row]: fault for row, fault in faults.items()}
 
     def _call(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> None:
         processor = self._processor
@@ -210,33 +215,34 @@ class Worker:
 
 
 def serve(connection: int, worker: Worker) -> None:
-    """Answer the server until it closes the connection.
+    """Execute the server's commands until it closes the connection.
 
     Args:
         connection: file descriptor of a stream socket.
+        worker: executes the commands.
     """
-    with open(connection, "rb", closefd=False) as stream:  # buffered: a message takes one system call
+    with open(connection, "rb", closefd=False) as stream:  # buffered: one system call per message
         while True:
-            kind, number, size = HEADER.unpack(_read(stream, HEADER.size))
-            answer = worker.handle(kind, _read(stream, size))
+            command, number, size = HEADER.unpack(_read(stream, HEADER.size))
+            answer = worker.handle(command, _read(stream, size))
             if answer is not None:
                 _write(connection, pack(answer[0], number, answer[1][:LONGEST_ANSWER]))
 
 
-def _told(faults: Mapping[int, ProcessorFault]) -> _Answer:
+def _faults_answer(faults: Mapping[int, ProcessorFault]) -> _Answer:
     return (Answer.FAULTS, _faults_json(faults)) if faults else (Answer.DONE, b"")
 
 
 def _faults_json(faults: Mapping[int, ProcessorFault]) -> bytes:
-    """[[rows, kind, message, traceback], …], cut to what an answer may hold."""
+    """Return `[[rows, kind, message, traceback], …]`, cut to `LONGEST_ANSWER`."""
     rows_of: dict[ProcessorFault, list[int]] = {}
     for row, fault in faults.items():
         rows_of.setdefault(fault, []).append(row)
-    # JSON may need six bytes for a character. Of hundreds of faults, no text is left.
-    room = max(0, LONGEST_ANSWER // len(rows_of) - 200) // 6 // 2
+    # JSON takes up to six bytes per character. With hundreds of faults, no text is left.
+    max_chars = max(0, LONGEST_ANSWER // len(rows_of) - 200) // 6 // 2
     return orjson.dumps(
         [
-            [rows, fault.kind, fault.message[:room], fault.traceback[max(0, len(fault.traceback) - room) :]]
+            [rows, fault.kind, fault.message[:max_chars], fault.traceback[max(0, len(fault.traceback) - max_chars) :]]
             for fault, rows in rows_of.items()
         ]
     )
@@ -245,7 +251,7 @@ def _faults_json(faults: Mapping[int, ProcessorFault]) -> bytes:
 def _read(stream: BinaryIO, size: int) -> bytes:
     data = stream.read(size)
     if len(data) < size:
-        os._exit(0)  # the server is gone: nothing is left to do, least of all the author's atexit functions
+        os._exit(0)  # the server is gone; skip the author's atexit functions
     return data
 
 

@@ -1,6 +1,6 @@
-"""The template: a warm process that sandboxes are forked from.
+"""The zygote: the initialized process that sandboxes are forked from.
 
-It never runs a client's code itself, and reads nothing but the server's channel.
+It never runs client code itself, and reads nothing but the server's channel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.lockdown import Lockdown, readable_paths
 
-from .channel import Channel, ChannelClosed, Note
+from .channel import Channel, ChannelClosed, ControlMessage
 from .kernel import jail_root, privileges, protections, self_test
 from .protocol import FLOAT_BYTES, Answer, pack
 from .warm_up import warm_up
@@ -34,18 +34,18 @@ FIRST_CALL = 1
 
 _FIRST_UID = 1_819_475_968
 _NUM_UIDS = 1 << 16
-"""Each sandbox runs as a user of its own, if this process may choose: ids that no user of a system has."""
+"""If this process may change its user, each sandbox has its own user id in this range, which no system uses."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all sandboxes have in common.
+class SandboxSetup:
+    """Settings shared by all sandboxes.
 
     Attributes:
-        names: what shipped classes may refer to by name, see `load_class`.
-        model: what processors may know of the model.
-        max_rows: rows of the shared region.
-        memory_limit: bytes that a sandbox may take beyond what it starts with.
+        names: objects that shipped classes may refer to by name, see `load_class`.
+        model: the model properties that a processor can read.
+        max_rows: rows of the shared memory.
+        memory_limit: bytes that a sandbox may allocate on top of the zygote's address space.
     """
 
     names: Mapping[tuple[str, str], Any]
@@ -54,14 +54,14 @@ class Setup:
     memory_limit: int
 
 
-class Template:
-    """Forks sandboxes, and tells the server how they ended.
+class Zygote:
+    """Forks sandboxes, and reports their wait statuses to the server.
 
     Args:
-        entered: the namespaces that this process is the first of.
+        entered: the namespaces of which this process is the first member.
     """
 
-    def __init__(self, channel: Channel, setup: Setup, entered: tuple[str, ...]) -> None:
+    def __init__(self, channel: Channel, setup: SandboxSetup, entered: tuple[str, ...]) -> None:
         self._channel = channel
         self._setup = setup
         self._entered = entered
@@ -69,19 +69,21 @@ class Template:
         self._drops_uid = False
 
     def run(self) -> NoReturn:
-        """Serve the server until it closes the channel. Its end is the end of all sandboxes."""
+        """Serve the channel until the server closes it. All sandboxes die with this process."""
         try:
             privileges.die_with_parent(signal.SIGKILL)
-            readable = readable_paths()  # while the folder that the server runs in is known, which is none of them
-            os.chdir("/")  # where the server runs is nobody's business
+            readable = readable_paths()  # before chdir: excludes the server's working directory
+            os.chdir("/")  # do not reveal the server's working directory
             jailed = "mount" in self._entered and jail_root.enter(readable)
             self._drops_uid = privileges.can_become(_FIRST_UID, _FIRST_UID)
             found = dataclasses.replace(
                 protections.probe(), namespaces=self._entered, jail_root=jailed, uid_drop=self._drops_uid
             )
             self._lockdown = Lockdown(readable, memory_limit=self._setup.memory_limit, jail_root=jailed)
-            failures = self._tested() if found.sufficient else []
-            self._channel.send(Note.READY, found.to_json(), failures, descriptors=[os.pidfd_open(os.getpid())])
+            failures = self._run_self_test() if found.sufficient else []
+            self._channel.send(
+                ControlMessage.READY, found.to_json(), failures, descriptors=[os.pidfd_open(os.getpid())]
+            )
             self._serve()
         except ChannelClosed:
             os._exit(0)
@@ -89,22 +91,22 @@ class Template:
             os._exit(1)
 
     def _serve(self) -> NoReturn:
-        ended, tell = socket.socketpair()
-        for end in (ended, tell):
+        child_ended, wakeup = socket.socketpair()
+        for end in (child_ended, wakeup):
             end.setblocking(False)
-        signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()
-        poll.register(ended, select.POLLIN)
+        poll.register(child_ended, select.POLLIN)
         poll.register(self._channel.connection, select.POLLIN)
         while True:
             for descriptor, _ in poll.poll():
-                if descriptor == ended.fileno():
-                    ended.recv(4096)
+                if descriptor == child_ended.fileno():
+                    child_ended.recv(4096)
                     self._reap()
                 else:
                     note, values, descriptors = self._channel.receive()
-                    assert note is Note.FORK
+                    assert note is ControlMessage.FORK
                     self._fork(*values, *descriptors)
 
     def _reap(self) -> None:
@@ -117,35 +119,35 @@ class Template:
                 return
             sandbox = self._sandboxes.pop(pid, None)
             if sandbox is not None:
-                self._channel.send(Note.EXITED, sandbox, status)
+                self._channel.send(ControlMessage.EXITED, sandbox, status)
 
-    def _fork(self, sandbox: int, connection: int, region: int) -> None:
+    def _fork(self, sandbox: int, connection: int, shared_memory: int) -> None:
         try:
             pid = os.fork()
         except OSError as error:
-            self._channel.send(Note.NOT_FORKED, sandbox, str(error))
+            self._channel.send(ControlMessage.NOT_FORKED, sandbox, str(error))
         else:
             if pid == 0:
                 try:
-                    self._become_sandbox(self._uid(sandbox), connection, region)
+                    self._become_sandbox(self._uid(sandbox), connection, shared_memory)
                 finally:
                     os._exit(1)
             self._sandboxes[pid] = sandbox
             pidfd = os.pidfd_open(pid)
-            self._channel.send(Note.FORKED, sandbox, descriptors=[pidfd])
+            self._channel.send(ControlMessage.FORKED, sandbox, descriptors=[pidfd])
             os.close(pidfd)
         os.close(connection)
-        os.close(region)
+        os.close(shared_memory)
 
     def _uid(self, sandbox: int) -> int | None:
         return _FIRST_UID + sandbox % _NUM_UIDS if self._drops_uid else None
 
-    def _become_sandbox(self, uid: int | None, connection: int, region: int) -> None:
+    def _become_sandbox(self, uid: int | None, connection: int, shared_memory: int) -> None:
         setup = self._setup
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _reseed()
-        memory = mmap.mmap(region, 0)
+        memory = mmap.mmap(shared_memory, 0)
         count = setup.max_rows * setup.model.vocab_size
         assert len(memory) >= count * FLOAT_BYTES
         logits = torch.frombuffer(memory, dtype=torch.float32, count=count).view(setup.max_rows, -1)
@@ -158,28 +160,28 @@ class Template:
         warm_up(logits, setup.model)
         serve(connection, Worker(logits, setup.model, setup.names))
 
-    def _tested(self) -> list[str]:
-        """What a locked process can do that it must not."""
-        ours, theirs = socket.socketpair()
+    def _run_self_test(self) -> list[str]:
+        """Lock a child down and run the self-test in it. Return the failures."""
+        own_end, other_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             try:
-                self._lockdown.apply([theirs.fileno()], self._uid(0))
-                os.write(theirs.fileno(), orjson.dumps(self_test.run()))
+                self._lockdown.apply([other_end.fileno()], self._uid(0))
+                os.write(other_end.fileno(), orjson.dumps(self_test.run()))
             except OSError as error:
-                os.write(theirs.fileno(), orjson.dumps([f"the sandbox cannot be locked: {error}"]))
+                os.write(other_end.fileno(), orjson.dumps([f"the sandbox cannot be locked: {error}"]))
             finally:
                 os._exit(0)
-        theirs.close()
-        answer = ours.makefile("rb").read()
-        ours.close()
+        other_end.close()
+        answer = own_end.makefile("rb").read()
+        own_end.close()
         os.waitpid(pid, 0)
         failures: list[str] = orjson.loads(answer) if answer else ["the self-test ended its process"]
         return failures
 
 
 def _reseed() -> None:
-    """Give a forked process random numbers of its own."""
+    """Reseed the random number generators of a forked process."""
     random.seed()
     numpy.random.seed()
     torch.manual_seed(random.getrandbits(64) - (1 << 63))  # torch.seed() opens a device

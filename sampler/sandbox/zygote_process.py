@@ -1,4 +1,4 @@
-"""The server's side of the launcher and of the template: starts them, starts them again, asks for sandboxes."""
+"""The server's side of the launcher and the zygote: starts and restarts them, and requests sandboxes."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from dataclasses import dataclass, field
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.protections import Protections
 
-from .channel import Channel, ChannelClosed, Note
+from .channel import Channel, ChannelClosed, ControlMessage
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 120.0
-"""Seconds that the launcher gets to import torch, on a machine that does much else."""
+"""Seconds for the launcher to import torch, on a busy machine."""
 FORK_TIMEOUT = 20.0
-"""Seconds that a template gets to fork. One that takes longer is killed, and the next one asked."""
+"""Seconds for a zygote to fork. After that, it is killed and replaced."""
 END_TIMEOUT = 5.0
-"""Seconds that the processes get to end by themselves. They need milliseconds."""
+"""Seconds for the processes to exit by themselves, which takes milliseconds."""
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from logitship.sampler.sandbox.launcher import main; main(int(sys.argv[1]))"
 )
 _MARK = "LOGITSHIP_LAUNCHER"
-"""Tells the launcher's process, by its environment."""
+"""Environment variable that marks the launcher's process."""
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
-"""All of the server's environment that the launcher gets: the rest may hold secrets."""
+"""Environment variables that the launcher inherits. The rest may hold secrets."""
 _VARIABLES = {
     _MARK: "1",
-    # One thread: a process with threads can neither be forked safely nor enter namespaces, and a sandbox has no more.
+    # One thread: a multithreaded process can neither fork safely nor enter namespaces, and a sandbox may have one only.
     "OMP_NUM_THREADS": "1",
     "OMP_THREAD_LIMIT": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -54,7 +54,7 @@ _VARIABLES = {
 
 
 class ZygoteError(Exception):
-    """No template can be started; the message is for the operator."""
+    """The zygote cannot be started. The message is for the operator."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +62,27 @@ class ForkedProcess:
     """A sandbox's process.
 
     Attributes:
-        pidfd: refers to it, whatever becomes of its number. The owner closes it.
-        status: its wait status once it has ended; None if nobody can tell, because the template ended too.
+        pidfd: refers to it even after its PID is reused. The owner closes it.
+        status: its wait status once it has ended; None if unknown, because the zygote ended too.
     """
 
     pidfd: int
     status: Future[int | None]
 
     def kill(self) -> None:
-        """End it now."""
+        """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
 @dataclass
-class _Template:
-    """A template that runs.
+class _RunningZygote:
+    """A running zygote.
 
     Attributes:
         pidfd: refers to its process.
-        forks: by id, those that were asked for.
-        statuses: by id, of those that run.
+        forks: the pidfds of requested sandboxes, by id.
+        statuses: the wait statuses of running sandboxes, by id.
     """
 
     channel: Channel
@@ -94,14 +94,14 @@ class _Template:
 
 
 class ZygoteProcess:
-    """Keeps a template running. Safe to use from several threads.
+    """Keeps a zygote running. Thread-safe.
 
-    `start` begins to import what sandboxes need, which takes seconds, and returns at once; `set_up` says the rest.
+    `start` launches the imports that sandboxes need, which take seconds, and returns at once. `set_up` waits for them.
 
     Args:
-        names: where the table is of what shipped classes may refer to by name: `module:attribute`.
-        max_rows: rows of a sandbox's region.
-        memory_limit: bytes that a sandbox may take beyond what it starts with.
+        names: location (`module:attribute`) of the table of objects that shipped classes may refer to by name.
+        max_rows: rows of a sandbox's shared memory.
+        memory_limit: bytes that a sandbox may allocate on top of the zygote's address space.
     """
 
     def __init__(self, *, names: str, max_rows: int, memory_limit: int) -> None:
@@ -113,7 +113,7 @@ class ZygoteProcess:
         self._setup: tuple[object, ...] | None = None
         self._launcher: subprocess.Popen[bytes] | None = None
         self._launcher_channel: Channel | None = None
-        self._template: _Template | None = None
+        self._zygote: _RunningZygote | None = None
         self._readers: list[threading.Thread] = []
         self._closed = False
 
@@ -121,117 +121,124 @@ class ZygoteProcess:
         """Start the launcher.
 
         Raises:
-            ZygoteError: this process is one.
+            ZygoteError: this process is a launcher.
         """
         if _MARK in os.environ:
-            # It ran this program instead of a module that it imports. Each launcher would start the next one.
+            # The launcher imported this program in place of another module. Each launcher would start the next one.
             raise ZygoteError(
-                "a file beside this program has the name of a module that Python or torch imports, and was imported "
-                "in its place: rename it"
+                "a file next to this program has the name of a module that Python or torch imports, and was imported "
+                "instead of it: rename the file"
             )
         with self._lock:
             self._start_launcher()
 
     def set_up(self, model: ModelView) -> Protections:
-        """Say what sandboxes are to know of the model, and start a template.
+        """Start a zygote for this model.
 
         Returns:
-            What protects the sandboxes.
+            The protections of the sandboxes.
 
         Raises:
-            ZygoteError: it does not start, or the kernel does not protect enough.
+            ZygoteError: the zygote does not start, or the kernel lacks required protections.
         """
         try:
             tokenizer = pickle.dumps(model.tokenizer)
-        except Exception as error:  # a tokenizer is anybody's class
-            raise ZygoteError(f"the model's tokenizer cannot be given to sandboxes: {error}") from error
+        except Exception as error:  # a tokenizer may be any class
+            raise ZygoteError(f"the model's tokenizer cannot be pickled for sandboxes: {error}") from error
         eos_token_ids = tuple(sorted(model.eos_token_ids))
         with self._lock:
             self._setup = (self._names, tokenizer, eos_token_ids, model.vocab_size, self._max_rows, self._memory_limit)
             assert self._launcher_channel is not None
-            with contextlib.suppress(ChannelClosed):  # then there will be a new one, which is told
-                self._launcher_channel.send(Note.SETUP, *self._setup)
-            return self._living_template().protections
+            with contextlib.suppress(ChannelClosed):  # then a new launcher is started, which gets it
+                self._launcher_channel.send(ControlMessage.SETUP, *self._setup)
+            return self._live_zygote().protections
 
-    def fork(self, connection: int, region: int) -> ForkedProcess:
-        """A new sandbox.
+    def fork(self, connection: int, shared_memory: int) -> ForkedProcess:
+        """Fork a sandbox.
 
         Args:
-            connection: descriptor of its end of the connection.
-            region: descriptor of its region.
+            connection: descriptor of the sandbox's end of the connection.
+            shared_memory: descriptor of its shared memory.
 
         Raises:
-            ZygoteError: there is no template, and none can be started.
+            ZygoteError: no zygote can be started.
         """
-        for _ in range(3):  # a template may end at any time: there will be another
+        for _ in range(3):  # a zygote may die at any time, and is replaced
             with self._lock:
-                template = self._living_template()
+                zygote = self._live_zygote()
                 sandbox = next(self._ids)
                 forked: Future[int] = Future()
                 status: Future[int | None] = Future()
-                template.forks[sandbox], template.statuses[sandbox] = forked, status
-                with contextlib.suppress(ChannelClosed):  # the thread that reads notices it too
-                    template.channel.send(Note.FORK, sandbox, descriptors=[connection, region])
+                zygote.forks[sandbox], zygote.statuses[sandbox] = forked, status
+                with contextlib.suppress(ChannelClosed):  # the reader thread handles it
+                    zygote.channel.send(ControlMessage.FORK, sandbox, descriptors=[connection, shared_memory])
             try:
                 return ForkedProcess(forked.result(FORK_TIMEOUT), status)
             except ChannelClosed:
                 continue
             except FutureTimeout:
-                if template.forks.pop(sandbox, None) is None:  # it was done at the last moment
+                if zygote.forks.pop(sandbox, None) is None:  # it arrived at the last moment
                     return ForkedProcess(forked.result(), status)
-                self._give_up(template)
-        raise ZygoteError("the process that sandboxes are forked from ends again and again")
+                self._abandon(zygote)
+        raise ZygoteError("the process that sandboxes are forked from keeps crashing")
 
     def close(self) -> None:
-        """End the template, with it all sandboxes, and the launcher. Harmless a second time."""
+        """Terminate the launcher, the zygote and all sandboxes. Idempotent."""
         self._closed = True
         if self._launcher_channel is not None:
-            _hang_up(self._launcher_channel)  # before the lock: nobody who holds it waits for the launcher any longer
+            _hang_up(self._launcher_channel)  # before taking the lock: its holder may be waiting for the launcher
         with self._lock:
-            if self._template is not None:
-                _hang_up(self._template.channel)
+            if self._zygote is not None:
+                _hang_up(self._zygote.channel)
             self._end_launcher()
             readers, self._readers = self._readers, []
         for reader in readers:
             reader.join()
 
     def _start_launcher(self) -> None:
-        ours, theirs = socket.socketpair()
+        own_end, other_end = socket.socketpair()
         self._launcher = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), json.dumps([path for path in sys.path if path])],
+            [
+                sys.executable,
+                "-I",
+                "-c",
+                _BOOT,
+                str(other_end.fileno()),
+                json.dumps([path for path in sys.path if path]),
+            ],
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _VARIABLES,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[other_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the server, which then ends in order
+            start_new_session=True,  # Ctrl-C must only reach the server, which then shuts down in order
         )
-        theirs.close()
-        self._launcher_channel = Channel(ours)
+        other_end.close()
+        self._launcher_channel = Channel(own_end)
         if self._setup is not None:
-            self._launcher_channel.send(Note.SETUP, *self._setup)
+            self._launcher_channel.send(ControlMessage.SETUP, *self._setup)
 
-    def _living_template(self) -> _Template:
-        """The template; another one if it died. The lock is held."""
+    def _live_zygote(self) -> _RunningZygote:
+        """Return the zygote; start another one if it died. The caller holds the lock."""
         if self._closed:
             raise ZygoteError("the server is shutting down")
-        if self._template is None or not self._template.alive:
+        if self._zygote is None or not self._zygote.alive:
             try:
-                self._template = self._started()
+                self._zygote = self._start_zygote()
             except ChannelClosed:  # the launcher died
-                self._template = self._started_anew()
-        return self._template
+                self._zygote = self._restart()
+        return self._zygote
 
-    def _started_anew(self) -> _Template:
+    def _restart(self) -> _RunningZygote:
         self._end_launcher()
         if self._closed:
             raise ZygoteError("the server is shutting down")
         try:
             self._start_launcher()
-            return self._started()
+            return self._start_zygote()
         except (ChannelClosed, OSError) as error:
             raise ZygoteError(
-                f"the process that sandboxes are forked from does not start ({error}); what it wrote to the standard "
-                "error output says why"
+                f"the process that sandboxes are forked from does not start ({error}): see the errors that it wrote to "
+                "the standard error output"
             ) from None
 
     def _end_launcher(self) -> None:
@@ -240,80 +247,80 @@ class ZygoteProcess:
         _hang_up(self._launcher_channel)
         self._launcher_channel.close()
         try:
-            self._launcher.wait(END_TIMEOUT)  # for the last of its templates, too
+            self._launcher.wait(END_TIMEOUT)  # it waits for its last zygote
         except subprocess.TimeoutExpired:
             self._launcher.kill()
             self._launcher.wait()
 
-    def _started(self) -> _Template:
+    def _start_zygote(self) -> _RunningZygote:
         assert self._launcher_channel is not None
-        ours, theirs = socket.socketpair()
-        ours.settimeout(START_TIMEOUT)
-        channel = Channel(ours)
+        own_end, other_end = socket.socketpair()
+        own_end.settimeout(START_TIMEOUT)
+        channel = Channel(own_end)
         try:
-            with theirs:
-                self._launcher_channel.send(Note.START, descriptors=[theirs.fileno()])
+            with other_end:
+                self._launcher_channel.send(ControlMessage.START, descriptors=[other_end.fileno()])
             note, (found, failures), (pidfd,) = channel.receive()
         except ChannelClosed:
             channel.close()
             raise
-        assert note is Note.READY
+        assert note is ControlMessage.READY
         protections = Protections.from_json(found)
         if not protections.sufficient or failures:
             channel.close()
             os.close(pidfd)
-            raise ZygoteError(_insufficient(protections, failures))
-        ours.settimeout(None)
-        template = _Template(channel, pidfd, protections)
-        reader = threading.Thread(target=self._read, args=(template,), name="logitship-template", daemon=True)
+            raise ZygoteError(_refusal(protections, failures))
+        own_end.settimeout(None)
+        zygote = _RunningZygote(channel, pidfd, protections)
+        reader = threading.Thread(target=self._read, args=(zygote,), name="logitship-zygote", daemon=True)
         self._readers = [reader, *(other for other in self._readers if other.is_alive())]
         reader.start()
-        return template
+        return zygote
 
-    def _give_up(self, template: _Template) -> None:
-        """Have another one started, because this one does not answer."""
+    def _abandon(self, zygote: _RunningZygote) -> None:
+        """Mark a zygote that does not respond as dead, so that another is started."""
         with self._lock:
-            template.alive = False
-            _hang_up(template.channel)
+            zygote.alive = False
+            _hang_up(zygote.channel)
 
-    def _read(self, template: _Template) -> None:
-        """Take what a template says, until it ends."""
+    def _read(self, zygote: _RunningZygote) -> None:
+        """Read a zygote's messages until it ends."""
         try:
             while True:
-                note, (sandbox, *values), descriptors = template.channel.receive()
-                if note is Note.EXITED:
-                    template.statuses.pop(sandbox).set_result(values[0])
+                note, (sandbox, *values), descriptors = zygote.channel.receive()
+                if note is ControlMessage.EXITED:
+                    zygote.statuses.pop(sandbox).set_result(values[0])
                     continue
-                fork = template.forks.pop(sandbox, None)
-                if fork is None:  # nobody waits for it any more
+                fork = zygote.forks.pop(sandbox, None)
+                if fork is None:  # the request timed out
                     for descriptor in descriptors:
                         os.close(descriptor)
-                elif note is Note.FORKED:
+                elif note is ControlMessage.FORKED:
                     fork.set_result(descriptors[0])
                 else:
-                    fork.set_exception(ZygoteError(f"the kernel gives no process: {values[0]}"))
+                    fork.set_exception(ZygoteError(f"cannot fork a process: {values[0]}"))
         except ChannelClosed as closed:
-            with self._lock:  # whoever asks for a fork sees either that it is dead, or this
-                template.alive = False
-            for fork in list(template.forks.values()):
+            with self._lock:  # a concurrent `fork` either sees that it is dead, or its future fails below
+                zygote.alive = False
+            for fork in list(zygote.forks.values()):
                 fork.set_exception(closed)
-            for status in template.statuses.values():
+            for status in zygote.statuses.values():
                 status.set_result(None)
-            template.channel.close()
-            _end(template.pidfd)
+            zygote.channel.close()
+            _end(zygote.pidfd)
 
 
-def _insufficient(protections: Protections, failures: list[str]) -> str:
+def _refusal(protections: Protections, failures: list[str]) -> str:
     if not protections.sufficient:
-        return f"this kernel cannot lock shipped code in: {protections.missing()}"
+        return f"this kernel cannot sandbox shipped code: {protections.missing()}"
     return (
-        f"a locked process could do what it must not: {', '.join(failures)}. Please report this, with: "
-        f"{protections.describe()}"
+        f"the sandbox self-test failed; these operations must be refused: {', '.join(failures)}. Please report this, "
+        f"with: {protections.describe()}"
     )
 
 
 def _end(pidfd: int) -> None:
-    """See to the end of a template whose channel is closed. With it, its sandboxes have ended."""
+    """Wait for a zygote whose channel is closed to exit; kill it after `END_TIMEOUT`. Its sandboxes die with it."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     if not poll.poll(END_TIMEOUT * 1e3):
@@ -325,4 +332,4 @@ def _end(pidfd: int) -> None:
 
 def _hang_up(channel: Channel) -> None:
     with contextlib.suppress(OSError):
-        channel.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which `close` alone does not
+        channel.connection.shutdown(socket.SHUT_RDWR)  # unlike `close`, wakes up the reader thread

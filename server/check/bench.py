@@ -138,16 +138,16 @@ class Bench:
 
 
 def _sandbox_executor(config: ServerConfig, model: ModelView, max_rows: int) -> SandboxExecutor:
-    template = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=config.sandbox_memory)
-    template.start()
+    zygote = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=config.sandbox_memory)
+    zygote.start()
     try:
-        template.set_up(model)
+        zygote.set_up(model)
     except ZygoteError as error:
-        template.close()
+        zygote.close()
         raise StartError(f"{error}\nTo check without sandboxes, in this process: --processor-isolation none") from error
     limits = SandboxLimits(
         cpu_time=config.sandbox_cpu_time,
         step_timeout=config.sandbox_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
-    return SandboxExecutor(template, limits, max_rows=max_rows, vocab_size=model.vocab_size)
+    return SandboxExecutor(zygote, limits, max_rows=max_rows, vocab_size=model.vocab_size)

@@ -26,7 +26,7 @@ from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.group_snapshot import GroupSnapshot
-from logitship.sampler.sandbox.worker import Member
+from logitship.sampler.sandbox.worker import SequenceState
 
 from .recording import Recording
 
@@ -68,7 +68,7 @@ class DryRun:
         self.processor: CustomLogitProcessor = instantiate(cls)
         self._model = model
 
-    def members(self, recordings: Sequence[Recording]) -> list[Member]:
+    def members(self, recordings: Sequence[Recording]) -> list[SequenceState]:
         """Sequences with the parameters and the prompts of recorded ones."""
         members = []
         for trial in (recording.trial for recording in recordings):
@@ -80,10 +80,10 @@ class DryRun:
                 model=self._model,
             )
             params = {**copy.deepcopy(dict(trial.params)), "__req__": view}
-            members.append(Member(params, view, view.output_ids))
+            members.append(SequenceState(params, view, view.output_ids))
         return members
 
-    def call(self, members: Sequence[Member], logits: torch.Tensor) -> Any:
+    def call(self, members: Sequence[SequenceState], logits: torch.Tensor) -> Any:
         """What the processor returns for some rows. Raises what it raises."""
         with contextlib.redirect_stdout(io.StringIO()):
             return self.processor(logits, [member.params for member in members])

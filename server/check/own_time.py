@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from logitship.sampler.sandbox.worker import Member
+from logitship.sampler.sandbox.worker import SequenceState
 
 from .dry_run import DryRun
 from .recording import Recording
@@ -58,7 +58,7 @@ def own_seconds(
     return statistics.median(seconds[WARM_UP:])
 
 
-def take_tokens(members: Sequence[Member], output: Any) -> None:
+def take_tokens(members: Sequence[SequenceState], output: Any) -> None:
     """Each sequence takes its most likely token.
 
     Args:

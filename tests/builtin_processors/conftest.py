@@ -1,4 +1,4 @@
-"""Rows as the sampler hands them to a processor, and SGLang's real processors to compare with."""
+"""Fixtures for rows as passed by the sampler, and SGLang's real processors for comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from logitship.sampler.processors.request_view import ModelView
 
 @pytest.fixture
 def make_row() -> Callable[..., dict[str, Any]]:
-    """A row's entry of `custom_param_list`. `state` is the sequence's own: hand in the same one at each step.
+    """A row's entry of `custom_param_list`. `state` belongs to the sequence: pass the same one in each step.
 
     What processors may know of the model can be given, too: `vocab_size`, `eos_token_ids`, `tokenizer`.
     """
@@ -80,7 +80,7 @@ def sglang() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="session")
 def recorded_logits() -> Callable[[Any], torch.Tensor]:
-    """Reads logits of `rtp_llm.json`: lists, or what they mostly are and what some are instead.
+    """A function that reads logits of `rtp_llm.json`: lists, or a default value with exceptions.
 
     The least float32, which RTP-LLM writes where it forces or forbids, is read as -inf. See `think_mode.py` for why.
     """
@@ -107,14 +107,14 @@ def recorded_logits() -> Callable[[Any], torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def zoo_recording() -> dict[str, Any]:
-    """What logits-processor-zoo's own classes did, step by step."""
+    """Recording of logits-processor-zoo's classes, step by step."""
     recording: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "zoo.json").read_text())
     return recording
 
 
 @pytest.fixture(scope="session")
 def zoo_models(zoo_recording: dict[str, Any]) -> dict[bool | None, ModelView]:
-    """The recording's model, by its tokenizer's `add_prefix_space`. None: whether it adds one is not known."""
+    """The recording's model, by its tokenizer's `add_prefix_space`; None if the tokenizer does not have it."""
     recorded = zoo_recording["tokenizer"]
     models = {}
     for add_prefix_space in (False, None):
@@ -136,7 +136,7 @@ def zoo_model(zoo_models: dict[bool | None, ModelView]) -> ModelView:
 
 
 class CountingList(list[int]):
-    """Counts the items that are read."""
+    """A list that counts the items read."""
 
     reads = 0
 
@@ -152,5 +152,5 @@ class CountingList(list[int]):
 
 @pytest.fixture
 def counting_list() -> type[CountingList]:
-    """Makes lists that count the items that are read: `reads`."""
+    """A function that creates lists that count the items read: `reads`."""
     return CountingList

@@ -35,7 +35,7 @@ class SmallThinkingBudget(ThinkingBudgetLogitProcessor):
 
 
 def hf_tokenizer(tokens: Sequence[str], *, sentence_piece: bool = False) -> PreTrainedTokenizerFast:
-    """One token a character; unknown ones are `<unk>`."""
+    """One token per character; unknown ones are `<unk>`."""
     backend = TokenizersTokenizer(
         models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[], unk_token="<unk>")
     )
@@ -53,7 +53,7 @@ def read(model: ModelView, **params: Any) -> TokenizerThinkingBudgetParams:
 
 
 def forced(logits: torch.Tensor) -> list[int | None]:
-    """The only token that each row allows, with the logit 0."""
+    """Return the only token that each row allows, with logit 0, or None."""
     tokens: list[int | None] = []
     for row in logits:
         (allowed,) = torch.isfinite(row).nonzero(as_tuple=True)
@@ -63,12 +63,12 @@ def forced(logits: torch.Tensor) -> list[int | None]:
 
 
 def begun(tokens: Sequence[int], marker: Sequence[int]) -> int:
-    """How many tokens of `marker` the tokens end with."""
+    """Return how many tokens of `marker` match at the end of the tokens."""
     return max(n for n in range(len(marker) + 1) if list(tokens[len(tokens) - n :]) == list(marker[:n]))
 
 
 def expected(params: dict[str, Any], prompt: list[int], output: list[int]) -> int | None:
-    """The token to force, from the definition: by reading all that there is."""
+    """Return the token to force by definition, from the whole history."""
     start, end, newline = params["start"], params["end"], params["newline"] or []
     tokens, opened = prompt + output, None
     for place in range(1, len(tokens) + 1):
@@ -92,7 +92,7 @@ def random_tokens(generator: random.Random, length: int) -> list[int]:
 
 
 def random_markers(generator: random.Random) -> dict[str, Any]:
-    """Of two tokens only, so that they overlap in all ways."""
+    """Return markers of two different tokens only, so that they overlap in all ways."""
 
     def marker() -> list[int]:
         return generator.choices([0, 1], k=generator.randrange(1, 5))
@@ -103,8 +103,8 @@ def random_markers(generator: random.Random) -> dict[str, Any]:
     return {"start": start, "end": end, "newline": generator.choice([None, marker()])}
 
 
-def test_with_one_token_each_it_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> None:
-    """Sequences that grow, shrink and fork; blocks that the prompt opens, that are closed, and opened again."""
+def test_single_token_markers_equal_sglang(make_row: MakeRow, sglang: Sglang) -> None:
+    """Sequences that grow, shrink and fork; blocks that the prompt opens, closed and reopened blocks."""
     generator = random.Random(1)
     cases, results, ours = [], [], []
     for _ in range(80):
@@ -137,8 +137,8 @@ def test_with_one_token_each_it_equals_sglang_on_every_history(make_row: MakeRow
     assert edited > len(cases) // 4, "the random histories hardly ever spend a budget"
 
 
-def test_longer_markers_equal_the_definition(make_row: MakeRow) -> None:
-    """Markers that contain, begin and end each other, on sequences that grow, shrink and fork."""
+def test_longer_markers_equal_definition(make_row: MakeRow) -> None:
+    """Overlapping and nested markers, on sequences that grow, shrink and fork."""
     generator = random.Random(2)
     processor = TokenizerThinkingBudgetLogitProcessor()
     seen: set[int | None] = set()
@@ -179,10 +179,8 @@ def test_longer_markers_equal_the_definition(make_row: MakeRow) -> None:
         (None, [4, 5, 4], [5, 6]),
     ],
 )
-def test_what_is_written_token_by_token(
-    make_row: MakeRow, newline: list[int] | None, written: list[int], then: list[int]
-) -> None:
-    """Begun markers are completed, and behind the end the model is free."""
+def test_forced_tokens(make_row: MakeRow, newline: list[int] | None, written: list[int], then: list[int]) -> None:
+    """Partial markers are completed, and after the end the model is free."""
     params = {"thinking_budget": 3, "start": [1, 2], "end": [4, 5, 6], "newline": newline}
     prompt, output, state = [0, 1, 2], [0, 0, 0, *written], dict[str, Any]()
     for token in [*then, None]:
@@ -199,7 +197,7 @@ def test_each_row_has_its_own_markers(make_row: MakeRow) -> None:
     assert forced(TokenizerThinkingBudgetLogitProcessor()(torch.ones(3, 8), rows)) == [1, 2, 3]
 
 
-def test_without_a_limit_nothing_is_kept(make_row: MakeRow) -> None:
+def test_no_limit_keeps_no_state(make_row: MakeRow) -> None:
     state: dict[str, Any] = {}
     row = make_row({"thinking_budget": None, **ONE_TOKEN_EACH}, [START], [0] * 9, state, vocab_size=VOCAB_SIZE)
     logits = torch.randn(1, VOCAB_SIZE)
@@ -207,7 +205,7 @@ def test_without_a_limit_nothing_is_kept(make_row: MakeRow) -> None:
     assert state == {}
 
 
-def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
+def test_step_only_reads_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
     prompt, output, state = counting_list([START] + [0] * 5000), counting_list(), dict[str, Any]()
     processor, params = TokenizerThinkingBudgetLogitProcessor(), {"thinking_budget": 9999, **ONE_TOKEN_EACH}
     row = make_row(params, prompt, output, state, vocab_size=VOCAB_SIZE)
@@ -220,7 +218,7 @@ def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: Coun
     assert output.reads <= 200  # the new one, and the one before it, to see that nothing was exchanged
 
 
-def test_two_budgets_on_one_sequence_keep_apart(make_row: MakeRow) -> None:
+def test_two_budgets_on_one_sequence_are_independent(make_row: MakeRow) -> None:
     state: dict[str, Any] = {}
     for start, token in ((START, NEW_LINE), (4, None), (START, NEW_LINE)):
         params = {"thinking_budget": 0, **ONE_TOKEN_EACH, "start": [start]}
@@ -228,8 +226,8 @@ def test_two_budgets_on_one_sequence_keep_apart(make_row: MakeRow) -> None:
         assert forced(TokenizerThinkingBudgetLogitProcessor()(torch.ones(1, VOCAB_SIZE), [row])) == [token]
 
 
-def test_the_defaults_are_tokens_of_the_model(tokenizer: Tokenizer) -> None:
-    """Special tokens are one each."""
+def test_defaults_are_tokenized_by_the_model(tokenizer: Tokenizer) -> None:
+    """Special tokens are single tokens."""
     params = read(ModelView(260, frozenset({1}), tokenizer.hf_tokenizer))
     assert params.start == (2,)
     assert params.end == (3,)
@@ -246,7 +244,7 @@ def test_texts_and_token_ids(tokenizer: Tokenizer) -> None:
     assert params.newline is None
 
 
-def test_the_space_that_sentence_piece_puts_in_front_is_left_out() -> None:
+def test_sentencepiece_prefix_space_is_ignored() -> None:
     model = ModelView(7, frozenset(), hf_tokenizer(["<unk>", "▁", "\n", "a", "b", "|", "</s>"], sentence_piece=True))
     assert model.tokenizer.encode("\n") == [1, 2]
     params = read(model, start="a", end="|b", newline="\n")
@@ -277,7 +275,7 @@ def test_refuses(params: dict[str, Any] | None, message: str) -> None:
         TokenizerThinkingBudgetLogitProcessor().prepare(given, SMALL_MODEL)
 
 
-def test_refuses_texts_that_the_model_has_no_tokens_for() -> None:
+def test_refuses_unknown_texts() -> None:
     model = ModelView(3, frozenset(), hf_tokenizer(["<unk>", "a", "b"]))
     assert read(model, start="a", end="<unk>", newline=None).end == (0,)
     with pytest.raises(ValueError, match=r"^end: the model has no tokens for 'ax': give another text, or token ids$"):

@@ -63,12 +63,12 @@ def types(processors: LogitsProcessors) -> list[type]:
     return [type(processor) for processor in processors.all]
 
 
-def test_built_in_ones_come_first() -> None:
+def test_builtin_processors_come_first() -> None:
     made = build_logitsprocs(CONFIG, CPU, False, False, [Nothing])
     assert types(made) == [*BUILTIN_LOGITS_PROCESSORS, Nothing]
 
 
-def test_the_thinking_budget_is_made_where_markers_are_known() -> None:
+def test_thinking_budget_needs_reasoning_config() -> None:
     reasoning = ReasoningConfig(
         reasoning_start_str="<a>",
         reasoning_end_str="</a>",
@@ -82,11 +82,11 @@ def test_the_thinking_budget_is_made_where_markers_are_known() -> None:
     assert build_logitsprocs(CONFIG, CPU, False, False).forcing == []
 
 
-def test_row_level_ones_wait_for_requests() -> None:
+def test_row_level_plugins_are_not_created() -> None:
     assert types(build_logitsprocs(CONFIG, CPU, False, False, [Row])) == BUILTIN_LOGITS_PROCESSORS
 
 
-def test_the_operators_are_wrapped_with_their_names() -> None:
+def test_operator_processors_are_wrapped() -> None:
     names = []
 
     def wrap(processor: LogitsProcessor, name: str) -> LogitsProcessor:
@@ -98,13 +98,13 @@ def test_the_operators_are_wrapped_with_their_names() -> None:
     assert names == [f"{Nothing.__module__}:Nothing"]
 
 
-def test_pooling_refuses_in_vllms_words() -> None:
+def test_pooling_error_equals_vllms() -> None:
     with pytest.raises(ValueError, match=STR_POOLING_REJECTS_LOGITSPROCS):
         build_logitsprocs(CONFIG, CPU, False, True, [Nothing])
     assert types(build_logitsprocs(CONFIG, CPU, False, True)) == []
 
 
-def test_speculation_refuses_in_vllms_words() -> None:
+def test_speculation_error_equals_vllms() -> None:
     config = speculating()
     with pytest.raises(ValueError, match=STR_SPEC_DEC_REJECTS_LOGITSPROCS):
         build_logitsprocs(config, CPU, False, False, [Nothing])
@@ -112,9 +112,7 @@ def test_speculation_refuses_in_vllms_words() -> None:
 
 
 @pytest.mark.parametrize("pooling", [True, False])
-def test_entry_points_are_not_dropped_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: bool
-) -> None:
+def test_entry_points_are_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: bool) -> None:
     info = tmp_path / "quiet-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet\nVersion: 1.0\n")

@@ -18,7 +18,7 @@ EOS, VOCAB_SIZE = 2, 48
 
 
 def expected_boosts(params: dict[str, Any], prompt: list[int], output: list[int]) -> list[float]:
-    """Token by token, as the text says it."""
+    """Reference implementation, token by token."""
     boosts = []
     for token in range(VOCAB_SIZE):
         boost = params["boost_factor"] if token in prompt or (token == EOS and params["boost_eos"]) else 0.0
@@ -27,8 +27,8 @@ def expected_boosts(params: dict[str, Any], prompt: list[int], output: list[int]
     return boosts
 
 
-def test_rows_with_prompts_of_their_own(zoo_model: ModelView, make_row: MakeRow) -> None:
-    """Prompts with tokens beyond the vocabulary, sequences that come, go and fork."""
+def test_rows_with_different_prompts(zoo_model: ModelView, make_row: MakeRow) -> None:
+    """Includes tokens outside the vocabulary, and sequences that are added, removed and forked."""
     rng, processor = random.Random(0), CiteFromPromptLogitsProcessor()
     rows: list[dict[str, Any]] = []
     for _ in range(150):
@@ -53,13 +53,13 @@ def test_rows_with_prompts_of_their_own(zoo_model: ModelView, make_row: MakeRow)
             request.output_ids.append(rng.randrange(12))
 
 
-def test_what_is_forbidden_stays_forbidden(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_forbidden_tokens_stay_forbidden(zoo_model: ModelView, make_row: MakeRow) -> None:
     row = make_row({"boost_factor": 5}, [1], [], eos_token_ids={EOS}, tokenizer=zoo_model.tokenizer)
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
     assert CiteFromPromptLogitsProcessor()(logits, [row]).isneginf().all()
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, VOCAB_SIZE)
     assert CiteFromPromptLogitsProcessor()(logits, []) is logits
     assert CiteFromPromptLogitsProcessor()(logits) is logits

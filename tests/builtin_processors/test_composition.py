@@ -1,4 +1,4 @@
-"""Built-in processors together on the rows of a batch, through the sampler; and each along a history that goes back."""
+"""Composition of built-in processors in a batch, through the sampler; and removal of tokens."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ REGISTRY = installed_processors()
 INSTANCES: dict[str, Any] = {name: REGISTRY.make(name) for name in ALL}
 
 
-def test_every_processor_takes_part() -> None:
+def test_all_processors_are_composed() -> None:
     assert set(REGISTRY) == set(ALL) | OF_ONE_MODEL
     assert {name for name in ALL if INSTANCES[name].is_mask} == set(MASKS)
 
@@ -145,8 +145,8 @@ class Request:
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
 
-    def twin(self, loaded: dict[str, LoadedProcessor]) -> Request:
-        """The same, with other processors of the same names."""
+    def with_processors(self, loaded: dict[str, LoadedProcessor]) -> Request:
+        """Return a copy with other processors of the same names."""
         return make_request(self.wanted, self.sampling_params, self.prompt_token_ids, self.output_token_ids, loaded)
 
 
@@ -210,16 +210,16 @@ class Batch:
 
 
 class Alone(Batch):
-    """A request in a batch of its own, with processors of its own."""
+    """A request alone in a batch, with separate processors."""
 
     def __init__(self, request: Request, loaded: dict[str, LoadedProcessor]) -> None:
         super().__init__()
-        self.request = request.twin(loaded)
+        self.request = request.with_processors(loaded)
         self.rows.add(self.request)
 
 
 def left_by(name: str, params: Params, request: Request, make_row: MakeRow) -> set[int]:
-    """What a processor alone leaves of all tokens, with its state made anew from the history."""
+    """Return the tokens that a processor alone allows, with its state recomputed from the history."""
     row = make_row(
         params, request.prompt_token_ids, list(request.output_token_ids), vocab_size=VOCAB, eos_token_ids={EOS}
     )
@@ -229,7 +229,7 @@ def left_by(name: str, params: Params, request: Request, make_row: MakeRow) -> s
 
 
 def left_by_budget(request: Request) -> set[int]:
-    """The same of `thinking_token_budget`."""
+    """Return the tokens that `thinking_token_budget` allows."""
     rows: PersistentBatch[Request] = PersistentBatch(1)
     rows.add(request)
     processor = ThinkingTokenBudgetLogitsProcessor(CONFIG, CPU, False)
@@ -238,13 +238,13 @@ def left_by_budget(request: Request) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_masks_intersect_and_forcing_obeys_them(seed: int, make_row: MakeRow) -> None:
-    """Of each row of a random batch, in each step:
+def test_masks_intersect_and_forcing_respects_them(seed: int, make_row: MakeRow) -> None:
+    """Check each row of a random batch in each step.
 
-    - what is drawn is in what every mask alone leaves;
-    - what is forced is drawn if the masks leave it;
-    - only where that is nothing the request ends, with an error that names its processors;
-    - the same is drawn as for the request alone.
+    - The sampled token is allowed by every mask.
+    - A forced token is sampled if the masks allow it.
+    - Otherwise the request ends, with an error that names its processors.
+    - The token is the same as for the request alone.
     """
     torch.manual_seed(seed)
     generator = random.Random(seed)
@@ -266,8 +266,8 @@ def test_masks_intersect_and_forcing_obeys_them(seed: int, make_row: MakeRow) ->
         logits = torch.randn(len(requests), VOCAB) * 3
         tokens, faults = batch.step(logits)
         for row, request in enumerate(requests):
-            twin = alone[id(request)]
-            (token_alone,), faults_alone = twin.step(logits[row : row + 1])
+            other = alone[id(request)]
+            (token_alone,), faults_alone = other.step(logits[row : row + 1])
             left = set(range(VOCAB))
             for name, params in request.wanted:
                 if name in MASKS:
@@ -290,7 +290,7 @@ def test_masks_intersect_and_forcing_obeys_them(seed: int, make_row: MakeRow) ->
             assert tokens[row] in left & forced
             num_forced += len(forced) == 1
             request.output_token_ids.append(tokens[row])
-            twin.request.output_token_ids.append(tokens[row])
+            other.request.output_token_ids.append(tokens[row])
             if len(request.output_token_ids) > 14 or (tokens[row] == EOS and generator.random() < 0.5):
                 ended.append(request)
     assert num_forced > 5
@@ -298,7 +298,7 @@ def test_masks_intersect_and_forcing_obeys_them(seed: int, make_row: MakeRow) ->
 
 
 def sharing(row: Params, output: list[int], state: Params) -> Params:
-    """A row of the same sequence: parameters and all, but an output and a state of its own."""
+    """Return a row of the same sequence with another output and state."""
     request = copy.copy(row["__req__"])
     request.output_ids, request.state = list(output), state
     return {**row, "__req__": request}
@@ -312,8 +312,8 @@ class BudgetOfOneModel(ThinkingBudgetLogitProcessor):
 
 
 @pytest.mark.parametrize("name", [*sorted(ALL), BudgetOfOneModel.name])
-def test_tokens_that_are_taken_back_leave_no_trace(name: str, make_row: MakeRow) -> None:
-    """A sequence whose tokens are taken back and replaced, and which forks: each step as in a replay from the start.
+def test_removed_tokens_leave_no_trace(name: str, make_row: MakeRow) -> None:
+    """A sequence whose tokens are removed and replaced, and that is forked: each step equals a replay from the start.
 
     What a processor reads besides the history, the logits, is replayed as well: one step for each number of tokens.
     """
@@ -354,7 +354,7 @@ def test_tokens_that_are_taken_back_leave_no_trace(name: str, make_row: MakeRow)
                 processor(torch.randn(1, VOCAB), [sharing(row, [*output[:1], token, END_THINK], original)])
 
 
-def test_of_two_that_force_the_last_one_counts() -> None:
+def test_last_forcing_processor_wins() -> None:
     loaded = load()
     budget = ("thinking_budget", {"thinking_budget": 0, "newline": None})
     mode = ("think_mode", {"max_thinking_tokens": 1, "end_think_token_ids": [NEWLINE]})
@@ -365,7 +365,7 @@ def test_of_two_that_force_the_last_one_counts() -> None:
         assert (tokens, faults) == ([expected], {})
 
 
-def test_one_processor_twice_in_a_request() -> None:
+def test_same_processor_twice_in_a_request() -> None:
     """Each has its own parameters and its own state."""
     wanted = [
         ("no_repeat_ngram", {"ngram_size": 1, "window_size": 2, "whitelist_token_ids": [5]}),
@@ -387,8 +387,8 @@ def test_one_processor_twice_in_a_request() -> None:
         request.output_token_ids += tokens
 
 
-def test_the_largest_boosts_of_a_request_leave_finite_logits(make_row: MakeRow) -> None:
-    """64 processors, each of which takes the logits as far apart as it can."""
+def test_largest_boosts_leave_finite_logits(make_row: MakeRow) -> None:
+    """64 processors, each of which maximizes the range of the logits."""
     prompt = [NEWLINE, *MODEL.tokenizer.encode("1.a\n2.b\n1.c", add_special_tokens=False)]
     for sign in (1, -1):
         kinds: list[tuple[str, Params]] = [

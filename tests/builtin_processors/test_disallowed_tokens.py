@@ -21,13 +21,13 @@ def disallowing(make_row: MakeRow, token_ids: list[int]) -> dict[str, Any]:
 
 
 def as_case(logits: torch.Tensor, *rows: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang's process takes."""
+    """Return a case for SGLang's process."""
     plain = [{"params": {"token_ids": row["token_ids"]}, "prompt": [1], "output": []} for row in rows]
     return {"logits": logits.tolist(), "rows": plain}
 
 
-def test_each_row_loses_its_own_tokens(make_row: MakeRow, sglang: Sglang) -> None:
-    """As SGLang does with a row by itself. Rows come and go between the steps of one instance."""
+def test_each_row_has_its_own_list(make_row: MakeRow, sglang: Sglang) -> None:
+    """Compared with SGLang on single rows. Rows are added and removed between the steps of one instance."""
     generator = random.Random(0)
     processor = DisallowedTokensLogitsProcessor()
     pool = [disallowing(make_row, generator.choices(range(VOCAB_SIZE), k=generator.randrange(8))) for _ in range(20)]
@@ -45,22 +45,20 @@ def test_each_row_loses_its_own_tokens(make_row: MakeRow, sglang: Sglang) -> Non
 
 @pytest.mark.parametrize("token_ids", [[], [3], [3, 3, 0, 11]])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_rows_that_agree_get_what_sglang_gives(
-    make_row: MakeRow, sglang: Sglang, token_ids: list[int], num_rows: int
-) -> None:
+def test_equal_lists_match_sglang(make_row: MakeRow, sglang: Sglang, token_ids: list[int], num_rows: int) -> None:
     logits = torch.randn(num_rows, VOCAB_SIZE)
     rows = [disallowing(make_row, token_ids) for _ in range(num_rows)]
     (theirs,) = sglang("DisallowedTokensLogitsProcessor", [as_case(logits, *rows)])
     assert DisallowedTokensLogitsProcessor()(logits, rows).tolist() == theirs
 
 
-def test_rows_that_differ_stop_sglang(make_row: MakeRow, sglang: Sglang) -> None:
-    """Why `test_each_row_loses_its_own_tokens` asks it for one row at a time."""
+def test_different_lists_fail_in_sglang(make_row: MakeRow, sglang: Sglang) -> None:
+    """This is why `test_each_row_has_its_own_list` calls SGLang row by row."""
     rows = [disallowing(make_row, [i]) for i in range(2)]
     assert sglang("DisallowedTokensLogitsProcessor", [as_case(torch.zeros(2, VOCAB_SIZE), *rows)]) == ["AssertionError"]
 
 
-def test_positions_are_made_once_for_the_same_rows(make_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_cached_for_the_same_rows(make_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     def count(*arguments: Any) -> Any:
@@ -75,7 +73,7 @@ def test_positions_are_made_once_for_the_same_rows(make_row: MakeRow, monkeypatc
         assert len(made) == total
 
 
-def test_two_lists_on_one_sequence_both_count(make_row: MakeRow) -> None:
+def test_two_lists_on_one_sequence(make_row: MakeRow) -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     processor = DisallowedTokensLogitsProcessor()
     for token_ids in ([1], [2], [1]):
@@ -83,8 +81,8 @@ def test_two_lists_on_one_sequence_both_count(make_row: MakeRow) -> None:
     assert logits[0].isinf().nonzero().flatten().tolist() == [1, 2]
 
 
-def test_a_subclass_needs_no_constructor_of_ours(make_row: MakeRow) -> None:
-    """SGLang's class has none to call."""
+def test_subclass_need_not_call_constructor(make_row: MakeRow) -> None:
+    """SGLang's class has no constructor."""
 
     class Mine(DisallowedTokensLogitsProcessor):
         def __init__(self) -> None:
@@ -93,7 +91,7 @@ def test_a_subclass_needs_no_constructor_of_ours(make_row: MakeRow) -> None:
     assert Mine()(torch.zeros(1, VOCAB_SIZE), [disallowing(make_row, [4])])[0].isinf().sum() == 1
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, VOCAB_SIZE)
     assert DisallowedTokensLogitsProcessor()(logits, []) is logits
     assert DisallowedTokensLogitsProcessor()(logits) is logits

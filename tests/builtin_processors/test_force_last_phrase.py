@@ -11,10 +11,8 @@ from logitship.sampler.processors.request_view import ModelView
 
 
 @pytest.mark.parametrize("end", [2, 20])
-def test_stands_before_any_end_token_of_the_model(
-    end: int, zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]
-) -> None:
-    """The original waits for the tokenizer's alone."""
+def test_phrase_precedes_any_end_token(end: int, zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]) -> None:
+    """The original only uses the tokenizer's."""
     processor, output = ForceLastPhraseLogitsProcessor(), list[int]()
     row = make_row({"phrase": "a b"}, [1], output, eos_token_ids=frozenset({2, 20}), tokenizer=zoo_model.tokenizer)
     for wanted in (30, end, 31, 31, end):

@@ -1,4 +1,4 @@
-"""The states of built-in processors, copied in the middle: both sequences go on as if they had been alone."""
+"""Forks of the built-in processors' states: both sequences continue independently."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class Rows:
         return logits
 
 
-def test_all_of_them_are_tested_here() -> None:
+def test_all_processors_are_tested() -> None:
     assert set(PARAMS) | FOR_OTHER_MODELS == set(installed_processors()) | {"tree"}
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_fork_goes_on_as_if_it_had_been_alone(name: str, tokenizer: Tokenizer) -> None:
+def test_fork_equals_separate_sequence(name: str, tokenizer: Tokenizer) -> None:
     registry = installed_processors()
     processor = TreeLogitsProcessor() if name == "tree" else registry.make(name)
     assert isinstance(processor, BuiltinProcessor)
@@ -118,36 +118,36 @@ def test_a_fork_goes_on_as_if_it_had_been_alone(name: str, tokenizer: Tokenizer)
             output.append(generator.choice([3, 4, 5, *prompt]))
 
 
-def test_a_history_is_copied_with_its_lists_and_not_with_its_states() -> None:
+def test_history_copy_shares_states() -> None:
     history: StateHistory[tuple[list[int], int]] = StateHistory(([], 0))
     history.follow(range(50), lambda state, token: (state[0], token))
-    twin = copy.deepcopy(history)
-    assert len(twin) == 50
-    assert twin.follow(range(50), lambda state, token: state)[0] is history.follow(range(50), lambda s, t: s)[0]
-    twin.follow(range(60), lambda state, token: (state[0], token))
-    assert (len(history), len(twin)) == (50, 60)
+    copied = copy.deepcopy(history)
+    assert len(copied) == 50
+    assert copied.follow(range(50), lambda state, token: state)[0] is history.follow(range(50), lambda s, t: s)[0]
+    copied.follow(range(60), lambda state, token: (state[0], token))
+    assert (len(history), len(copied)) == (50, 60)
 
 
-def test_an_index_is_copied_with_its_counts() -> None:
+def test_index_copy_is_independent() -> None:
     generator = random.Random(1)
     index = NGramIndex(2, 30)
     prompt, output = generator.choices(range(4), k=20), generator.choices(range(4), k=20)
     index.follow(prompt, output)
-    twin = copy.deepcopy(index)
+    copied = copy.deepcopy(index)
     for _ in range(40):
         output.append(generator.randrange(4))
-        twin.follow(prompt, output)
+        copied.follow(prompt, output)
         fresh = NGramIndex(2, 30)
         fresh.follow(prompt, output)
-        assert twin.followers() == fresh.followers()
+        assert copied.followers() == fresh.followers()
     fresh = NGramIndex(2, 30)
     fresh.follow(prompt, output[:20])
     index.follow(prompt, output[:20])
     assert index.followers() == fresh.followers()
 
 
-def test_a_long_history_is_copied_in_a_moment() -> None:
-    """Far below what a copy of each state would take: 8000 tuples take deepcopy() more than ten milliseconds."""
+def test_long_history_is_copied_fast() -> None:
+    """Far below the time to copy each state: deepcopy() of 8000 tuples takes more than ten milliseconds."""
     history: StateHistory[tuple[int, int]] = StateHistory((0, 0))
     index = NGramIndex(3, 8000)
     tokens = list(range(8000))
@@ -182,8 +182,8 @@ BATCH_PARAMS = SamplingParams(
         ThinkingTokenBudgetLogitsProcessor,
     ],
 )
-def test_batch_processors_take_a_row_that_has_an_output_already(make: type[LogitsProcessor]) -> None:
-    """As vLLM tells of requests that are resumed. They do what they do for a row that they know from its start."""
+def test_batch_processors_accept_row_with_output(make: type[LogitsProcessor]) -> None:
+    """As in vLLM for resumed requests. The result is the same as for a row that was in the batch from its start."""
     reasoning = ReasoningConfig(
         reasoning_start_str="<",
         reasoning_end_str=">",
@@ -208,19 +208,19 @@ def test_batch_processors_take_a_row_that_has_an_output_already(make: type[Logit
 
 
 def reordered(section: str) -> dict[str, Any]:
-    """The recorded case of RTP-LLM's in which beams change places: row i becomes a copy of row `src[i]`."""
+    """RTP-LLM's recorded case in which beams are reordered: row i becomes a copy of row `src[i]`."""
     (case,) = (case for case in RECORDED[section] if any(step["op"] == "reorder" for step in case.get("steps", ())))
     assert isinstance(case, dict)
     return case
 
 
-def test_recorded_beams_of_a_tree_are_forks(recorded_logits: ReadLogits) -> None:
+def test_recorded_tree_beams_are_forks(recorded_logits: ReadLogits) -> None:
     case = reordered("tree")
     model = ModelView(recorded_vocab(case), frozenset({2}), None)
     replay(case, Rows(TreeLogitsProcessor(), model, {"tree": case["config"]}), recorded_logits)
 
 
-def test_recorded_beams_that_think_are_forks(recorded_logits: ReadLogits) -> None:
+def test_recorded_thinking_beams_are_forks(recorded_logits: ReadLogits) -> None:
     case = reordered("think")
     known = StrictThinkModeLogitsProcessor.Params.model_fields
     params = {name: value for name, value in case["generate_config"].items() if name in known}

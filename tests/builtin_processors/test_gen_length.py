@@ -15,7 +15,7 @@ EOS, NEW_LINE = 2, 4
 
 
 def boost(params: dict[str, Any], prompt: list[int], output: list[int], model: ModelView, make_row: MakeRow) -> float:
-    """What is added to the end token."""
+    """Return the boost of the end token."""
     row = make_row(params, prompt, output, eos_token_ids=model.eos_token_ids, tokenizer=model.tokenizer)
     return float(GenLengthLogitsProcessor()(torch.zeros(1, 48), [row])[0, EOS])
 
@@ -26,8 +26,9 @@ def test_grows_with_the_output(zoo_model: ModelView, make_row: MakeRow) -> None:
 
 
 def test_the_first_step(zoo_model: ModelView, make_row: MakeRow) -> None:
-    """Where the original's two variants disagree: an end token in the prompt was not drawn, and a prompt may end amid a
-    sentence.
+    """The original's two variants differ here.
+
+    An end token in the prompt does not count, and a prompt may end within a sentence.
     """
     params: dict[str, Any] = {"boost_factor": 3.0, "p": 0}
     assert boost(params, [EOS, 20], [], zoo_model, make_row) == 3
@@ -36,7 +37,7 @@ def test_the_first_step(zoo_model: ModelView, make_row: MakeRow) -> None:
     assert boost(params | {"complete_sentences": True}, [], [], zoo_model, make_row) == 0
 
 
-def test_an_end_token_that_was_taken_back_does_not_count(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_removed_end_token_does_not_count(zoo_model: ModelView, make_row: MakeRow) -> None:
     state: dict[str, Any] = {}
     for output, expected in (([20, EOS], 0), ([20], 1), ([20, 20], 2), ([20, EOS, 20], 0)):
         row = make_row(
@@ -45,12 +46,12 @@ def test_an_end_token_that_was_taken_back_does_not_count(zoo_model: ModelView, m
         assert GenLengthLogitsProcessor()(torch.zeros(1, 48), [row])[0, EOS] == expected
 
 
-def test_the_boost_stays_a_number(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_boost_is_clamped(zoo_model: ModelView, make_row: MakeRow) -> None:
     params = {"boost_factor": -1e9, "p": 20}
     assert boost(params, [1], [20] * 100_000, zoo_model, make_row) == pytest.approx(-1e9)
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, 48)
     assert GenLengthLogitsProcessor()(logits, []) is logits
     assert GenLengthLogitsProcessor()(logits) is logits

@@ -24,11 +24,11 @@ from logitship.sampler.processors.request_view import ModelView
 EOS, OTHER_EOS = 0, 1
 WORDS = ["ab", "bc", "abc", "ca", "cab"]
 PADDING = 3
-"""Columns that the model has beyond the tokenizer's tokens."""
+"""Number of columns beyond the tokenizer's tokens."""
 
 
 def _model() -> ModelView:
-    """One token a byte, and a few longer ones."""
+    """One token per byte, and a few longer ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["</s>", "<end>", "<think>", *alphabet, *WORDS])}
     merges = [("a", "b"), ("b", "c"), ("ab", "c"), ("c", "a"), ("c", "ab")]
@@ -55,7 +55,7 @@ def processor() -> GrammarProcessor:
 
 
 class Row:
-    """A sequence that carries the processor."""
+    """A sequence with the processor."""
 
     def __init__(self, processor: GrammarProcessor, make_row: Callable[..., dict[str, Any]], **params: Any) -> None:
         self.output: list[int] = []
@@ -74,13 +74,13 @@ class Row:
         return str(MODEL.tokenizer.decode([token for token in self.output if token not in MODEL.eos_token_ids]))
 
     def fork(self) -> Row:
-        """As a sequence that goes its own way: with a copy of the state."""
-        twin = copy.copy(self)
+        """Return an independent copy, with a copy of the state."""
+        fork = copy.copy(self)
         request = copy.copy(self.params["__req__"])
-        twin.output = request.output_ids = list(self.output)
+        fork.output = request.output_ids = list(self.output)
         request.state = copy.deepcopy(request.state)
-        twin.params = {**self.params, "__req__": request}
-        return twin
+        fork.params = {**self.params, "__req__": request}
+        return fork
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def new_row(processor: GrammarProcessor, make_row: Callable[..., dict[str, Any]]
 
 
 def allowed(processor: GrammarProcessor, *rows: Row) -> list[set[int]]:
-    """The tokens that each row may draw; other logits must stay as they were."""
+    """Return the tokens allowed in each row, and check that their logits are unchanged."""
     logits = torch.randn(len(rows), VOCAB_SIZE)
     before = logits.clone()
     assert processor(logits, [row.params for row in rows]) is logits
@@ -98,12 +98,12 @@ def allowed(processor: GrammarProcessor, *rows: Row) -> list[set[int]]:
     return [set(row.nonzero()[:, 0].tolist()) for row in free]
 
 
-def draw(processor: GrammarProcessor, row: Row, rng: random.Random, limit: int = 60) -> bool:
-    """Draw tokens until an end token. Long texts are led to their end. Returns whether there was one."""
-    for place in range(limit):
+def sample(processor: GrammarProcessor, row: Row, rng: random.Random, limit: int = 60) -> bool:
+    """Sample tokens until an end token. Long texts are steered to their end. Return whether there was one."""
+    for index in range(limit):
         (tokens,) = allowed(processor, row)
         assert tokens, row.text
-        if tokens & MODEL.eos_token_ids and (place > limit // 2 or rng.random() < 0.3):
+        if tokens & MODEL.eos_token_ids and (index > limit // 2 or rng.random() < 0.3):
             row.output.append(EOS)
             return True
         row.output.append(rng.choice(sorted(tokens - MODEL.eos_token_ids) or [EOS]))
@@ -116,7 +116,7 @@ REGEXES = ["(ab|a[bc]{2}|cab)c?", "a*b", "(a|b)*abb", "a{2,4}", "(abc)+|b", "", 
 
 
 def _prefixes(regex: str, alphabet: str = "abc", longest: int = 9) -> tuple[set[str], set[str]]:
-    """All texts of a small language up to a length, and all their beginnings."""
+    """Return all texts of a small language up to a length, and all their prefixes."""
     texts = {
         "".join(letters)
         for length in range(longest + 1)
@@ -127,9 +127,7 @@ def _prefixes(regex: str, alphabet: str = "abc", longest: int = 9) -> tuple[set[
 
 
 @pytest.mark.parametrize("regex", REGEXES)
-def test_exactly_the_tokens_are_allowed_that_lead_to_a_match(
-    processor: GrammarProcessor, new_row: Callable[..., Row], regex: str
-) -> None:
+def test_allowed_tokens_equal_definition(processor: GrammarProcessor, new_row: Callable[..., Row], regex: str) -> None:
     texts, prefixes = _prefixes(regex)
     letters = {token: text for token, text in TEXTS.items() if text and set(text) <= set("abc")}
     for start in sorted(prefix for prefix in prefixes if len(prefix) <= 3):
@@ -141,19 +139,19 @@ def test_exactly_the_tokens_are_allowed_that_lead_to_a_match(
         assert tokens & {*letters, *MODEL.eos_token_ids} == expected, start
 
 
-def test_padding_columns_are_never_drawn(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+def test_padding_columns_are_never_sampled(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     (tokens,) = allowed(processor, new_row(regex="(?s:.)*"))
     assert set(TEXTS) & tokens
     assert max(tokens) < VOCAB_SIZE - PADDING
 
 
 @pytest.mark.parametrize("regex", ["[a-c]{1,9}@[0-9]+", "(ab|ca)*é", r'"([^"\\\n]|\\["\\])*"', "(?i)yes|no"])
-def test_what_is_drawn_matches(processor: GrammarProcessor, new_row: Callable[..., Row], regex: str) -> None:
+def test_sampled_text_matches(processor: GrammarProcessor, new_row: Callable[..., Row], regex: str) -> None:
     rng = random.Random(0)
     finished = 0
     for _ in range(30):
         row = new_row(regex=regex)
-        if draw(processor, row, rng):
+        if sample(processor, row, rng):
             finished += 1
             assert re.fullmatch(regex, row.text), row.text
     assert finished >= 3
@@ -185,16 +183,16 @@ def _is_person(text: str) -> bool:
 
 
 @pytest.mark.parametrize("schema", [PERSON, json.dumps(PERSON)], ids=["object", "text"])
-def test_what_is_drawn_fits_the_schema(
+def test_sampled_text_matches_schema(
     processor: GrammarProcessor, new_row: Callable[..., Row], schema: dict[str, Any] | str
 ) -> None:
     rng = random.Random(1)
     rows = [new_row(json_schema=schema, whitespace_pattern="[ ]?") for _ in range(20)]
-    assert all(draw(processor, row, rng, limit=150) for row in rows)
+    assert all(sample(processor, row, rng, limit=150) for row in rows)
     assert all(_is_person(row.text) for row in rows), [row.text for row in rows]
 
 
-def test_the_end(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+def test_end_of_text(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     row = new_row(choice=["ab", "abc"])
     by_text = {text: token for token, text in TEXTS.items()}
     assert allowed(processor, row) == [{by_text["a"], by_text["ab"], by_text["abc"]}]
@@ -209,17 +207,13 @@ def test_the_end(processor: GrammarProcessor, new_row: Callable[..., Row]) -> No
     assert allowed(processor, row) == [set()]
 
 
-def test_an_end_token_before_the_end_is_not_allowed_again(
-    processor: GrammarProcessor, new_row: Callable[..., Row]
-) -> None:
+def test_early_end_token(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     row = new_row(regex="aa")
     row.output.append(EOS)
     assert allowed(processor, row) == [set()]
 
 
-def test_a_token_that_does_not_fit_leaves_the_row_without_tokens_until_it_is_taken_back(
-    processor: GrammarProcessor, new_row: Callable[..., Row]
-) -> None:
+def test_mismatching_token_forbids_all_until_removed(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     by_text = {text: token for token, text in TEXTS.items()}
     row, other = new_row(regex="a+"), new_row(regex="a+")
     row.output.extend([by_text["a"], by_text["b"], by_text["a"]])
@@ -231,9 +225,7 @@ def test_a_token_that_does_not_fit_leaves_the_row_without_tokens_until_it_is_tak
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_taking_back_is_as_if_it_was_never_drawn(
-    processor: GrammarProcessor, new_row: Callable[..., Row], seed: int
-) -> None:
+def test_removed_tokens_leave_no_trace(processor: GrammarProcessor, new_row: Callable[..., Row], seed: int) -> None:
     rng = random.Random(seed)
     params: dict[str, Any] = rng.choice(
         [
@@ -258,19 +250,19 @@ def test_taking_back_is_as_if_it_was_never_drawn(
         assert allowed(processor, row) == allowed(processor, fresh), row.text
 
 
-def test_a_forked_sequence_goes_its_own_way(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+def test_forked_sequence_is_independent(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     by_text = {text: token for token, text in TEXTS.items()}
     row = new_row(choice=["abb", "acc"])
     row.output.append(by_text["a"])
     allowed(processor, row)
-    twin = row.fork()
+    fork = row.fork()
     row.output.append(by_text["b"])
-    twin.output.append(by_text["c"])
-    assert allowed(processor, row, twin) == [{by_text["b"]}, {by_text["c"]}]
-    assert row.output != twin.output
+    fork.output.append(by_text["c"])
+    assert allowed(processor, row, fork) == [{by_text["b"]}, {by_text["c"]}]
+    assert row.output != fork.output
 
 
-def test_many_rows_with_grammars_of_their_own(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+def test_many_rows_with_different_grammars(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     rng = random.Random(3)
     kinds: list[dict[str, Any]] = [
         {"regex": "[ab]{3,}"},
@@ -290,7 +282,7 @@ def test_many_rows_with_grammars_of_their_own(processor: GrammarProcessor, new_r
             same.output.append(row.output[-1])
 
 
-def test_the_same_sequence_under_two_grammars(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+def test_two_grammars_on_one_sequence(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     by_text = {text: token for token, text in TEXTS.items()}
     one, two = new_row(regex="[ab]c"), new_row(regex="[bc]c")
     two.params["__req__"].state = one.params["__req__"].state
@@ -301,7 +293,7 @@ def test_the_same_sequence_under_two_grammars(processor: GrammarProcessor, new_r
 
 
 @pytest.mark.parametrize("after", ["<think>", [THINK]])
-def test_the_text_begins_after_a_marker(
+def test_text_begins_after_marker(
     processor: GrammarProcessor, new_row: Callable[..., Row], after: str | list[int]
 ) -> None:
     by_text = {text: token for token, text in TEXTS.items()}
@@ -317,7 +309,7 @@ def test_the_text_begins_after_a_marker(
     assert allowed(processor, row) == [everything]
 
 
-def test_a_marker_of_several_tokens(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+def test_marker_of_several_tokens(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     row = new_row(regex="c", after=[5, 5, 6])
     free = []
     for token in (5, 5, 5, 6):
@@ -337,10 +329,10 @@ def test_a_marker_of_several_tokens(processor: GrammarProcessor, new_row: Callab
         ([THINK, 11], False),
     ],
 )
-def test_where_the_prompt_leaves_the_model_thinking_the_text_begins_behind_the_end(
+def test_text_begins_after_thinking_in_the_prompt(
     prompt: list[int], waits: bool, make_row: Callable[..., dict[str, Any]]
 ) -> None:
-    """The end that a budget forces, or the one that the model writes by itself."""
+    """The end marker that a budget forces, or the one that the model writes by itself."""
     markers = ReasoningMarkers(TokenSequence([THINK]), TokenSequence([9, 10]), TokenSequence([11]))
     processor = GrammarProcessor(markers)
     by_text = {text: token for token, text in TEXTS.items()}
@@ -360,7 +352,7 @@ def test_where_the_prompt_leaves_the_model_thinking_the_text_begins_behind_the_e
     assert allowed(processor, own) == [text]
 
 
-def test_masks_of_the_step_are_computed_once(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+def test_masks_are_cached(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     row = new_row(regex="abc")
     allowed(processor, row)
     (cursor,) = row.params["__req__"].state.values()
@@ -369,7 +361,7 @@ def test_masks_of_the_step_are_computed_once(processor: GrammarProcessor, new_ro
     assert cursor.mask is mask
 
 
-def test_what_becomes_too_complex_on_the_way_is_not_ended_as_if_it_were_complete(
+def test_too_complex_grammar_does_not_end_the_text(
     processor: GrammarProcessor, new_row: Callable[..., Row], caplog: pytest.LogCaptureFixture
 ) -> None:
     row = new_row(regex="((((a{1,99}){1,99}){1,99}){1,99})b")
@@ -415,7 +407,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("params", "says"), REFUSED, ids=range(len(REFUSED)))
-def test_wrong_parameters_are_refused(processor: GrammarProcessor, params: dict[str, Any], says: str) -> None:
+def test_invalid_parameters_are_refused(processor: GrammarProcessor, params: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         processor.prepare(params, MODEL)
 

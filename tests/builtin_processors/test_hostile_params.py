@@ -1,4 +1,4 @@
-"""What a client can send to harm others: refused at admission, or no harm."""
+"""Parameters that could harm other requests are refused at admission, or harmless."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ TOO_MUCH: list[tuple[str, Params, str]] = [
 
 
 @pytest.mark.parametrize(("name", "params", "message"), TOO_MUCH)
-def test_too_much_is_refused(name: str, params: Params, message: str, model: ModelView) -> None:
+def test_oversized_parameters_are_refused(name: str, params: Params, message: str, model: ModelView) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         installed_processors().make(name).prepare(params, model)
 
@@ -102,21 +102,21 @@ TEXTS: list[tuple[str, Params, str]] = [
 
 
 @pytest.mark.parametrize(("name", "params", "field"), TEXTS)
-def test_a_text_that_is_none_is_refused(name: str, params: Params, field: str, model: ModelView) -> None:
-    """Tokenizers raise a TypeError of it."""
+def test_invalid_text_is_refused(name: str, params: Params, field: str, model: ModelView) -> None:
+    """Tokenizers would raise a TypeError."""
     with pytest.raises(ValueError, match=f"^{field}: .* holds half of a surrogate pair"):
         installed_processors().make(name).prepare({**params, field: "\ud800"}, model)
 
 
 @pytest.mark.parametrize(("name", "params", "field"), TEXTS)
-def test_a_token_beyond_the_logits_is_refused(name: str, params: Params, field: str, model: ModelView) -> None:
+def test_token_outside_the_vocabulary_is_refused(name: str, params: Params, field: str, model: ModelView) -> None:
     """A tokenizer may have more tokens than the model has logits: forcing one would fail a step for all its rows."""
     smaller = ModelView(50, model.eos_token_ids, model.tokenizer)
-    with pytest.raises(ValueError, match=f"^{field}: .* needs token [0-9]+, which the model cannot draw"):
+    with pytest.raises(ValueError, match=f"^{field}: .* needs token [0-9]+, which the model cannot sample"):
         installed_processors().make(name).prepare({**params, field: "z"}, smaller)
 
 
-def test_long_n_grams_take_no_more_memory_than_short_ones() -> None:
+def test_long_ngrams_take_no_more_memory() -> None:
     def peak(ngram_size: int) -> int:
         index = NGramIndex(ngram_size, 10**18)
         tracemalloc.start()
@@ -129,28 +129,28 @@ def test_long_n_grams_take_no_more_memory_than_short_ones() -> None:
     assert peak(2000) <= peak(2)
 
 
-def test_a_tree_s_candidates_are_cut_to_the_vocabulary_without_a_copy() -> None:
+def test_tree_candidates_are_sliced_without_copy() -> None:
     tree = TokenTree({"225": range(100_000)})
     allowed = tree.allowed(tree.start, 50_000)
     assert allowed.tolist() == list(range(50_000))
     assert np.shares_memory(allowed, tree.candidates(tree.start))
 
 
-def test_a_tree_in_a_request_begins_somewhere() -> None:
-    """A file need not, as in RTP-LLM, see `test_token_tree_format.py`. In a request nobody would see the mistake."""
+def test_tree_in_a_request_needs_a_start() -> None:
+    """Unlike in a file, see `test_token_tree_format.py`. In a request, the mistake would go unnoticed."""
     with pytest.raises(ValueError, match="where every sequence starts; it is the start_token_id"):
         TreeLogitsProcessor().prepare({"tree": {"prefix_dict": {}}}, ModelView(12, frozenset({2}), None))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_a_grammar_whose_masks_take_too_long_ends_its_row(
+def test_slow_masks_end_the_row(
     num_rows: int,
     model: ModelView,
     make_row: Callable[..., Params],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of several that are computed at the same time nobody can say which: the step after that finds out."""
+    """If several are computed in parallel, the slow one is identified in the next step."""
     processor = GrammarProcessor()
     rows = [make_row({"regex": "a*"}, [5], [], eos_token_ids={EOS}) for _ in range(num_rows)]
     for row in rows:
@@ -167,11 +167,11 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_row(
             row["__req__"].output_ids.append(token)
     with caplog.at_level(logging.WARNING):
         assert num_allowed() == [0] * num_rows
-    assert "a grammar became too complex to go on: a mask takes too long" in caplog.text
+    assert "a grammar became too complex to continue: a mask takes too long" in caplog.text
     assert num_allowed() == [0] * num_rows
 
 
-def test_after_a_slow_step_those_that_were_fast_go_on(
+def test_fast_rows_continue_after_a_slow_step(
     model: ModelView, make_row: Callable[..., Params], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = GrammarProcessor()
@@ -218,7 +218,7 @@ EXTREME: list[tuple[str, Params]] = [
 NOT_FOR_THE_TINY_MODEL = {f"{model}_thinking_budget" for model in ("deepseek_r1", "glm4_moe", "inkling", "qwen3")}
 
 
-def carried(name: str, params: Params) -> ProcessorRequest:
+def use(name: str, params: Params) -> ProcessorRequest:
     return ProcessorRequest(InstalledProcessor(name), params, own=True)
 
 
@@ -233,7 +233,7 @@ def request(rid: str, *processors: ProcessorRequest, n: int = 1, **params: Any) 
 
 
 async def outcome(engine: AsyncEngine, wanted: GenerationRequest) -> tuple[list[int], list[GenerationChunk]]:
-    """The tokens of the first continuation, and the last chunk of each."""
+    """Return the tokens of the first continuation, and the last chunk of each."""
     tokens: list[int] = []
     ends = []
     async for chunk in await engine.submit(wanted):
@@ -252,23 +252,23 @@ def run_all(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tuple[list[
 
 
 def assert_ended_in_order(ends: list[GenerationChunk]) -> None:
-    """With its last token, or because together its processors left none. No processor failed."""
+    """Check that it ended with its last token, or because its processors left none. No processor failed."""
     for chunk in ends:
         reason = chunk.finish_reason
         assert reason is not None
         assert reason.kind == "length" or (reason.error and reason.error.type == "NoTokenLeftError"), reason
 
 
-def test_the_extremes_are_those_of_every_processor() -> None:
+def test_extremes_cover_all_processors() -> None:
     assert {name for name, _ in EXTREME} | NOT_FOR_THE_TINY_MODEL == set(REGISTRY)
 
 
-def test_extremes_end_nobody_else_s_request(make_engine: Callable[..., AsyncEngine]) -> None:
-    """All of them in the same steps, and a request without any."""
+def test_extremes_do_not_affect_other_requests(make_engine: Callable[..., AsyncEngine]) -> None:
+    """All extremes in the same steps, and a request without processors."""
     engine = make_engine(max_num_seqs=32)
     alone = [tokens for tokens, _ in run_all(engine, request("plain"))]
-    wanted = [request(f"{place}", carried(*extreme), n=2) for place, extreme in enumerate(EXTREME)]
-    outcomes = run_all(engine, *wanted, request("beside"))
+    wanted = [request(f"{place}", use(*extreme), n=2) for place, extreme in enumerate(EXTREME)]
+    outcomes = run_all(engine, *wanted, request("other"))
     for _, ends in outcomes:
         assert_ended_in_order(ends)
     assert outcomes[-1][0] == alone[0]
@@ -277,16 +277,16 @@ def test_extremes_end_nobody_else_s_request(make_engine: Callable[..., AsyncEngi
 
 def test_all_extremes_in_one_request(make_engine: Callable[..., AsyncEngine]) -> None:
     engine = make_engine()
-    masks = [carried(*extreme) for extreme in EXTREME if CLASSES[extreme[0]].is_mask]
-    others = [carried(*extreme) for extreme in EXTREME if not CLASSES[extreme[0]].is_mask]
-    (without, ends), (_, ends_of_all), (beside, _) = run_all(
-        engine, request("without masks", *others * 4), request("all", *masks, *others, *masks), request("beside")
+    masks = [use(*extreme) for extreme in EXTREME if CLASSES[extreme[0]].is_mask]
+    others = [use(*extreme) for extreme in EXTREME if not CLASSES[extreme[0]].is_mask]
+    (without, ends), (_, ends_of_all), (other, _) = run_all(
+        engine, request("without masks", *others * 4), request("all", *masks, *others, *masks), request("other")
     )
     assert_ended_in_order([*ends, *ends_of_all])
-    assert (len(without), len(beside)) == (12, 12)
+    assert (len(without), len(other)) == (12, 12)
 
 
-def test_one_processor_as_often_as_a_request_may_carry_any(make_engine: Callable[..., AsyncEngine]) -> None:
+def test_maximum_uses_of_one_processor(make_engine: Callable[..., AsyncEngine]) -> None:
     engine = make_engine()
     for name, params in (
         ("no_repeat_ngram", {"ngram_size": 2, "window_size": 90}),
@@ -294,13 +294,13 @@ def test_one_processor_as_often_as_a_request_may_carry_any(make_engine: Callable
         ("trigger_phrase", {"phrase": "ab", "trigger_token_phrase": "a"}),
         ("thinking_budget", {"thinking_budget": 1, "start": "a", "end": "b"}),
     ):
-        ((tokens, ends),) = run_all(engine, request(name, *[carried(name, params)] * 64))
+        ((tokens, ends),) = run_all(engine, request(name, *[use(name, params)] * 64))
         assert_ended_in_order(ends)
         assert len(tokens) == 12, name
 
 
-def test_parameters_that_several_share(make_engine: Callable[..., AsyncEngine]) -> None:
-    """Each takes its own of the request's `custom_params`, and none changes them for the others."""
+def test_shared_parameters(make_engine: Callable[..., AsyncEngine]) -> None:
+    """Each reads its own keys of the request's `custom_params`, and none modifies them."""
     shared = {"phrase": "ab", "trigger_token_phrase": "b", "token_ids": [70], "choices": ["a", "b", "c"]}
     names = ("trigger_phrase", "force_last_phrase", "disallowed_tokens", "multiple_choice", "trigger_phrase")
     before = dict(shared)

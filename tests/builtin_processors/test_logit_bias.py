@@ -18,7 +18,7 @@ def test_each_row_gets_its_own_biases() -> None:
     ]
 
 
-def test_without_a_biased_request_the_logits_stay() -> None:
+def test_no_biases_is_a_noop() -> None:
     processor = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
     processor.update_state(None)
     assert processor.apply(torch.ones(1, 2)).tolist() == [[1.0, 1.0]]

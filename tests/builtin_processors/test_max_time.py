@@ -15,7 +15,7 @@ MakeRow = Callable[..., dict[str, Any]]
 EOS = 2
 
 
-def test_each_sequence_has_its_own_time(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_time_is_per_sequence(zoo_model: ModelView, make_row: MakeRow) -> None:
     clock = SimpleNamespace(now=50.0)
     processor = MaxTimeLogitsProcessor(lambda: clock.now)
     rows = [
@@ -32,22 +32,22 @@ def test_each_sequence_has_its_own_time(zoo_model: ModelView, make_row: MakeRow)
     assert ended == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2]]
 
 
-def test_where_a_mask_forbids_the_end_it_comes_later(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_forbidden_end_token_is_enforced_later(zoo_model: ModelView, make_row: MakeRow) -> None:
     clock = SimpleNamespace(now=0.0)
     processor = MaxTimeLogitsProcessor(lambda: clock.now)
     row = make_row({"max_time": 1}, [1], [], eos_token_ids=zoo_model.eos_token_ids, tokenizer=zoo_model.tokenizer)
-    drawn = []
+    sampled = []
     for forbidden in (False, True, True, False):
         logits = torch.arange(48.0).unsqueeze(0)
         if forbidden:
             logits[0, EOS] = -torch.inf
-        drawn.append(int(processor(logits, [row]).argmax()))
-        row["__req__"].output_ids.append(drawn[-1])
+        sampled.append(int(processor(logits, [row]).argmax()))
+        row["__req__"].output_ids.append(sampled[-1])
         clock.now += 2
-    assert drawn == [47, 47, 47, EOS]
+    assert sampled == [47, 47, 47, EOS]
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, 48)
     assert MaxTimeLogitsProcessor()(logits, []) is logits
     assert MaxTimeLogitsProcessor()(logits) is logits

@@ -28,9 +28,9 @@ def test_against_the_definition(scale: float) -> None:
     assert torch.equal(got, logits.masked_fill(~kept, -math.inf))
 
 
-def test_one_keeps_the_most_likely_tokens_with_their_ties() -> None:
+def test_min_p_of_one_keeps_ties() -> None:
     assert apply(torch.tensor([[1.0, 2.0, 2.0, -math.inf]]), 1.0).tolist() == [[-math.inf, 2.0, 2.0, -math.inf]]
 
 
-def test_the_most_likely_token_stays() -> None:
+def test_most_likely_token_is_kept() -> None:
     assert MinPLogitsProcessor(None, torch.device("cpu"), False).is_argmax_invariant()

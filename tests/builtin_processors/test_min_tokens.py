@@ -43,13 +43,13 @@ def test_stop_tokens_are_forbidden_until_the_minimum() -> None:
     assert forbidden(processor, 3) == [[], [], []]
 
 
-def test_without_end_tokens_there_is_nothing_to_do() -> None:
+def test_no_end_tokens() -> None:
     processor = new_processor()
     processor.update_state(BatchUpdate(1, [], [(0, SamplingParams(min_tokens=2), [], [])], []))
     assert forbidden(processor, 1) == [[]]
 
 
-def test_stop_tokens_stay_forbidden_where_nothing_else_is_left() -> None:
+def test_stop_tokens_stay_forbidden_if_nothing_else_is_left() -> None:
     processor = new_processor()
     params = SamplingParams(min_tokens=2, stop_token_ids=frozenset({0, 1}))
     processor.update_state(BatchUpdate(1, [], [(0, params, [], [])], []))
@@ -57,7 +57,7 @@ def test_stop_tokens_stay_forbidden_where_nothing_else_is_left() -> None:
     assert masked(processor.apply_with_spec_decode(torch.zeros(1, 2), [1])) == [[0, 1]]
 
 
-def test_it_may_change_the_argmax() -> None:
+def test_is_not_argmax_invariant() -> None:
     assert not new_processor().is_argmax_invariant()
 
 
@@ -65,7 +65,7 @@ def test_it_may_change_the_argmax() -> None:
 
 
 @pytest.mark.parametrize("case", DRAFTS["cases"], ids=range(len(DRAFTS["cases"])))
-def test_draft_rows_as_vllm_has_them(case: dict[str, Any]) -> None:
+def test_draft_rows_as_in_vllm(case: dict[str, Any]) -> None:
     processor = new_processor()
     added = [
         (
@@ -82,7 +82,7 @@ def test_draft_rows_as_vllm_has_them(case: dict[str, Any]) -> None:
 
 
 def test_draft_rows_follow_the_output_as_it_grows() -> None:
-    """Also without an update in between: the recording shows a request at one length each."""
+    """Also without an update in between; the recording has each request at one length only."""
     processor = new_processor()
     params = SamplingParams(min_tokens=5, stop_token_ids=frozenset({1}))
     plain, output = SamplingParams(), [0, 0]

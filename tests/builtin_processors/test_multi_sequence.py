@@ -19,7 +19,7 @@ NOT_CREATED = [case["name"] for case in RECORDED if not case["expect_created"]]
 
 @pytest.mark.parametrize("case", [case for case in RECORDED if case["expect_created"]], ids=lambda case: case["name"])
 def test_recorded(case: dict[str, Any], make_row: MakeRow, recorded_logits: Callable[[Any], torch.Tensor]) -> None:
-    """RTP-LLM is told which sequences are finished; here their outputs say so."""
+    """RTP-LLM gets the finished sequences as an argument; here, they follow from the outputs."""
     eos = case["eos_token_id"]
     for step in case["steps"]:
         logits = recorded_logits(step["logits_in"])
@@ -30,13 +30,13 @@ def test_recorded(case: dict[str, Any], make_row: MakeRow, recorded_logits: Call
         assert torch.equal(logits, recorded_logits(step["expect_logits"]))
 
 
-def test_what_is_recorded_of_requests_without_it() -> None:
-    """RTP-LLM has it only with several sequences a request; here a request asks for it."""
+def test_recorded_requests_without_processor() -> None:
+    """RTP-LLM only uses it with several sequences per request; here, a request enables it."""
     assert NOT_CREATED == ["not_created_single", "not_created_zero_returns"]
 
 
-def test_the_model_s_end_tokens_are_the_default(make_row: MakeRow) -> None:
-    """An end token in the prompt says nothing; tokens that are taken back, no more."""
+def test_default_is_the_models_end_tokens(make_row: MakeRow) -> None:
+    """End tokens in the prompt and removed end tokens do not count."""
     state: dict[str, Any] = {}
     left = []
     for output in ([], [4], [4, 1], [4, 1, 3], [4, 1, 3, 0], [4, 1], [4, 1, 5]):
@@ -48,7 +48,7 @@ def test_the_model_s_end_tokens_are_the_default(make_row: MakeRow) -> None:
     assert left == [everything, everything, everything, end, end, everything, end]
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, 12)
     assert MultiSequenceLogitsProcessor()(logits, []) is logits
     assert MultiSequenceLogitsProcessor()(logits) is logits

@@ -22,7 +22,7 @@ def answer(params: dict[str, Any], prompt: list[int], logits: torch.Tensor, mode
     return int(got.argmax())
 
 
-def test_words_speak_for_their_choices(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_first_words_boost_their_choices(zoo_model: ModelView, make_row: MakeRow) -> None:
     logits = torch.zeros(48)
     logits[ONE], logits[SCREEN] = 1.0, 4.0
     assert answer({}, PROMPT, logits, zoo_model, make_row) == ONE
@@ -30,26 +30,26 @@ def test_words_speak_for_their_choices(zoo_model: ModelView, make_row: MakeRow) 
 
 
 @pytest.mark.parametrize("boost", [0.5, -0.5])
-def test_a_word_that_is_forbidden_says_nothing(boost: float, zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_forbidden_first_word_is_ignored(boost: float, zoo_model: ModelView, make_row: MakeRow) -> None:
     logits = torch.zeros(48)
     logits[TWO], logits[SCREEN] = 1.0, -torch.inf
     assert answer({"boost_first_words": boost}, PROMPT, logits, zoo_model, make_row) == TWO
 
 
-def test_a_choice_that_is_forbidden_is_not_given(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_forbidden_choice_stays_forbidden(zoo_model: ModelView, make_row: MakeRow) -> None:
     logits = torch.zeros(48)
     logits[ONE], logits[SCREEN] = -torch.inf, 9.0
     assert answer({"choices": ["1", "2"]}, PROMPT, logits, zoo_model, make_row) == TWO
 
 
-def test_a_word_beyond_the_vocabulary(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_first_word_outside_the_vocabulary(zoo_model: ModelView, make_row: MakeRow) -> None:
     logits = torch.zeros(48)
     logits[TWO] = 1.0
     prompt = [NEW_LINE, ONE, DOT, 60, NEW_LINE, TWO, DOT, SCREEN]
     assert answer({"boost_first_words": 1.0}, prompt, logits, zoo_model, make_row) == TWO
 
 
-def test_the_prompt_is_read_once(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_prompt_is_read_once(zoo_model: ModelView, make_row: MakeRow) -> None:
     row = make_row({"boost_first_words": 1.0}, list(PROMPT), [], tokenizer=zoo_model.tokenizer, vocab_size=48)
     logits = torch.arange(48.0).unsqueeze(0)
     processor = MultipleChoiceLogitsProcessor()
@@ -59,7 +59,7 @@ def test_the_prompt_is_read_once(zoo_model: ModelView, make_row: MakeRow) -> Non
     assert torch.equal(processor(logits.clone(), [row]), first)
 
 
-def test_rows_with_choices_of_their_own(zoo_model: ModelView, make_row: MakeRow) -> None:
+def test_rows_with_different_choices(zoo_model: ModelView, make_row: MakeRow) -> None:
     lists = (["1", "2"], ["a"], ["b", "c", "d", "4"])
     rows = [make_row({"choices": choices}, PROMPT, [], tokenizer=zoo_model.tokenizer) for choices in lists]
     got = MultipleChoiceLogitsProcessor()(torch.arange(48.0).repeat(3, 1), rows)
@@ -68,13 +68,13 @@ def test_rows_with_choices_of_their_own(zoo_model: ModelView, make_row: MakeRow)
         assert int((row == 0).sum()) == 48 - len(choices)
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, 48)
     assert MultipleChoiceLogitsProcessor()(logits, []) is logits
     assert MultipleChoiceLogitsProcessor()(logits) is logits
 
 
-def test_defaults_are_the_originals(zoo_model: ModelView) -> None:
+def test_defaults_equal_the_original(zoo_model: ModelView) -> None:
     prepared = MultipleChoiceLogitsProcessor().prepare(None, zoo_model)
     assert (prepared.choices, prepared.delimiter, prepared.boost_first_words) == ((12, 13, 14, 15), DOT, 0.0)
 

@@ -36,7 +36,7 @@ def random_params(generator: random.Random) -> dict[str, Any]:
 
 
 def test_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> None:
-    """Sequences that grow, shrink and fork, several to a batch; windows shorter than n, n longer than the history."""
+    """Sequences that grow, shrink and fork, several per batch; windows shorter than n, n longer than the history."""
     generator = random.Random(1)
     cases, results = [], []
     for _ in range(80):
@@ -70,7 +70,7 @@ def test_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> No
 
 
 def test_rejected_drafts_leave_no_trace(make_row: MakeRow) -> None:
-    """A state that is rolled back with the history decides as a state that never saw the drafts."""
+    """A rolled-back state equals one that never saw the drafts."""
     generator = random.Random(2)
     processor = DeepseekOCRNoRepeatNGramLogitProcessor()
     params = {"ngram_size": 3, "window_size": 40}
@@ -86,7 +86,7 @@ def test_rejected_drafts_leave_no_trace(make_row: MakeRow) -> None:
         assert torch.equal(rolled_back, fresh)
 
 
-def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
+def test_step_only_reads_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
     generator = random.Random(3)
     prompt = counting_list(generator.choices(range(VOCAB_SIZE), k=5000))
     output, state = counting_list(), dict[str, Any]()
@@ -100,7 +100,7 @@ def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: Coun
     assert prompt.reads + output.reads <= 100 * 4  # the new token, and n - 1 before it
 
 
-def test_taking_tokens_back_does_not_read_the_history_again(make_row: MakeRow, counting_list: CountingList) -> None:
+def test_removing_tokens_does_not_reread_history(make_row: MakeRow, counting_list: CountingList) -> None:
     prompt, state = counting_list([1, 2, 3, 4] * 1000), dict[str, Any]()
     params = {"ngram_size": 3, "window_size": 100_000}
     processor = DeepseekOCRNoRepeatNGramLogitProcessor()
@@ -115,8 +115,8 @@ def test_taking_tokens_back_does_not_read_the_history_again(make_row: MakeRow, c
     st.integers(0, 6),
     st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 2), max_size=12)), max_size=12),
 )
-def test_the_index_is_that_of_the_window(ngram_size: int, more: int, changes: list[tuple[int, list[int]]]) -> None:
-    """Tokens are taken back, also more than the window holds, and others appended."""
+def test_index_covers_the_window(ngram_size: int, more: int, changes: list[tuple[int, list[int]]]) -> None:
+    """Tokens are removed, also more than the window holds, and others appended."""
     window_size = ngram_size + more
     index, prompt, output = NGramIndex(ngram_size, window_size), [0, 1, 0, 1], list[int]()
     for taken_back, new in changes:
@@ -131,7 +131,7 @@ def test_the_index_is_that_of_the_window(ngram_size: int, more: int, changes: li
             assert len(index) == len({tuple(ngram[:-1]) for ngram in ngrams})
 
 
-def test_the_window_forgets(make_row: MakeRow) -> None:
+def test_ngrams_leave_the_window(make_row: MakeRow) -> None:
     processor = DeepseekOCRNoRepeatNGramLogitProcessor()
     history = [1, 2, 0, 0, 0, 1]
     for window_size, expected in ((6, [2]), (5, [])):
@@ -139,7 +139,7 @@ def test_the_window_forgets(make_row: MakeRow) -> None:
         assert banned(processor(torch.zeros(1, VOCAB_SIZE), [row])) == expected
 
 
-def test_one_sequence_may_carry_two_sizes(make_row: MakeRow) -> None:
+def test_two_sizes_on_one_sequence(make_row: MakeRow) -> None:
     processor, state = DeepseekOCRNoRepeatNGramLogitProcessor(), dict[str, Any]()
     history = [1, 2, 3, 4, 2]
     for ngram_size, expected in ((2, [3]), (3, []), (2, [3])):

@@ -9,7 +9,7 @@ from logitship.builtin_processors.prevent_hallucination import DEFAULT_PHRASE
 from logitship.sampler.processors.request_view import ModelView
 
 
-def test_defaults_are_the_originals(zoo_model: ModelView) -> None:
+def test_defaults_equal_the_original(zoo_model: ModelView) -> None:
     prepared = PreventHallucinationLogitsProcessor().prepare({}, zoo_model)
     assert (prepared.minp, prepared.tolerate) == (0.4, 1)
     assert list(prepared.phrase) == zoo_model.tokenizer.encode(DEFAULT_PHRASE, add_special_tokens=False)

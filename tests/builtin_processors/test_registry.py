@@ -52,19 +52,19 @@ def test_get() -> None:
     assert "min_p" not in installed_processors()
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_name_lists_known_names() -> None:
     registry = Registry([Qwen3ThinkingBudgetLogitProcessor, DisallowedTokensLogitsProcessor])
     expected = "no processor is installed as 'qwen3'; installed are: disallowed_tokens, qwen3_thinking_budget"
     with pytest.raises(ProcessorLoadError, match=f"^{re.escape(expected)}$"):
         registry.get("qwen3")
 
 
-def test_an_unknown_name_in_an_empty_registry() -> None:
+def test_unknown_name_in_empty_registry() -> None:
     with pytest.raises(ProcessorLoadError, match="installed are: none"):
         Registry([]).get("a" * 10_000)
 
 
-def test_a_name_is_given_once() -> None:
+def test_duplicate_name_is_refused() -> None:
     registry = installed_processors()
     registry.add("disallowed_tokens", DisallowedTokensLogitsProcessor)
     with pytest.raises(
@@ -81,10 +81,10 @@ def test_registries_are_independent() -> None:
 
 
 @pytest.mark.parametrize("processor", INSTALLED)
-def test_what_every_installed_processor_has(processor: type[BuiltinProcessor]) -> None:
+def test_installed_processors_have_name_and_schema(processor: type[BuiltinProcessor]) -> None:
     assert not inspect.isabstract(processor)
     assert processor.__doc__
-    # In the class's own __dict__: a subclass that a user writes must not travel under this name.
+    # In the class's own __dict__: a user's subclass must not be pickled under this name.
     assert vars(processor).get("_pickles_as") in (None, (SGLANG_MODULE, processor.__name__))
     schema = json.loads(json.dumps(processor.params_schema))
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"

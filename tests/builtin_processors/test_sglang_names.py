@@ -34,13 +34,13 @@ STRINGS: dict[str, str] = json.loads(
 INSTALLED = [
     processor for name in installed_processors() if "_pickles_as" in vars(processor := installed_processors().get(name))
 ]
-"""Those that SGLang has too."""
+"""Classes that SGLang has too."""
 REFERENCE = bytes.fromhex(json.loads(STRINGS["DisallowedTokensLogitsProcessor"])["callable"])
 
 
 @pytest.fixture
 def sglang_class(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], type]:
-    """Makes an empty class that can be pickled by reference under any module and name."""
+    """Create an empty class that can be pickled by reference under any module and name."""
 
     def make(module_name: str, name: str) -> type:
         value = type(name, (), {"__module__": module_name})
@@ -67,11 +67,11 @@ def test_all_but_the_base_classes_are_installed() -> None:
 
 
 @pytest.mark.parametrize("processor", INSTALLED)
-def test_our_classes_travel_as_sglangs(processor: type[BuiltinProcessor]) -> None:
+def test_classes_are_serialized_as_sglangs(processor: type[BuiltinProcessor]) -> None:
     assert json.loads(processor.to_str())["callable"] == json.loads(STRINGS[processor.__name__])["callable"]
 
 
-def test_a_subclass_travels_by_value_on_top_of_sglangs_class() -> None:
+def test_subclass_is_serialized_by_value() -> None:
     class OtherModel(ThinkingBudgetLogitProcessor):
         THINKING_START_TOKEN_ID = 1
         THINKING_END_TOKEN_ID = 2
@@ -113,7 +113,7 @@ def test_every_pickler_and_protocol(
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_other_references_are_not_ours(sglang_class: Callable[[str, str], type], protocol: int) -> None:
+def test_other_references_are_refused(sglang_class: Callable[[str, str], type], protocol: int) -> None:
     for module, name in [
         (SGLANG_MODULE, "Unknown"),
         (SGLANG_MODULE, "CustomLogitProcessor"),
@@ -141,12 +141,12 @@ def test_other_references_are_not_ours(sglang_class: Callable[[str, str], type],
         pickle.dumps([1, 2, 3]),
     ],
 )
-def test_anything_beside_the_reference_is_refused(payload: bytes) -> None:
+def test_extra_bytes_are_refused(payload: bytes) -> None:
     assert installed_by_reference(payload) is None
 
 
 def test_declared_lengths_are_not_allocated() -> None:
-    """`pickletools.genops` would make a bytearray of the 256 MiB that this pickle announces."""
+    """`pickletools.genops` would allocate the bytearray of 256 MiB that this pickle declares."""
     payload = b"\x80\x05\x96" + (1 << 28).to_bytes(8, "little") + b"."
     tracemalloc.start()
     try:
@@ -163,8 +163,8 @@ def test_arbitrary_bytes_are_refused(payload: bytes) -> None:
 
 
 @given(st.integers(0, len(REFERENCE) - 1), st.integers(0, 255), st.integers(0, 3), st.binary(max_size=3))
-def test_a_mutated_reference_means_what_pickle_says(position: int, byte: int, cut: int, inserted: bytes) -> None:
-    """Where ours recognises a class, an unpickler that loads the bytes at all finds that class's name."""
+def test_mutated_reference_agrees_with_pickle(position: int, byte: int, cut: int, inserted: bytes) -> None:
+    """If a class is recognized, an unpickler that accepts the bytes looks up that class's name."""
     payload = REFERENCE[:position] + bytes([byte]) + inserted + REFERENCE[position + cut :]
     found = installed_by_reference(payload)
     if found is not None:

@@ -32,16 +32,16 @@ REFUSED = {
     "run_no_end_ids": "the same",
     "mask_ids_out_of_vocab_skipped": "nothing can be forbidden that the model has not",
 }
-"""Recorded parameters that a request cannot have here, and why. Those of them that work are replayed all the same."""
+"""Recorded parameters that are refused here, and why. If they work, they are replayed nevertheless."""
 
 LEFT_OUT = {
-    "end_id_out_of_vocab": "see `test_a_marker_outside_the_vocabulary_is_refused`",
-    "mask_ids_out_of_vocab_skipped": "see `test_a_marker_outside_the_vocabulary_is_refused`",
-    "run_token_mismatch_trusted": "RTP-LLM takes the forced token for drawn although another one was; here the history "
-    "says what was drawn, so that it can be taken back: see `test_another_token_than_the_forced_one`",
+    "end_id_out_of_vocab": "see `test_marker_outside_the_vocabulary_is_refused`",
+    "mask_ids_out_of_vocab_skipped": "see `test_marker_outside_the_vocabulary_is_refused`",
+    "run_token_mismatch_trusted": "RTP-LLM assumes that the forced token was sampled although another one was; "
+    "here the history decides, so that tokens can be removed: see `test_other_token_than_forced_is_sampled`",
     "row_count_mismatch_raises": "a check of RTP-LLM's own caller: here, the rows are those of the parameters",
 }
-"""Recorded cases that we do otherwise, and why."""
+"""Recorded cases that differ here, and why."""
 
 
 def cases(section: str) -> list[Any]:
@@ -53,7 +53,7 @@ def cases(section: str) -> list[Any]:
 
 
 def limit_of(config: dict[str, Any]) -> ThinkLimit:
-    """What `prepare` would make of recorded parameters, also of those that it refuses."""
+    """Return the result of `prepare` for recorded parameters, including those that it refuses."""
     budget, begin = config["max_thinking_tokens"], config.get("begin_think_token_ids")
     return ThinkLimit(
         config["in_think_mode"] and budget != 0,
@@ -74,7 +74,7 @@ def recorded_vocab(case: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("section", "case"), [*cases("think_v1"), *cases("think")])
 def test_recorded(section: str, case: dict[str, Any], make_row: MakeRow, recorded_logits: ReadLogits) -> None:
-    """RTP-LLM is told of new tokens and of lengths, here both follow from the output.
+    """RTP-LLM gets new tokens and lengths as arguments; here, both follow from the output.
 
     Where a recording has a step without the updates before it, the output is as long as it says, with a token that is
     in no marker.
@@ -134,7 +134,7 @@ def replay(
 def check_states(
     expected: list[dict[str, Any]], limit: ThinkLimit, outputs: list[list[int]], untold: list[int]
 ) -> None:
-    """The automaton's status. RTP-LLM's is ahead by the `pending` tokens: those that it forced and did not see yet."""
+    """Return the automaton's status. RTP-LLM's is ahead by the `pending` tokens, which were forced but not seen yet."""
     for recorded, output, more in zip(expected, outputs, untold, strict=True):
         status, ahead = 0, [*output, *recorded.get("pending", [])]
         for token in ahead:
@@ -146,16 +146,16 @@ def check_states(
             assert finished == limit.marker.is_finished(status)
 
 
-def test_what_is_left_out_is_recorded() -> None:
+def test_skipped_recordings_exist() -> None:
     names = {case["name"] for section in PROCESSORS for case in RECORDED[section]}
     assert names >= {*LEFT_OUT, *REFUSED}
 
 
 @pytest.mark.parametrize("case", RECORDED["think_spec"], ids=lambda case: case["name"])
 def test_recorded_drafts(case: dict[str, Any], make_row: MakeRow) -> None:
-    """The history of a draft row is the sequence's and the draft so far: what RTP-LLM does on a copy of its state.
+    """The history of a draft row is the sequence and the draft so far; RTP-LLM uses a copy of its state.
 
-    Rows after a draft token that is not allowed are recorded as RTP-LLM's caller left them. Nobody draws from them.
+    Rows after a draft token that is not allowed are recorded as RTP-LLM's caller left them. They are not sampled from.
     """
     limit, output = limit_of(case["generate_config"]), list[int]()
     state: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def test_recorded_flat(case: dict[str, Any], make_row: MakeRow, recorded_logits:
     assert logits[0].isfinite().nonzero().flatten().tolist() == case["expected_allowed"]
 
 
-def test_a_marker_outside_the_vocabulary_is_refused() -> None:
+def test_marker_outside_the_vocabulary_is_refused() -> None:
     model = ModelView(12, frozenset(), None)
     with pytest.raises(ValueError, match=r"^end_think_token_ids: token id 99 is outside the vocabulary \(0 to 11\)$"):
         ThinkModeLogitsProcessor().prepare({"max_thinking_tokens": 1, "end_think_token_ids": [99]}, model)
@@ -201,8 +201,8 @@ def test_a_marker_outside_the_vocabulary_is_refused() -> None:
         StrictThinkModeLogitsProcessor().prepare(params, model)
 
 
-def test_another_token_than_the_forced_one(make_row: MakeRow) -> None:
-    """The marker is forced once more, until it is there."""
+def test_other_token_than_forced_is_sampled(make_row: MakeRow) -> None:
+    """The marker is forced again until it is complete."""
     limit = ThinkLimit(True, 1, StringContainAutomaton((8, 9)), 7)
     forced = []
     for output in ([3], [3, 5], [3, 5, 8], [3, 5, 8, 5], [3, 5, 8, 5, 8, 9]):
@@ -213,7 +213,7 @@ def test_another_token_than_the_forced_one(make_row: MakeRow) -> None:
 
 
 def slow_think_mode(output: list[int], limit: ThinkLimit, is_strict: bool) -> tuple[int | None, set[int]]:
-    """The token that is forced, and those that are forbidden, by looking through the whole output."""
+    """Return the forced token and the forbidden tokens, by scanning the whole output."""
     marker = list(limit.marker.pattern)
     is_closed = any(output[start : start + len(marker)] == marker for start in range(len(output) + 1))
     if not is_closed:
@@ -226,7 +226,7 @@ def slow_think_mode(output: list[int], limit: ThinkLimit, is_strict: bool) -> tu
 
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_random_batches_against_a_slow_reference(is_strict: bool, make_row: MakeRow) -> None:
-    """Sequences with limits of their own that grow, shrink and fork."""
+    """Sequences with different limits that grow, shrink and fork."""
     generator = random.Random(0)
     processor = StrictThinkModeLogitsProcessor() if is_strict else ThinkModeLogitsProcessor()
     for _ in range(60):
@@ -261,7 +261,7 @@ def test_random_batches_against_a_slow_reference(is_strict: bool, make_row: Make
                 limits[1], outputs[1], states[1] = limits[0], list(outputs[0]), copy.deepcopy(states[0])
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, 12)
     assert ThinkModeLogitsProcessor()(logits, []) is logits
     assert ThinkModeLogitsProcessor()(logits) is logits
@@ -284,7 +284,7 @@ def byte_model() -> ModelView:
     ],
 )
 @pytest.mark.parametrize("processor", [ThinkModeLogitsProcessor(), StrictThinkModeLogitsProcessor()])
-def test_the_marker(processor: ThinkModeLogitsProcessor, params: dict[str, Any], marker: bytes) -> None:
+def test_end_marker(processor: ThinkModeLogitsProcessor, params: dict[str, Any], marker: bytes) -> None:
     limit = processor.prepare({"max_thinking_tokens": 3, **params}, byte_model())
     assert limit == ThinkLimit(True, 3, StringContainAutomaton(tuple(marker)), None)
 
@@ -299,7 +299,7 @@ def test_the_marker(processor: ThinkModeLogitsProcessor, params: dict[str, Any],
         ({"begin_think_token_ids": [5, 6]}, 5),
     ],
 )
-def test_what_begins_thinking(params: dict[str, Any], begin: int | None) -> None:
+def test_begin_marker(params: dict[str, Any], begin: int | None) -> None:
     limit = StrictThinkModeLogitsProcessor().prepare({"max_thinking_tokens": 3, **params}, byte_model())
     assert limit.begin == begin
 

@@ -44,7 +44,7 @@ def random_tokens(generator: random.Random, length: int) -> list[int]:
 
 
 def test_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> None:
-    """Sequences that grow, shrink and fork, several to a batch, with budgets that are set, absent and nonsense."""
+    """Sequences that grow, shrink and fork, several per batch, with valid, missing and invalid budgets."""
     generator = random.Random(1)
     budgets: list[Any] = [0, 1, 2, 3, 5, 8, 1000, None, -1, 2.0, "3", True]
     cases, results = [], []
@@ -80,7 +80,7 @@ def test_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> No
 
 
 def test_rejected_drafts_leave_no_trace(make_row: MakeRow) -> None:
-    """A state that is rolled back with the history decides as a state that never saw the drafts."""
+    """A rolled-back state equals one that never saw the drafts."""
     generator = random.Random(2)
     processor = SmallThinkingBudget()
     prompt, output, state = [4, START], list[int](), dict[str, Any]()
@@ -97,7 +97,7 @@ def test_rejected_drafts_leave_no_trace(make_row: MakeRow) -> None:
         assert torch.equal(rolled_back, fresh)
 
 
-def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
+def test_step_only_reads_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
     prompt, output, state = counting_list([START] + [0] * 5000), counting_list(), dict[str, Any]()
     processor = SmallThinkingBudget()
     processor(torch.zeros(1, VOCAB_SIZE), [make_row({"thinking_budget": 9999}, prompt, output, state)])
@@ -111,19 +111,19 @@ def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: Coun
 
 def test_new_line_then_end_of_thinking(make_row: MakeRow) -> None:
     processor, state, output = SmallThinkingBudget(), dict[str, Any](), [5, 5]
-    drawn = []
+    sampled = []
     for _ in range(3):
         logits = processor(torch.randn(1, VOCAB_SIZE), [make_row({"thinking_budget": 2}, [0, START], output, state)])
-        drawn.append(int(logits.argmax()))
-        if len(drawn) < 3:
+        sampled.append(int(logits.argmax()))
+        if len(sampled) < 3:
             assert torch.isinf(logits).sum() == VOCAB_SIZE - 1
             assert logits.max() == 0
-        output = [*output, drawn[-1]]
-    assert drawn[:2] == [NEW_LINE, END]
+        output = [*output, sampled[-1]]
+    assert sampled[:2] == [NEW_LINE, END]
     assert torch.isfinite(logits).all()
 
 
-def test_two_budgets_on_one_sequence_keep_apart(make_row: MakeRow) -> None:
+def test_two_budgets_on_one_sequence_are_independent(make_row: MakeRow) -> None:
     class OtherTokens(SmallThinkingBudget):
         THINKING_START_TOKEN_ID = 4
 
@@ -135,7 +135,7 @@ def test_two_budgets_on_one_sequence_keep_apart(make_row: MakeRow) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_model_tokens_are_sglangs(model: type[ThinkingBudgetLogitProcessor], make_row: MakeRow, sglang: Sglang) -> None:
-    """In a vocabulary that just holds the tokens, both force the same one after the same start token."""
+    """In a vocabulary that just contains the tokens, both force the same one after the same start token."""
     start, end, new_line = model.THINKING_START_TOKEN_ID, model.THINKING_END_TOKEN_ID, model.NEW_LINE_TOKEN_ID
     logits = [[0.5] * (max(start, end, new_line) + 1)]
     for output in ([7], [7, new_line], [end]):

@@ -49,7 +49,7 @@ def with_budget(budget: int | None) -> SamplingParams:
 
 
 def forced_tokens(processor: LogitsProcessor, rows: int, vocab_size: int) -> list[int | None]:
-    """What `apply` leaves of rows of zeros: one token, or (None) all of them."""
+    """Return the token that `apply` forces in each row, or None."""
     kept = [row.nonzero()[:, 0].tolist() for row in processor.apply(torch.zeros(rows, vocab_size)) == 0]
     assert all(len(tokens) in (1, vocab_size) for tokens in kept)
     return [tokens[0] if len(tokens) == 1 else None for tokens in kept]
@@ -85,7 +85,7 @@ QUIRKS: dict[tuple[int, int], tuple[str, dict[int, int | None]]] = {
     (57, 1): (SINGLE_END, {12: 23}),
     (57, 2): (SINGLE_END, {9: 23}),
 }
-"""(seed, row) → why not as recorded, and step → what is forced here instead. All other steps are as recorded."""
+"""(seed, row) → reason for a difference, and the token forced here by step. All other steps are as recorded."""
 
 
 def expected(case: dict[str, Any], recorded: Forced, reasons: set[str]) -> Forced:
@@ -99,7 +99,7 @@ def expected(case: dict[str, Any], recorded: Forced, reasons: set[str]) -> Force
 
 
 def replay(case: dict[str, Any]) -> Forced:
-    """What is forced along the tokens that were sampled in the recording."""
+    """Return the forced tokens along the recorded outputs."""
     processor = new_processor(case["start"], case["end"])
     outputs: list[list[int]] = [[] for _ in case["reqs"]]
     added = [
@@ -132,7 +132,7 @@ def occurrences(marker: list[int], tokens: list[int]) -> list[int]:
 
 
 def reference_forced(start: list[int], end: list[int], budget: int, prompt: list[int], output: list[int]) -> int | None:
-    """The token to force, by scanning the whole history section by section, marker after marker."""
+    """Return the token to force, by scanning the whole history for markers."""
     opened = max(occurrences(start, prompt), default=-1)
     closed = max((i + len(end) for i in occurrences(end, prompt)), default=0)
     is_thinking = opened >= closed
@@ -197,16 +197,16 @@ class Generation:
         return forced_tokens(self.processor, 1, 10)[0]
 
 
-def test_it_may_change_the_argmax() -> None:
+def test_is_not_argmax_invariant() -> None:
     assert not new_processor(START, END).is_argmax_invariant()
 
 
-def test_a_budget_of_zero_ends_the_thinking_at_once() -> None:
+def test_zero_budget_ends_thinking_at_once() -> None:
     sequence = Generation(new_processor(START, END), 0, [7])
     assert [sequence.forced_after(token) for token in (7, 1, 2, 3, 4, 7)] == [None, None, 3, 4, None, None]
 
 
-def test_thinking_in_the_prompt_counts() -> None:
+def test_thinking_in_prompt_counts() -> None:
     assert Generation(new_processor(START, END), 3, [1, 2, 7, 7]).forced_after() is None
     assert Generation(new_processor(START, END), 3, [1, 2, 7, 7]).forced_after(7) == 3
     assert Generation(new_processor(START, END), 3, [1, 2, 7, 7, 7, 7]).forced_after() == 3
@@ -221,24 +221,24 @@ def test_markers_between_prompt_and_output() -> None:
     assert Generation(new_processor([4, 2], END), 0, [3, 4]).forced_after(2) is None
 
 
-def test_every_thinking_has_the_budget_anew() -> None:
+def test_budget_restarts_with_each_thinking_block() -> None:
     sequence = Generation(new_processor([1], [3]), 2, [1])
     tokens = (7, 7, 3, 8, 1, 7, 7, 3, 1, 7, 3, 1, 7, 7)
     forced = [sequence.forced_after(token) for token in tokens]
     assert forced == [None, 3, None, None, None, None, 3, None, None, None, None, None, None, 3]
 
 
-def test_a_start_inside_the_thinking_gives_no_more_time() -> None:
+def test_start_marker_inside_thinking_is_ignored() -> None:
     sequence = Generation(new_processor([1], [3]), 3)
     assert [sequence.forced_after(token) for token in (1, 7, 1, 1)] == [None, None, None, 3]
 
 
-def test_an_end_that_the_model_has_begun_is_continued() -> None:
+def test_partial_end_marker_is_continued() -> None:
     assert Generation(new_processor([1], [3, 4, 5]), 2).forced_after(1, 7, 3) == 4
     assert Generation(new_processor([1], [3, 3, 4]), 3).forced_after(1, 3, 3, 3) == 4
 
 
-def test_the_model_may_end_its_thinking_otherwise_than_it_is_forced_to() -> None:
+def test_natural_end_marker() -> None:
     processor = new_processor([1], [8, 9, 3], natural_end=[3])
     sequence = Generation(processor, 2)
     assert [sequence.forced_after(token) for token in (1, 7, 3, 7, 7)] == [None] * 5
@@ -246,18 +246,18 @@ def test_the_model_may_end_its_thinking_otherwise_than_it_is_forced_to() -> None
     assert Generation(processor, 2, [1, 7, 7, 3]).forced_after() is None
 
 
-def test_a_natural_end_inside_the_forced_one_does_not_cut_it_short() -> None:
+def test_natural_end_inside_forced_end() -> None:
     sequence = Generation(new_processor([1], [3, 9], natural_end=[3]), 1)
     assert [sequence.forced_after(token) for token in (1, 7, 3, 9, 7)] == [None, 3, 9, None, None]
     assert sequence.forced_after(1, 3) is None
 
 
-def test_what_was_overruled_is_forced_again() -> None:
+def test_overruled_token_is_forced_again() -> None:
     sequence = Generation(new_processor([1], END), 0)
     assert [sequence.forced_after(token) for token in (1, 7, 3, 7, 3, 4, 7)] == [3, 3, 4, 3, 4, None, None]
 
 
-def test_tokens_that_are_taken_back() -> None:
+def test_removed_tokens() -> None:
     sequence = Generation(new_processor([1], END), 1)
     assert sequence.forced_after(1, 7) == 3
     del sequence.output[1:]
@@ -267,7 +267,7 @@ def test_tokens_that_are_taken_back() -> None:
     assert sequence.forced_after(7) is None
 
 
-def test_rows_come_move_and_go() -> None:
+def test_rows_are_added_moved_and_removed() -> None:
     processor = new_processor([1], [3])
     outputs: list[list[int]] = [[1], [], [1]]
     added = [(row, with_budget(0), [7], outputs[row]) for row in range(3)]
@@ -281,7 +281,7 @@ def test_rows_come_move_and_go() -> None:
     assert forced_tokens(processor, 2, 5) == [None, None]
 
 
-def test_a_row_keeps_its_logit() -> None:
+def test_forced_token_keeps_its_logit() -> None:
     processor = new_processor([1], [3])
     processor.update_state(BatchUpdate(2, [], [(1, with_budget(0), [1], [])], []))
     logits = torch.arange(10.0).reshape(2, 5)
@@ -289,8 +289,8 @@ def test_a_row_keeps_its_logit() -> None:
     assert logits.tolist() == [[0, 1, 2, 3, 4], [-math.inf] * 3 + [8, -math.inf]]
 
 
-def test_the_history_is_not_read_again() -> None:
-    """Of an output that grows by a token a step, a step reads two: the last that it knows, and the new one."""
+def test_history_is_read_once() -> None:
+    """If the output grows by a token, a step reads two: the last known one, and the new one."""
 
     class Counted(list[int]):
         read = 0
@@ -321,7 +321,7 @@ def test_the_history_is_not_read_again() -> None:
 def sampled(
     sampler_processors: list[LogitsProcessor], params: SamplingParams, logits: list[float], output: list[int]
 ) -> int | Exception:
-    """The token that a greedy request in thinking draws."""
+    """Return the token that a greedy request samples while thinking."""
     sampler = Sampler(len(logits), CPU, LogitsProcessors(sampler_processors))
     sampler.update_state(BatchUpdate(1, [], [(0, params, [1], output)], []))
     result = sampler.sample(torch.tensor([logits]))
@@ -342,7 +342,7 @@ def greedy(**params: Any) -> SamplingParams:
         greedy(bad_words_token_ids=[[0], [2, 3]]),
     ],
 )
-def test_nothing_but_a_mask_stands_against_it(params: SamplingParams) -> None:
+def test_only_masks_override_forcing(params: SamplingParams) -> None:
     assert sampled([new_processor([1], [3])], params, [0.0, 1.0, 9.0, -5.0], [0]) == 3
 
 
@@ -354,7 +354,7 @@ def test_nothing_but_a_mask_stands_against_it(params: SamplingParams) -> None:
         (greedy(min_tokens=2, stop_token_ids=[3]), [0], "min_tokens"),
     ],
 )
-def test_where_a_mask_forbids_the_end_the_request_ends(params: SamplingParams, output: list[int], also: str) -> None:
+def test_mask_that_forbids_the_end_ends_the_request(params: SamplingParams, output: list[int], also: str) -> None:
     processors: list[LogitsProcessor] = [MinTokensLogitsProcessor(None, CPU, False), new_processor([1], [3])]
     fault = sampled(processors, params, [0.0, 1.0, 9.0, -5.0], output)
     assert isinstance(fault, NoTokenLeftError)
@@ -375,7 +375,7 @@ def test_random_rows_and_log_probabilities() -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1.0, -1.0, "5", -2, [1]])
-def test_what_is_no_budget(value: Any) -> None:
+def test_invalid_budgets(value: Any) -> None:
     with pytest.raises(ValueError, match="thinking_token_budget: must be an integer: 0 or greater, or -1"):
         SamplingParams(thinking_token_budget=value)
 

@@ -26,10 +26,10 @@ MODEL = ModelView(12, frozenset({2}), None)
 
 LEFT_OUT = {
     "end_token_zero_quirk": "RTP-LLM takes the sequence for finished before its first token",
-    "all_candidates_out_of_vocab_masks_everything": "nothing may be drawn in RTP-LLM; here the end token may",
+    "all_candidates_out_of_vocab_masks_everything": "no token is allowed in RTP-LLM; here the end token is",
     "batch_mismatch_raises": "a check of RTP-LLM's own caller: here, the rows are those of the parameters",
 }
-"""Recorded steps that we do otherwise, and why."""
+"""Recorded steps that differ here, and why."""
 
 
 def tree_row(make_row: MakeRow, tree: TokenTree, output: list[int], state: dict[str, Any]) -> dict[str, Any]:
@@ -76,10 +76,10 @@ def test_recorded_flat(case: dict[str, Any], make_row: MakeRow, recorded_logits:
     "case", [case for case in RECORDED["chain"] if case["tree_config"]], ids=lambda case: case["name"]
 )
 def test_recorded_chains(case: dict[str, Any], make_row: MakeRow, recorded_logits: ReadLogits) -> None:
-    """The tree, then the processor for finished sequences. Where the two disagree, nothing is left.
+    """The tree, then the processor for finished sequences. If the two disagree, no token is left.
 
-    RTP-LLM is told which sequences are finished; here an output says so. The third recorded chain has a processor for
-    recommendations, which does not come with logitship.
+    RTP-LLM gets the finished sequences as an argument; here, they follow from the output. The third recorded chain has
+    a processor for recommendations, which does not come with logitship.
     """
     prompt, eos = case["generate_config"]["input_length"], case["eos_token_id"]
     (update,) = case["updates"]
@@ -100,8 +100,8 @@ def random_tree(generator: random.Random, vocab_size: int) -> TokenTree:
     return TokenTree(mapping, start_token_id=0, end_token_id=generator.randrange(vocab_size))
 
 
-def test_rows_with_trees_of_their_own_row_by_row(make_row: MakeRow) -> None:
-    """A batch, tokens taken back and sequences that fork: the same as each row alone, from the start."""
+def test_rows_with_different_trees(make_row: MakeRow) -> None:
+    """Rows of a batch with removed tokens and forks equal each row alone, from the start."""
     generator = random.Random(0)
     processor = TreeLogitsProcessor()
     trees = [random_tree(generator, 12) for _ in range(3)]
@@ -142,7 +142,7 @@ def test_two_trees_on_one_sequence_intersect(make_row: MakeRow) -> None:
         assert logits[0].isfinite().nonzero().flatten().tolist() == left
 
 
-def test_a_step_looks_at_new_tokens_only(make_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_only_follows_new_tokens(make_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
     tree, read, advance = TokenTree({"225": [1]}), list[int](), TokenTree.advance
 
     def counting(self: TokenTree, place: Any, token: int) -> Any:
@@ -160,7 +160,7 @@ def test_a_step_looks_at_new_tokens_only(make_row: MakeRow, monkeypatch: pytest.
     assert read == [3]
 
 
-def test_without_rows_nothing_happens() -> None:
+def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, 12)
     assert TreeLogitsProcessor()(logits, []) is logits
     assert TreeLogitsProcessor()(logits) is logits
@@ -181,7 +181,7 @@ def test_prepare() -> None:
         ({"tree": 5}, "tree: expected the name of a tree, or an object with prefix_dict, got 5"),
         ({"tree": None}, "tree: expected the name of a tree, or an object with prefix_dict, got None"),
         ({"tree": "towns"}, "tree: no tree is named 'towns'; those that the server loaded: cities, names"),
-        ({"tree": {}}, "tree: prefix_dict: missing, expected an object that says which tokens may follow which path"),
+        ({"tree": {}}, "tree: prefix_dict: missing, expected an object of the tokens that may follow each path"),
         ({"tree": {"prefix_dict": {"225": [1.5]}}}, "tree: prefix_dict['225'][0]: expected an integer, got 1.5"),
         ({"tree": {"prefix_dict": {}, "sep": 1}}, "tree: sep: expected a string, got 1"),
     ],
@@ -192,6 +192,6 @@ def test_refuses(params: dict[str, Any], message: str) -> None:
         processor.prepare(params, MODEL)
 
 
-def test_refuses_a_name_where_there_is_none() -> None:
+def test_refuses_name_without_loaded_trees() -> None:
     with pytest.raises(ValueError, match="those that the server loaded: none"):
         TreeLogitsProcessor().prepare({"tree": "cities"}, MODEL)

@@ -13,8 +13,8 @@ from logitship.sampler.processors.request_view import ModelView
 THANKS = 27
 
 
-def test_each_sequence_has_its_own_clock(zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]) -> None:
-    """In the original all rows of a call share one, and one row's phrase puts off the others'."""
+def test_timer_is_per_sequence(zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]) -> None:
+    """In the original, all rows of a call share one timer, so a row's phrase delays the others'."""
     clock = SimpleNamespace(now=1e7)
     processor = TriggerPhraseLogitsProcessor(lambda: clock.now)
     params = {"phrase": "Thanks", "trigger_time": 2, "trigger_count": 2}

@@ -80,7 +80,7 @@ def test_replay(processor_type: type[LogitsProcessor], after: str, trace: dict[s
         requests.append(step["order"], step["sampled"])
 
 
-def test_the_recording_covers_every_kind_of_change() -> None:
+def test_recording_covers_all_changes() -> None:
     updates = [step["batch_update"] for trace in TRACES for step in trace["steps"]]
     kinds = {how for update in updates if update for _, _, how in update["moved"]}
     assert kinds == {"SWAP", "UNIDIRECTIONAL"}
@@ -89,7 +89,7 @@ def test_the_recording_covers_every_kind_of_change() -> None:
 
 
 def test_removed_and_added_are_disjoint_in_the_recording() -> None:
-    """Why it does not matter which of the two is processed first."""
+    """So it does not matter which of the two is processed first."""
     for trace in TRACES:
         for step in trace["steps"]:
             update = step["batch_update"] or {"removed": [], "added": []}

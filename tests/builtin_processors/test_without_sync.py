@@ -1,4 +1,4 @@
-"""`apply` of the built-in batch processors never waits for the device, and `update_state` copies without waiting.
+"""`apply` of the built-in batch processors never synchronizes, and `update_state` copies asynchronously.
 
 There need be no GPU for this: what would wait on one is visible in the operations that PyTorch is asked for.
 """
@@ -52,15 +52,15 @@ WAITING = (
     "repeat_interleave",
     "bincount",
 )
-"""The executor must know a value or a shape that only the device knows."""
+"""Operations that need a value or a shape from the device on the host."""
 
 
 class WaitError(AssertionError):
-    """The executor would wait for the device."""
+    """Operations that synchronize with the device."""
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations for which the executor waits for a GPU."""
+    """Refuses operations that synchronize with a GPU."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,18 +104,18 @@ OFFENDERS: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("offend", OFFENDERS, ids=range(len(OFFENDERS)))
-def test_the_check_finds_what_waits(offend: Callable[[torch.Tensor], Any]) -> None:
+def test_check_detects_synchronization(offend: Callable[[torch.Tensor], Any]) -> None:
     with NoWaiting(), pytest.raises(WaitError):
         offend(torch.zeros(2, 3))
 
 
-def test_on_a_device_without_data_the_host_cannot_mix_in_its_own() -> None:
+def test_meta_device_rejects_host_data() -> None:
     with NoWaiting(), pytest.raises((WaitError, RuntimeError)):
         add_from_host(torch.zeros(2, 3, device=META))
 
 
 def updates() -> Iterator[tuple[int, BatchUpdate | None, list[list[int]]]]:
-    """A small life of a batch: number of rows, the update, and the outputs to extend after the step."""
+    """Yield the steps of a batch: number of rows, update, and the outputs to extend after the step."""
     rich = SamplingParams(
         min_tokens=2, stop_token_ids={1, 5}, logit_bias={3: 1.5, 7: -2.0}, min_p=0.2, thinking_token_budget=0
     )
@@ -136,7 +136,7 @@ def updates() -> Iterator[tuple[int, BatchUpdate | None, list[list[int]]]]:
 
 @pytest.mark.parametrize("device", [CPU, META], ids=str)
 @pytest.mark.parametrize("processor_type", PROCESSORS)
-def test_apply_does_not_wait(processor_type: type[LogitsProcessor], device: torch.device) -> None:
+def test_apply_does_not_synchronize(processor_type: type[LogitsProcessor], device: torch.device) -> None:
     torch.manual_seed(0)
     processor = processor_type(CONFIG, device, False)
     for rows, update, outputs in updates():
@@ -151,7 +151,7 @@ def test_apply_does_not_wait(processor_type: type[LogitsProcessor], device: torc
 
 
 class Copies(TorchDispatchMode):
-    """Notes copies to another device: (from page-locked memory, without waiting). Plays page-locked memory itself."""
+    """Records copies to another device: (from pinned memory, non-blocking). Emulates pinned memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("processor_type", PROCESSORS)
-def test_update_state_copies_without_waiting(processor_type: type[LogitsProcessor], pin_memory: bool) -> None:
+def test_update_state_copies_asynchronously(processor_type: type[LogitsProcessor], pin_memory: bool) -> None:
     processor = processor_type(CONFIG, META, pin_memory)
     copies = Copies()
     for _, update, _ in updates():
@@ -182,7 +182,7 @@ def test_update_state_copies_without_waiting(processor_type: type[LogitsProcesso
     assert set(copies.seen) == {(pin_memory, True)}
 
 
-def test_nothing_is_copied_while_nothing_changes() -> None:
+def test_no_copies_without_changes() -> None:
     for processor_type in PROCESSORS:
         processor = processor_type(CONFIG, META, False)
         for _, update, _ in itertools.islice(updates(), 2):
@@ -194,7 +194,7 @@ def test_nothing_is_copied_while_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_draft_rows_are_copied_without_waiting(pin_memory: bool) -> None:
+def test_draft_rows_are_copied_asynchronously(pin_memory: bool) -> None:
     processor = MinTokensLogitsProcessor(None, META, pin_memory)
     for _, update, _ in itertools.islice(updates(), 2):
         with Copies():
@@ -206,7 +206,7 @@ def test_draft_rows_are_copied_without_waiting(pin_memory: bool) -> None:
 
 
 class NoWaitingButCopies(NoWaiting):
-    """Lets copies to the device pass for which the executor does not wait."""
+    """Allows non-blocking copies to the device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -238,7 +238,7 @@ ROW_LEVEL: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "params"), ROW_LEVEL)
-def test_row_level_processors_do_not_wait(
+def test_row_level_processors_do_not_synchronize(
     name: str, params: dict[str, Any], zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]
 ) -> None:
     processor = installed_processors().make(name)

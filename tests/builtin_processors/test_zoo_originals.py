@@ -1,4 +1,4 @@
-"""The seven of logits-processor-zoo, against the originals on random sequences."""
+"""The seven processors of logits-processor-zoo, compared with the originals on random sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PHRASES = ["Thanks", "a fig b", "...I know.", "\n\nReferences:\n", "So final ans
 
 
 class Clock(SimpleNamespace):
-    """Stands where the zoo's modules have `time`, and where ours have a clock."""
+    """Replaces `time` in the zoo's modules, and the clock in ours."""
 
     now = 0.0
 
@@ -96,7 +96,7 @@ PARAMS: dict[type[BuiltinProcessor], Callable[[random.Random], dict[str, Any]]] 
 
 
 def random_prompt(rng: random.Random) -> list[int]:
-    """Words, and some questions with choices."""
+    """Return words, and some questions with choices."""
     prompt = rng.choices(range(VOCAB_SIZE), k=rng.randrange(1, 6))
     for number in range(rng.randrange(4)):
         line = [rng.choice([4, 5]), rng.choice([12, 16]) + number, rng.choice([6, 7, 8]), rng.randrange(VOCAB_SIZE)]
@@ -105,7 +105,7 @@ def random_prompt(rng: random.Random) -> list[int]:
 
 
 def random_logits(rng: random.Random) -> torch.Tensor:
-    """[vocab]: smooth, with ties, flat, or with a token that is sure; sometimes with forbidden ones."""
+    """Return logits [vocab]: smooth, with ties, flat, or with a dominant token; sometimes with forbidden tokens."""
     logits = torch.tensor([rng.gauss(0, 2) for _ in range(VOCAB_SIZE)])
     kind = rng.randrange(4)
     if kind == 0:
@@ -151,7 +151,7 @@ class Original:
 def test_equals_the_original(
     processor: type[BuiltinProcessor], variant: str, clock: Clock, zoo_model: ModelView, make_row: MakeRow
 ) -> None:
-    """Batches of sequences with parameters of their own. The original has an object for each."""
+    """Batches of sequences with different parameters. The original has an object per sequence."""
     rng = random.Random(f"{processor.name} {variant}")
     timed = processor in (MaxTimeLogitsProcessor, TriggerPhraseLogitsProcessor)
     compared = edited = 0

@@ -1,4 +1,4 @@
-"""The seven of logits-processor-zoo, against what the originals did alone: `tests/data/zoo.json`.
+"""The seven processors of logits-processor-zoo, compared with recordings of the originals: `tests/data/zoo.json`.
 
 Each recorded script is a request, and each of its rows a sequence. Sequences of all scripts of a processor are called
 together, in batches that are put together anew at each step.
@@ -119,7 +119,7 @@ class Sequence:
         return self.calls[0]
 
     def row(self, stage: int) -> dict[str, Any]:
-        """For the processor at one place of the script's chain, with the tokens of the next call."""
+        """Return a row for one processor of the script's chain, with the tokens of the next call."""
         request: RequestView = self.params[stage]["__req__"]
         request.output_ids = self.call.output_ids
         return self.params[stage]
@@ -194,7 +194,7 @@ def instance(name: str, clock: Clock) -> BuiltinProcessor:
 
 
 def batches(waiting: list[Sequence], rng: random.Random) -> Iterator[list[Sequence]]:
-    """Random sequences whose next calls are of the same time, in random order; until all were called to the end."""
+    """Yield random batches of sequences whose next calls have the same time, until all calls were made."""
     while waiting:
         time = rng.choice(waiting).call.clock
         batch = [sequence for sequence in waiting if sequence.call.clock == time and rng.random() < 0.7]
@@ -239,12 +239,12 @@ def test_replay(seed: int, zoo_models: dict[bool | None, ModelView]) -> None:
     [script for script in SCRIPTS if script["name"] in REFUSED],
     ids=lambda script: f"{script['variant']}-{script['name']}",
 )
-def test_parameters_that_are_refused(script: Script, zoo_models: dict[bool | None, ModelView]) -> None:
+def test_refused_parameters(script: Script, zoo_models: dict[bool | None, ModelView]) -> None:
     with pytest.raises(ValueError, match=f"^{REFUSED[script['name']]}"):
         PROCESSORS[script["processor"]]().prepare(params_of(script), model_of(script, zoo_models))
 
 
-def test_nothing_of_the_recording_is_forgotten() -> None:
+def test_whole_recording_is_replayed() -> None:
     names = {(script["name"], script["variant"]) for script in SCRIPTS}
     assert set(LEFT_OUT) <= names
     assert set(REFUSED) <= {name for name, _ in names}

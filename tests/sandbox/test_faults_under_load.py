@@ -1,8 +1,8 @@
-"""Every kind of fault that shipped code can have, while sixteen other streams run.
+"""Every kind of fault of shipped code, while sixteen other streams run.
 
-The offender's requests end with the right error, in time. The others get the tokens that they get without an offender.
-Half of the others carry shipped processors; two of them the offender's own class, with parameters that do no harm: one
-for another tenant, one in the offender's own sandbox, where the fault is one that ends a row and not the process.
+The faulty requests end with the right error, in time. The other streams get the same tokens as without faults. Half of
+them use shipped processors; two of them use the faulty class with harmless parameters: one for another tenant, and one
+in the same sandbox, if the fault only affects a row and not the process.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LOAD_TIMEOUT = 6.0
 """Seconds: as few as may be, since tests wait for them, and enough for who does no harm on a busy machine."""
 NUMBERS = itertools.count()
 GRACE = 30.0
-"""Seconds beyond its deadline after which an offender's request must have ended: the machine may be busy. Without a
-deadline, an offender takes a minute or more."""
+"""Seconds beyond its deadline after which a faulty request must have ended: the machine may be busy. Without a
+deadline, it takes a minute or more."""
 LENGTH = 120
 OFFENDER_LENGTH = 40
 
@@ -67,7 +67,7 @@ import torch
 from logitship import CustomLogitProcessor
 
 class NoRepeat(CustomLogitProcessor):
-    '''None of the last tokens once more. Keeps them in the sequence's state, and fails if the history is not exact.'''
+    '''Bans the last tokens. Keeps them in the sequence's state, and fails if the history is not exact.'''
     def __call__(self, logits, custom_param_list=None):
         result = logits.clone()
         for row, params in enumerate(custom_param_list):
@@ -86,7 +86,7 @@ import torch
 from logitship import CustomLogitProcessor
 
 def answer_frame():
-    '''The connection, and the number of the call: those of the worker that called.'''
+    '''Return the connection and the number of the call, from the worker's frame.'''
     frame = sys._getframe()
     while not {{"connection", "number"}} <= frame.f_locals.keys():
         frame = frame.f_back
@@ -103,14 +103,14 @@ class Offender(CustomLogitProcessor):
 
 
 def offender(body: str) -> SourceProcessor:
-    """A class that bans tokens, and executes `body` for a request that has come to its `from_step`."""
+    """Return a class that bans tokens, and executes `body` for a request that has reached its `from_step`."""
     indented = "".join(f"{' ' * 16}{line}\n" for line in body.splitlines())
     return SourceProcessor(OFFENDER.format(body=indented), "Offender")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One of the others."""
+    """A stream without faults."""
 
     name: str
     tenant: str = "other"
@@ -137,15 +137,16 @@ def seeded(seed: int, **more: Any) -> dict[str, Any]:
     return {"seed": seed, "temperature": 0.9, **more}
 
 
-def sixteen_streams(offending: SourceProcessor, own_company: bool) -> list[Stream]:
-    """The others.
+def sixteen_streams(offending: SourceProcessor, share_sandbox: bool) -> list[Stream]:
+    """Return the other streams.
 
     Args:
-        own_company: one of them is in the offender's sandbox.
+        offending: the faulty class.
+        share_sandbox: put one of them into the sandbox of the faulty requests.
     """
     disallowed = InstalledProcessor("disallowed_tokens")
     ngram = InstalledProcessor("no_repeat_ngram")
-    neighbour = ("", offending) if own_company else ("other", BAN)
+    sharing = ("", offending) if share_sandbox else ("other", BAN)
     return [
         Stream("greedy", sampling=GREEDY),
         Stream("greedy with penalties", sampling=GREEDY | {"repetition_penalty": 1.2, "presence_penalty": 0.3}),
@@ -166,12 +167,12 @@ def sixteen_streams(offending: SourceProcessor, own_company: bool) -> list[Strea
         Stream("seeded, no repeat", processors=((NO_REPEAT, {}),), sampling=seeded(7)),
         Stream("two shipped", processors=((NO_REPEAT, {}), (BAN, {"token_ids": [80]})), sampling=seeded(8)),
         Stream("the same class, another tenant", processors=((offending, HARMLESS),), sampling=seeded(9)),
-        Stream("beside the offender", neighbour[0], ((neighbour[1], HARMLESS),), seeded(10)),
+        Stream("same sandbox", sharing[0], ((sharing[1], HARMLESS),), seeded(10)),
     ]
 
 
 async def run_through(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishReason]:
-    """A request's tokens, and why it ended."""
+    """Return a request's tokens and finish reason."""
     tokens: list[int] = []
     async for chunk in await engine.submit(request):
         tokens += chunk.token_ids
@@ -180,8 +181,8 @@ async def run_through(engine: AsyncEngine, request: GenerationRequest) -> tuple[
     return tokens, last.finish_reason
 
 
-class Company:
-    """The sixteen others, each the same request again and again, until they are told to stop."""
+class OtherStreams:
+    """Runs the sixteen other streams repeatedly, and checks their tokens."""
 
     def __init__(self, engine: AsyncEngine, streams: list[Stream], expected: dict[str, list[int]]) -> None:
         self._engine = engine
@@ -190,7 +191,7 @@ class Company:
         self._stopping = False
         self._gained = {stream.name: asyncio.Event() for stream in streams}
 
-    async def each_gains_a_token(self) -> None:
+    async def wait_for_a_token_each(self) -> None:
         for event in self._gained.values():
             event.clear()
         for event in self._gained.values():
@@ -201,9 +202,9 @@ class Company:
         async with asyncio.TaskGroup() as group:
             for stream in self._streams:
                 group.create_task(self._run(stream))
-            await self.each_gains_a_token()
+            await self.wait_for_a_token_each()
             yield
-            await self.each_gains_a_token()
+            await self.wait_for_a_token_each()
             self._stopping = True
 
     async def _run(self, wanted: Stream) -> None:
@@ -225,7 +226,7 @@ class Company:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine, its HTTP front, and what each stream generates where nobody offends."""
+    """An engine, its HTTP app, and the tokens of each stream without faults."""
 
     engine: AsyncEngine
     app: FastAPI
@@ -249,7 +250,7 @@ def loaded(loaded_model: LoadedModel, sandbox_processes: Any) -> Iterator[Loaded
     engine = build_engine(config, loaded_model)
 
     async def undisturbed() -> dict[str, list[int]]:
-        streams = sixteen_streams(offender("pass"), own_company=True)
+        streams = sixteen_streams(offender("pass"), share_sandbox=True)
         results = await asyncio.gather(*(run_through(engine, stream.request()) for stream in streams))
         assert all(reason.kind == "length" for _, reason in results)
         return {stream.name: tokens for stream, (tokens, _) in zip(streams, results, strict=True)}
@@ -267,46 +268,47 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of fault.
+class FaultCase:
+    """A fault.
 
     Attributes:
-        body: what the class does, see `offender`.
-        fault: what the error says of its kind.
-        says: a regular expression that the error's message matches.
-        traceback: what stands in the traceback; "" if there is none.
-        ends_sandbox: it ends all that runs in the offender's sandbox, not only the offender's own rows.
+        name: the test id.
+        body: code of the class, see `offender`.
+        fault: expected kind of the fault.
+        message: regular expression for the error's message.
+        traceback: expected part of the traceback; "" if there is none.
+        ends_sandbox: it kills the sandbox, and so affects all its rows.
     """
 
     name: str
     body: str
     fault: str
-    says: str
+    message: str
     traceback: str = ""
     ends_sandbox: bool = False
 
 
-def raising(name: str, body: str, says: str) -> Kind:
-    return Kind(name, body, "exception", f"processor Offender raised {says}", body.splitlines()[-1].strip())
+def raising(name: str, body: str, message: str) -> FaultCase:
+    return FaultCase(name, body, "exception", f"processor Offender raised {message}", body.splitlines()[-1].strip())
 
 
-def bad_result(name: str, value: str, says: str) -> Kind:
-    return Kind(name, f"return {value}", "bad_result", f"processor Offender returned {says}")
+def bad_result(name: str, value: str, message: str) -> FaultCase:
+    return FaultCase(name, f"return {value}", "bad_result", f"processor Offender returned {message}")
 
 
-def ending(name: str, body: str, fault: str, says: str) -> Kind:
-    return Kind(name, body, fault, f"processor Offender {says}", ends_sandbox=True)
+def ending(name: str, body: str, fault: str, message: str) -> FaultCase:
+    return FaultCase(name, body, fault, f"processor Offender {message}", ends_sandbox=True)
 
 
 NO_ANSWER = rf"gave no answer within {STEP_TIMEOUT:g} s: its process was killed"
-NO_WORKER = "answered what no worker answers: its process was killed"
+INVALID_ANSWER = "sent an invalid answer: its process was killed"
 WRITE_FRAME = (
     "connection, number = answer_frame()\nos.write(connection, struct.pack('<IIQ', {kind}, number, {size}){more})"
 )
 
-KINDS = [
+FAULT_CASES = [
     raising("raises", "raise ValueError('no such luck')", "ValueError: no such luck"),
-    raising("raises from a helper's depth", "torch.zeros(2) @ torch.zeros(3)", "RuntimeError: "),
+    raising("raises in torch", "torch.zeros(2) @ torch.zeros(3)", "RuntimeError: "),
     raising("raises KeyboardInterrupt", "raise KeyboardInterrupt", "KeyboardInterrupt"),
     raising("raises GeneratorExit", "raise GeneratorExit('enough')", "GeneratorExit: enough"),
     raising("raises SystemExit", "sys.exit(7)", "SystemExit: 7"),
@@ -320,30 +322,30 @@ KINDS = [
     ),
     raising("recurses without end", "def again(): again()\nagain()", "RecursionError"),
     raising("makes a forbidden system call", "__import__('socket').socket()", "PermissionError"),
-    raising("tells where the server lives", "raise ValueError(f'{torch.__file__} {sys.path}')", "ValueError"),
-    Kind(
-        "an exception whose text has no end",
+    raising("reveals paths of the server", "raise ValueError(f'{torch.__file__} {sys.path}')", "ValueError"),
+    FaultCase(
+        "an exception with an endless message",
         "class Long(Exception):\n    def __str__(self): return 'x' * 3_000_000\nraise Long",
         "exception",
         r"processor Offender raised Long: x{1000,4096}… \(3000000 characters\)",
         "xxx",
     ),
-    Kind(
-        "an exception that raises when it is told",
+    FaultCase(
+        "an exception whose __str__ raises",
         "class Shy(Exception):\n    def __str__(self): raise SystemExit\nraise Shy",
         "exception",
         r"raised Shy: \(its message cannot be shown",
         "raise Shy",
     ),
-    Kind(
+    FaultCase(
         "a traceback that claims another file",
         "exec(compile('\\n' * 2 + '1 / 0', '/etc/passwd', 'exec'))",
         "exception",
         "raised ZeroDivisionError",
         'File "/etc/passwd", line 3',
     ),
-    Kind(
-        "its own attributes are gone",
+    FaultCase(
+        "deletes its parameters",
         "del params['__req__']\ncustom_param_list.clear()\nparams.clear()\nraise KeyError('gone')",
         "exception",
         "raised KeyError: 'gone'",
@@ -355,14 +357,14 @@ KINDS = [
     bad_result("returns integers", "logits.nan_to_num().long()", "dtype torch.int64"),
     bad_result("returns another device", "logits.to('meta')", "a tensor on meta"),
     bad_result("returns a sparse tensor", "logits.to_sparse()", "a tensor of layout torch.sparse_coo"),
-    Kind("leaves NaN", "row[7] = float('nan')", "non_finite", "returned NaN"),
-    Kind("leaves +inf", "row[7] = float('inf')", "non_finite", r"returned \+inf"),
-    Kind("leaves no token", "row[:] = -float('inf')", "non_finite", "left no token"),
+    FaultCase("leaves NaN", "row[7] = float('nan')", "non_finite", "returned NaN"),
+    FaultCase("leaves +inf", "row[7] = float('inf')", "non_finite", r"returned \+inf"),
+    FaultCase("leaves no token", "row[:] = -float('inf')", "non_finite", "left no token"),
     ending("loops", "while True: pass", "deadline", NO_ANSWER),
     ending("sleeps", "time.sleep(60)", "deadline", NO_ANSWER),
     ending("loops in C", "__import__('re').fullmatch('(a+)+b', 'a' * 60)", "deadline", NO_ANSWER),
     ending(
-        "an exception that loops when it is told",
+        "an exception whose __str__ loops",
         "class Slow(Exception):\n    def __str__(self):\n        while True: pass\nraise Slow",
         "deadline",
         NO_ANSWER,
@@ -384,36 +386,38 @@ KINDS = [
     ),
     ending("closes its connection", "os.closerange(3, 64)", "crash", "ended its process with exit status 1"),
     ending(
-        "closes its connection and goes on",
+        "closes its connection and continues",
         "os.closerange(3, 64)\ntime.sleep(60)",
         "crash",
         "closed its connection: its process was killed",
     ),
-    ending("answers garbage", "os.write(answer_frame()[0], b'\\xff' * 64)", "protocol", NO_WORKER),
+    ending("answers garbage", "os.write(answer_frame()[0], b'\\xff' * 64)", "protocol", INVALID_ANSWER),
     ending(
         "answers a pickle",
         WRITE_FRAME.format(kind=4, size=9, more=" + b'\\x80\\x04K\\x01.....'"),
         "protocol",
-        NO_WORKER,
+        INVALID_ANSWER,
     ),
     ending(
-        "answers of other rows",
+        "answers for other rows",
         WRITE_FRAME.format(kind=4, size=33, more=' + b\'[[[31],"exception","sorry","here"]]\'[:33]'),
         "protocol",
-        NO_WORKER,
+        INVALID_ANSWER,
     ),
-    ending("answers as if it were loaded", WRITE_FRAME.format(kind=1, size=0, more=""), "protocol", NO_WORKER),
-    ending("claims an endless answer", WRITE_FRAME.format(kind=3, size="1 << 60", more=""), "protocol", NO_WORKER),
-    ending("answers more than it claims", WRITE_FRAME.format(kind=3, size=0, more=" + b'!'"), "protocol", NO_WORKER),
+    ending("answers as if it were loaded", WRITE_FRAME.format(kind=1, size=0, more=""), "protocol", INVALID_ANSWER),
+    ending("claims an endless answer", WRITE_FRAME.format(kind=3, size="1 << 60", more=""), "protocol", INVALID_ANSWER),
     ending(
-        "answers half and falls silent",
+        "answers more than it claims", WRITE_FRAME.format(kind=3, size=0, more=" + b'!'"), "protocol", INVALID_ANSWER
+    ),
+    ending(
+        "answers partly and stops",
         "os.write(answer_frame()[0], b'\\x03\\0\\0')\ntime.sleep(60)",
         "deadline",
         NO_ANSWER,
     ),
-    ending("answers twice", WRITE_FRAME.format(kind=3, size=0, more=""), "protocol", NO_WORKER),
+    ending("answers twice", WRITE_FRAME.format(kind=3, size=0, more=""), "protocol", INVALID_ANSWER),
     ending(
-        "answers, then computes on",
+        "answers, then loops",
         WRITE_FRAME.format(kind=3, size=0, more="") + "\nwhile True: pass",
         "deadline",
         NO_ANSWER,
@@ -423,10 +427,12 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Ended:
-    """How an offender's request ended.
+    """The end of a faulty request.
 
     Attributes:
-        seconds: from its last token, or else from its admission, to its end.
+        tokens: its tokens.
+        reason: its finish reason.
+        seconds: time from its last token, or from its admission, to its end.
     """
 
     tokens: list[int]
@@ -453,20 +459,20 @@ async def post(app: FastAPI, body: dict[str, Any]) -> httpx.Response:
 
 
 def offender_stream(string: ProcessorString, from_step: int) -> Stream:
-    """The same request as that of the stream beside the offender, but for the parameter that says when."""
-    return Stream("beside the offender", "", ((string, HARMLESS | {"from_step": from_step}),), seeded(10))
+    """Return the stream in the same sandbox, but with a fault from `from_step` on."""
+    return Stream("same sandbox", "", ((string, HARMLESS | {"from_step": from_step}),), seeded(10))
 
 
-def assert_tells_nothing_of_the_server(text: str) -> None:
+def assert_no_server_paths(text: str) -> None:
     folders = {sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), str(Path.home()), os.getcwd()}
     for folder in folders | {"site-packages", "/sampler/", "/client/", "root:x:0"}:
         assert folder not in text
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_fault_ends_the_offender_and_nobody_else(loaded: Loaded, kind: Kind) -> None:
-    engine, string = loaded.engine, offender(kind.body)
-    company = Company(engine, sixteen_streams(string, own_company=not kind.ends_sandbox), loaded.expected)
+@pytest.mark.parametrize("case", FAULT_CASES, ids=lambda case: case.name)
+def test_fault_ends_only_the_faulty_requests(loaded: Loaded, case: FaultCase) -> None:
+    engine, string = loaded.engine, offender(case.body)
+    others = OtherStreams(engine, sixteen_streams(string, share_sandbox=not case.ends_sandbox), loaded.expected)
     http_body = {
         "input_ids": offender_stream(string, 2).request().prompt_token_ids,
         "custom_logit_processor": {"source": string.source, "class_name": string.class_name},
@@ -474,41 +480,41 @@ def test_a_fault_ends_the_offender_and_nobody_else(loaded: Loaded, kind: Kind) -
     }
 
     async def scene() -> tuple[list[Ended], httpx.Response, list[int]]:
-        async with company.running():
+        async with others.running():
             first, second, answer = await asyncio.gather(
                 offend(engine, offender_stream(string, 0).request(OFFENDER_LENGTH)),
                 offend(engine, offender_stream(string, 5).request(OFFENDER_LENGTH)),
                 post(loaded.app, http_body),
             )
-            # Once more, by somebody who does no harm.
-            again = Stream("beside the offender", "", ((string, HARMLESS),), seeded(10)).request(OFFENDER_LENGTH)
+            # The same class again, with harmless parameters.
+            again = Stream("same sandbox", "", ((string, HARMLESS),), seeded(10)).request(OFFENDER_LENGTH)
             tokens, reason = await run_through(engine, again)
             assert reason.kind == "length"
         return [first, second], answer, tokens
 
     ends, answer, tokens = run(scene())
-    expected = loaded.expected["beside the offender"]
+    expected = loaded.expected["same sandbox"]
     assert tokens == expected[:OFFENDER_LENGTH]
     for ended, from_step in zip(ends, (0, 5), strict=True):
         assert ended.tokens == expected[: len(ended.tokens)]
-        assert len(ended.tokens) == from_step or (kind.ends_sandbox and len(ended.tokens) <= from_step + 1)
+        assert len(ended.tokens) == from_step or (case.ends_sandbox and len(ended.tokens) <= from_step + 1)
         assert ended.seconds < STEP_TIMEOUT + GRACE
         error = ended.reason.error
         assert ended.reason.kind == "abort"
         assert error is not None
-        assert (error.type, error.status_code, error.kind) == ("ProcessorFault", 400, kind.fault), error
+        assert (error.type, error.status_code, error.kind) == ("ProcessorFault", 400, case.fault), error
         assert (error.digest, error.name) == (string.digest, "Offender")
-        assert re.search(kind.says, error.message), error.message
-        assert kind.traceback in error.traceback
-        assert bool(error.traceback) == bool(kind.traceback)
+        assert re.search(case.message, error.message), error.message
+        assert case.traceback in error.traceback
+        assert bool(error.traceback) == bool(case.traceback)
         assert len(error.message) + len(error.traceback) < 10_000
-        assert_tells_nothing_of_the_server(error.message + error.traceback)
+        assert_no_server_paths(error.message + error.traceback)
     assert answer.status_code == 400
-    told = answer.json()["error"]
-    assert (told["type"], told["digest"], told["name"]) == ("ProcessorFault", string.digest, "Offender")
-    assert re.search(kind.says, told["message"])
-    assert kind.traceback in told["traceback"]
-    assert_tells_nothing_of_the_server(answer.text)
+    reported = answer.json()["error"]
+    assert (reported["type"], reported["digest"], reported["name"]) == ("ProcessorFault", string.digest, "Offender")
+    assert re.search(case.message, reported["message"])
+    assert case.traceback in reported["traceback"]
+    assert_no_server_paths(answer.text)
 
 
 def load_source(body: str) -> SourceProcessor:
@@ -518,16 +524,18 @@ def load_source(body: str) -> SourceProcessor:
 
 
 @dataclass(frozen=True)
-class LoadKind:
-    """A kind of processor that cannot be loaded.
+class LoadCase:
+    """A processor that cannot be loaded.
 
     Attributes:
-        says: a regular expression that the refusal matches.
+        name: the test id.
+        string: the processor.
+        message: regular expression for the error's message.
     """
 
     name: str
     string: SourceProcessor | PickledProcessor
-    says: str
+    message: str
 
 
 UNABLE_TO_INIT = """
@@ -538,7 +546,7 @@ class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         return logits
 """
-ANSWERS_THAT_IT_IS_DONE = """
+ANSWERS_DONE = """
 frame = sys._getframe()
 while "connection" not in frame.f_locals:
     frame = frame.f_back
@@ -546,30 +554,33 @@ os.write(frame.f_locals["connection"], struct.pack("<IIQ", 3, 1, 0))
 time.sleep(60)
 """
 KILLED = r"was killed \(while it was loaded\)"
-LOAD_KINDS = [
-    LoadKind(
-        "loops", load_source("while True: pass"), rf"gave no answer within {LOAD_TIMEOUT:g} s: its process {KILLED}"
+TOO_SLOW = rf"gave no answer within {LOAD_TIMEOUT:g} s: its process {KILLED}"
+LOAD_CASES = [
+    LoadCase(
+        "loops", load_source("while True: pass"), TOO_SLOW
     ),
-    LoadKind(
-        "sleeps", load_source("time.sleep(60)"), rf"gave no answer within {LOAD_TIMEOUT:g} s: its process {KILLED}"
+    LoadCase(
+        "sleeps", load_source("time.sleep(60)"), TOO_SLOW
     ),
-    LoadKind("exits", load_source("os._exit(0)"), "ended its process with exit status 0"),
-    LoadKind("crashes", load_source("ctypes.string_at(0)"), "ended its process: SIGSEGV"),
-    LoadKind("raises", load_source("1 / 0"), "ZeroDivisionError"),
-    LoadKind("raises SystemExit", load_source("sys.exit(3)"), "SystemExit: 3"),
-    LoadKind("raises KeyboardInterrupt", load_source("raise KeyboardInterrupt"), "KeyboardInterrupt"),
-    LoadKind("takes all memory", load_source("hoard = [bytearray(1 << 20) for _ in range(1 << 20)]"), "MemoryError"),
-    LoadKind("closes its connection", load_source("os.closerange(3, 64)"), "ended its process with exit status 1"),
-    LoadKind("answers that it is done", load_source(ANSWERS_THAT_IT_IS_DONE), rf"answered what no worker.* {KILLED}"),
-    LoadKind("is no subclass", load_source("class P: pass"), "CustomLogitProcessor"),
-    LoadKind("is abstract", load_source("class P(CustomLogitProcessor): pass"), "abstract"),
-    LoadKind("is not there", load_source("class Q(CustomLogitProcessor): pass"), "P"),
-    LoadKind("does not parse", load_source("class P(:"), "syntax"),
-    LoadKind("raises in __init__", load_source(UNABLE_TO_INIT), "ZeroDivisionError"),
-    LoadKind("tells where the server lives", load_source("raise ValueError(sys.path, os.__file__)"), "ValueError"),
-    LoadKind("is no pickle", PickledProcessor(b"not a pickle"), "."),
-    LoadKind("exits when it is unpickled", PickledProcessor(b"cos\n_exit\n(I5\ntR."), "exit status 5"),
-    LoadKind("is another Python's", PickledProcessor(b"\x80\x04N.", python="3.9"), r"serialized by Python 3\.9"),
+    LoadCase("exits", load_source("os._exit(0)"), "ended its process with exit status 0"),
+    LoadCase("crashes", load_source("ctypes.string_at(0)"), "ended its process: SIGSEGV"),
+    LoadCase("raises", load_source("1 / 0"), "ZeroDivisionError"),
+    LoadCase("raises SystemExit", load_source("sys.exit(3)"), "SystemExit: 3"),
+    LoadCase("raises KeyboardInterrupt", load_source("raise KeyboardInterrupt"), "KeyboardInterrupt"),
+    LoadCase("takes all memory", load_source("hoard = [bytearray(1 << 20) for _ in range(1 << 20)]"), "MemoryError"),
+    LoadCase("closes its connection", load_source("os.closerange(3, 64)"), "ended its process with exit status 1"),
+    LoadCase("answers DONE", load_source(ANSWERS_DONE), rf"sent an invalid answer.* {KILLED}"),
+    LoadCase("is not a subclass", load_source("class P: pass"), "CustomLogitProcessor"),
+    LoadCase("is abstract", load_source("class P(CustomLogitProcessor): pass"), "abstract"),
+    LoadCase("is missing", load_source("class Q(CustomLogitProcessor): pass"), "P"),
+    LoadCase("does not parse", load_source("class P(:"), "syntax"),
+    LoadCase("raises in __init__", load_source(UNABLE_TO_INIT), "ZeroDivisionError"),
+    LoadCase("reveals paths of the server", load_source("raise ValueError(sys.path, os.__file__)"), "ValueError"),
+    LoadCase("is not a pickle", PickledProcessor(b"not a pickle"), "."),
+    LoadCase("exits when it is unpickled", PickledProcessor(b"cos\n_exit\n(I5\ntR."), "exit status 5"),
+    LoadCase(
+        "is from another Python version", PickledProcessor(b"\x80\x04N.", python="3.9"), r"serialized by Python 3\.9"
+    ),
 ]
 
 
@@ -580,35 +591,35 @@ def string_json(string: SourceProcessor | PickledProcessor) -> dict[str, Any]:
     return {"callable": string.payload.hex(), **about}
 
 
-@pytest.mark.parametrize("kind", LOAD_KINDS, ids=lambda kind: kind.name)
-def test_what_cannot_be_loaded_is_refused(loaded: Loaded, kind: LoadKind) -> None:
+@pytest.mark.parametrize("case", LOAD_CASES, ids=lambda case: case.name)
+def test_processor_that_cannot_be_loaded_is_refused(loaded: Loaded, case: LoadCase) -> None:
     engine = loaded.engine
-    company = Company(engine, sixteen_streams(offender("pass"), own_company=True), loaded.expected)
-    stream = Stream("refused", "", ((kind.string, {}),))
+    others = OtherStreams(engine, sixteen_streams(offender("pass"), share_sandbox=True), loaded.expected)
+    stream = Stream("refused", "", ((case.string, {}),))
 
     async def scene() -> httpx.Response:
-        async with company.running():
+        async with others.running():
             for _ in range(2):
                 began = time.monotonic()
-                with pytest.raises(BadRequest, match=kind.says) as caught:
+                with pytest.raises(BadRequest, match=case.message) as caught:
                     await engine.submit(stream.request())
                 assert time.monotonic() - began < LOAD_TIMEOUT + GRACE
                 assert caught.value.param == "processors[0]"
-                assert_tells_nothing_of_the_server(caught.value.message)
-            return await post(loaded.app, {"input_ids": [5], "custom_logit_processor": string_json(kind.string)})
+                assert_no_server_paths(caught.value.message)
+            return await post(loaded.app, {"input_ids": [5], "custom_logit_processor": string_json(case.string)})
 
     answer = run(scene())
     assert answer.status_code == 400
-    assert re.search(kind.says, answer.json()["error"]["message"])
-    assert_tells_nothing_of_the_server(answer.text)
+    assert re.search(case.message, answer.json()["error"]["message"])
+    assert_no_server_paths(answer.text)
 
 
-def test_a_string_over_the_size_limit_is_refused(loaded: Loaded) -> None:
-    company = Company(loaded.engine, sixteen_streams(offender("pass"), own_company=True), loaded.expected)
+def test_processor_over_size_limit_is_refused(loaded: Loaded) -> None:
+    others = OtherStreams(loaded.engine, sixteen_streams(offender("pass"), share_sandbox=True), loaded.expected)
     source = {"source": "#" * ((1 << 20) + 1), "class_name": "P"}
 
     async def scene() -> httpx.Response:
-        async with company.running():
+        async with others.running():
             return await post(loaded.app, {"input_ids": [5], "custom_logit_processor": source})
 
     answer = run(scene())
@@ -616,36 +627,36 @@ def test_a_string_over_the_size_limit_is_refused(loaded: Loaded) -> None:
     assert "1048576" in answer.json()["error"]["message"]
 
 
-async def ends_its_sandbox(loaded: Loaded, request: GenerationRequest, kind: str) -> None:
+async def assert_sandbox_ends(loaded: Loaded, request: GenerationRequest, kind: str) -> None:
     ended = await offend(loaded.engine, request)
     assert ended.reason.error is not None
     assert (ended.reason.error.type, ended.reason.error.kind) == ("ProcessorFault", kind)
     assert ended.seconds < STEP_TIMEOUT + GRACE
 
 
-def test_parameters_that_do_not_fit_into_a_sandbox(loaded: Loaded) -> None:
+def test_parameters_over_the_memory_limit(loaded: Loaded) -> None:
     string = offender("pass")
-    company = Company(loaded.engine, sixteen_streams(string, own_company=False), loaded.expected)
+    others = OtherStreams(loaded.engine, sixteen_streams(string, share_sandbox=False), loaded.expected)
     too_much = Stream("too much", "", ((string, {"token_ids": [], "text": "x" * (70 << 20)}),))
     fitting = offender_stream(string, 1000)
 
     async def scene() -> list[int]:
-        async with company.running():
-            await ends_its_sandbox(loaded, too_much.request(OFFENDER_LENGTH), "crash")
+        async with others.running():
+            await assert_sandbox_ends(loaded, too_much.request(OFFENDER_LENGTH), "crash")
             tokens, _ = await run_through(loaded.engine, fitting.request(OFFENDER_LENGTH))
         return tokens
 
-    assert run(scene()) == loaded.expected["beside the offender"][:OFFENDER_LENGTH]
+    assert run(scene()) == loaded.expected["same sandbox"][:OFFENDER_LENGTH]
 
 
 def sandboxes_in_use(engine: AsyncEngine) -> set[Sandbox]:
-    """Those that have a processor, and not those that wait for one."""
+    """Return the sandboxes that have a processor, without spares."""
     assert engine._sandboxes is not None
     return set(engine._sandboxes._sandboxes)
 
 
 async def end_of(sandbox: Sandbox) -> None:
-    """Wait for the end of its process."""
+    """Wait for its process to exit."""
     ended = asyncio.Event()
     pidfd = os.dup(sandbox._process.pidfd)
     asyncio.get_running_loop().add_reader(pidfd, ended.set)
@@ -654,19 +665,19 @@ async def end_of(sandbox: Sandbox) -> None:
     os.close(pidfd)
 
 
-def test_one_that_computes_after_its_last_answer_is_killed(loaded: Loaded) -> None:
-    """Nobody asks it for anything any more, so that no deadline ends it."""
+def test_computing_after_the_last_answer_is_limited(loaded: Loaded) -> None:
+    """No call is in flight, so no deadline applies."""
     string = offender("# alone\n{}\nwhile True: pass".format(WRITE_FRAME.format(kind=3, size=0, more="")))
-    company = Company(loaded.engine, sixteen_streams(string, own_company=False), loaded.expected)
+    others = OtherStreams(loaded.engine, sixteen_streams(string, share_sandbox=False), loaded.expected)
 
     async def scene() -> list[int]:
-        async with company.running():
-            others = sandboxes_in_use(loaded.engine)
+        async with others.running():
+            before = sandboxes_in_use(loaded.engine)
             _, reason = await run_through(loaded.engine, offender_stream(string, 0).request(1))
             assert reason.kind == "length"
-            (sandbox,) = sandboxes_in_use(loaded.engine) - others
+            (sandbox,) = sandboxes_in_use(loaded.engine) - before
             await end_of(sandbox)
             again, _ = await run_through(loaded.engine, offender_stream(string, 1000).request(OFFENDER_LENGTH))
         return again
 
-    assert run(scene()) == loaded.expected["beside the offender"][:OFFENDER_LENGTH]
+    assert run(scene()) == loaded.expected["same sandbox"][:OFFENDER_LENGTH]

@@ -1,6 +1,6 @@
-"""SIGKILL of any process of the sandboxes at any moment, and every way in which a server ends.
+"""SIGKILL of any sandbox process at any moment.
 
-Nothing hangs, every request ends with its tokens or with a typed error, and nothing is left behind.
+Nothing hangs, every request ends with its tokens or with a typed error, and nothing leaks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox import zygote_process as template_process
+from logitship.sampler.sandbox import zygote_process
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 from logitship.server.config import ServerConfig
@@ -39,9 +39,9 @@ from logitship.server.requests.messages import FinishReason, GenerationRequest, 
 KILLS = 200
 LENGTH = 12
 PATIENCE = 60.0
-"""Seconds after which a request counts as hanging. It takes a fraction of one, if the machine is not busy."""
-WEIGHTS = {"sandbox": 150, "template": 36, "between": 8, "launcher": 6}
-"""How often each is killed. A launcher takes the longest to come back: it imports torch."""
+"""Seconds after which a request counts as hanging. It takes less than a second."""
+WEIGHTS = {"sandbox": 150, "zygote": 36, "between": 8, "launcher": 6}
+"""Relative frequency of kills by role. A launcher takes longest to restart, because it imports torch."""
 NUMBERS = itertools.count()
 
 COUNTDOWN = SourceProcessor(
@@ -79,17 +79,17 @@ class Ban(CustomLogitProcessor):
 
 @dataclass(frozen=True)
 class Stream:
-    """A request that is sent again and again.
+    """A request that is sent repeatedly.
 
     Attributes:
-        ever_new: each time with another class, so that each time a sandbox is forked.
+        new_class_each_time: change the class for each request, so that a new sandbox is forked.
     """
 
     name: str
     seed: int
     tenant: str = ""
     processors: tuple[tuple[SourceProcessor, dict[str, Any]], ...] = ()
-    ever_new: bool = False
+    new_class_each_time: bool = False
 
     def request(self) -> GenerationRequest:
         number = next(NUMBERS)
@@ -104,7 +104,9 @@ class Stream:
         )
 
     def _string(self, string: SourceProcessor, number: int) -> SourceProcessor:
-        return SourceProcessor(f"# {number}\n{string.source}", string.class_name) if self.ever_new else string
+        return (
+            SourceProcessor(f"# {number}\n{string.source}", string.class_name) if self.new_class_each_time else string
+        )
 
 
 PLAIN = [Stream(f"without a processor {number}", number) for number in range(4)]
@@ -116,13 +118,13 @@ SANDBOXED = [
     Stream("countdown", 14, processors=((COUNTDOWN, {"plus": 0}),)),
     Stream("countdown, another tenant", 15, "a", ((COUNTDOWN, {"plus": 7}),)),
     Stream("countdown, a fourth tenant", 16, "c", ((COUNTDOWN, {"plus": 9}),)),
-    Stream("ever new", 18, processors=((BAN, {"token_ids": [60]}),), ever_new=True),
+    Stream("new class each time", 18, processors=((BAN, {"token_ids": [60]}),), new_class_each_time=True),
     Stream("both", 17, processors=((BAN, {"token_ids": [50]}), (COUNTDOWN, {"plus": 3}))),
 ]
 
 
 async def run_through(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishReason]:
-    """A request's tokens, and why it ended. It must end soon, if only with an error."""
+    """Return a request's tokens and finish reason. It must end in time, possibly with an error."""
     tokens: list[int] = []
     async with asyncio.timeout(PATIENCE):
         async for chunk in await engine.submit(request):
@@ -157,7 +159,7 @@ def config(**settings: Any) -> ServerConfig:
 
 
 class Trap:
-    """Does something at a certain moment of the engine's work: once a place in it was passed for the nth time."""
+    """Runs an action when the engine passes a trace point for the nth time."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
@@ -165,15 +167,15 @@ class Trap:
         self.sprung = threading.Event()
         for cls, method, before, after in (
             (ModelRunner, "forward", "before the model", "after the model"),
-            (Sandbox, "begin", "before a call is sent", "while a call is under way"),
+            (Sandbox, "begin", "before a call is sent", "while a call is in flight"),
             (Sandbox, "advance", "before an answer is read", "after an answer was read"),
-            (Sandbox, "tell", "before a sequence comes or goes", "after a sequence came or went"),
+            (Sandbox, "enqueue", "before a command is queued", "after a command was queued"),
             (ZygoteProcess, "fork", "before a fork", "after a fork"),
         ):
             patch.setattr(cls, method, self._watched(getattr(cls, method), before, after))
 
     def _watched(self, method: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
-        self.places = (*getattr(self, "places", ()), before, after)
+        self.trace_points = (*getattr(self, "trace_points", ()), before, after)
 
         def watched(*arguments: Any, **options: Any) -> Any:
             self._pass(before)
@@ -184,25 +186,25 @@ class Trap:
 
         return watched
 
-    def arm(self, place: str, passes: int, action: Callable[[], bool]) -> None:
-        """Do `action` on passing there; once more at the next pass if it answers False."""
+    def arm(self, trace_point: str, passes: int, action: Callable[[], bool]) -> None:
+        """Run `action` at this trace point after `passes` passes; again at the next pass if it returns False."""
         self.sprung.clear()
-        self._armed = place, passes, action
+        self._armed = trace_point, passes, action
 
-    def _pass(self, place: str) -> None:
+    def _pass(self, trace_point: str) -> None:
         with self._lock:
-            if self._armed is None or self._armed[0] != place:
+            if self._armed is None or self._armed[0] != trace_point:
                 return
             _, passes, action = self._armed
             if passes > 0 or not action():
-                self._armed = place, max(passes - 1, 0), action
+                self._armed = trace_point, max(passes - 1, 0), action
                 return
             self._armed = None
         self.sprung.set()
 
 
 def kill(process: int, mark: str) -> bool:
-    """SIGKILL a process, if it still is the one that is meant."""
+    """SIGKILL a process, unless its PID was reused."""
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(process)
         try:
@@ -215,10 +217,11 @@ def kill(process: int, mark: str) -> bool:
 
 
 class Load:
-    """Streams that run again and again. Counts how their requests ended.
+    """Runs all streams repeatedly, and counts how their requests end.
 
     Args:
-        expected: the tokens of each stream where nothing is killed.
+        engine: runs the requests.
+        expected: the tokens of each stream without kills.
     """
 
     def __init__(self, engine: AsyncEngine, expected: dict[str, list[int]]) -> None:
@@ -236,7 +239,7 @@ class Load:
             yield
             self._stopping = True
 
-    async def until_sandboxes_work(self) -> None:
+    async def wait_until_sandboxes_work(self) -> None:
         self._succeeded.clear()
         await self._succeeded.wait()
 
@@ -252,7 +255,7 @@ class Load:
             assert tokens == expected[: len(tokens)], stream.name
             if reason.error is None:
                 assert (reason.kind, len(tokens)) == ("length", LENGTH)
-                self.ends["whole"] += 1
+                self.ends["complete"] += 1
                 if stream in SANDBOXED:
                     self._succeeded.set()
                 continue
@@ -263,21 +266,21 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a process holds that it could leak."""
+class Resources:
+    """Resources of this process that could leak."""
 
     descriptors: Counter[str]
-    regions: int
+    mappings: int
     threads: int
     children: int
     shared_memory: frozenset[str]
 
     @classmethod
-    def now(cls) -> Held:
+    def now(cls) -> Resources:
         gc.collect()
         return cls(
             descriptors=Counter(descriptor_kinds()),
-            regions=Path("/proc/self/maps").read_text().count("memfd:logitship"),
+            mappings=Path("/proc/self/maps").read_text().count("memfd:logitship"),
             threads=sum(thread.name.startswith("logitship") for thread in threading.enumerate()),
             children=sum(child_of_this_process(folder) for folder in Path("/proc").iterdir()),
             shared_memory=frozenset(os.listdir("/dev/shm")),
@@ -285,17 +288,17 @@ class Held:
 
 
 def descriptor_kinds() -> Iterator[str]:
-    """`socket`, `anon_inode:[pidfd]`, `/memfd`, and so on."""
+    """Yield the type of each open descriptor: `socket`, `anon_inode:[pidfd]`, `/memfd`, and so on."""
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             kind = os.readlink(f"/proc/self/fd/{descriptor}").rsplit(":[", 1)[0].split(" ")[0]
-            if not re.fullmatch(r"/proc/\d+/stat", kind):  # of a sandbox, which the executor may be looking at just now
+            if not re.fullmatch(r"/proc/\d+/stat", kind):  # opened by the executor to check a sandbox
                 yield kind
 
 
 def child_of_this_process(folder: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        # Zombies too.
+        # Includes zombies.
         return int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
     return False
 
@@ -307,11 +310,11 @@ async def undisturbed(engine: AsyncEngine) -> dict[str, list[int]]:
     return {stream.name: tokens for stream, (tokens, _) in zip(streams, results, strict=True)}
 
 
-async def held_by_idle(engine: AsyncEngine) -> Held:
-    """With the sandboxes that `undisturbed` needs, and no other."""
+async def idle_resources(engine: AsyncEngine) -> Resources:
+    """Return the resources while only the sandboxes of `undisturbed` exist."""
     assert await engine.flush_cache()
     await undisturbed(engine)
-    return await asyncio.get_running_loop().run_in_executor(None, Held.now)
+    return await asyncio.get_running_loop().run_in_executor(None, Resources.now)
 
 
 @pytest.fixture
@@ -321,10 +324,10 @@ def trap() -> Iterator[Trap]:
 
 
 @pytest.mark.timeout(900)
-def test_two_hundred_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, trap: Trap) -> None:
+def test_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, trap: Trap) -> None:
     chance = random.Random(4)
     killed: Counter[str] = Counter()
-    at_first = Held.now()
+    initial = Resources.now()
     engine = build_engine(config(), loaded_model)
 
     def kill_one() -> bool:
@@ -335,19 +338,19 @@ def test_two_hundred_kills_under_load(loaded_model: LoadedModel, sandbox_process
         killed[wanted] += 1
         return True
 
-    async def scene() -> tuple[Counter[str], Held, Held]:
+    async def scene() -> tuple[Counter[str], Resources, Resources]:
         expected = await undisturbed(engine)
         loop = asyncio.get_running_loop()
-        before = await held_by_idle(engine)
+        before = await idle_resources(engine)
         load = Load(engine, expected)
         async with load.running():
             for _ in range(KILLS):
-                await load.until_sandboxes_work()
-                trap.arm(chance.choice(trap.places), chance.randrange(8), kill_one)
+                await load.wait_until_sandboxes_work()
+                trap.arm(chance.choice(trap.trace_points), chance.randrange(8), kill_one)
                 await loop.run_in_executor(None, trap.sprung.wait, PATIENCE)
                 assert trap.sprung.is_set()
         assert await undisturbed(engine) == expected
-        return load.ends, before, await held_by_idle(engine)
+        return load.ends, before, await idle_resources(engine)
 
     try:
         ends, before, after = run(scene())
@@ -355,25 +358,25 @@ def test_two_hundred_kills_under_load(loaded_model: LoadedModel, sandbox_process
         engine.stop()
     assert killed.total() == KILLS
     assert set(killed) == set(WEIGHTS)
-    assert ends["whole"] > KILLS
-    assert ends["crash"] > KILLS // 4, "the kills hit nobody"
+    assert ends["complete"] > KILLS
+    assert ends["crash"] > KILLS // 4, "the kills had no effect"
     assert after == before
-    assert before.regions > 0
-    assert all(end in ("whole", "crash", "load") or end.startswith("refused: processors[") for end in ends)
+    assert before.mappings > 0
+    assert all(end in ("complete", "crash", "load") or end.startswith("refused: processors[") for end in ends)
     assert not sandbox_processes.roles()
-    assert Held.now() == at_first
+    assert Resources.now() == initial
 
 
-def test_two_engines_do_not_disturb_each_other(loaded_model: LoadedModel, sandbox_processes: Any) -> None:
+def test_engines_are_independent(loaded_model: LoadedModel, sandbox_processes: Any) -> None:
     first = build_engine(config(), loaded_model)
-    firsts = sandbox_processes.roles()
+    first_processes = sandbox_processes.roles()
     second = build_engine(config(), loaded_model)
-    seconds = sandbox_processes.roles().keys() - firsts.keys()
+    second_processes = sandbox_processes.roles().keys() - first_processes.keys()
 
     async def scene() -> None:
         expected = await undisturbed(first)
         assert await undisturbed(second) == expected
-        for process in seconds:
+        for process in second_processes:
             kill(process, sandbox_processes.mark)
             assert await undisturbed(first) == expected
         assert await undisturbed(second) == expected
@@ -381,16 +384,16 @@ def test_two_engines_do_not_disturb_each_other(loaded_model: LoadedModel, sandbo
         assert await undisturbed(first) == expected
 
     run(scene())
-    assert firsts.items() <= sandbox_processes.roles().items()
+    assert first_processes.items() <= sandbox_processes.roles().items()
     first.stop()
     assert not sandbox_processes.roles()
 
 
-@pytest.mark.parametrize("stuck", ["launcher", "between", "template", "sandbox"])
-def test_the_engine_ends_processes_that_are_stopped(
+@pytest.mark.parametrize("stuck", ["launcher", "between", "zygote", "sandbox"])
+def test_engine_stop_kills_stopped_processes(
     loaded_model: LoadedModel, sandbox_processes: Any, monkeypatch: pytest.MonkeyPatch, stuck: str
 ) -> None:
-    monkeypatch.setattr(template_process, "END_TIMEOUT", 0.2)
+    monkeypatch.setattr(zygote_process, "END_TIMEOUT", 0.2)
     engine = build_engine(config(), loaded_model)
     run(undisturbed(engine))
     for process in sandbox_processes.of(stuck):

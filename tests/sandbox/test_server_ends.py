@@ -1,4 +1,4 @@
-"""However a server ends, or fails to start, no process of its sandboxes outlives it."""
+"""No sandbox process outlives its server, however the server ends or fails to start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Slow(CustomLogitProcessor):
 
 @pytest.fixture(scope="module")
 def model_folder(float32_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a Hugging Face folder."""
+    """The tiny model as a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("tiny")
     float32_model.model.save_pretrained(folder)
     float32_model.tokenizer.hf_tokenizer.save_pretrained(folder)
@@ -53,13 +53,13 @@ class Serving:
         command = [LOGITSHIP, "serve", "--model-path", model, "--device", "cpu", "--enable-custom-logit-processor"]
         self.process = subprocess.Popen(
             [*command, *flags],
-            env=os.environ | {"PYTHONPATH": mark},  # which marks the processes that it starts
+            env=os.environ | {"PYTHONPATH": mark},  # marks the processes that it starts
             stderr=subprocess.PIPE,
             text=True,
         )
 
     def url(self) -> str:
-        """Where it serves, once it does."""
+        """Wait until it serves. Return its URL."""
         assert self.process.stderr is not None
         log = ""
         for line in self.process.stderr:
@@ -71,13 +71,13 @@ class Serving:
         raise AssertionError(log)
 
     def failure(self) -> str:
-        """What it says when it does not start."""
+        """Wait for it to fail. Return its log."""
         log = self.process.communicate(timeout=DEADLINE)[1]
         assert self.process.returncode != 0
         return log
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """Kill it, if it is running."""
         self.process.kill()
         self.process.wait()
         assert self.process.stderr is not None
@@ -86,13 +86,13 @@ class Serving:
 
 @pytest.fixture
 def processes(sandbox_processes: Any, tmp_path: Path) -> Any:
-    """Those of this test's server alone."""
+    """Processes of this test's server only."""
     return dataclasses.replace(sandbox_processes, mark=str(tmp_path))
 
 
 @pytest.fixture
 def serve(model_folder: Path, processes: Any) -> Iterator[Callable[..., Serving]]:
-    """Starts servers, which are killed after the test if they still run."""
+    """A function that starts a server, which is killed after the test."""
     started: list[Serving] = []
 
     def start(*flags: str, model: str = str(model_folder)) -> Serving:
@@ -105,7 +105,7 @@ def serve(model_folder: Path, processes: Any) -> Iterator[Callable[..., Serving]
 
 
 async def under_load(url: str, end: Callable[[], None]) -> list[str | Exception]:
-    """Call `end` when every stream has had a token. What each stream ended with: its last event, or an exception."""
+    """Call `end` when every stream has received a token. Return each stream's last event or exception."""
     begun = [asyncio.Event() for _ in range(STREAMS)]
     sampling = {"max_new_tokens": 400, "ignore_eos": True}
     body = {"input_ids": [5, 6], "sampling_params": sampling, "custom_logit_processor": SLOW, "stream": True}
@@ -134,7 +134,7 @@ def test_sigkill_of_the_server(serve: Callable[..., Serving], processes: Any) ->
     url = serving.url()
 
     def end() -> None:
-        assert set(processes.roles().values()) == {"launcher", "between", "template", "sandbox"}
+        assert set(processes.roles().values()) == {"launcher", "between", "zygote", "sandbox"}
         serving.process.kill()
 
     ends = asyncio.run(under_load(url, end))
@@ -142,7 +142,7 @@ def test_sigkill_of_the_server(serve: Callable[..., Serving], processes: Any) ->
     processes.wait_for_end()
 
 
-def test_sigkill_of_a_server_that_is_starting(serve: Callable[..., Serving], processes: Any) -> None:
+def test_sigkill_of_starting_server(serve: Callable[..., Serving], processes: Any) -> None:
     serving = serve()
     while "launcher" not in processes.roles().values():
         assert serving.process.poll() is None
@@ -151,22 +151,22 @@ def test_sigkill_of_a_server_that_is_starting(serve: Callable[..., Serving], pro
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything(serve: Callable[..., Serving], processes: Any, number: signal.Signals) -> None:
+def test_signal_ends_everything(serve: Callable[..., Serving], processes: Any, number: signal.Signals) -> None:
     serving = serve("--shutdown-timeout", "0.1")
     ends = asyncio.run(under_load(serving.url(), lambda: serving.process.send_signal(number)))
     assert ends == ["data: [DONE]"] * STREAMS
     assert serving.process.wait(DEADLINE) == 0
-    assert not processes.roles(), "the server did not wait for them"
+    assert not processes.roles(), "the server did not wait for its sandbox processes"
 
 
-def test_a_port_that_is_taken(serve: Callable[..., Serving], processes: Any) -> None:
+def test_port_in_use(serve: Callable[..., Serving], processes: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         serving = serve("--port", str(taken.getsockname()[1]))
         assert "address already in use" in serving.failure()
     processes.wait_for_end()
 
 
-def test_a_model_that_is_not_there(serve: Callable[..., Serving], processes: Any, tmp_path: Path) -> None:
+def test_missing_model(serve: Callable[..., Serving], processes: Any, tmp_path: Path) -> None:
     serving = serve(model=str(tmp_path / "nothing"))
     assert "nothing" in serving.failure()
     assert not processes.roles()

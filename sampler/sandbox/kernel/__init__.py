@@ -1,4 +1,5 @@
-"""What Linux offers to lock a process in. Nothing here knows of processors, tensors or the server.
+"""Confinement of a process with Linux: seccomp, Landlock, namespaces, privileges and resource limits.
 
-The standard library and ctypes alone: it runs in the template, and is there in every sandbox.
+Independent of processors, tensors and the server. Needs only the standard library and ctypes, because it runs in the
+zygote and is loaded in every sandbox.
 """

@@ -1,8 +1,8 @@
-"""An assembler for the classic BPF programs that seccomp runs.
+"""An assembler for classic BPF programs, as used by seccomp filters.
 
-A program is a list of instructions. Every jump here goes forward by a handful of instructions, so that the 8 bits
-of a conditional jump always suffice and no labels are needed. See `Documentation/userspace-api/seccomp_filter.rst` and
-`linux/bpf_common.h` of the kernel.
+A program is a list of instructions. All jumps here go a few instructions forward, so that the 8-bit offset of a
+conditional jump suffices and no labels are needed. See the kernel's `Documentation/userspace-api/seccomp_filter.rst`
+and `linux/bpf_common.h`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_PROGRAM = 4096
 
 
 class Instruction(NamedTuple):
-    """One `struct sock_filter`."""
+    """A `struct sock_filter`."""
 
     code: int
     if_true: int
@@ -46,31 +46,32 @@ def jump_if_at_least(value: int, if_true: int, if_false: int) -> Instruction:
 
 
 def jump_if_any_bit(mask: int, if_true: int, if_false: int) -> Instruction:
-    """Skip `if_true` instructions if the accumulator has a bit of `mask`, else `if_false`."""
+    """Skip `if_true` instructions if the accumulator has any bit of `mask` set, else `if_false`."""
     return _jump(_JUMP_IF_ANY_BIT, mask, if_true, if_false)
 
 
-def answer(verdict: int) -> Instruction:
-    """End the program with a `SECCOMP_RET_…` value."""
-    return Instruction(_RETURN, 0, 0, verdict)
+def return_value(action: int) -> Instruction:
+    """Return a `SECCOMP_RET_…` value."""
+    return Instruction(_RETURN, 0, 0, action)
 
 
 def assemble(instructions: Iterable[Instruction]) -> bytes:
-    """The program as the kernel takes it, an array of `struct sock_filter`.
+    """Encode a program as an array of `struct sock_filter`.
 
     Raises:
-        ValueError: it is empty or longer than the kernel allows, does not end with an answer, or jumps out of itself.
+        ValueError: the program is empty, longer than the kernel allows, does not end with a return, or jumps past its
+            end.
     """
     program: Sequence[Instruction] = list(instructions)
     if not 0 < len(program) <= _LONGEST_PROGRAM or program[-1].code != _RETURN:
-        raise ValueError(f"a BPF program ends with an answer and has 1 to {_LONGEST_PROGRAM} instructions")
-    for place, each in enumerate(program):
-        if place + 1 + max(each.if_true, each.if_false) >= len(program) and each.code != _RETURN:
-            raise ValueError(f"instruction {place} of the BPF program jumps behind its end")
+        raise ValueError(f"a BPF program must end with a return and have 1 to {_LONGEST_PROGRAM} instructions")
+    for index, each in enumerate(program):
+        if index + 1 + max(each.if_true, each.if_false) >= len(program) and each.code != _RETURN:
+            raise ValueError(f"instruction {index} of the BPF program jumps past its end")
     return b"".join(struct.pack("=HBBI", *each) for each in program)
 
 
 def _jump(code: int, value: int, if_true: int, if_false: int) -> Instruction:
     if not (0 <= if_true <= _LONGEST_JUMP and 0 <= if_false <= _LONGEST_JUMP):
-        raise ValueError(f"a conditional jump of BPF goes 0 to {_LONGEST_JUMP} instructions forward")
+        raise ValueError(f"the offset of a BPF jump must be 0 to {_LONGEST_JUMP}")
     return Instruction(code, if_true, if_false, value)

@@ -1,4 +1,4 @@
-"""A root directory for the template and its sandboxes in which only the libraries are, read-only."""
+"""A private root directory for the zygote and its sandboxes that holds only libraries, read-only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 
 _MOUNT_POINTS = ("/tmp", "/mnt", "/media", "/srv", "/run", "/var/tmp", "/opt")
-"""Where the new root may be put together, in a mount namespace that nobody else sees."""
+"""Candidate mount points for the new root, in a private mount namespace."""
 _TMPFS_OPTIONS = b"mode=0755,size=1m,nr_inodes=4096"
 
 
@@ -33,49 +33,52 @@ class _MountAttributes(ctypes.Structure):
 
 
 def enter(readable: Sequence[Path]) -> bool:
-    """Move this process, in a mount namespace of its own, into a root directory that holds only some directories.
+    """Move this process into a new mount namespace, and change its root to a file system with only these directories.
 
-    The new root is an empty file system in memory. Each directory is bound in it, read-only, at its path as written and
-    at its real path, so that links keep working; the directories above have mode 0755, so that another user gets to a
-    library below a private folder. `/dev` has `null` alone; there is no `/proc`.
+    The new root is an empty tmpfs. Each directory is bind-mounted read-only at its path as given and at its real path,
+    so that symbolic links keep working. Their parent directories have mode 0755, so that another user can reach a
+    library below a private directory. `/dev` holds only `null`; there is no `/proc`.
+
+    Args:
+        readable: the directories. Those that do not exist are skipped.
 
     Returns:
-        whether it worked. If not, the old root is as it was. The working directory is `/` in either case.
+        Whether the root was changed. If not, the old root is intact. The working directory is `/` in both cases.
 
     Raises:
-        OSError: the old root could not be let go of, after the change. The process must end.
+        OSError: the old root could not be unmounted after the change. The process must exit.
     """
     os.chdir("/")
     bindings = _bindings(readable)
-    place = _mount_point(bindings)
-    # Made here, whatever the caller did before: the mounts of the machine can't be meant by mistake.
-    if place is None or not namespaces.unshare("mount"):
+    mount_point = _mount_point(bindings)
+    # Always unshare here, so that the machine's own mounts can never be changed by mistake.
+    if mount_point is None or not namespaces.unshare("mount"):
         return False
     try:
         _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE)
-        _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, _TMPFS_OPTIONS)
+        _mount("tmpfs", mount_point, "tmpfs", _MS_NOSUID | _MS_NODEV, _TMPFS_OPTIONS)
     except OSError:
         return False
     try:
-        _fill(place, bindings)
-        os.chdir(place)
+        _fill(mount_point, bindings)
+        os.chdir(mount_point)
         syscall("pivot_root", b".", b".")
     except OSError:
         os.chdir("/")
-        syscall("umount2", os.fsencode(place), _MNT_DETACH)
+        syscall("umount2", os.fsencode(mount_point), _MNT_DETACH)
         return False
-    # The old root now lies on top of the new one: pivot_root(2), "pivot_root(".", ".")".
+    # The old root is now stacked on top of the new one, see `pivot_root(".", ".")` in pivot_root(2).
     syscall("umount2", b".", _MNT_DETACH)
     os.chdir("/")
     return True
 
 
 def _bindings(readable: Iterable[Path]) -> dict[Path, Path]:
-    """Where in the new root to which real directory, without those that lie below another."""
+    """Map paths in the new root to real directories, without those below another."""
     existing = [path for path in readable if os.path.isdir(path)]
-    targets = {place: path.resolve() for path in existing for place in (path, path.resolve())}
-    outermost = [place for place in sorted(targets) if not any(above in targets for above in place.parents)]
-    return {place: targets[place] for place in outermost}
+    targets = {name: path.resolve() for path in existing for name in (path, path.resolve())}
+    outermost = [name for name in sorted(targets) if not any(parent in targets for parent in name.parents)]
+    return {name: targets[name] for name in outermost}
 
 
 def _mount_point(bindings: dict[Path, Path]) -> Path | None:
@@ -86,8 +89,8 @@ def _mount_point(bindings: dict[Path, Path]) -> Path | None:
 
 
 def _fill(root: Path, bindings: dict[Path, Path]) -> None:
-    for place, target in bindings.items():
-        inside = root / place.relative_to("/")
+    for name, target in bindings.items():
+        inside = root / name.relative_to("/")
         _make_directories(root, inside)
         _mount(str(target), inside, None, _MS_BIND | _MS_REC)
         _make_read_only(inside)
@@ -102,11 +105,11 @@ def _make_directories(root: Path, path: Path) -> None:
     for each in reversed((path, *path.parents)):
         if root in each.parents and not each.exists():
             each.mkdir()
-            each.chmod(0o755)  # whatever the umask is
+            each.chmod(0o755)  # regardless of the umask
 
 
 def _make_read_only(path: Path) -> None:
-    """A bound directory, and on Linux 5.12 or later what is mounted below it."""
+    """Make a bind mount read-only, on Linux 5.12 and later including the mounts below it."""
     attributes = _MountAttributes(set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV)
     size = ctypes.sizeof(attributes)
     try:
@@ -114,7 +117,7 @@ def _make_read_only(path: Path) -> None:
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
-        # A remount sets all flags anew, and in a user namespace may take none away.
+        # A remount replaces all flags, and in a user namespace it must not clear any.
         now = os.statvfs(path).f_flag
         kept = now & (_MS_NOEXEC | _MS_NOATIME | _MS_NODIRATIME) | (_MS_RELATIME if now & _ST_RELATIME else 0)
         _mount(None, path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | kept)

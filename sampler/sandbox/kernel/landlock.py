@@ -1,7 +1,7 @@
-"""Landlock: which files a sandbox may read, and that it reaches no socket and no process outside itself.
+"""Landlock: restricts which files a sandbox can read, and denies access to TCP and to processes outside.
 
-See `Documentation/userspace-api/landlock.rst` of the kernel. Every right that is known here and to the running kernel
-is handled, and so refused; reading below some paths is then given back.
+See the kernel's `Documentation/userspace-api/landlock.rst`. Every access right known both here and to the running
+kernel is handled, and so denied; reading below some paths is then allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULE_PATH_BENEATH = 1
 
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
 _RIGHTS_ON_FILES = {1: 13, 2: 14, 3: 15, 5: 16}
-"""ABI to the number of rights on files that it knows, bit 0 (execute) and up."""
+"""Number of file access rights by ABI version, from bit 0 (execute) up."""
 _BIND_AND_CONNECT_TCP = 0b11
 _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 
@@ -33,7 +33,7 @@ class _PathBeneathAttributes(ctypes.Structure):
 
 
 def abi() -> int:
-    """Landlock's version in this kernel; 0 if it is not compiled in or not switched on."""
+    """Return the ABI version of Landlock in this kernel; 0 if Landlock is not available or disabled."""
     try:
         return syscall("landlock_create_ruleset", None, 0, _CREATE_RULESET_VERSION)
     except OSError:
@@ -41,24 +41,24 @@ def abi() -> int:
 
 
 def create_ruleset(readable: Iterable[Path], abi: int) -> int:
-    """Make a ruleset under which only files and directories below `readable` can be opened, and only to be read.
+    """Create a ruleset that only allows reading files and directories below `readable`.
 
     Args:
-        readable: directories or files. Those that do not exist or cannot be reached are left out.
-        abi: what `abi()` says.
+        readable: directories or files. Those that do not exist or cannot be accessed are skipped.
+        abi: the ABI version, see `abi`.
 
     Returns:
-        its file descriptor, close-on-exec. Processes forked later can be restricted by it.
+        A file descriptor of the ruleset, close-on-exec. Forked children can restrict themselves with it.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: a system call failed.
     """
     attributes = _RulesetAttributes(
         files=(1 << max(count for since, count in _RIGHTS_ON_FILES.items() if since <= abi)) - 1,
         network=_BIND_AND_CONNECT_TCP if abi >= 4 else 0,
         scope=_SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if abi >= 6 else 0,
     )
-    # An older kernel refuses a longer structure only where the part that it does not know is not zero.
+    # An older kernel accepts a longer structure if the fields unknown to it are zero.
     ruleset = syscall("landlock_create_ruleset", attributes, ctypes.sizeof(attributes), 0)
     try:
         for path in readable:
@@ -70,10 +70,10 @@ def create_ruleset(readable: Iterable[Path], abi: int) -> int:
 
 
 def restrict_self(ruleset: int) -> None:
-    """Put this thread under a ruleset, for good. Needs no_new_privs.
+    """Enforce a ruleset on this thread, irrevocably. Requires no_new_privs.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: the system call failed.
     """
     syscall("landlock_restrict_self", ruleset, 0)
 

@@ -1,4 +1,4 @@
-"""Locking a forked process down, before it reads a byte of a client's: what it gives up, in the order that works."""
+"""Lockdown of a forked process before it reads any client data, in the order required by the kernel."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LAST_DESCRIPTOR = (1 << 32) - 1
 
 
 class Lockdown:
-    """What a sandbox is locked down with, prepared once in the template, before the forks.
+    """The lockdown of a sandbox, prepared once in the zygote before forking.
 
-    It holds two file descriptors, close-on-exec, which forked processes use and then lose.
+    It holds two file descriptors, close-on-exec, which `apply` uses and closes in the child.
     """
 
     def __init__(
@@ -33,18 +33,18 @@ class Lockdown:
         landlock_abi: int | None = None,
         jail_root: bool = False,
     ) -> None:
-        """Prepare.
+        """Prepare the seccomp filter and the Landlock ruleset.
 
         Args:
-            readable: directories in which files may be opened for reading. Without Landlock and without a root
-                directory of their own, sandboxes open none at all.
-            memory_limit: bytes of address space that a sandbox may take on top of the template's.
-            drop_to: user and group id of sandboxes that get none of their own; None keeps the template's.
-            landlock_abi: version of Landlock to use, 0 for none; the running kernel's by default.
-            jail_root: the template is in a root directory of its own (`jail_root.enter` answered True).
+            readable: directories in which files may be opened for reading. With neither Landlock nor a private root
+                directory, sandboxes cannot open any file.
+            memory_limit: bytes of address space that a sandbox may allocate on top of the zygote's.
+            drop_to: default user and group id of sandboxes; None keeps the zygote's.
+            landlock_abi: ABI version of Landlock to use, 0 for none; the running kernel's by default.
+            jail_root: the zygote is in a private root directory (`jail_root.enter` returned True).
 
         Raises:
-            OSError: this machine or kernel cannot lock a process down.
+            OSError: this machine or kernel is not supported.
         """
         abi = landlock.abi() if landlock_abi is None else landlock_abi
         self.memory_limit = memory_limit
@@ -55,20 +55,20 @@ class Lockdown:
         self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
     def apply(self, keep_fds: Sequence[int], uid: int | None = None) -> None:
-        """Lock this process down, for good. It must be freshly forked, with one thread.
+        """Lock this process down, irrevocably. It must be freshly forked and single-threaded.
 
-        After it, standard input, output and error are on `/dev/null`, and system calls are filtered.
+        Afterwards, standard input, output and error refer to `/dev/null`, and system calls are filtered.
 
         Args:
-            keep_fds: descriptors that stay open, each 3 or more.
+            keep_fds: descriptors to keep open, each at least 3.
             uid: user and group id to change to, instead of `drop_to`.
 
         Raises:
-            OSError: a step failed, which the message names. The process is half locked and must end.
+            OSError: a step failed; the message names it. The process is partly locked down and must exit.
             ValueError: a descriptor of `keep_fds` is below 3.
         """
         if min(keep_fds, default=3) < 3:
-            raise ValueError("keep_fds: 0, 1 and 2 go to /dev/null and cannot be kept")
+            raise ValueError("keep_fds: 0, 1 and 2 are redirected to /dev/null and cannot be kept")
         parent = os.getppid()
         with _step("file descriptors"):
             ruleset = self._close_descriptors(keep_fds)
@@ -84,12 +84,12 @@ class Lockdown:
         with _step("capabilities"):
             privileges.drop_capabilities()
         with _step("privileges"):
-            # After the changes of user and capabilities, which undo these.
+            # After changing user and capabilities, which reset these.
             privileges.forbid_new_privileges()
             privileges.set_dumpable(False)
             privileges.die_with_parent(signal.SIGKILL)
             if os.getppid() != parent:
-                raise ProcessLookupError(errno.ESRCH, "the template ended meanwhile")
+                raise ProcessLookupError(errno.ESRCH, "the zygote exited meanwhile")
         if ruleset is not None:
             with _step("landlock"):
                 landlock.restrict_self(ruleset)
@@ -122,6 +122,6 @@ def _close_range(first: int, last: int) -> None:
 def _step(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # resource.setrlimit raises ValueError for what the kernel refuses
+    except (OSError, ValueError) as error:  # resource.setrlimit raises ValueError for EPERM
         number = error.errno if isinstance(error, OSError) else errno.EPERM
         raise OSError(number, f"cannot lock the sandbox down, step {name}: {error}") from error

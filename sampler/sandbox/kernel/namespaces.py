@@ -1,4 +1,4 @@
-"""Namespaces of Linux: what the template leaves behind, and what each sandbox leaves behind on top."""
+"""Linux namespaces of the zygote and of each sandbox."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _HOST_NAME = "sandbox"
 
 
 def enter() -> tuple[str, ...]:
-    """Move this process, which has one thread, into new namespaces, as many as the kernel gives.
+    """Move this single-threaded process into new namespaces, as many as the kernel permits.
 
-    A process with the right to do so keeps its user namespace, so that a later change of user stays possible. Others
-    make one, and have all rights inside. The pid namespace takes effect for children: the first is its pid 1, and all
-    die with that one.
+    A privileged process stays in its user namespace, so that it can still change its user later. An unprivileged one
+    creates a user namespace, in which it has all capabilities. The PID namespace applies to children only: the first
+    has PID 1, and all others are killed when it terminates.
 
     Returns:
-        what was entered: of "user", "pid", "mount", "net", "ipc", "uts" and "cgroup", empty if the kernel refused all.
+        The namespaces entered, of "user", "pid", "mount", "net", "ipc", "uts" and "cgroup"; empty if none is permitted.
     """
-    uid, gid = os.geteuid(), os.getegid()  # in a new user namespace they are nobody's until they are mapped
+    uid, gid = os.geteuid(), os.getegid()  # unmapped in a new user namespace until `_map_ids`
     entered = _enter_each()
     if not entered and unshare("user"):
         _map_ids(uid, gid)
@@ -44,9 +44,9 @@ def enter() -> tuple[str, ...]:
 
 
 def enter_for_sandbox() -> None:
-    """Move a sandbox into namespaces of its own, below the template's, as far as the kernel allows.
+    """Move a sandbox into new namespaces below the zygote's, as many as the kernel permits.
 
-    No id is mapped in the user namespace: nothing in it ever needs one.
+    No ids are mapped in its user namespace, because a sandbox needs none.
     """
     if unshare("user", "net", "ipc", "uts", "cgroup"):
         return
@@ -55,7 +55,7 @@ def enter_for_sandbox() -> None:
 
 
 def unshare(*names: str) -> bool:
-    """Move this process into new namespaces of these kinds, all or none. Whether the kernel agreed."""
+    """Move this process into new namespaces of these types, all or none. Return whether that succeeded."""
     try:
         syscall("unshare", sum(_FLAGS[name] for name in names))
     except OSError:
@@ -68,10 +68,10 @@ def _enter_each() -> tuple[str, ...]:
 
 
 def _map_ids(uid: int, gid: int) -> None:
-    # The maps belong to root where a process is not dumpable, as after a change of user.
+    # The map files of a process that is not dumpable, as after a change of user, are owned by root.
     privileges.set_dumpable(True)
     own = Path("/proc/self")
     with contextlib.suppress(OSError):
-        (own / "setgroups").write_text("deny")  # what an ordinary user must give up for a gid_map
+        (own / "setgroups").write_text("deny")  # required to write gid_map without privileges
         (own / "gid_map").write_text(f"{gid} {gid} 1")
         (own / "uid_map").write_text(f"{uid} {uid} 1")

@@ -1,4 +1,4 @@
-"""Giving up what a process may do: its user, its capabilities, and the ways to get any back."""
+"""Dropping privileges: user, capabilities, and the ways to regain them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 class _CapabilitySets(ctypes.Structure):
-    """Effective, permitted and inheritable: the low 32 capabilities, then the others."""
+    """Effective, permitted and inheritable sets: the low 32 bits of each, then the high bits."""
 
     _fields_ = (("words", ctypes.c_uint32 * 6),)
 
 
 def capabilities() -> int:
-    """The effective capabilities of this thread, a bit each.
+    """Return the effective capabilities of this thread as a bit mask.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: the system call failed.
     """
     sets = _CapabilitySets()
     syscall("capget", _CapabilityHeader(_CAPABILITY_VERSION_3, 0), sets)
@@ -40,7 +40,7 @@ def capabilities() -> int:
 
 
 def can_become(uid: int, gid: int) -> bool:
-    """Whether `become` would work. A forked child tries it, so this process must have one thread."""
+    """Return whether `become` would succeed. A forked child tries it, so this process must be single-threaded."""
     child = os.fork()
     if child == 0:
         try:
@@ -52,10 +52,10 @@ def can_become(uid: int, gid: int) -> bool:
 
 
 def become(uid: int, gid: int) -> None:
-    """Change to a user and a group, for good, without supplementary groups.
+    """Change user and group irrevocably, and drop supplementary groups.
 
     Raises:
-        OSError: this process may not.
+        OSError: this process lacks the privileges.
     """
     os.setgroups([])
     os.setresgid(gid, gid, gid)
@@ -63,33 +63,33 @@ def become(uid: int, gid: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Empty every capability set of this thread, the bounding and the ambient one too.
+    """Clear all capability sets of this thread, including the bounding and the ambient set.
 
     Raises:
-        OSError: some are left.
+        OSError: capabilities remain.
     """
-    # Dropping from the bounding set takes a capability; who lacks it has none to drop.
+    # Dropping from the bounding set requires CAP_SETPCAP. A process without it has no capabilities to drop.
     with contextlib.suppress(PermissionError):
         _empty_bounding_set()
     with contextlib.suppress(OSError):  # Linux before 4.3 has no ambient set
         prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     syscall("capset", _CapabilityHeader(_CAPABILITY_VERSION_3, 0), _CapabilitySets())
     if capabilities():
-        raise PermissionError(errno.EPERM, "capabilities are left")
+        raise PermissionError(errno.EPERM, "capabilities remain")
 
 
 def forbid_new_privileges() -> None:
-    """No program that this process executes can raise its rights; needed for seccomp and Landlock."""
+    """Set no_new_privs: execve(2) grants no privileges. Required by seccomp and Landlock."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def set_dumpable(allowed: bool) -> None:
-    """Let processes of the same user look into this one, or not; no core is written either."""
+    """Set the dumpable attribute: whether processes of the same user may ptrace this one, and cores are dumped."""
     prctl(_PR_SET_DUMPABLE, int(allowed))
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send a signal when the thread that forked this process ends. A change of user undoes it."""
+    """Set the parent-death signal, sent when the thread that forked this process exits. Cleared by a change of user."""
     prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
@@ -100,4 +100,4 @@ def _empty_bounding_set() -> None:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return  # the kernel's last one was before
+            return  # past the kernel's last capability

@@ -1,4 +1,4 @@
-"""What this kernel gives to protect the server from shipped code."""
+"""The protections that this kernel provides for sandboxes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NO_FILTER = (
     "the kernel has no seccomp filters: use Linux 4.14 or later with CONFIG_SECCOMP_FILTER, on x86_64 or aarch64, "
     "and a container profile that allows seccomp()"
 )
-_NO_BORDER = (
-    "the kernel gives neither Landlock nor namespaces: switch Landlock on (Linux 5.13 or later, boot with "
+_NO_SECOND_LAYER = (
+    "the kernel provides neither Landlock nor namespaces: enable Landlock (Linux 5.13 or later, boot with "
     "lsm=landlock,…), or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0, a container profile that allows unshare and mount)"
 )
@@ -23,14 +23,14 @@ _OTHERWISE = "On a network where every client is trusted, --processor-isolation 
 
 @dataclass(frozen=True)
 class Protections:
-    """What sandboxes are protected with.
+    """The protections of the sandboxes.
 
     Attributes:
         seccomp: system calls are filtered.
-        landlock_abi: version of Landlock; 0 is none.
-        namespaces: those that the template entered, as `namespaces.enter` names them.
-        jail_root: the template has a root directory with nothing in it but libraries.
-        uid_drop: sandboxes run as another user than the template.
+        landlock_abi: ABI version of Landlock; 0 for none.
+        namespaces: the namespaces that the zygote entered, as returned by `namespaces.enter`.
+        jail_root: the zygote has a private root directory that holds only libraries.
+        uid_drop: sandboxes run as a different user than the zygote.
     """
 
     seccomp: bool
@@ -41,22 +41,22 @@ class Protections:
 
     @property
     def sufficient(self) -> bool:
-        """Whether shipped code may run: its system calls are filtered, and a second mechanism stands behind that."""
+        """True if system calls are filtered and there is a second layer: the requirement to run shipped code."""
         return self.seccomp and (self.landlock_abi > 0 or self.jail_root or bool(self.namespaces))
 
     def missing(self) -> str:
-        """What is missing and what the operator can do about it, in sentences; `""` if the protections suffice."""
+        """Return what is missing and how to fix it; "" if the protections are sufficient."""
         if self.sufficient:
             return ""
-        reason = _NO_BORDER if self.seccomp else _NO_FILTER
+        reason = _NO_SECOND_LAYER if self.seccomp else _NO_FILTER
         return f"Shipped processors cannot be sandboxed here: {reason}. {_OTHERWISE}"
 
     def describe(self) -> str:
-        """One line for the log: what there is, and what there is not."""
+        """Return a line for the log that lists present and absent protections."""
         parts = list(self._parts())
-        there = ", ".join(name for name, given in parts if given) or "nothing"
-        absent = ", ".join(name for name, given in parts if not given)
-        return there + (f"; without {absent}" if absent else "")
+        present = ", ".join(name for name, is_present in parts if is_present) or "nothing"
+        absent = ", ".join(name for name, is_present in parts if not is_present)
+        return present + (f"; without {absent}" if absent else "")
 
     def _parts(self) -> Iterator[tuple[str, bool]]:
         yield "seccomp filter", self.seccomp
@@ -66,15 +66,15 @@ class Protections:
         yield "change of user", self.uid_drop
 
     def to_json(self) -> str:
-        """For another process."""
+        """Serialize."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Protections:
-        """Undo `to_json`.
+        """Deserialize.
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: `text` was not written by `to_json`.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
@@ -84,5 +84,5 @@ class Protections:
 
 
 def probe() -> Protections:
-    """What can be known without changing anything: `seccomp` and `landlock_abi`. The template adds the rest."""
+    """Detect seccomp and Landlock, without side effects. The zygote adds the other protections."""
     return Protections(seccomp=seccomp.available(), landlock_abi=landlock.abi())

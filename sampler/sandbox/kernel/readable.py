@@ -1,4 +1,4 @@
-"""Which directories a sandbox may read: those that an import may need."""
+"""The directories that a sandbox may read, because imports may need them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SYSTEM_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/usr
 
 
 def readable_paths() -> tuple[Path, ...]:
-    """The directories of Python's library, of installed packages and of the system's libraries, sorted.
+    """Return the directories of Python's standard library, installed packages and system libraries, sorted.
 
-    Entries of `sys.path` are among them if packages were installed there. The folder of the server's own script is such
-    an entry too, and so are those of `PYTHONPATH`: whoever keeps an `.env` beside their script does not mean to show it
-    to clients. For the same reason, the working directory, a home folder, `/` and folders right below it never are.
+    Entries of `sys.path` are included only if packages were installed there. That excludes the directory of the
+    server's own script and most entries of `PYTHONPATH`, which may hold private files such as an `.env`. For the same
+    reason, the working directory, the home directory, `/` and the directories directly below it are always excluded.
     """
     entries = {path for path in _import_path() if _holds_packages(path) and not _is_too_wide(path)}
     return tuple(sorted(set(_libraries()) | entries))
@@ -28,7 +28,7 @@ def _libraries() -> Iterator[Path]:
     installed = [sysconfig.get_path(name) for name in names]
     prefixes = [str(Path(sys.base_prefix, name)) for name in ("lib", "lib64")]
     for each in (*installed, *prefixes, *_SYSTEM_LIBRARIES):
-        if os.path.isdir(each):  # of a folder that may not be entered, Path.is_dir raises
+        if os.path.isdir(each):  # Path.is_dir raises for a directory that cannot be accessed
             yield Path(each)
 
 
@@ -39,14 +39,14 @@ def _import_path() -> Iterator[Path]:
 
 
 def _holds_packages(path: Path) -> bool:
-    # An installer leaves a `*.dist-info` beside each package.
+    # An installer creates a `*.dist-info` directory for each package.
     return path.name in _PACKAGE_FOLDERS or next(path.glob("*.dist-info"), None) is not None
 
 
 def _is_too_wide(path: Path) -> bool:
     private = [Path.cwd(), *_home()]
-    places = (path, path.resolve())
-    return any(len(place.parts) <= 2 or place in (each, *each.parents) for place in places for each in private)
+    names = (path, path.resolve())
+    return any(len(name.parts) <= 2 or name in (each, *each.parents) for name in names for each in private)
 
 
 def _home() -> Iterator[Path]:

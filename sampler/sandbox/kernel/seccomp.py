@@ -1,6 +1,6 @@
-"""The system calls that a sandbox may make: an allow-list, with arguments where the name alone would allow too much.
+"""The seccomp filter of a sandbox: an allow-list of system calls, some with conditions on their arguments.
 
-What is not listed answers EPERM. That includes every call of a later kernel.
+Calls not listed fail with EPERM, including those of later kernels.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _FIRST_X32_NUMBER = 0x40000000
 
 @dataclass(frozen=True)
 class OneOf:
-    """The argument's low 32 bits, all that the kernel looks at in an int, are one of `values`."""
+    """The low 32 bits of the argument (the kernel ignores the others of an int) are one of `values`."""
 
     argument: int
     values: tuple[int, ...]
 
     def compile(self) -> list[bpf.Instruction]:
-        """Falls out of its end where the condition holds."""
+        """Return instructions that fall through if the condition holds, and refuse the call otherwise."""
         last = len(self.values)
-        tests = [bpf.jump_if_equal(value, last - place, 0) for place, value in enumerate(self.values)]
-        return [bpf.load(_low(self.argument)), *tests, bpf.answer(NOT_PERMITTED)]
+        tests = [bpf.jump_if_equal(value, last - index, 0) for index, value in enumerate(self.values)]
+        return [bpf.load(_low(self.argument)), *tests, bpf.return_value(NOT_PERMITTED)]
 
 
 @dataclass(frozen=True)
 class OnlyBits:
-    """The argument's low 32 bits have none outside `mask`."""
+    """The low 32 bits of the argument have no bit set outside `mask`."""
 
     argument: int
     mask: int
 
     def compile(self) -> list[bpf.Instruction]:
-        """Falls out of its end where the condition holds."""
+        """Return instructions that fall through if the condition holds, and refuse the call otherwise."""
         others = ~self.mask & 0xFFFFFFFF
-        return [bpf.load(_low(self.argument)), bpf.jump_if_any_bit(others, 0, 1), bpf.answer(NOT_PERMITTED)]
+        return [bpf.load(_low(self.argument)), bpf.jump_if_any_bit(others, 0, 1), bpf.return_value(NOT_PERMITTED)]
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class IsNull:
     argument: int
 
     def compile(self) -> list[bpf.Instruction]:
-        """Falls out of its end where the condition holds."""
+        """Return instructions that fall through if the condition holds, and refuse the call otherwise."""
         return [
             bpf.load(_low(self.argument)),
             bpf.jump_if_equal(0, 0, 2),
             bpf.load(_low(self.argument) + 4),
             bpf.jump_if_equal(0, 1, 0),
-            bpf.answer(NOT_PERMITTED),
+            bpf.return_value(NOT_PERMITTED),
         ]
 
 
@@ -86,14 +86,14 @@ _OPEN_FOR_READING = {
         ("aarch64", 0o040000, 0o100000, 0o400000),
     )
 }
-"""Flags of open(2) that only read, by machine. The kernel's numbers: glibc's O_LARGEFILE is 0."""
+"""Flags of open(2) allowed for reading, by machine. The kernel's values, because glibc defines O_LARGEFILE as 0."""
 
 _TCGETS2 = 0x802C542A
 _HARMLESS_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17)
-"""normal, random, sequential, willneed, dontneed, free, (no)hugepage, (don't)dump: what allocators and numpy give."""
+"""normal, random, sequential, willneed, dontneed, free, (no)hugepage, (don't)dump: used by allocators and numpy."""
 
 _UNCONDITIONAL = (
-    # the step path first: a filter is read from its top
+    # those of a step first, because the filter is evaluated from the top
     *("read", "write", "mmap", "munmap", "brk", "mprotect", "mremap"),
     *("close", "readv", "writev", "pread64", "lseek", "fstat", "poll", "ppoll"),
     *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "exit", "exit_group"),
@@ -109,23 +109,23 @@ _READING_FILES = (
 
 
 def rules(machine: Machine, *, opens_files: bool) -> Rules:
-    """What a sandbox may call, with the conditions on its arguments, all of which must hold.
+    """Return the allowed system calls, each with the conditions that its arguments must satisfy.
 
     Args:
-        machine: its architecture.
-        opens_files: files may be opened for reading, and looked at by path. A filter cannot see which: something else
-            must (Landlock, or a root directory with nothing else in it).
+        machine: the architecture.
+        opens_files: allow opening files for reading, and system calls on paths. A filter cannot inspect paths, so
+            Landlock or a private root directory must restrict them.
     """
     allowed: Rules = dict.fromkeys(_UNCONDITIONAL, ())
-    # Other advice lets the kernel share equal pages, whose timing tells what another process holds.
+    # Other advice includes MADV_MERGEABLE, a side channel: the timing of merged pages reveals other processes' memory.
     allowed["madvise"] = (OneOf(2, _HARMLESS_ADVICE),)
-    # Clocks with a high bit are those of other processes: how busy another tenant's sandbox is.
+    # Higher ids are CPU clocks of other processes, which reveal how busy another tenant's sandbox is.
     for name in ("clock_gettime", "clock_getres", "clock_nanosleep"):
         allowed[name] = (OnlyBits(0, 0b1111),)
     allowed["futex"] = (OneOf(1, _futex_operations()),)
-    # F_SETOWN and F_SETSIG would deliver any signal to any process of the same user, although kill is refused.
+    # F_SETOWN and F_SETSIG could deliver any signal to any process of the same user, although kill(2) is refused.
     allowed["fcntl"] = (OneOf(1, (fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC)),)
-    # TCGETS is isatty(), which Python calls for each file it opens.
+    # TCGETS implements isatty(3), which Python calls for each file it opens.
     allowed["ioctl"] = (OneOf(1, (termios.TCGETS, _TCGETS2, termios.FIOCLEX, termios.FIONCLEX)),)
     allowed["prlimit64"] = (OneOf(0, (0,)), IsNull(2))
     allowed["sched_getaffinity"] = (OneOf(0, (0,)),)
@@ -138,22 +138,22 @@ def rules(machine: Machine, *, opens_files: bool) -> Rules:
 
 
 def filter_program(machine: Machine, *, opens_files: bool) -> bytes:
-    """The filter of a sandbox, ready for `install`; the arguments are those of `rules`."""
+    """Compile `rules` for `install`."""
     instructions = [
         bpf.load(_ARCHITECTURE),
         bpf.jump_if_equal(machine.audit_arch, 1, 0),
-        bpf.answer(KILL_PROCESS),
+        bpf.return_value(KILL_PROCESS),
         bpf.load(_NUMBER),
     ]
-    if machine.name == "x86_64":  # numbers of the x32 ABI come under the same architecture
-        instructions += [bpf.jump_if_at_least(_FIRST_X32_NUMBER, 0, 1), bpf.answer(KILL_PROCESS)]
+    if machine.name == "x86_64":  # the x32 ABI has the same architecture value
+        instructions += [bpf.jump_if_at_least(_FIRST_X32_NUMBER, 0, 1), bpf.return_value(KILL_PROCESS)]
     for name, conditions in rules(machine, opens_files=opens_files).items():
-        body = [each for condition in conditions for each in condition.compile()] + [bpf.answer(ALLOW)]
+        body = [each for condition in conditions for each in condition.compile()] + [bpf.return_value(ALLOW)]
         instructions += [bpf.jump_if_equal(machine.numbers[name], 0, len(body)), *body]
-    # Their flags lie behind a pointer, where a filter cannot look. ENOSYS makes libc take the older call.
+    # Their flags are passed by pointer, which a filter cannot dereference. On ENOSYS, libc uses the older call.
     for name in ("clone3", "openat2"):
-        instructions += [bpf.jump_if_equal(machine.numbers[name], 0, 1), bpf.answer(NOT_IMPLEMENTED)]
-    return bpf.assemble([*instructions, bpf.answer(NOT_PERMITTED)])
+        instructions += [bpf.jump_if_equal(machine.numbers[name], 0, 1), bpf.return_value(NOT_IMPLEMENTED)]
+    return bpf.assemble([*instructions, bpf.return_value(NOT_PERMITTED)])
 
 
 class _Program(ctypes.Structure):
@@ -163,17 +163,17 @@ class _Program(ctypes.Structure):
 
 
 def install(program: bytes) -> None:
-    """Filter this thread's system calls from now on, for good. Needs no_new_privs.
+    """Install a filter for this thread's system calls, irrevocably. Requires no_new_privs.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: the system call failed.
     """
-    described = _Program(len(program) // 8, program)
-    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described))
+    sock_fprog = _Program(len(program) // 8, program)
+    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(sock_fprog))
 
 
 def available() -> bool:
-    """Whether this kernel has filters that can kill a process (Linux 4.14)."""
+    """Return whether this kernel supports filters with SECCOMP_RET_KILL_PROCESS (Linux 4.14)."""
     try:
         syscall("seccomp", _SECCOMP_GET_ACTION_AVAIL, 0, KILL_PROCESS.to_bytes(4, "little"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Forbidden things, tried from inside a sandbox: what a locked process must not be able to do."""
+"""Self-test of the lockdown: operations that must fail in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .syscalls import prctl, syscall
 
 _REFUSED = {errno.EPERM, errno.EACCES, errno.ENOSYS}
 _HIDDEN = _REFUSED | {errno.ENOENT, errno.EROFS}
-"""How the kernel may refuse a path."""
+"""Errors with which the kernel may refuse access to a path."""
 _HIGHEST_DESCRIPTOR = 4096
 
 _CLONE_THREAD, _CLONE_NEWUSER = 0x00010000, 0x10000000
@@ -26,11 +26,11 @@ _PR_SET_NAME = 15
 
 
 def run() -> list[str]:
-    """Try each, in a sandbox that serves for nothing else. Takes about 10 ms.
+    """Try all operations, in a locked-down process used for nothing else. Takes about 10 ms.
 
     Returns:
-        names of those that succeeded; none is good. What the kernel took up and refused for another reason than the
-        lock (a bad address, say) counts as a success.
+        Names of the operations that were not refused; empty if the lockdown works. An operation that fails for a reason
+        other than the lockdown, such as a bad address, counts as not refused.
     """
     return [name for name, attempt, refusals in _ATTEMPTS if _succeeds(attempt, refusals)]
 
@@ -57,7 +57,7 @@ def _fork() -> None:
 
 
 def _connect() -> None:
-    # Descriptor 0 is no socket: a kernel that takes the call up says so.
+    # Descriptor 0 is not a socket: if the filter lets the call pass, it fails with ENOTSOCK.
     syscall("connect", 0, b"\0" * 16, 16)
 
 
@@ -76,9 +76,9 @@ def _raise_limit() -> None:
 
 
 def _inherited_descriptors() -> None:
-    """Beyond the three standard ones a sandbox has one, its socket."""
+    """Fail if there are only the three standard descriptors and the socket of the sandbox."""
     if len(_descriptors()) <= 4:
-        raise PermissionError(errno.EPERM, "there is none")
+        raise PermissionError(errno.EPERM, "no inherited descriptor")
 
 
 def _descriptors() -> list[int]:

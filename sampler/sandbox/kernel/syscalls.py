@@ -1,4 +1,4 @@
-"""System calls by name: their numbers on each machine, and the calls that Python has no function for."""
+"""System calls by name, for those that Python does not wrap, and their numbers by architecture."""
 
 from __future__ import annotations
 
@@ -97,18 +97,18 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""Name to its number on x86_64 and on aarch64; None where the machine lacks the call. From the kernel's
+"""Numbers on x86_64 and on aarch64 by name; None if the architecture lacks the call. From the kernel's
 `arch/x86/entry/syscalls/syscall_64.tbl` and `include/uapi/asm-generic/unistd.h`."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor architecture.
+    """A CPU architecture.
 
     Attributes:
-        name: as `uname -m` says it.
-        audit_arch: its `AUDIT_ARCH_…` of `linux/audit.h`, which a seccomp filter sees.
-        numbers: name to number of each system call in `NUMBERS` that it has.
+        name: the name printed by `uname -m`.
+        audit_arch: its `AUDIT_ARCH_…` value of `linux/audit.h`, which is passed to a seccomp filter.
+        numbers: system call numbers by name, of the calls in `NUMBERS` that it has.
     """
 
     name: str
@@ -129,10 +129,10 @@ MACHINES = {
 
 @functools.cache
 def this_machine() -> Machine:
-    """The machine this runs on.
+    """Return the architecture of this machine.
 
     Raises:
-        OSError: ENOSYS; its system calls are not known here, so nothing can be locked.
+        OSError: ENOSYS; the architecture or operating system is not supported.
     """
     machine = MACHINES.get(platform.machine())
     if machine is None or platform.system() != "Linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -145,14 +145,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | ctypes.Structure | None) -> int:
-    """Call the kernel.
+    """Make a system call.
 
     Args:
         name: a key of `NUMBERS`.
-        arguments: numbers; strings without their zero byte; buffers and structures, of which the address is passed.
+        *arguments: numbers; strings, NUL-terminated automatically; buffers and structures, passed by address.
 
     Raises:
-        OSError: what the kernel answered.
+        OSError: the system call failed.
     """
     function = _libc.syscall
     function.restype = ctypes.c_long
@@ -161,10 +161,10 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | c
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """Call prctl(2); the arguments that are not given are 0, as most options demand.
+    """Perform a process control operation. Missing arguments are 0, as most options require.
 
     Raises:
-        OSError: what the kernel answered.
+        OSError: the system call failed.
     """
     words = [ctypes.c_ulong(each) for each in (*arguments, 0, 0, 0, 0)[:4]]
     result: int = _libc.prctl(option, *words)
@@ -172,7 +172,7 @@ def prctl(option: int, *arguments: int) -> int:
 
 
 def _argument(value: int | bytes | ctypes.Array[ctypes.c_char] | ctypes.Structure | None) -> object:
-    # A bare int would be cut to 32 bits; structures would be passed by value.
+    # ctypes would truncate an int to 32 bits, and pass structures by value.
     if isinstance(value, int):
         return ctypes.c_long(value)
     if isinstance(value, ctypes.Structure):

@@ -63,7 +63,7 @@ HOSTILE: dict[str, tuple[Callable[[], str], str | None]] = {
     "a rule that is itself": (lambda: from_ebnf("root ::= root"), "."),
     "an enormous enum": (lambda: from_json_schema({"enum": [f"value {i * 7919}" for i in range(9_000)]}), None),
 }
-"""What might stop a server, and what it is told; None: it can be used."""
+"""Grammars that might block a server, with the error message; None if the grammar is accepted."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def compiler(model: ModelView) -> GrammarCompiler:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_whatever_comes_ends_soon(compiler: GrammarCompiler, name: str) -> None:
+def test_expensive_grammars_are_refused_in_time(compiler: GrammarCompiler, name: str) -> None:
     make, says = HOSTILE[name]
     began = time.monotonic()
     if says is None:
@@ -96,7 +96,7 @@ def test_whatever_comes_ends_soon(compiler: GrammarCompiler, name: str) -> None:
     assert compiler.compile(from_regex("ab")).compute_bitmask()  # and the next one is compiled
 
 
-def test_a_refusal_is_remembered(model: ModelView) -> None:
+def test_refusal_is_cached(model: ModelView) -> None:
     compiler = GrammarCompiler(model, deadline=0.5)
     grammar = from_json_schema({"type": "integer", "multipleOf": 99999989})
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_a_refusal_is_remembered(model: ModelView) -> None:
         assert compiler._checker._process is None  # ended by the first time, and not started for the second
 
 
-def test_the_least_recently_used_grammar_is_forgotten(model: ModelView) -> None:
+def test_least_recently_used_grammar_is_evicted(model: ModelView) -> None:
     compiler = GrammarCompiler(model, max_grammars=2)
     one, two = (compiler.compile(from_regex(text)) for text in ("one", "two"))
     assert compiler.compile(from_regex("one")) is one
@@ -114,7 +114,7 @@ def test_the_least_recently_used_grammar_is_forgotten(model: ModelView) -> None:
     assert compiler.compile(from_regex("two")) is not two
 
 
-def test_threads_get_the_same_grammar(compiler: GrammarCompiler) -> None:
+def test_threads_share_the_grammar(compiler: GrammarCompiler) -> None:
     made = []
     threads = [
         threading.Thread(
@@ -130,21 +130,21 @@ def test_threads_get_the_same_grammar(compiler: GrammarCompiler) -> None:
     assert len(set(made)) == 1
 
 
-def test_a_mask_has_a_bit_for_each_column(model: ModelView, tokenizer: Tokenizer) -> None:
+def test_mask_has_a_bit_per_column(model: ModelView, tokenizer: Tokenizer) -> None:
     assert GrammarCompiler(model).mask_words == 9
     assert GrammarCompiler(ModelView(300, frozenset({1}), tokenizer.hf_tokenizer)).mask_words == 10
     # Fewer columns than tokens: those that the model does not have are there, too.
     assert GrammarCompiler(ModelView(200, frozenset({1}), tokenizer.hf_tokenizer)).mask_words == 9
 
 
-def test_models_that_no_grammar_is_for(tokenizer: Tokenizer) -> None:
+def test_unsupported_models(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="end token"):
         GrammarCompiler(ModelView(260, frozenset(), tokenizer.hf_tokenizer))
     with pytest.raises(ValueError, match="fast one"):
         GrammarCompiler(ModelView(260, frozenset({1}), object()))
 
 
-def test_the_checking_process_is_replaced_when_it_died(model: ModelView) -> None:
+def test_dead_checker_process_is_replaced(model: ModelView) -> None:
     compiler = GrammarCompiler(model)
     compiler.compile(from_regex("a"))
     process = compiler._checker._process
@@ -155,7 +155,7 @@ def test_the_checking_process_is_replaced_when_it_died(model: ModelView) -> None
     assert compiler._checker._process is not process
 
 
-def test_the_checking_process_ends_with_its_owner(model: ModelView) -> None:
+def test_checker_process_ends_with_its_owner(model: ModelView) -> None:
     compiler = GrammarCompiler(model)
     compiler.compile(from_regex("a"))
     process = compiler._checker._process
@@ -168,8 +168,8 @@ def tokenizer_arguments(model: ModelView) -> dict[str, Any]:
     return {"tokenizer_json": model.tokenizer.backend_tokenizer.to_str(), "vocab_size": 260, "eos_token_ids": [1]}
 
 
-def test_a_busy_machine_refuses_no_grammar(model: ModelView) -> None:
-    """The time that counts is that of the CPU: the process gets none for longer than a grammar may take."""
+def test_busy_machine_refuses_no_grammar(model: ModelView) -> None:
+    """Only CPU time counts: the process is stopped for longer than a grammar may take."""
     checker = GrammarChecker(tokenizer_arguments(model), deadline=1.0)
     checker.check(from_regex("a"))
     process = checker._process
@@ -185,7 +185,7 @@ def test_a_busy_machine_refuses_no_grammar(model: ModelView) -> None:
     checker.close()
 
 
-def test_what_was_never_checked_is_not_remembered(model: ModelView) -> None:
+def test_unchecked_grammar_is_not_cached(model: ModelView) -> None:
     compiler = GrammarCompiler(model)
     compiler.compile(from_regex("a"))
     process = compiler._checker._process
@@ -199,14 +199,14 @@ def test_what_was_never_checked_is_not_remembered(model: ModelView) -> None:
     compiler.compile(from_regex("b"))
 
 
-def test_nobody_waits_for_ever_while_others_are_checked(model: ModelView) -> None:
+def test_wait_for_other_checks_times_out(model: ModelView) -> None:
     checker = GrammarChecker(tokenizer_arguments(model), patience=0.01)
     with checker._lock, pytest.raises(PreparationUnavailable, match="other grammars: try again later"):
         checker.check(from_regex("a"))
     assert checker._process is None
 
 
-def test_a_checking_process_that_does_not_start(model: ModelView, caplog: pytest.LogCaptureFixture) -> None:
+def test_checker_process_that_does_not_start(model: ModelView, caplog: pytest.LogCaptureFixture) -> None:
     checker = GrammarChecker(tokenizer_arguments(model) | {"tokenizer_json": "{"})
     with pytest.raises(PreparationUnavailable):
         checker.check(from_regex("a"))
@@ -214,7 +214,7 @@ def test_a_checking_process_that_does_not_start(model: ModelView, caplog: pytest
     assert checker._process is None
 
 
-def test_a_checker_answers_with_the_reason(model: ModelView) -> None:
+def test_checker_reports_the_reason(model: ModelView) -> None:
     checker = GrammarChecker(tokenizer_arguments(model))
     checker.check(from_regex("a"))
     with pytest.raises(ValueError, match="unclosed group"):

@@ -82,13 +82,13 @@ def test_context_free_languages(tokens: LLTokenizer, name: str) -> None:
         ('root ::= (="a")', "line 1: cannot read '=\"a\"\\)'"),
     ],
 )
-def test_mistakes_in_ebnf_are_named_by_their_line(text: str, says: str) -> None:
+def test_ebnf_errors_name_the_line(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         from_ebnf(text)
 
 
 @pytest.mark.parametrize("text", ['root ::= ("a"', "root ::= * ", 'root ::= "a" )', "start: oops", "no grammar at all"])
-def test_llguidance_finds_the_other_mistakes(tokens: LLTokenizer, text: str) -> None:
+def test_llguidance_reports_other_errors(tokens: LLTokenizer, text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         make_matcher(tokens, from_ebnf(text))
 
@@ -157,14 +157,12 @@ def test_json_schemas(
     ],
     ids=str,
 )
-def test_what_a_schema_cannot_say_is_refused_and_not_overlooked(
-    tokens: LLTokenizer, schema: dict[str, object] | bool, says: str
-) -> None:
+def test_unsupported_keywords_are_refused(tokens: LLTokenizer, schema: dict[str, object] | bool, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make_matcher(tokens, from_json_schema(schema))
 
 
-def test_what_is_no_schema() -> None:
+def test_invalid_schemas() -> None:
     with pytest.raises(ValueError, match="line 1"):
         from_json_schema("{oops")
     with pytest.raises(ValueError, match=r"expected an object or true, got \[1\]"):

@@ -21,7 +21,7 @@ EOS = 0
 
 
 def make_model(*added: AddedToken) -> ModelView:
-    """One token a byte, and what is added."""
+    """One token per byte, and added tokens."""
     vocab = {token: i for i, token in enumerate(["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     backend = TokenizersTokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -34,7 +34,7 @@ def make_model(*added: AddedToken) -> ModelView:
 
 
 class Reader:
-    """Reads texts with one structural tag."""
+    """Matches texts against a structural tag."""
 
     def __init__(self, value: Any, model: ModelView) -> None:
         self._backend = model.tokenizer.backend_tokenizer
@@ -42,16 +42,16 @@ class Reader:
         self._matcher = make_matcher(self._tokens, from_structural_tag(value, TokenNames.of(model)))
 
     def read(self, text: str) -> list[Any]:
-        """How many characters fit, and whether the text may end there."""
+        """Return the number of matching characters, and whether the text may end there."""
         matcher = self._matcher.deep_copy()
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             ids = self._tokens.tokenize_bytes(character.encode())
             if matcher.try_consume_tokens(ids) != len(ids):
-                return [place, False]
+                return [index, False]
         return [len(text), matcher.is_accepting()]
 
     def takes(self, text: str) -> bool:
-        """Whether it takes a text as the tokenizer splits it, to its end."""
+        """Return whether a text as tokenized matches completely."""
         matcher = self._matcher.deep_copy()
         ids = self._backend.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -83,18 +83,18 @@ def as_json(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", RECORD["cases"], ids=lambda case: json.dumps(case["format"])[:90])
-def test_what_xgrammar_takes(case: dict[str, Any]) -> None:
+def test_xgrammar_examples(case: dict[str, Any]) -> None:
     reader = Reader({"type": "structural_tag", "format": case["format"]}, MODEL)
     assert {each: reader.read(each) for each in case["texts"]} == case["texts"]
 
 
-def test_the_record_holds_texts_of_both_kinds() -> None:
+def test_recording_has_matching_and_other_texts() -> None:
     answers = [tuple(answer) for case in RECORD["cases"] for answer in case["texts"].values()]
     assert len(answers) > 700
     assert sum(ends for _, ends in answers) > 150
 
 
-def test_the_older_form() -> None:
+def test_legacy_form() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for written in (schema, json.dumps(schema)):
         structure = {"begin": "<f>", "schema": written, "end": "</f>"}
@@ -103,8 +103,8 @@ def test_the_older_form() -> None:
         assert not reader.takes("<f>{}</f>")
 
 
-def test_free_text_ends_where_what_follows_begins() -> None:
-    """Here xgrammar would let the text go on, and take the last place of several."""
+def test_free_text_ends_before_following_text() -> None:
+    """Unlike xgrammar, which lets the text continue, and uses the last of several occurrences."""
     reader = Reader(as_json(sequence(ANY, tag("<f>", JSON, "</f>"), ANY)), MODEL)
     assert reader.takes("hm<f>12</f>x<f>")
     assert not reader.takes("<f>x<f>12</f>")
@@ -133,7 +133,7 @@ ADDED_CASES: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("value", "good", "bad"), ADDED_CASES, ids=str)
-def test_added_tokens_stand_where_their_texts_do(value: Any, good: list[str], bad: list[str]) -> None:
+def test_added_tokens_replace_their_texts(value: Any, good: list[str], bad: list[str]) -> None:
     assert WITH_ADDED.tokenizer.convert_tokens_to_ids("<|im|>") == 257
     reader = Reader(as_json(value), WITH_ADDED)
     assert {each: reader.takes(each) for each in good} == dict.fromkeys(good, True)
@@ -194,7 +194,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "says"), REFUSED, ids=lambda case: str(case)[:70])
-def test_refusals_name_the_place(value: Any, says: str) -> None:
+def test_errors_name_the_field(value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         from_structural_tag(value, TokenNames.of(WITH_ADDED))
 
@@ -234,7 +234,7 @@ def test_hostile_tags_are_refused(name: str) -> None:
         from_structural_tag(HOSTILE[name], TokenNames.of(MODEL))
 
 
-def test_what_nests_is_read_up_to_its_limit() -> None:
+def test_nesting_limit() -> None:
     assert Reader(nested(120), MODEL).takes("x")
     with pytest.raises(ValueError, match="nests too deeply"):
         Reader(nested(130), MODEL)

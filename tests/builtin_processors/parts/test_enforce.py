@@ -16,7 +16,7 @@ INF = math.inf
 
 # Name of a recorded case to the reason.
 LEFT_OUT = {
-    "forced_minus_inf_gives_nan": "QUIRK: what is forbidden stays forbidden here, see test_a_forbidden_token_is_left",
+    "forced_minus_inf_gives_nan": "QUIRK: forbidden tokens stay forbidden here, see test_forbidden_token_is_unchanged",
     "all_minus_inf": "QUIRK: the same",
 }
 
@@ -37,7 +37,7 @@ def test_recording(zoo_recording: dict[str, Any]) -> None:
         assert got == pytest.approx([float(score) for score in case["expect"]], rel=1e-6), name
 
 
-def test_a_forbidden_token_is_left() -> None:
+def test_forbidden_token_is_unchanged() -> None:
     assert enforced([1, -INF, 0, 3], [1]) == [1, -INF, 0, 3]
     assert enforced([-INF, -INF], [0]) == [-INF, -INF]
     assert enforced([1, -INF, 0, 3], [1, 2]) == [-INF, -INF, 3, -INF]
@@ -89,14 +89,14 @@ def test_argmax_is_among(rows: list[tuple[list[float], list[int], bool]]) -> Non
     assert got.tolist() == [row.argmax().item() in each for row, each in zip(logits, wanted.tolist(), strict=True)]
 
 
-def test_of_equal_logits_the_lowest_token_counts() -> None:
+def test_lowest_id_wins_ties() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0]])
     assert argmax_is_among(logits, torch.tensor([[1]])).tolist() == [True]
     assert argmax_is_among(logits, torch.tensor([[2]])).tolist() == [False]
     assert argmax_is_among(logits, torch.tensor([[2, 1]])).tolist() == [True]
 
 
-def test_a_row_without_any_token_is_left_alone() -> None:
+def test_row_without_tokens_is_unchanged() -> None:
     logits = torch.full((1, 3), -INF)
     enforce(logits, torch.tensor([[1, 1]]), torch.tensor([True]))
     assert logits.tolist() == [[-INF] * 3]

@@ -1,4 +1,4 @@
-"""What the three processors that write a phrase have in common: states that go back with tokens, and fork."""
+"""Common behavior of the three phrase processors: states are restored with removed tokens, and fork."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROCESSORS: dict[str, tuple[type[PhraseProcessor], dict[str, Any]]] = {
 
 
 class Clock:
-    """One second for each output token, so that taking tokens back takes time back."""
+    """One second per output token, so that removing tokens moves the time back."""
 
     now = 0.0
 
@@ -45,7 +45,7 @@ class Clock:
 
 
 def logits_after(output: list[int]) -> torch.Tensor:
-    """[vocab]: the same after the same tokens."""
+    """Return logits [vocab] that depend on the tokens only."""
     rng = random.Random(str(output))
     logits = torch.tensor([rng.gauss(0, 1) for _ in range(48)])
     logits[rng.choice([EOS, TRIGGER, 20, 21])] = rng.choice([1.0, 6.0])
@@ -70,7 +70,7 @@ class Sequence:
         return self.processor(logits, [self.row(output, state)])[0]
 
     def anew(self, output: list[int]) -> torch.Tensor:
-        """What a sequence gives that had these tokens all along."""
+        """Return the result for a sequence that never had other tokens."""
         state: dict[str, Any] = {}
         for length in range(len(output)):
             self.step(output[:length], state)
@@ -82,7 +82,7 @@ def sequence(request: pytest.FixtureRequest, zoo_model: ModelView, make_row: Cal
     return Sequence(request.param, zoo_model, make_row)
 
 
-def test_states_go_back_with_the_tokens(sequence: Sequence) -> None:
+def test_states_are_restored_with_removed_tokens(sequence: Sequence) -> None:
     rng = random.Random(0)
     output, state, forced = list[int](), dict[str, Any](), 0
     for _ in range(150):
@@ -96,7 +96,7 @@ def test_states_go_back_with_the_tokens(sequence: Sequence) -> None:
     assert forced > 10
 
 
-def test_the_same_step_again_gives_the_same(sequence: Sequence) -> None:
+def test_repeated_step_gives_same_result(sequence: Sequence) -> None:
     output, state = list[int](), dict[str, Any]()
     for token in range(30):
         assert torch.equal(sequence.step(output, state), sequence.step(output, state))
@@ -117,9 +117,7 @@ def test_forks(sequence: Sequence) -> None:
                 fork.append(rng.randrange(ALPHABET))
 
 
-def test_beyond_what_is_kept_it_goes_on_from_the_oldest_state(
-    zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]
-) -> None:
+def test_continues_from_oldest_state(zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]) -> None:
     sequence, state = Sequence("force_last_phrase", zoo_model, make_row), dict[str, Any]()
     ends = torch.zeros(1, 48)
     ends[0, EOS] = 5.0
@@ -128,7 +126,7 @@ def test_beyond_what_is_kept_it_goes_on_from_the_oldest_state(
     assert torch.equal(sequence.processor(ends.clone(), [sequence.row([1] * 3, state)]), ends)
 
 
-def test_rows_that_are_put_together_anew_at_each_step(sequence: Sequence) -> None:
+def test_changing_batch_composition(sequence: Sequence) -> None:
     rng = random.Random(2)
     outputs: list[list[int]] = [[] for _ in range(6)]
     states: list[dict[str, Any]] = [{} for _ in outputs]
@@ -147,20 +145,20 @@ def test_rows_that_are_put_together_anew_at_each_step(sequence: Sequence) -> Non
     assert min(map(len, outputs)) > 10
 
 
-def test_without_rows_nothing_happens(sequence: Sequence) -> None:
+def test_no_rows_is_a_noop(sequence: Sequence) -> None:
     logits = torch.zeros(0, 48)
     assert sequence.processor(logits, []) is logits
     assert sequence.processor(logits) is logits
 
 
-def test_a_phrase_goes_on_past_a_forbidden_token(zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]) -> None:
+def test_phrase_continues_after_forbidden_token(zoo_model: ModelView, make_row: Callable[..., dict[str, Any]]) -> None:
     sequence = Sequence("force_last_phrase", zoo_model, make_row)
     phrase = zoo_model.tokenizer.encode("So final answer", add_special_tokens=False)
     state: dict[str, Any] = {}
-    drawn = []
+    sampled = []
     for length in range(len(phrase)):
         logits = torch.arange(48.0).unsqueeze(0)
         logits[0, EOS] = 100.0
         logits[0, phrase[2]] = -torch.inf
-        drawn.append(int(sequence.processor(logits, [sequence.row([1] * length, state)]).argmax()))
-    assert drawn == [*phrase[:2], EOS, *phrase[3:]]
+        sampled.append(int(sequence.processor(logits, [sequence.row([1] * length, state)]).argmax()))
+    assert sampled == [*phrase[:2], EOS, *phrase[3:]]

@@ -11,7 +11,7 @@ from logitship.builtin_processors.parts.row_constants import RowConstants, padde
 CPU = torch.device("cpu")
 
 
-def test_made_anew_when_a_row_is_another_object() -> None:
+def test_recomputed_for_other_rows() -> None:
     made: list[list[str]] = []
 
     def make(rows: Sequence[list[str]], device: torch.device) -> int:
@@ -32,7 +32,7 @@ def test_made_anew_when_a_row_is_another_object() -> None:
     assert made == [["a"], ["a", "b"], ["b", "a"], ["b"], ["b"]]
 
 
-def test_made_anew_on_another_device() -> None:
+def test_recomputed_on_another_device() -> None:
     constants = RowConstants[int, torch.device](lambda rows, device: device)
     assert constants.of([1], CPU) == CPU
     assert constants.of([1], torch.device("meta")).type == "meta"

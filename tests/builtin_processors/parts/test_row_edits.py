@@ -28,13 +28,13 @@ def test_against_a_loop() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_kept_is_kept_as_it_is(value: float) -> None:
+def test_kept_logits_are_unchanged(value: float) -> None:
     logits = torch.tensor([[value, 1.0, 2.0]])
     keep_only(logits, {0: np.array([0, 2])})
     torch.testing.assert_close(logits, torch.tensor([[value, -torch.inf, 2.0]]), rtol=0, atol=0, equal_nan=True)
 
 
-def test_one_token_of_a_row_is_forced() -> None:
+def test_force_tokens() -> None:
     logits = torch.randn(4, 5)
     expected = logits.clone()
     for row, token in ((1, 3), (2, 0)):
@@ -46,7 +46,7 @@ def test_one_token_of_a_row_is_forced() -> None:
     assert torch.equal(logits, expected)
 
 
-def test_tokens_are_forbidden_where_they_stand() -> None:
+def test_forbid_tokens() -> None:
     logits = torch.zeros(3, 4)
     forbid_tokens(logits, on_device([0, 2, 2], [1, 0, 3], logits.device))
     assert logits.isinf().nonzero().tolist() == [[0, 1], [2, 0], [2, 3]]

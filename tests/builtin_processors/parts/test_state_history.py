@@ -15,8 +15,8 @@ def step(state: tuple[int, ...], token: int) -> tuple[int, ...]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), tokens), max_size=8))
-def test_the_state_is_that_of_the_tokens(changes: list[tuple[int, list[int]]]) -> None:
-    """Tokens are taken back and appended, with a look between the two, which shows that there are fewer."""
+def test_state_follows_tokens(changes: list[tuple[int, list[int]]]) -> None:
+    """Tokens are removed and appended, with a call in between, which detects that there are fewer."""
     history, output = StateHistory[tuple[int, ...]](()), []
     for kept, new in changes:
         del output[kept:]
@@ -25,7 +25,7 @@ def test_the_state_is_that_of_the_tokens(changes: list[tuple[int, list[int]]]) -
         assert history.follow(output, step) == tuple(output)
 
 
-def test_an_exchanged_token_is_noticed_at_the_end() -> None:
+def test_replaced_last_token_is_detected() -> None:
     history = StateHistory[tuple[int, ...]](())
     assert history.follow([1, 2, 3], step) == (1, 2, 3)
     assert history.follow([1, 2, 4, 5], step) == (1, 2, 4, 5)
@@ -47,7 +47,7 @@ def test_only_new_tokens_are_read() -> None:
     assert read == [7]
 
 
-def test_copies_go_on_by_themselves() -> None:
+def test_copies_are_independent() -> None:
     history = StateHistory[tuple[int, ...]](())
     history.follow([1], step)
     fork = copy.deepcopy(history)
@@ -55,7 +55,7 @@ def test_copies_go_on_by_themselves() -> None:
     assert fork.follow([1, 3], step) == (1, 3)
 
 
-def test_a_step_knows_its_place() -> None:
+def test_length_during_step() -> None:
     history, places = StateHistory(0), list[int]()
 
     def note(state: int, token: int) -> int:

@@ -16,8 +16,8 @@ def number_of(row_state: RowState) -> float:
     return float(row_state.batch[row_state.row, 0])
 
 
-def test_taken_back_within_reach() -> None:
-    """Against a dict of all states by number of tokens."""
+def test_removed_tokens_within_limit() -> None:
+    """Compared with a dict of all states by number of tokens."""
     rng = random.Random(0)
     states, reference, length, longest = StepStates(state(-1)), {-1: -1.0}, 0, 0
     for step in range(2000):
@@ -31,7 +31,7 @@ def test_taken_back_within_reach() -> None:
     assert longest > 5 * STEPS_KEPT
 
 
-def test_taken_back_beyond() -> None:
+def test_removed_tokens_beyond_limit() -> None:
     states = StepStates(state(-1))
     for length in range(100):
         states.before(length)
@@ -41,7 +41,7 @@ def test_taken_back_beyond() -> None:
     assert number_of(states.before(5)) == oldest
 
 
-def test_the_same_step_again() -> None:
+def test_repeated_step() -> None:
     states = StepStates(state(-1))
     states.add(0, state(0))
     assert number_of(states.before(0)) == -1
@@ -49,7 +49,7 @@ def test_the_same_step_again() -> None:
     assert number_of(states.before(1)) == 1
 
 
-def test_a_copy_goes_its_own_way_and_copies_no_tensor() -> None:
+def test_copy_is_independent_and_shares_tensors() -> None:
     states = StepStates(state(-1))
     states.add(0, state(0))
     copied = copy.deepcopy({"any": states})["any"]

@@ -28,7 +28,7 @@ def test_recorded(case: dict[str, Any]) -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), tokens)
-def test_the_status_is_the_longest_beginning_that_the_stream_ends_with(pattern: list[int], stream: list[int]) -> None:
+def test_status_is_the_longest_matching_prefix(pattern: list[int], stream: list[int]) -> None:
     automaton, status = StringContainAutomaton(tuple(pattern)), 0
     for length in range(len(stream) + 1):
         so_far = stream[:length]
@@ -40,6 +40,6 @@ def test_the_status_is_the_longest_beginning_that_the_stream_ends_with(pattern: 
         status = automaton.step(status, stream[length]) if length < len(stream) else status
 
 
-def test_the_pattern_is_the_identity() -> None:
+def test_equality_by_pattern() -> None:
     assert StringContainAutomaton((1, 2)) == StringContainAutomaton((1, 2)) != StringContainAutomaton((1, 3))
     assert hash(StringContainAutomaton((1, 2))) == hash(StringContainAutomaton((1, 2)))

@@ -9,7 +9,7 @@ MakeRow = Callable[..., dict[str, Any]]
 CountingList = Callable[..., Any]
 
 
-def test_due_until_it_is_drawn(make_row: MakeRow) -> None:
+def test_due_until_sampled(make_row: MakeRow) -> None:
     target, state = TargetToken(5, None), dict[str, Any]()
     outputs: list[list[int]] = [[], [1], [1, 5], [1, 5, 2]]
     assert [target.is_due(make_row({}, [5], output, state), "key") for output in outputs] == [True, True, False, False]
@@ -22,7 +22,7 @@ def test_due_after_some_tokens(make_row: MakeRow) -> None:
     assert due == [True, False, True, False, True, False, False]
 
 
-def test_a_step_reads_only_the_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
+def test_step_only_reads_new_tokens(make_row: MakeRow, counting_list: CountingList) -> None:
     target, prompt, output = TargetToken(5, frozenset({6})), counting_list([1] * 5000), counting_list([1] * 5000)
     row = make_row({}, prompt, output)
     target.is_due(row, "key")

@@ -35,7 +35,7 @@ def token_of(text: Any, model: ModelView) -> int:
 
 
 def fake_tokenizer(encoded: list[int], **attributes: Any) -> Any:
-    """Encodes every text the same. Token 8 is a space."""
+    """Encodes every text to the same tokens. Token 8 is a space."""
     return SimpleNamespace(
         encode=lambda text, add_special_tokens: encoded,
         decode=lambda token_ids: "".join(" " if token_id == 8 else "x" for token_id in token_ids),
@@ -73,14 +73,14 @@ def test_recording(zoo_recording: dict[str, Any], zoo_models: dict[bool | None, 
     assert set(REFUSED) < refused
 
 
-def test_two_tokens_are_one_only_if_the_first_says_nothing() -> None:
+def test_prefix_token_is_ignored() -> None:
     for add_prefix_space in (None, True):
         fake = fake_tokenizer([7, 9], bos_token=None, bos_token_id=None, add_prefix_space=add_prefix_space)
         with pytest.raises(ValueError, match="'ab' is 2 tokens"):
             token_of("ab", ModelView(48, frozenset({2}), fake))
 
 
-def test_the_unknown_token_itself_can_be_asked_for(zoo_model: ModelView) -> None:
+def test_unknown_token_by_its_text(zoo_model: ModelView) -> None:
     assert token_of("<unk>", zoo_model) == 3
     with pytest.raises(ValueError, match="'zzz' is unknown to this model"):
         token_of("zzz", zoo_model)
@@ -103,9 +103,9 @@ def test_refuses(params: dict[str, Any], message: str, zoo_model: ModelView) -> 
         Params.read(params, zoo_model)
 
 
-def test_a_token_that_the_model_cannot_draw(zoo_model: ModelView) -> None:
+def test_token_outside_the_vocabulary(zoo_model: ModelView) -> None:
     small = ModelView(29, zoo_model.eos_token_ids, zoo_model.tokenizer)
-    with pytest.raises(ValueError, match=r"^phrase: 'a </think>' needs token 29, which the model cannot draw$"):
+    with pytest.raises(ValueError, match=r"^phrase: 'a </think>' needs token 29, which the model cannot sample$"):
         Params.read({"phrase": "a </think>"}, small)
 
 

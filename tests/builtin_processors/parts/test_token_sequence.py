@@ -8,7 +8,7 @@ from logitship.builtin_processors.parts.token_sequence import TokenSequence
 
 
 def reference_matched(sequence: list[int], history: list[int]) -> int:
-    """The longest beginning of the sequence that the history ends with."""
+    """Return the length of the longest prefix of the sequence at the end of the history."""
     return max(n for n in range(len(sequence) + 1) if history[len(history) - n :] == sequence[:n])
 
 
@@ -25,7 +25,7 @@ def test_against_a_search_of_the_whole_history(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_last_occurrence(seed: int) -> None:
+def test_last_occurrence(seed: int) -> None:
     rng = random.Random(seed)
     wanted = [rng.randrange(3) for _ in range(rng.randint(1, 3))]
     history = [rng.randrange(3) for _ in range(rng.randrange(20))]
@@ -34,7 +34,7 @@ def test_the_last_occurrence(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_what_the_history_has_begun(seed: int) -> None:
+def test_partial_match_at_the_end(seed: int) -> None:
     rng = random.Random(seed)
     wanted = [rng.randrange(2) for _ in range(rng.randint(1, 5))]
     history = [rng.randrange(2) for _ in range(rng.randrange(12))]

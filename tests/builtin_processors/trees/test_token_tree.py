@@ -54,7 +54,7 @@ def test_recorded_states(case: dict[str, Any]) -> None:
             ] == [{k: v for k, v in each.items() if k not in ("input_len", "is_beam")} for each in step["expect"]]
 
 
-def test_an_end_token_of_zero_is_like_any_other() -> None:
+def test_end_token_zero() -> None:
     tree = TokenTree({"7": [3, 4], "7_3": [5]}, start_token_id=7, end_token_id=0)
     assert not tree.start.finished
     assert tree.candidates(followed(tree, [3])).tolist() == [5]
@@ -72,13 +72,13 @@ def test_an_end_token_of_zero_is_like_any_other() -> None:
         ([3], -1, [3]),
     ],
 )
-def test_what_the_model_has_not(candidates: list[int], end_token_id: int, allowed: list[int]) -> None:
+def test_candidates_outside_the_vocabulary(candidates: list[int], end_token_id: int, allowed: list[int]) -> None:
     tree = TokenTree({"225": candidates}, end_token_id=end_token_id)
     assert tree.allowed(tree.start, 12).tolist() == allowed
 
 
 def test_random_trees_against_their_definition() -> None:
-    """A slow walk that looks at the mapping alone."""
+    """Reference implementation that only uses the mapping."""
     generator = random.Random(0)
     for _ in range(300):
         sep, end = generator.choice(["_", "", "--"]), generator.randrange(4)

@@ -77,7 +77,7 @@ def test_recorded(case: dict[str, Any], tmp_path: Path) -> None:
         ("1" * 5000, "is no JSON: "),
     ],
 )
-def test_what_is_wrong_and_where(text: str, message: str, tmp_path: Path) -> None:
+def test_errors_name_the_position(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(TreeFormatError, match=re.escape(message)):
         load(tmp_path, text)
 
@@ -93,12 +93,12 @@ def test_what_is_wrong_and_where(text: str, message: str, tmp_path: Path) -> Non
         '{"other": 1.5, "more": [{"prefix_dict": 5}], "prefix_dict": {"225": [1]}, "null": null}',
     ],
 )
-def test_what_is_no_reason_to_refuse(text: str, tmp_path: Path) -> None:
+def test_accepted_oddities(text: str, tmp_path: Path) -> None:
     tree = load(tmp_path, text)
     assert tree.candidates(tree.start).tolist() == [1]
 
 
-def test_no_text(tmp_path: Path) -> None:
+def test_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "tree.json").write_bytes(b'{"sep": "\xff"}')
     with pytest.raises(TreeFormatError, match="is no JSON: 'utf-8' codec"):
         load_tree(tmp_path / "tree.json")
@@ -109,14 +109,12 @@ def test_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        ("{}", r"prefix_dict has no key '225', where every sequence starts: only the end token 2 can be drawn"),
+        ("{}", r"prefix_dict has no key '225', where every sequence starts: only the end token 2 can be sampled"),
         ('{"prefix_dict": {"225_1": [1]}}', "prefix_dict has no key '225', where every sequence starts"),
         ('{"prefix_dict": {"225": [1, -1, 3000000000]}}', "left out 2 token ids that are negative or above"),
     ],
 )
-def test_what_works_and_is_hardly_meant(
-    text: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings(text: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load(tmp_path, text)
     (record,) = caplog.records
@@ -125,8 +123,8 @@ def test_what_works_and_is_hardly_meant(
 
 
 @pytest.mark.parametrize("case", [case for case in RECORDED if "map" in case["expect"]], ids=lambda case: case["name"])
-def test_an_object_is_read_like_a_file(case: dict[str, Any]) -> None:
-    """Of a name that is there twice, JSON that was read before has the last one."""
+def test_object_is_read_like_a_file(case: dict[str, Any]) -> None:
+    """In parsed JSON, the last one of duplicate names remains."""
     value = json.loads(case["file_text"])
     tree = read_tree(value)
     assert len(tree) == len(value.get("prefix_dict", {}))
@@ -134,6 +132,6 @@ def test_an_object_is_read_like_a_file(case: dict[str, Any]) -> None:
         assert tree.candidates(Place(path)).tolist() == (case["expect"]["map"][path] or [tree.end_token_id])
 
 
-def test_an_object_with_other_keys_than_strings() -> None:
+def test_object_with_non_string_keys() -> None:
     with pytest.raises(TreeFormatError, match="prefix_dict: expected keys that are strings, got 225"):
         read_tree({"prefix_dict": {225: [1]}})

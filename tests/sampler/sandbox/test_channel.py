@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from logitship.sampler.sandbox.channel import Channel, ChannelClosed, Note
+from logitship.sampler.sandbox.channel import Channel, ChannelClosed, ControlMessage
 from logitship.sampler.sandbox.protocol import HEADER
 
 
@@ -24,20 +24,20 @@ def open_descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_values_arrive(ends: tuple[Channel, Channel]) -> None:
+def test_values_round_trip(ends: tuple[Channel, Channel]) -> None:
     values = ("text", 1.5, (1, 2), b"bytes", None)
-    ends[0].send(Note.SETUP, *values)
-    ends[0].send(Note.START)
-    assert ends[1].receive() == (Note.SETUP, values, [])
-    assert ends[1].receive() == (Note.START, (), [])
+    ends[0].send(ControlMessage.SETUP, *values)
+    ends[0].send(ControlMessage.START)
+    assert ends[1].receive() == (ControlMessage.SETUP, values, [])
+    assert ends[1].receive() == (ControlMessage.START, (), [])
 
 
-def test_descriptors_arrive_as_others_of_the_same(ends: tuple[Channel, Channel]) -> None:
+def test_descriptors_are_duplicated(ends: tuple[Channel, Channel]) -> None:
     reading, writing = os.pipe()
-    ends[0].send(Note.FORK, 7, descriptors=[writing])
+    ends[0].send(ControlMessage.FORK, 7, descriptors=[writing])
     os.close(writing)
     note, values, (arrived,) = ends[1].receive()
-    assert (note, values) == (Note.FORK, (7,))
+    assert (note, values) == (ControlMessage.FORK, (7,))
     assert not os.get_inheritable(arrived)
     os.write(arrived, b"through the channel")
     os.close(arrived)
@@ -45,32 +45,32 @@ def test_descriptors_arrive_as_others_of_the_same(ends: tuple[Channel, Channel])
     os.close(reading)
 
 
-def test_a_message_longer_than_what_the_kernel_holds(ends: tuple[Channel, Channel]) -> None:
+def test_message_larger_than_socket_buffer(ends: tuple[Channel, Channel]) -> None:
     tokenizer = os.urandom(4 << 20)
-    sender = threading.Thread(target=ends[0].send, args=(Note.SETUP, tokenizer))
+    sender = threading.Thread(target=ends[0].send, args=(ControlMessage.SETUP, tokenizer))
     sender.start()
     assert ends[1].receive()[1] == (tokenizer,)
     sender.join()
 
 
-def test_the_other_side_is_gone(ends: tuple[Channel, Channel]) -> None:
+def test_closed_peer(ends: tuple[Channel, Channel]) -> None:
     ends[0].close()
     with pytest.raises(ChannelClosed):
         ends[1].receive()
     with pytest.raises(ChannelClosed):
-        ends[1].send(Note.FORK, 1)
+        ends[1].send(ControlMessage.FORK, 1)
 
 
-def test_nobody_answers_in_time(ends: tuple[Channel, Channel]) -> None:
+def test_receive_timeout(ends: tuple[Channel, Channel]) -> None:
     ends[1].connection.settimeout(0.01)
     with pytest.raises(ChannelClosed, match="timed out"):
         ends[1].receive()
 
 
 @pytest.mark.parametrize("length", [1, HEADER.size, HEADER.size + 3])
-def test_a_message_that_is_cut_leaks_no_descriptor(ends: tuple[Channel, Channel], length: int) -> None:
+def test_truncated_message_leaks_no_descriptor(ends: tuple[Channel, Channel], length: int) -> None:
     body = marshal.dumps((7,))
-    message = HEADER.pack(Note.FORKED, 0, len(body)) + body
+    message = HEADER.pack(ControlMessage.FORKED, 0, len(body)) + body
     before = open_descriptors()
     socket.send_fds(ends[0].connection, [message[:length]], [0])
     ends[0].connection.shutdown(socket.SHUT_WR)

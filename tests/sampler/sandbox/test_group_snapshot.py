@@ -35,7 +35,7 @@ def member(params: dict[str, Any] | None = None, state: dict[Any, Any] | None = 
 
 
 def with_types(value: Any) -> Any:
-    """A value that equals another one only if the types within do too."""
+    """Return a value that compares types recursively."""
     if isinstance(value, dict):
         return type(value), [(with_types(key), with_types(item)) for key, item in value.items()]
     if isinstance(value, list | tuple | deque):
@@ -75,7 +75,7 @@ values = st.dictionaries(st.text(max_size=5).filter(lambda key: key != "__req__"
 
 
 @given(st.lists(st.tuples(values, values), min_size=1, max_size=4), st.integers(0, 2))
-def test_plain_values_come_back_exactly(given: list[tuple[dict[str, Any], dict[str, Any]]], earlier: int) -> None:
+def test_plain_values_are_restored_exactly(given: list[tuple[dict[str, Any], dict[str, Any]]], earlier: int) -> None:
     members = [member(*copy.deepcopy(one)) for one in given]
     for _ in range(earlier):
         GroupSnapshot(members)
@@ -85,12 +85,12 @@ def test_plain_values_come_back_exactly(given: list[tuple[dict[str, Any], dict[s
         for value in (one.params, one.view.state):
             for part in value.values():
                 if isinstance(part, list | deque):
-                    part.append("spoilt")
+                    part.append("corrupted")
                 elif isinstance(part, dict):
-                    part["spoilt"] = 1
+                    part["corrupted"] = 1
             value.clear()
-            value["spoilt"] = True
-        one.view.state = {"spoilt": 2}
+            value["corrupted"] = True
+        one.view.state = {"corrupted": 2}
     assert len(snapshot) == len(members)
     assert snapshot.restore() == set(range(len(members)))
     for one, (params, state), (params_dict, state_dict) in zip(members, given, dicts, strict=True):
@@ -112,13 +112,13 @@ class Text(str):
 
 class RunsCode:
     def __reduce__(self) -> Any:
-        raise AssertionError("a snapshot runs nothing of the author's")
+        raise AssertionError("a snapshot must not run author code")
 
 
 NOT_PLAIN = {
     "tensor": torch.zeros(2),
     "numpy array": np.zeros(2),
-    "numpy number": np.float64(1.5),  # a subclass of float, which marshal would write as bytes
+    "numpy number": np.float64(1.5),  # a subclass of float that marshal would write as bytes
     "numpy integer": np.int64(1),
     "memoryview": memoryview(b"ab"),
     "object": Own(),
@@ -136,7 +136,7 @@ NOT_PLAIN = {
 
 @pytest.mark.parametrize("where", ["params", "state", "deep"])
 @pytest.mark.parametrize("name", NOT_PLAIN)
-def test_what_is_not_plain_is_not_kept_and_not_looked_at_again(name: str, where: str) -> None:
+def test_member_with_non_plain_value_is_skipped_for_good(name: str, where: str) -> None:
     value: dict[str, Any] = {"value": [[NOT_PLAIN[name]]] if where == "deep" else NOT_PLAIN[name]}
     odd = member(value if where == "params" else None, value if where != "params" else None)
     others = [member({"a": 1}), member({}, {"n": [1]})]
@@ -152,37 +152,37 @@ def test_what_is_not_plain_is_not_kept_and_not_looked_at_again(name: str, where:
     assert GroupSnapshot([odd]).restore() == set()
 
 
-def test_parameters_that_change_are_kept_as_they_are_now() -> None:
+def test_changing_parameters_are_restored_to_latest_snapshot() -> None:
     one = member({"steps": [0], "table": {"a": [1]}})
     for step in range(4):
         one.params["steps"].append(step)
         snapshot = GroupSnapshot([one])
         for _ in range(2):
-            one.params["table"]["a"].append("spoilt")
+            one.params["table"]["a"].append("corrupted")
             one.params["steps"].clear()
         assert snapshot.restore() == {0}
         assert one.params == {"steps": [0, *range(step + 1)], "table": {"a": [1]}, "__req__": one.view}
 
 
-def test_parameters_that_stay_are_restored_again_and_again() -> None:
+def test_unchanged_parameters_can_be_restored_repeatedly() -> None:
     one = member({"table": {"a": [1]}})
     for _ in range(4):
         snapshot = GroupSnapshot([one])
-        one.params["table"]["a"].append("spoilt")
+        one.params["table"]["a"].append("corrupted")
         one.params["more"] = 1
         assert snapshot.restore() == {0}
         assert one.params == {"table": {"a": [1]}, "__req__": one.view}
 
 
-class EqualsNothing:
+class RaisesOnComparison:
     def __eq__(self, other: object) -> bool:
         raise ValueError("ambiguous")
 
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("odd", [EqualsNothing(), torch.zeros(2), np.zeros(2)])
-def test_parameters_that_cannot_be_compared(odd: Any) -> None:
+@pytest.mark.parametrize("odd", [RaisesOnComparison(), torch.zeros(2), np.zeros(2)])
+def test_incomparable_parameters(odd: Any) -> None:
     one, other = member({"a": 1}), member({"a": 1})
     GroupSnapshot([one, other])
     one.params["a"] = odd
@@ -190,7 +190,7 @@ def test_parameters_that_cannot_be_compared(odd: Any) -> None:
     assert one.params["a"] is odd
 
 
-def test_parameters_that_are_nested_too_deep_to_compare() -> None:
+def test_parameters_nested_too_deep_to_copy() -> None:
     deep: list[Any] = []
     for _ in range(400):
         deep = [deep]
@@ -203,16 +203,16 @@ def test_parameters_that_are_nested_too_deep_to_compare() -> None:
         assert len(str(one.params["deep"])) == 2 * 401
 
 
-def test_what_is_too_large_is_not_kept() -> None:
+def test_too_large_values_are_skipped() -> None:
     small = [member({}, {"text": "x" * 10}) for _ in range(3)]
     large = member({}, {"text": "x" * (2 * LARGEST_SNAPSHOT)})
-    assert GroupSnapshot([*small, large]).restore() == {0, 1, 2, 3}  # together they are not too large
+    assert GroupSnapshot([*small, large]).restore() == {0, 1, 2, 3}  # within the limit on average
     larger = member({}, {"text": "x" * (5 * LARGEST_SNAPSHOT)})
     assert GroupSnapshot([*small, larger]).restore() == {0, 1, 2}
     assert [one.restorable for one in (*small, larger)] == [True, True, True, False]
 
 
-def test_a_nesting_too_deep_is_not_kept() -> None:
+def test_too_deep_values_are_skipped() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -220,10 +220,10 @@ def test_a_nesting_too_deep_is_not_kept() -> None:
     assert len(GroupSnapshot([one])) == 0
     assert not one.restorable
     while deep:
-        deep = deep.pop()  # the interpreter would recurse
+        deep = deep.pop()  # deallocating it at once would recurse
 
 
-def test_a_value_that_holds_itself() -> None:
+def test_self_referential_value() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
     one = member({}, {"loop": loop})
@@ -235,7 +235,7 @@ def test_a_value_that_holds_itself() -> None:
     assert restored[1] is restored
 
 
-def test_tokens_that_were_appended_are_taken_off() -> None:
+def test_appended_tokens_are_removed() -> None:
     one = member()
     prompt, output = one.view.origin_input_ids, one.view.output_ids
     snapshot = GroupSnapshot([one])
@@ -249,17 +249,17 @@ def test_tokens_that_were_appended_are_taken_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["origin_input_ids", "output_ids"])
-def test_tokens_that_are_lost_cannot_be_restored(name: str) -> None:
+def test_lost_tokens_cannot_be_restored(name: str) -> None:
     losing, other = member(), member({"a": 1})
     snapshot = GroupSnapshot([losing, other])
     getattr(losing.view, name).clear()
     assert snapshot.restore() == {1}
-    assert losing.restorable  # next time, it may be
+    assert losing.restorable  # may work next time
 
 
 @pytest.mark.parametrize("name", ["origin_input_ids", "output_ids", "state"])
 @pytest.mark.parametrize("odd", [None, (), Text("a")])
-def test_a_view_of_something_else(name: str, odd: Any) -> None:
+def test_view_with_replaced_or_deleted_attributes(name: str, odd: Any) -> None:
     replaced, deleted, other = member(), member(), member()
     setattr(replaced.view, name, odd)
     delattr(deleted.view, name)
@@ -267,7 +267,7 @@ def test_a_view_of_something_else(name: str, odd: Any) -> None:
     assert [one.restorable for one in (replaced, deleted, other)] == [False, False, True]
 
 
-def test_a_processor_may_have_taken_its_request_out_of_the_parameters() -> None:
+def test_missing_request_view_is_restored() -> None:
     one = member({"a": 1})
     del one.params["__req__"]
     snapshot = GroupSnapshot([one])

@@ -28,7 +28,7 @@ ATOMS: list[Any] = [None, True, 0, -(1 << 90), 1.5, float("nan"), float("-inf"),
 
 
 @pytest.mark.parametrize("value", [*ATOMS, [], {}, (), set(), frozenset(), {(1, "a"): {frozenset({2})}, None: [()]}])
-def test_plain(value: Any) -> None:
+def test_plain_values_pass(value: Any) -> None:
     check_plain(value)
 
 
@@ -55,9 +55,9 @@ def test_plain(value: Any) -> None:
         (torch.zeros(2), r"torch\.Tensor"),
     ],
 )
-def test_not_plain(value: Any, name: str) -> None:
+def test_other_types_are_refused(value: Any, name: str) -> None:
     wrapped: list[Any] = [value, [value], (1, value), {"a": value}, {"a": [{"b": (None, value)}]}]
-    with contextlib.suppress(TypeError):  # it cannot be hashed
+    with contextlib.suppress(TypeError):  # unhashable
         wrapped += [{value: 1}, {(value,)}, frozenset({value})]
     for each in wrapped:
         with pytest.raises(NotPlainError, match=f"^holds a value of type .*{name}: a sandbox takes plain values only"):
@@ -74,32 +74,32 @@ def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
 @pytest.mark.parametrize(
     "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: [1, [v], v], lambda v: frozenset({v})]
 )
-def test_depth(wrap: Callable[[Any], Any]) -> None:
+def test_depth_limit(wrap: Callable[[Any], Any]) -> None:
     levels = 2 if isinstance(wrap(1), list) and len(wrap(1)) == 3 else 1
     check_plain(nested(MAX_DEPTH // levels, wrap))
     with pytest.raises(NotPlainError, match=f"deeper than {MAX_DEPTH} levels"):
         check_plain(nested(MAX_DEPTH // levels + 1, wrap))
 
 
-def test_a_dict_in_a_key_has_depth_too() -> None:
+def test_depth_of_dict_keys_counts() -> None:
     with pytest.raises(NotPlainError, match="deeper"):
         check_plain({nested(MAX_DEPTH, lambda value: (value,)): 1})
 
 
-def test_what_holds_itself_is_refused() -> None:
+def test_self_referential_value_is_refused() -> None:
     own: list[Any] = []
     own.append(own)
     with pytest.raises(NotPlainError, match="deeper"):
         check_plain(own)
 
 
-def test_what_is_shared_is_not_walked_through_again_and_again() -> None:
-    """2^100 ways lead to the innermost list."""
+def test_shared_containers_are_visited_once() -> None:
+    """There are 2^100 paths to the innermost list."""
     check_plain(nested(100, lambda value: [value, value]))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_passes_comes_back_from_marshal(seed: int) -> None:
+def test_accepted_values_round_trip_through_marshal(seed: int) -> None:
     rng = random.Random(seed)
     odd: list[Any] = [OrderedDict(), Text("a"), numpy.float32(1), bytearray(b"x")]
 

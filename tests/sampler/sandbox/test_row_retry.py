@@ -37,16 +37,16 @@ def member(state: dict[Any, Any] | None = None, **params: Any) -> Member:
     return Member({**params, "__req__": view}, view)
 
 
-class Leaky:
-    """A processor that changes all it can get hold of, row after row, and fails at some.
+class Mutating:
+    """A processor that modifies everything it can reach, row by row, and fails for some rows.
 
     Attributes:
-        calls: how many rows each call had.
+        calls: the number of rows of each call.
     """
 
-    def __init__(self, most_rows: int = 99) -> None:
+    def __init__(self, max_rows: int = 99) -> None:
         self.calls: list[int] = []
-        self._most_rows = most_rows
+        self._max_rows = max_rows
 
     def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor | None:
         self.calls.append(len(params))
@@ -63,16 +63,16 @@ class Leaky:
             view.output_ids.pop()
             if own.get("bad"):
                 return None
-        if len(params) > self._most_rows:
+        if len(params) > self._max_rows:
             raise ValueError("too many rows")
         return logits
 
     def edit(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> None:
-        edit(lambda given: self(given, params), logits, name="Leaky")
+        edit(lambda given: self(given, params), logits, name="Mutating")
 
 
 def step(retry: RowRetry, logits: torch.Tensor, members: list[Member]) -> dict[int, ProcessorFault]:
-    """What the two sides of a sandbox do in a step."""
+    """Do what the server and the sandbox do in a step."""
     pristine = logits.clone()
     faults = retry.attempt(logits, members)
     if faults is None:
@@ -85,8 +85,8 @@ def logits_of(rows: int) -> torch.Tensor:
     return torch.arange(float(rows * VOCAB)).view(rows, VOCAB)
 
 
-def test_a_group_without_a_fault_is_one_call() -> None:
-    processor = Leaky()
+def test_successful_group_takes_one_call() -> None:
+    processor = Mutating()
     members = [member() for _ in range(3)]
     logits = logits_of(3)
     assert step(RowRetry(processor.edit), logits, members) == {}
@@ -94,22 +94,22 @@ def test_a_group_without_a_fault_is_one_call() -> None:
     assert torch.equal(logits, logits_of(3) + 11)
 
 
-def test_a_row_by_itself_is_one_call() -> None:
-    processor = Leaky()
+def test_single_row_takes_one_call() -> None:
+    processor = Mutating()
     faults = step(RowRetry(processor.edit), logits_of(1), [member(fails="no")])
     assert processor.calls == [1]
-    assert faults[0].message == "processor Leaky raised ValueError: no"
+    assert faults[0].message == "processor Mutating raised ValueError: no"
 
 
-def test_only_the_rows_that_fail_alone_are_at_fault() -> None:
-    processor = Leaky()
+def test_only_rows_that_fail_alone_have_faults() -> None:
+    processor = Mutating()
     members = [member(), member(fails="first"), member(bad=True), member(fails="second"), member()]
     logits = logits_of(5)
     faults = step(RowRetry(processor.edit), logits, members)
     assert {row: (fault.kind, fault.message) for row, fault in faults.items()} == {
-        1: ("exception", "processor Leaky raised ValueError: first"),
+        1: ("exception", "processor Mutating raised ValueError: first"),
         2: ("bad_result", faults[2].message),
-        3: ("exception", "processor Leaky raised ValueError: second"),
+        3: ("exception", "processor Mutating raised ValueError: second"),
     }
     assert processor.calls == [5, 1, 1, 1, 1, 1]
     for row in (0, 4):
@@ -119,28 +119,28 @@ def test_only_the_rows_that_fail_alone_are_at_fault() -> None:
         assert members[row].view.output_ids == [3]
 
 
-def test_a_row_that_cannot_be_restored_has_the_fault_of_the_group() -> None:
+def test_unrestorable_row_gets_the_group_fault() -> None:
     members = [member(), member({"tensor": torch.zeros(1)}), member(fails="no")]
-    faults = step(RowRetry(Leaky().edit), logits_of(3), members)
+    faults = step(RowRetry(Mutating().edit), logits_of(3), members)
     assert sorted(faults) == [1, 2]
-    assert faults[1].message == "processor Leaky raised ValueError: no"
+    assert faults[1].message == "processor Mutating raised ValueError: no"
 
 
-def test_where_none_can_be_restored_nothing_is_sent_again() -> None:
+def test_no_retry_if_no_row_is_restorable() -> None:
     members = [member({"tensor": torch.zeros(1)}), member({"tensor": torch.zeros(1)}, fails="no")]
-    faults = RowRetry(Leaky().edit).attempt(logits_of(2), members)
+    faults = RowRetry(Mutating().edit).attempt(logits_of(2), members)
     assert faults is not None
     assert sorted(faults) == [0, 1]
     assert faults[0] is faults[1]
 
 
-def test_without_a_fault_nothing_needs_to_be_restorable() -> None:
+def test_unrestorable_rows_without_fault() -> None:
     members = [member({"tensor": torch.zeros(1)}) for _ in range(2)]
-    assert RowRetry(Leaky().edit).attempt(logits_of(2), members) == {}
+    assert RowRetry(Mutating().edit).attempt(logits_of(2), members) == {}
 
 
-def test_a_processor_that_cannot_work_on_several_rows_is_called_row_by_row() -> None:
-    processor = Leaky(most_rows=1)
+def test_processor_that_fails_for_groups_is_called_row_by_row() -> None:
+    processor = Mutating(max_rows=1)
     retry = RowRetry(processor.edit)
     members = [member() for _ in range(3)]
     for number in range(1, 6):
@@ -151,8 +151,8 @@ def test_a_processor_that_cannot_work_on_several_rows_is_called_row_by_row() -> 
     assert sorted(step(retry, logits_of(2), [member(fails="no"), member()])) == [0]
 
 
-def test_a_row_at_fault_does_not_count_against_the_groups() -> None:
-    processor = Leaky()
+def test_row_faults_do_not_disable_group_calls() -> None:
+    processor = Mutating()
     retry = RowRetry(processor.edit)
     for _ in range(5):
         assert sorted(step(retry, logits_of(2), [member(), member(fails="no")])) == [1]
@@ -160,26 +160,26 @@ def test_a_row_at_fault_does_not_count_against_the_groups() -> None:
     assert processor.calls[-1] == 2
 
 
-def test_an_attempt_that_is_not_tried_again_leaves_nothing() -> None:
-    retry = RowRetry(Leaky().edit)
+def test_attempt_without_retry_leaves_no_state() -> None:
+    retry = RowRetry(Mutating().edit)
     assert retry.attempt(logits_of(2), [member(), member(fails="no")]) is None
     members = [member(), member()]
     assert retry.attempt(logits_of(2), members) == {}
     assert [one.params["count"] for one in members] == [1, 1]
 
 
-def test_a_fault_does_not_keep_the_logits() -> None:
+def test_fault_does_not_keep_logits_alive() -> None:
     logits = torch.zeros(2, VOCAB)
     kept = weakref.ref(logits)
-    retry = RowRetry(Leaky().edit)
+    retry = RowRetry(Mutating().edit)
     assert retry.attempt(logits, [member(), member(fails="no")]) is None
     del logits
     gc.collect()
     assert kept() is None
 
 
-def test_a_retry_without_an_attempt() -> None:
-    retry = RowRetry(Leaky().edit)
+def test_retry_without_attempt() -> None:
+    retry = RowRetry(Mutating().edit)
     members = [member(), member(fails="no")]
     assert sorted(step(retry, logits_of(2), members)) == [1]
     with pytest.raises(AssertionError, match="there was no failed attempt"):
@@ -196,9 +196,9 @@ rows = st.fixed_dictionaries(
 
 
 @given(st.lists(st.lists(rows, min_size=1, max_size=5), min_size=1, max_size=4), st.sampled_from([1, 3, 99]))
-def test_good_rows_are_as_if_they_had_been_alone(steps: list[list[dict[str, Any]]], most_rows: int) -> None:
-    """Against the slow way: each row by itself, from the start."""
-    processor = Leaky(most_rows)
+def test_good_rows_equal_rows_processed_alone(steps: list[list[dict[str, Any]]], max_rows: int) -> None:
+    """Compare with processing each row by itself."""
+    processor = Mutating(max_rows)
     retry = RowRetry(processor.edit)
     for group in steps:
         members = [member(copy.deepcopy(row["state"]), **row["params"]) for row in group]
@@ -209,14 +209,14 @@ def test_good_rows_are_as_if_they_had_been_alone(steps: list[list[dict[str, Any]
         faults = step(retry, logits, members)
         failing = [row for row in group if row["params"].get("fails") or row["params"].get("bad")]
         called_as_group = len(group) > 1 and processor.calls[calls] == len(group)
-        group_failed = called_as_group and (len(group) > most_rows or bool(failing))
-        for place, row in enumerate(group):
+        group_failed = called_as_group and (len(group) > max_rows or bool(failing))
+        for index, row in enumerate(group):
             alone = member(copy.deepcopy(row["state"]), **row["params"])
-            expected = logits_of(len(group))[place : place + 1]
-            fails = bool(step(RowRetry(Leaky().edit), expected, [alone]))
-            assert (place in faults) == (fails or (group_failed and not row["restorable"]))
-            if place not in faults:
-                assert torch.equal(logits[place], expected[0])
-                assert members[place].view.state == alone.view.state
-                assert members[place].view.output_ids == alone.view.output_ids
-                assert members[place].params["count"] == alone.params["count"]
+            expected = logits_of(len(group))[index : index + 1]
+            fails = bool(step(RowRetry(Mutating().edit), expected, [alone]))
+            assert (index in faults) == (fails or (group_failed and not row["restorable"]))
+            if index not in faults:
+                assert torch.equal(logits[index], expected[0])
+                assert members[index].view.state == alone.view.state
+                assert members[index].view.output_ids == alone.view.output_ids
+                assert members[index].params["count"] == alone.params["count"]

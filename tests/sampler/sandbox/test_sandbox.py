@@ -1,4 +1,4 @@
-"""The server's side of one sandbox, against a test that plays the other side: honest, slow, or with any lie."""
+"""The server's handle of a sandbox, against a fake sandbox that answers correctly, slowly, or with garbage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.sandbox import sandbox as sandbox_module
-from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError
 
@@ -29,22 +29,23 @@ LONG = 60.0
 
 
 class Peer:
-    """Stands for the template, and plays the sandbox.
+    """A fake zygote and sandbox.
 
     Attributes:
-        connection: the sandbox's end.
-        region: descriptor of its region.
-        status: of its process, which is one that does nothing.
+        process: a process that does nothing, in place of the sandbox's.
+        connection: the sandbox's end of the connection.
+        shared_memory: descriptor of its shared memory.
+        status: wait status of the process.
     """
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(["sleep", "1000"])
         self.status: Future[int | None] = Future()
 
-    def fork(self, connection: int, region: int) -> ForkedProcess:
+    def fork(self, connection: int, shared_memory: int) -> ForkedProcess:
         self.connection = socket.socket(fileno=os.dup(connection))
         self.connection.settimeout(LONG)
-        self.region = os.dup(region)
+        self.shared_memory = os.dup(shared_memory)
         return ForkedProcess(os.pidfd_open(self.process.pid), self.status)
 
     def read(self, size: int) -> bytes:
@@ -64,12 +65,12 @@ class Peer:
         self.process.kill()
         self.process.wait()
         self.connection.close()
-        os.close(self.region)
+        os.close(self.shared_memory)
 
 
 def make() -> tuple[Sandbox, Peer]:
     peer = Peer()
-    return Sandbox(peer, max_rows=2, vocab_size=3), peer  # type: ignore[arg-type]  # it forks, as a template does
+    return Sandbox(peer, max_rows=2, vocab_size=3), peer  # type: ignore[arg-type]  # has `fork`, as a zygote
 
 
 @pytest.fixture
@@ -86,36 +87,36 @@ def died(sandbox: Sandbox) -> SandboxDied:
     return raised.value
 
 
-def test_a_call_and_its_answer(pair: tuple[Sandbox, Peer]) -> None:
+def test_call_and_answer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     for number, body in enumerate((b"", b"some", b"x" * LONGEST_ANSWER), 1):
-        sandbox.begin(Kind.STEP, b"rows", LONG)
-        assert peer.read_message() == (Kind.STEP, number, b"rows")
+        sandbox.begin(Command.STEP, b"rows", LONG)
+        assert peer.read_message() == (Command.STEP, number, b"rows")
         peer.connection.sendall(pack(Answer.DONE, number, body))
         assert sandbox.finish() == (Answer.DONE, body)
     assert sandbox.alive
     assert sandbox.check()
 
 
-def test_what_has_no_answer_travels_first(pair: tuple[Sandbox, Peer]) -> None:
+def test_queued_commands_are_sent_first(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.tell(Kind.ATTACH, b"one")
-    sandbox.tell(Kind.DETACH, b"two")
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.enqueue(Command.ATTACH, b"one")
+    sandbox.enqueue(Command.DETACH, b"two")
+    sandbox.begin(Command.STEP, b"", LONG)
     assert [peer.read_message()[::2] for _ in range(3)] == [(2, b"one"), (3, b"two"), (4, b"")]
 
 
-def test_what_has_no_answer_can_travel_alone(pair: tuple[Sandbox, Peer]) -> None:
+def test_flush_sends_queued_commands(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.tell(Kind.DETACH, b"gone")
+    sandbox.enqueue(Command.DETACH, b"gone")
     sandbox.flush()
-    assert peer.read_message() == (Kind.DETACH, 0, b"gone")
+    assert peer.read_message() == (Command.DETACH, 0, b"gone")
 
 
-def test_the_region_is_shared_and_nobody_changes_its_size(pair: tuple[Sandbox, Peer]) -> None:
+def test_shared_memory_is_sealed(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     sandbox.logits.copy_(torch.arange(6.0).view(2, 3))
-    with mmap.mmap(peer.region, 0) as memory:
+    with mmap.mmap(peer.shared_memory, 0) as memory:
         view = torch.frombuffer(memory, dtype=torch.float32, count=6)
         assert view.tolist() == [0, 1, 2, 3, 4, 5]
         view[4] = 40
@@ -123,34 +124,34 @@ def test_the_region_is_shared_and_nobody_changes_its_size(pair: tuple[Sandbox, P
     assert sandbox.logits[1, 1] == 40
     for size in (0, 1 << 20):
         with pytest.raises(PermissionError):
-            os.ftruncate(peer.region, size)
+            os.ftruncate(peer.shared_memory, size)
 
 
-def test_an_answer_in_pieces(pair: tuple[Sandbox, Peer]) -> None:
+def test_answer_in_pieces(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     for byte in pack(Answer.FAULTS, 1, b"[]"):
         assert sandbox.advance() is None
         peer.connection.sendall(bytes([byte]))
     assert sandbox.advance() == (Answer.FAULTS, b"[]")
 
 
-def test_a_call_longer_than_what_the_kernel_holds(pair: tuple[Sandbox, Peer]) -> None:
+def test_call_larger_than_socket_buffer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     body = os.urandom(4 << 20)
     reader = threading.Thread(
         target=lambda: peer.connection.sendall(pack(Answer.DONE, peer.read_message()[1], b"all of it"))
     )
-    sandbox.begin(Kind.LOAD, body, LONG)
+    sandbox.begin(Command.LOAD, body, LONG)
     reader.start()
     assert sandbox.finish() == (Answer.DONE, b"all of it")
     reader.join()
 
 
-def test_an_answer_before_the_call_was_sent_in_full_does_not_count(pair: tuple[Sandbox, Peer]) -> None:
+def test_answer_before_whole_call_was_sent_is_ignored(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     peer.connection.sendall(pack(Answer.DONE, 1))
-    sandbox.begin(Kind.LOAD, bytes(4 << 20), 0.05)
+    sandbox.begin(Command.LOAD, bytes(4 << 20), 0.05)
     assert died(sandbox).kind == "deadline"
 
 
@@ -171,19 +172,19 @@ def test_an_answer_before_the_call_was_sent_in_full_does_not_count(pair: tuple[S
     ],
     ids=lambda answer: f"{answer[:20]!r}",
 )
-def test_what_no_worker_answers(pair: tuple[Sandbox, Peer], answer: bytes) -> None:
+def test_invalid_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer], answer: bytes) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     peer.connection.sendall(answer)
     end = died(sandbox)
-    assert (end.kind, end.reason) == ("protocol", "answered what no worker answers: its process was killed")
+    assert (end.kind, end.reason) == ("protocol", "sent an invalid answer: its process was killed")
     assert peer.killed()
 
 
-def test_something_said_before_it_was_asked(pair: tuple[Sandbox, Peer]) -> None:
+def test_unsolicited_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     peer.connection.sendall(pack(Answer.DONE, 0))
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     peer.connection.sendall(pack(Answer.DONE, 1))
     assert died(sandbox).kind == "protocol"
 
@@ -199,9 +200,9 @@ def test_something_said_before_it_was_asked(pair: tuple[Sandbox, Peer]) -> None:
         max_size=4,
     )
 )
-def test_any_bytes_are_an_answer_or_the_end(pieces: list[bytes]) -> None:
+def test_arbitrary_bytes_are_an_answer_or_kill_the_sandbox(pieces: list[bytes]) -> None:
     sandbox, peer = make()
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     for piece in pieces:
         peer.connection.sendall(piece)
     peer.connection.close()
@@ -217,9 +218,9 @@ def test_any_bytes_are_an_answer_or_the_end(pieces: list[bytes]) -> None:
     peer.close()
 
 
-def test_no_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
+def test_deadline_without_answer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", 0.05)
+    sandbox.begin(Command.STEP, b"", 0.05)
     began = time.monotonic()
     end = died(sandbox)
     assert time.monotonic() - began > 0.02
@@ -227,16 +228,16 @@ def test_no_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
     assert peer.killed()
 
 
-def test_half_an_answer_in_time(pair: tuple[Sandbox, Peer]) -> None:
+def test_deadline_with_partial_answer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", 0.05)
+    sandbox.begin(Command.STEP, b"", 0.05)
     peer.connection.sendall(pack(Answer.DONE, 1, b"body")[:-1])
     assert died(sandbox).kind == "deadline"
 
 
-def test_an_answer_that_came_in_time_may_be_read_late(pair: tuple[Sandbox, Peer]) -> None:
+def test_answer_in_time_may_be_read_late(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", 0.001)
+    sandbox.begin(Command.STEP, b"", 0.001)
     peer.connection.sendall(pack(Answer.DONE, 1))
     late = time.monotonic() + 0.01
     while time.monotonic() < late:
@@ -244,11 +245,11 @@ def test_an_answer_that_came_in_time_may_be_read_late(pair: tuple[Sandbox, Peer]
     assert sandbox.finish() == (Answer.DONE, b"")
 
 
-def test_the_nearest_deadline_ends_the_waiting(pair: tuple[Sandbox, Peer]) -> None:
+def test_wait_for_any_ends_at_the_earliest_deadline(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, _ = pair
     other, other_peer = make()
-    sandbox.begin(Kind.STEP, b"", LONG)
-    other.begin(Kind.STEP, b"", 0.05)
+    sandbox.begin(Command.STEP, b"", LONG)
+    other.begin(Command.STEP, b"", 0.05)
     assert wait_for_any([sandbox, other]) == [other]
     assert sandbox.advance() is None
     assert died(other).kind == "deadline"
@@ -265,12 +266,12 @@ def test_the_nearest_deadline_ends_the_waiting(pair: tuple[Sandbox, Peer]) -> No
         (signal.SIGSEGV, "ended its process: SIGSEGV (segmentation fault)"),
         (signal.SIGSYS, "ended its process: SIGSYS (bad system call)"),
         (40, "ended its process: signal 40"),
-        (None, "was lost: the process that sandboxes come from ended"),
+        (None, "was lost: the process that sandboxes are forked from ended"),
     ],
 )
-def test_how_a_process_ended(pair: tuple[Sandbox, Peer], status: int | None, reason: str) -> None:
+def test_reason_of_process_exit(pair: tuple[Sandbox, Peer], status: int | None, reason: str) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     peer.status.set_result(status)
     peer.connection.close()
     end = died(sandbox)
@@ -278,16 +279,16 @@ def test_how_a_process_ended(pair: tuple[Sandbox, Peer], status: int | None, rea
     assert end.reason.startswith(reason)
 
 
-def test_a_process_that_only_closes_its_connection(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_closes_its_connection(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox, peer = pair
     monkeypatch.setattr(sandbox_module, "_STATUS_TIMEOUT", 0.01)
     peer.connection.close()
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     assert died(sandbox).reason == "closed its connection: its process was killed"
     assert peer.killed()
 
 
-def test_an_end_while_nobody_asks_is_seen_when_one_looks(pair: tuple[Sandbox, Peer]) -> None:
+def test_check_detects_death_while_idle(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     peer.process.kill()
     peer.process.wait()
@@ -297,9 +298,9 @@ def test_an_end_while_nobody_asks_is_seen_when_one_looks(pair: tuple[Sandbox, Pe
     assert sandbox.death.reason.startswith("ended its process: SIGKILL")
 
 
-def test_whoever_waits_is_woken_by_a_kill(pair: tuple[Sandbox, Peer]) -> None:
+def test_kill_wakes_up_finish(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
 
     def kill_once_it_waits() -> None:
         peer.read_message()
@@ -312,34 +313,34 @@ def test_whoever_waits_is_woken_by_a_kill(pair: tuple[Sandbox, Peer]) -> None:
     assert (end.kind, end.reason) == ("cpu_time", "took too much")
 
 
-def test_the_first_reason_is_the_one_that_is_told(pair: tuple[Sandbox, Peer]) -> None:
+def test_first_reason_is_kept(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     sandbox.kill("deadline", "was slow")
     sandbox.kill("crash", "was killed")
     assert peer.killed()
     peer.status.set_result(signal.SIGKILL)
     with pytest.raises(SandboxDied, match="was slow"):
-        sandbox.begin(Kind.STEP, b"", LONG)
+        sandbox.begin(Command.STEP, b"", LONG)
     assert sandbox.death.kind == "deadline"
 
 
-def test_a_call_that_was_given_up_ends_it(pair: tuple[Sandbox, Peer]) -> None:
-    """The step failed elsewhere: nobody will read the answer, and the next call must not take it for its own."""
+def test_unfinished_call_kills_the_sandbox(pair: tuple[Sandbox, Peer]) -> None:
+    """The step was aborted, so the answer is never read; the next call must not mistake it for its own."""
     sandbox, peer = pair
-    sandbox.begin(Kind.STEP, b"", LONG)
-    with pytest.raises(SandboxDied, match="in the middle of a call"):
-        sandbox.begin(Kind.STEP, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
+    with pytest.raises(SandboxDied, match="its previous call was not finished"):
+        sandbox.begin(Command.STEP, b"", LONG)
     assert peer.killed()
 
 
-def test_nothing_is_left_after_close() -> None:
+def test_close_leaks_no_descriptor() -> None:
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     sandbox, peer = make()
     sandbox.close()
     sandbox.close()
     assert not sandbox.check()
-    sandbox.tell(Kind.DETACH, b"")
+    sandbox.enqueue(Command.DETACH, b"")
     sandbox.flush()
     assert peer.killed()
     peer.close()
@@ -349,9 +350,9 @@ def test_nothing_is_left_after_close() -> None:
 
 
 @pytest.mark.parametrize("error", [ZygoteError, OSError])
-def test_nothing_is_left_where_there_is_no_process(error: type[Exception]) -> None:
+def test_failed_fork_leaks_no_descriptor(error: type[Exception]) -> None:
     class Refusing:
-        def fork(self, connection: int, region: int) -> ForkedProcess:
+        def fork(self, connection: int, shared_memory: int) -> ForkedProcess:
             raise error("there is none")
 
     gc.collect()
@@ -364,7 +365,7 @@ def test_nothing_is_left_where_there_is_no_process(error: type[Exception]) -> No
 
 @contextlib.contextmanager
 def computing(script: str) -> Iterator[tuple[Sandbox, Callable[[], float]]]:
-    """A sandbox whose process runs a script. What it used outside its calls, asked again until it can be seen."""
+    """Yield a sandbox whose process runs a script, and a function that returns its CPU seconds outside calls."""
     sandbox, peer = make()
     process = subprocess.Popen(["sh", "-c", script])
     sandbox._stat = f"/proc/{process.pid}/stat"
@@ -389,8 +390,8 @@ def test_cpu_time_outside_calls_counts() -> None:
 
 def test_cpu_time_in_calls_does_not_count() -> None:
     with computing("while :; do :; done") as (sandbox, used):
-        sandbox.begin(Kind.STEP, b"", LONG)
+        sandbox.begin(Command.STEP, b"", LONG)
         before = used()
         poll = select.poll()
-        poll.poll(200)  # it computes meanwhile
-        assert used() - before < 0.05  # what the kernel tells comes in ticks of 0.01
+        poll.poll(200)  # the process computes meanwhile
+        assert used() - before < 0.05  # the kernel counts in ticks of 0.01 s

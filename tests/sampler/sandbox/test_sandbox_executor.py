@@ -1,4 +1,4 @@
-"""Processors in real sandboxes, without an engine around them."""
+"""The executor with real sandboxes, without an engine."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ while True: pass
 COUNTS = "self.calls = getattr(self, 'calls', 0) + 1\nlogits[:] = self.calls\nreturn logits"
 COUNTS_VIEWS = """
 import gc
-logits[:] = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+logits[:] = sum(type(each).__name__ == "SequenceState" for each in gc.get_objects())
 return logits
 """
-FAILS_WHERE_TOLD = "assert not any(params['fails'] for params in custom_param_list), 'as told'\nreturn logits + 1"
+FAILS_ON_REQUEST = "assert not any(params['fails'] for params in custom_param_list), 'as requested'\nreturn logits + 1"
 
 
 def source(body: str) -> SourceProcessor:
@@ -72,23 +72,23 @@ def model(tokenizer: Tokenizer) -> ModelView:
 
 
 @pytest.fixture(scope="module")
-def template(model: ModelView) -> Iterator[ZygoteProcess]:
-    template = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
-    template.start()
-    template.set_up(model)
-    yield template
-    template.close()
+def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
+    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
+    zygote.start()
+    zygote.set_up(model)
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture
-def executor(template: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
-    """A executor on the module's template, which outlives it."""
+def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
+    """An executor on the module's zygote, which outlives it."""
     monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
     limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, load_timeout=20.0)
-    executor = SandboxExecutor(template, limits, MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     with monkeypatch.context() as patch:
         yield executor
-        patch.setattr(template, "close", lambda: None)
+        patch.setattr(zygote, "close", lambda: None)
         executor.close()
 
 
@@ -104,7 +104,7 @@ class Caller:
         return self._executor.attach(processor, sequence)
 
     def call(self, processor: LoadedProcessor, *rows: ExecutorRow) -> tuple[list[float], RunOutcome]:
-        """The first logit of each row, of which all were 0, and the outcome."""
+        """Call on rows of zeros. Return the first logit of each row, and the outcome."""
         logits = torch.zeros(len(rows), VOCAB)
         outcome = self._executor.group(processor, rows).begin(logits).finish()
         return logits[:, 0].tolist(), outcome
@@ -116,7 +116,7 @@ def caller(executor: SandboxExecutor, model: ModelView) -> Caller:
 
 
 def sandbox_of(processor: LoadedProcessor) -> Sandbox:
-    sandbox: Sandbox = processor.instance.living_or_last
+    sandbox: Sandbox = processor.instance.current_sandbox
     return sandbox
 
 
@@ -124,7 +124,7 @@ def faults(outcome: RunOutcome) -> dict[int, tuple[str, str]]:
     return {row: (fault.kind, fault.message) for row, fault in outcome.faults.items()}
 
 
-def test_it_loads_and_runs(executor: SandboxExecutor, caller: Caller) -> None:
+def test_load_and_call(executor: SandboxExecutor, caller: Caller) -> None:
     string = source(ADDS)
     processor = executor.load(string, "tenant")
     assert (processor.digest, processor.name, processor.tenant) == (string.digest, "P", "tenant")
@@ -133,24 +133,24 @@ def test_it_loads_and_runs(executor: SandboxExecutor, caller: Caller) -> None:
     assert caller.call(processor, rows[2], rows[0])[0] == [3, 1]
 
 
-def test_what_its_class_says_of_itself_is_known(executor: SandboxExecutor) -> None:
+def test_class_description(executor: SandboxExecutor) -> None:
     string = source(ADDS)
     silent = executor.load(string)
     assert (silent.description, silent.params_schema) == ("", None)
-    says = "class P(CustomLogitProcessor):\n    'Adds.'\n    params_schema = {'type': 'object'}\n\n"
-    described = string.source.replace("class P(CustomLogitProcessor):\n", says)
+    header = "class P(CustomLogitProcessor):\n    'Adds.'\n    params_schema = {'type': 'object'}\n\n"
+    described = string.source.replace("class P(CustomLogitProcessor):\n", header)
     loaded = executor.load(replace(string, source=described))
     assert (loaded.description, loaded.params_schema) == ("Adds.", {"type": "object"})
     for processor in (silent, loaded):
         executor.unload(processor)
 
 
-def test_what_ships_no_code_is_not_loaded(executor: SandboxExecutor) -> None:
+def test_installed_processor_is_refused(executor: SandboxExecutor) -> None:
     with pytest.raises(ProcessorLoadError, match="ships no code"):
         executor.load(InstalledProcessor("min_p"))
 
 
-def test_two_tenants_share_nothing(executor: SandboxExecutor, caller: Caller) -> None:
+def test_tenants_share_no_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
     one, other = executor.load(source(COUNTS), "one"), executor.load(source(COUNTS), "other")
     row = caller.attach(one)
     assert [caller.call(one, row)[0] for _ in range(3)] == [[1], [2], [3]]
@@ -158,15 +158,15 @@ def test_two_tenants_share_nothing(executor: SandboxExecutor, caller: Caller) ->
     assert sandbox_of(one) is not sandbox_of(other)
 
 
-def test_only_the_row_that_fails_has_a_fault(executor: SandboxExecutor, caller: Caller) -> None:
-    processor = executor.load(source(FAILS_WHERE_TOLD))
-    rows = [caller.attach(processor, fails=place == 1) for place in range(3)]
+def test_only_the_failing_row_has_a_fault(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(FAILS_ON_REQUEST))
+    rows = [caller.attach(processor, fails=row == 1) for row in range(3)]
     values, outcome = caller.call(processor, *rows)
     assert [values[0], values[2]] == [1, 1]
-    assert faults(outcome) == {1: ("exception", "processor P raised AssertionError: as told")}
+    assert faults(outcome) == {1: ("exception", "processor P raised AssertionError: as requested")}
 
 
-def test_parameters_that_are_not_plain_are_their_rows_fault(executor: SandboxExecutor, caller: Caller) -> None:
+def test_non_plain_parameters_are_a_fault_of_their_row(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(ADDS))
     rows = [caller.attach(processor, by=1.0), caller.attach(processor, by=object()), caller.attach(processor, by=3.0)]
     values, outcome = caller.call(processor, *rows)
@@ -180,35 +180,33 @@ def test_parameters_that_are_not_plain_are_their_rows_fault(executor: SandboxExe
     [({}, False), ({}, True), ({"text": "x" * (4 << 20)}, False)],
     ids=["in one exchange", "in two exchanges", "in more than the kernel holds"],
 )
-def test_one_that_hangs_takes_no_time_from_the_others(
+def test_hanging_processor_does_not_delay_others(
     executor: SandboxExecutor, caller: Caller, params: dict[str, Any], fails: bool
 ) -> None:
-    """Both were asked at the same time, and the one that hangs is waited for first."""
-    hanging, honest = executor.load(source(LOOPS)), executor.load(source(FAILS_WHERE_TOLD))
+    """Both calls begin at the same time, and the one that hangs is finished first."""
+    hanging, other = executor.load(source(LOOPS)), executor.load(source(FAILS_ON_REQUEST))
     logits = [torch.zeros(1, VOCAB), torch.zeros(2, VOCAB)]
-    rows = [caller.attach(honest, fails=False, **params), caller.attach(honest, fails=fails)]
+    rows = [caller.attach(other, fails=False, **params), caller.attach(other, fails=fails)]
     first = executor.group(hanging, [caller.attach(hanging)]).begin(logits[0])
-    second = executor.group(honest, rows).begin(logits[1])
+    second = executor.group(other, rows).begin(logits[1])
     assert faults(first.finish()) == {0: ("deadline", f"processor P {NO_ANSWER}")}
     assert set(second.finish().faults) == ({1} if fails else set())
     assert logits[1][0, 0] == 1
-    assert sandbox_of(honest).alive
+    assert sandbox_of(other).alive
 
 
-def test_a_sandbox_that_died_is_replaced_for_new_sequences(executor: SandboxExecutor, caller: Caller) -> None:
+def test_dead_sandbox_is_replaced_for_new_sequences(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(COUNTS))
     old = caller.attach(processor)
     caller.call(processor, old)
     sandbox_of(processor).kill("deadline", "was slow")
     values, outcome = caller.call(processor, old, caller.attach(processor))
     assert faults(outcome) == {0: ("deadline", "processor P was slow")}
-    assert values[1] == 1, "the class begins anew"
+    assert values[1] == 1, "the class is instantiated again"
     assert faults(caller.call(processor, old)[1]) == {0: ("deadline", "processor P was slow")}
 
 
-def test_one_that_ended_while_nobody_looked_is_replaced_before_a_request_runs(
-    executor: SandboxExecutor, caller: Caller
-) -> None:
+def test_ensure_replaces_sandbox_that_died_while_idle(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(COUNTS))
     caller.call(processor, caller.attach(processor))
     sandbox_of(processor)._process.kill()
@@ -220,9 +218,7 @@ def test_one_that_ended_while_nobody_looked_is_replaced_before_a_request_runs(
     assert not outcome.faults
 
 
-def test_one_that_cannot_be_loaded_again(
-    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_restart(executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = executor.load(source(ADDS))
     sandbox_of(processor).kill("crash", "crashed")
 
@@ -239,7 +235,7 @@ def test_one_that_cannot_be_loaded_again(
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
 
 
-def test_our_own_mistake_ends_no_other_row(
+def test_internal_error_is_a_fault_of_its_rows_only(
     executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     processor = executor.load(source(ADDS))
@@ -254,9 +250,7 @@ def test_our_own_mistake_ends_no_other_row(
     assert "the secret cause" in caplog.text
 
 
-def test_a_step_waits_only_so_long_for_a_new_one(
-    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_times_out(executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = executor.load(source(ADDS))
     sandbox_of(processor).kill("crash", "crashed")
     go = threading.Event()
@@ -274,7 +268,7 @@ def test_a_step_waits_only_so_long_for_a_new_one(
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
 
 
-def test_one_that_computes_between_its_calls_is_killed(executor: SandboxExecutor, caller: Caller) -> None:
+def test_sandbox_computing_between_calls_is_killed(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(SPINS_AFTER_ITS_ANSWER))
     row = caller.attach(processor)
     assert not caller.call(processor, row)[1].faults
@@ -284,17 +278,18 @@ def test_one_that_computes_between_its_calls_is_killed(executor: SandboxExecutor
     }
 
 
-def test_a_call_that_nobody_finished_ends_its_sandbox_and_no_other(executor: SandboxExecutor, caller: Caller) -> None:
-    given_up, other = executor.load(source(ADDS)), executor.load(source(COUNTS))
-    row = caller.attach(given_up, by=1.0)
-    executor.group(given_up, [row]).begin(torch.zeros(1, VOCAB))
+def test_unfinished_call_kills_only_its_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
+    unfinished, other = executor.load(source(ADDS)), executor.load(source(COUNTS))
+    row = caller.attach(unfinished, by=1.0)
+    executor.group(unfinished, [row]).begin(torch.zeros(1, VOCAB))
     assert caller.call(other, caller.attach(other))[0] == [1]
-    assert faults(caller.call(given_up, row)[1]) in ({0: ("crash", "processor P was left in the middle of a call")}, {})
-    assert caller.call(given_up, caller.attach(given_up, by=2.0))[0] == [2]
+    message = "processor P was killed because its previous call was not finished"
+    assert faults(caller.call(unfinished, row)[1]) in ({0: ("crash", message)}, {})
+    assert caller.call(unfinished, caller.attach(unfinished, by=2.0))[0] == [2]
     assert sandbox_of(other).alive
 
 
-def test_a_sequence_that_leaves_takes_its_state_along(executor: SandboxExecutor, caller: Caller) -> None:
+def test_closed_row_frees_its_state(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(COUNTS_VIEWS))
     rows = [caller.attach(processor) for _ in range(3)]
     assert caller.call(processor, *rows)[0] == [3, 3, 3]
@@ -303,7 +298,7 @@ def test_a_sequence_that_leaves_takes_its_state_along(executor: SandboxExecutor,
     assert caller.call(processor, rows[2])[0] == [1]
 
 
-def test_unload_ends_its_process(executor: SandboxExecutor) -> None:
+def test_unload_kills_the_process(executor: SandboxExecutor) -> None:
     processor = executor.load(source(ADDS))
     process = sandbox_of(processor)._process
     executor.unload(processor)
@@ -311,25 +306,25 @@ def test_unload_ends_its_process(executor: SandboxExecutor) -> None:
     assert process.status.result(30) == 9
 
 
-def test_close_ends_all(template: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_kills_all_sandboxes(zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    executor = SandboxExecutor(template, SandboxLimits(), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, SandboxLimits(), MAX_ROWS, VOCAB)
     processes = [sandbox_of(executor.load(source(body)))._process for body in (ADDS, COUNTS)]
-    monkeypatch.setattr(template, "close", lambda: None)
+    monkeypatch.setattr(zygote, "close", lambda: None)
     executor.close()
     executor.close()
     assert [process.status.result(30) for process in processes] == [9, 9]
     assert "logitship-sandboxes" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
-def test_a_spare_sandbox_counts_when_it_is_used(
-    template: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+def test_spare_sandbox_is_counted_once_used(
+    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = SandboxExecutor(template, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
-    monkeypatch.setattr(template, "close", lambda: None)
+    executor = SandboxExecutor(zygote, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
+    monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     assert (executor.stats().alive, executor.stats().started) == (0, 0)
-    for by in (1.0, 2.0):  # the second may find none
+    for by in (1.0, 2.0):  # the second may find no spare
         processor = executor.load(source(f"{ADDS}  # {by}"))
         assert caller.call(processor, caller.attach(processor, by=by))[0] == [by]
     assert (executor.stats().alive, executor.stats().started) == (2, 2)
@@ -354,13 +349,13 @@ FAULT = st.tuples(
     | JSON.map(lambda value: json.dumps(value).encode())
     | st.lists(FAULT, max_size=3).map(lambda value: json.dumps(value).encode())
 )
-def test_what_a_sandbox_says_of_its_faults_is_that_or_an_error(body: bytes) -> None:
-    place = SandboxedProcessor("sha256:0", "", b"")
+def test_read_faults_returns_valid_faults_or_raises(body: bytes) -> None:
+    processor = SandboxedProcessor("sha256:0", "", b"")
     try:
-        told = read_faults(body, place, 3)
+        parsed = read_faults(body, processor, 3)
     except ValueError:
         return
-    for row, fault in told.items():
+    for row, fault in parsed.items():
         assert type(row) is int
         assert 0 <= row < 3
         assert isinstance(fault, ProcessorFault)
@@ -370,12 +365,12 @@ def test_what_a_sandbox_says_of_its_faults_is_that_or_an_error(body: bytes) -> N
         assert len(fault.traceback) <= 8192
 
 
-def test_deeply_nested_faults_are_an_error() -> None:
+def test_read_faults_rejects_deep_nesting() -> None:
     with pytest.raises(ValueError, match="depth limit"):
         read_faults(b"[" * 60000, SandboxedProcessor("", "", b""), 3)
 
 
-# The same batch, once in this process and once in sandboxes.
+# The same batch, in this process and in sandboxes.
 
 HISTORY = """
 req = custom_param_list[0]["__req__"]
@@ -404,8 +399,8 @@ for row, params in enumerate(custom_param_list):
     req = params["__req__"]
     text = req.tokenizer.decode(req.output_ids)
     sampling = {name: getattr(req.sampling_params, name) for name in SAMPLING_FIELDS}
-    told = (text, req.rid, sampling, sorted(req.eos_token_ids), params["text"], params["pair"])
-    logits[row, sum(map(ord, repr(told))) % req.vocab_size] = 100.0
+    values = (text, req.rid, sampling, sorted(req.eos_token_ids), params["text"], params["pair"])
+    logits[row, sum(map(ord, repr(values))) % req.vocab_size] = 100.0
 return logits
 """
 READS = READS.replace(
@@ -421,7 +416,7 @@ TENANTS = ["", "a", "b"]
 
 
 class Side:
-    """A batch whose processors one of the executors runs."""
+    """A batch whose processors run in one of the executors."""
 
     def __init__(self, executor: ProcessorExecutor, model: ModelView, new_request: Callable[..., Any]) -> None:
         self._loaded = {
@@ -442,10 +437,10 @@ class Side:
         sampling = SamplingParams(
             top_k=top_k, stop=["."], logit_bias={5: 1.5}, allowed_token_ids=None, custom_params=params
         )
-        self._batch.add(self._new_request(name, replaced(sampling, uses), prompt))
+        self._batch.add(self._new_request(name, with_processors(sampling, uses), prompt))
 
-    def remove(self, place: int) -> None:
-        self._batch.remove(self._batch.members[place])
+    def remove(self, row: int) -> None:
+        self._batch.remove(self._batch.members[row])
 
     def swap(self, one: int, other: int) -> None:
         self._batch.swap(one, other)
@@ -459,14 +454,14 @@ class Side:
         return result, faults
 
 
-def replaced(sampling: SamplingParams, uses: tuple[ProcessorUse, ...]) -> SamplingParams:
+def with_processors(sampling: SamplingParams, uses: tuple[ProcessorUse, ...]) -> SamplingParams:
     values = {field.name: getattr(sampling, field.name) for field in fields(SamplingParams)}
     return SamplingParams(**(values | {"processors": uses}))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sandbox_changes_no_bit(
-    template: ZygoteProcess,
+def test_results_equal_those_of_in_process_executor(
+    zygote: ZygoteProcess,
     model: ModelView,
     new_request: Callable[..., Any],
     seed: int,
@@ -474,15 +469,15 @@ def test_a_sandbox_changes_no_bit(
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    executor = SandboxExecutor(template, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
     sides = [Side(InProcessExecutor({}), model, new_request), Side(executor, model, new_request)]
     applied = 0
     for step in range(40):
         for _ in range(chance.randrange(3)):
             if len(sides[0]):
-                place = chance.randrange(len(sides[0]))
+                row = chance.randrange(len(sides[0]))
                 for side in sides:
-                    side.remove(place)
+                    side.remove(row)
                 break
         while len(sides[0]) < MAX_ROWS and chance.random() < 0.6:
             numbers = [chance.randrange(len(BODIES)) for _ in range(chance.randrange(4))]
@@ -494,16 +489,16 @@ def test_a_sandbox_changes_no_bit(
             continue
         logits = torch.randn(len(sides[0]), VOCAB)
         new_tokens = [chance.randrange(VOCAB) for _ in range(len(sides[0]))]
-        (expected, no_faults), (result, told) = (side.step(logits, new_tokens) for side in sides)
+        (expected, no_faults), (result, also_none) = (side.step(logits, new_tokens) for side in sides)
         assert torch.equal(result, expected)
-        assert no_faults == told == []
+        assert no_faults == also_none == []
         applied += not torch.equal(expected, logits)
     assert applied > 20
-    monkeypatch.setattr(template, "close", lambda: None)
+    monkeypatch.setattr(zygote, "close", lambda: None)
     executor.close()
 
 
-def test_a_group_is_named_when_it_is_another_one(executor: SandboxExecutor, caller: Caller) -> None:
+def test_changing_groups(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(ADDS))
     one, other = caller.attach(processor, by=1), caller.attach(processor, by=2)
     groups = [executor.group(processor, rows) for rows in ([one], [other], [one, other], [other, one])]
@@ -519,26 +514,26 @@ import gc
 for row, params in zip(logits, custom_param_list):
     state = params["__req__"].state
     row[0] = state["calls"] = state.get("calls", 0) + 1
-    row[1] = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+    row[1] = sum(type(each).__name__ == "SequenceState" for each in gc.get_objects())
 return logits
 """
 
 
-def test_a_fork_goes_on_from_the_state_in_the_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
+def test_fork_copies_state_in_the_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(COUNTS_ITS_CALLS))
     row = caller.attach(processor)
-    unborn = row.fork([])  # nobody was told of its source yet: it begins at the beginning
+    early_fork = row.fork([])  # its source is not in a sandbox yet: it starts from scratch
     assert caller.call(processor, row)[0] == [1]
-    twin, dropped = row.fork([]), row.fork([])
-    assert caller.call(processor, row, twin, unborn)[0] == [2, 2, 1]
-    assert caller.call(processor, twin)[0] == [3]
+    fork, dropped = row.fork([]), row.fork([])
+    assert caller.call(processor, row, fork, early_fork)[0] == [2, 2, 1]
+    assert caller.call(processor, fork)[0] == [3]
     dropped.close()
     logits = torch.zeros(1, VOCAB)
     executor.group(processor, [row]).begin(logits).finish()
     assert logits[0, :2].tolist() == [3, 3]
 
 
-def test_what_a_sandbox_cannot_copy_is_the_forks_fault(executor: SandboxExecutor, caller: Caller) -> None:
+def test_failed_copy_is_a_fault_of_the_fork(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(
         source("custom_param_list[0]['__req__'].state['kept'] = (x for x in ())\nreturn logits + 1")
     )
@@ -546,22 +541,22 @@ def test_what_a_sandbox_cannot_copy_is_the_forks_fault(executor: SandboxExecutor
     caller.call(processor, row)
     logits, outcome = caller.call(processor, row.fork([]), other, row)
     assert logits[1:] == [1, 1]
-    ((place, (kind, message)),) = faults(outcome).items()
-    assert (place, kind) == (0, "uncopyable")
+    ((faulty_row, (kind, message)),) = faults(outcome).items()
+    assert (faulty_row, kind) == (0, "uncopyable")
     assert "processor P keeps state of a sequence that cannot be copied" in message
 
 
-def test_a_fork_of_what_died_with_its_sandbox_has_died_too(executor: SandboxExecutor, caller: Caller) -> None:
+def test_fork_of_row_in_dead_sandbox_has_its_fault(executor: SandboxExecutor, caller: Caller) -> None:
     processor = executor.load(source(COUNTS_ITS_CALLS))
     row = caller.attach(processor)
     caller.call(processor, row)
     before = row.fork([])
     sandbox_of(processor).kill("crash", "crashed")
-    for twin in (before, row.fork([]), row):
-        assert faults(caller.call(processor, twin)[1]) == {0: ("crash", "processor P crashed")}
+    for fork in (before, row.fork([]), row):
+        assert faults(caller.call(processor, fork)[1]) == {0: ("crash", "processor P crashed")}
 
 
-def test_a_copy_that_takes_too_long_ends_the_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
+def test_copy_past_the_deadline_kills_the_sandbox(executor: SandboxExecutor, caller: Caller) -> None:
     body = """
 class Slow:
     def __deepcopy__(self, memo):
@@ -576,12 +571,12 @@ return logits + 1
     assert faults(caller.call(processor, row)[1]) == {0: ("deadline", f"processor P {NO_ANSWER}")}
 
 
-def test_what_was_started_and_how_it_ended_is_counted_once(executor: SandboxExecutor, caller: Caller) -> None:
+def test_stats_count_each_sandbox_once(executor: SandboxExecutor, caller: Caller) -> None:
     kept, unloaded, hanging = executor.load(source(ADDS)), executor.load(source(COUNTS)), executor.load(source(LOOPS))
     assert executor.stats() == SandboxStats(alive=3, started=3, ended={})
     executor.unload(unloaded)
     caller.call(hanging, caller.attach(hanging))
-    # Whoever looks first counts it: the thread that watches, or this.
+    # The death is counted either by the watcher thread or here.
     executor.ensure(hanging)
     executor.ensure(kept)
     with pytest.raises(ProcessorLoadError):
@@ -591,18 +586,18 @@ def test_what_was_started_and_how_it_ended_is_counted_once(executor: SandboxExec
     assert executor.stats() == SandboxStats(alive=1, started=5, ended={"unloaded": 3, "deadline": 1})
 
 
-def test_one_that_is_unloaded_is_not_reported_as_one_that_died(
+def test_unloaded_sandbox_is_not_reported_as_dead(
     executor: SandboxExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     processor = executor.load(source(ADDS))
     sandbox = processor.instance.sandbox
     close = sandbox.close
 
-    def close_while_somebody_looks() -> None:
+    def close_and_report() -> None:
         close()
-        executor._report(sandbox)  # as the thread that watches may at this moment
+        executor._report(sandbox)  # as the watcher thread may do at this moment
 
-    monkeypatch.setattr(sandbox, "close", close_while_somebody_looks)
+    monkeypatch.setattr(sandbox, "close", close_and_report)
     executor.unload(processor)
     assert executor.stats().ended == {"unloaded": 1}
     assert not caplog.records

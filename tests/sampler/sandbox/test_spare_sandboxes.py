@@ -14,7 +14,7 @@ LONG = 60.0
 
 
 class FakeSandbox:
-    """Knows where it was started, and whether it lives."""
+    """Records the thread that started it."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
@@ -29,7 +29,7 @@ class FakeSandbox:
 
 
 class Starts:
-    """Starts fake sandboxes, and tells when there are so many."""
+    """Starts fake sandboxes, and can wait for a number of them."""
 
     def __init__(self) -> None:
         self.made: list[FakeSandbox] = []
@@ -63,21 +63,21 @@ def taken(spares: SpareSandboxes) -> FakeSandbox:
     return sandbox
 
 
-def is_own(sandbox: FakeSandbox) -> bool:
-    """Whether who took it had to start it."""
+def started_here(sandbox: FakeSandbox) -> bool:
+    """Return whether the current thread started it."""
     return sandbox.thread is threading.current_thread()
 
 
-def test_they_are_started_before_they_are_needed_and_again() -> None:
+def test_pool_is_filled_and_refilled() -> None:
     starts = Starts()
     spares = SpareSandboxes(starts, 2)
     starts.wait_until_made(2)
-    assert not is_own(taken(spares))
+    assert not started_here(taken(spares))
     starts.wait_until_made(3)
     spares.close()
 
 
-def test_a_dead_one_is_not_given_out() -> None:
+def test_dead_sandbox_is_skipped() -> None:
     starts = Starts()
     spares = SpareSandboxes(starts, 1)
     starts.wait_until_made(1)
@@ -88,26 +88,26 @@ def test_a_dead_one_is_not_given_out() -> None:
     spares.close()
 
 
-def test_without_a_spare_one_is_started_at_once() -> None:
+def test_empty_pool_starts_a_sandbox() -> None:
     starts = Starts()
     spares = SpareSandboxes(starts, 0)
-    assert is_own(taken(spares))
+    assert started_here(taken(spares))
     assert len(starts.made) == 1
     spares.close()
 
 
-def test_what_is_in_the_way_is_told_to_who_needs_one() -> None:
+def test_error_is_raised_by_take() -> None:
     starts = Starts()
-    starts.errors = [ZygoteError("no process"), OSError("no room")]  # the last is first
+    starts.errors = [ZygoteError("no process"), OSError("no memory")]  # raised from the last to the first
     spares = SpareSandboxes(starts, 1)
     starts.wait_for(lambda: len(starts.errors) == 1)
     with pytest.raises(ZygoteError, match="no process"):
         spares.take()
-    assert is_own(taken(spares))
+    assert started_here(taken(spares))
     spares.close()
 
 
-def test_the_end_closes_those_that_nobody_took() -> None:
+def test_close_closes_unused_sandboxes() -> None:
     starts = Starts()
     spares = SpareSandboxes(starts, 2)
     starts.wait_until_made(2)

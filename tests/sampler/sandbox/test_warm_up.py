@@ -6,7 +6,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.warm_up import _Example, warm_up
 
 
-def test_nothing_is_left_of_it() -> None:
+def test_warm_up_leaves_no_trace() -> None:
     logits = torch.zeros(3, 5)
     random_numbers = torch.get_rng_state()
     warm_up(logits, ModelView(5, frozenset(), None))
@@ -14,13 +14,13 @@ def test_nothing_is_left_of_it() -> None:
     assert torch.equal(torch.get_rng_state(), random_numbers)
 
 
-def test_a_vocabulary_of_one_token() -> None:
+def test_vocabulary_of_one_token() -> None:
     logits = torch.zeros(1, 1)
     warm_up(logits, ModelView(1, frozenset(), None))
     assert not logits.any()
 
 
-def test_the_example_edits_rows() -> None:
+def test_example_edits_rows() -> None:
     class View:
         output_ids = (2,)
 

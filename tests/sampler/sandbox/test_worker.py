@@ -1,4 +1,4 @@
-"""What runs in a sandbox, run here: nothing in it needs the locks."""
+"""The worker, run in this process without a lockdown."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import torch
 
 from logitship.client.serialization.processor_string import PYTHON
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Kind, pack
+from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
 from logitship.sampler.sandbox.worker import Worker, serve
 
 ROWS, VOCAB = 4, 6
 LOADED = b'["P","",null]'
-"""What the class of `source` says of itself."""
+"""The description of the class of `source`."""
 MODEL = ModelView(VOCAB, frozenset({1}), "the tokenizer")
 HEADER_LINES = "import torch\nfrom logitship import CustomLogitProcessor\n\nclass P(CustomLogitProcessor):\n"
 
 
 def source(body: str) -> bytes:
-    """The body of LOAD for a class whose `__call__` has this body."""
+    """Return the body of LOAD for a class whose `__call__` has this body."""
     lines = "".join(f"        {line}\n" for line in body.splitlines())
     text = f"{HEADER_LINES}    def __call__(self, logits, custom_param_list=None):\n{lines}"
     return marshal.dumps(("source", text, "P", b"", None))
@@ -43,28 +43,28 @@ def attach(handle: int, output: tuple[int, ...] = (), **params: Any) -> bytes:
 def loaded(body: str) -> tuple[Worker, torch.Tensor]:
     logits = torch.zeros(ROWS, VOCAB)
     worker = Worker(logits, MODEL, {})
-    assert worker.handle(Kind.LOAD, source(body)) == (Answer.LOADED, LOADED)
+    assert worker.handle(Command.LOAD, source(body)) == (Answer.LOADED, LOADED)
     return worker, logits
 
 
 def step(worker: Worker, *rows: tuple[int, list[int]]) -> tuple[Answer, bytes]:
-    """A call for rows, each a sequence and what it gained."""
+    """Call the processor on rows: pairs of a sequence's handle and its new tokens."""
     handles, tokens = zip(*rows, strict=True)
-    worker.handle(Kind.GROUP, marshal.dumps(handles))
-    answer = worker.handle(Kind.STEP, marshal.dumps(tokens))
+    worker.handle(Command.GROUP, marshal.dumps(handles))
+    answer = worker.handle(Command.STEP, marshal.dumps(tokens))
     assert answer is not None
     return answer
 
 
-def test_it_edits_the_rows_of_a_call_and_no_other() -> None:
+def test_only_rows_of_the_call_are_edited() -> None:
     worker, logits = loaded("return logits + torch.tensor([[p['by']] for p in custom_param_list])")
     for handle in range(3):
-        assert worker.handle(Kind.ATTACH, attach(handle, by=10.0 * handle)) is None
+        assert worker.handle(Command.ATTACH, attach(handle, by=10.0 * handle)) is None
     assert step(worker, (2, []), (1, [])) == (Answer.DONE, b"")
     assert logits[:, 0].tolist() == [20, 10, 0, 0]
 
 
-def test_a_view_follows_its_sequence() -> None:
+def test_view_follows_its_sequence() -> None:
     worker, logits = loaded(
         "req = custom_param_list[0]['__req__']\n"
         "assert (req.rid, req.origin_input_ids, req.sampling_params.top_k) == ('r5', [7, 8], 3)\n"
@@ -73,7 +73,7 @@ def test_a_view_follows_its_sequence() -> None:
         "logits[0, :3] = torch.tensor([len(req.output_ids), req.output_ids[-1], req.state['calls']])\n"
         "return logits"
     )
-    worker.handle(Kind.ATTACH, attach(5, (4,)))
+    worker.handle(Command.ATTACH, attach(5, (4,)))
     seen = []
     for new in ([], [9], [], [10, 11]):
         assert step(worker, (5, new)) == (Answer.DONE, b"")
@@ -81,42 +81,42 @@ def test_a_view_follows_its_sequence() -> None:
     assert seen == [[1, 4, 1], [2, 9, 2], [2, 9, 3], [4, 11, 4]]
 
 
-def test_what_leaves_a_group_is_forgotten_at_once() -> None:
+def test_detached_sequence_of_the_group_is_freed_at_once() -> None:
     worker, _ = loaded("return logits")
     for handle in (5, 6, 7):
-        worker.handle(Kind.ATTACH, attach(handle))
-    worker.handle(Kind.GROUP, marshal.dumps([5, 6]))
+        worker.handle(Command.ATTACH, attach(handle))
+    worker.handle(Command.GROUP, marshal.dumps([5, 6]))
     member = weakref.ref(worker._members[5])
-    worker.handle(Kind.DETACH, marshal.dumps(7))  # none of them: they stay a group
-    assert worker.handle(Kind.STEP, marshal.dumps([[1], [2]])) == (Answer.DONE, b"")
-    worker.handle(Kind.DETACH, marshal.dumps(5))
+    worker.handle(Command.DETACH, marshal.dumps(7))  # not in the group
+    assert worker.handle(Command.STEP, marshal.dumps([[1], [2]])) == (Answer.DONE, b"")
+    worker.handle(Command.DETACH, marshal.dumps(5))
     gc.collect()
     assert member() is None
     assert step(worker, (6, [])) == (Answer.DONE, b"")
 
 
-def test_what_it_does_to_its_view_is_undone_by_the_next_token() -> None:
+def test_changes_of_the_view_are_undone_by_the_next_token() -> None:
     worker, _ = loaded(
         "req = custom_param_list[0]['__req__']\nassert req.output_ids == req.state.get('expected', [4])\n"
         "req.state['expected'] = [*req.output_ids, 5]\ndel req.output_ids\nreturn logits"
     )
-    worker.handle(Kind.ATTACH, attach(5, (4,)))
+    worker.handle(Command.ATTACH, attach(5, (4,)))
     for new in ([], [5], [5], [5]):
         assert step(worker, (5, new))[0] is Answer.DONE
 
 
-def test_a_sequence_that_left_is_forgotten() -> None:
+def test_detached_sequence_is_unknown() -> None:
     worker, _ = loaded("return logits")
-    worker.handle(Kind.ATTACH, attach(5))
-    worker.handle(Kind.DETACH, marshal.dumps(5))
-    worker.handle(Kind.DETACH, marshal.dumps(6))
+    worker.handle(Command.ATTACH, attach(5))
+    worker.handle(Command.DETACH, marshal.dumps(5))
+    worker.handle(Command.DETACH, marshal.dumps(6))
     with pytest.raises(KeyError):
         step(worker, (5, []))
 
 
-def test_one_row_that_fails_is_told_at_once() -> None:
+def test_fault_of_a_single_row_is_reported_at_once() -> None:
     worker, _ = loaded("raise ValueError('no such luck')")
-    worker.handle(Kind.ATTACH, attach(5))
+    worker.handle(Command.ATTACH, attach(5))
     answer, body = step(worker, (5, []))
     assert answer is Answer.FAULTS
     (((rows, kind, message, traceback)),) = orjson.loads(body)
@@ -124,16 +124,16 @@ def test_one_row_that_fails_is_told_at_once() -> None:
     assert "raise ValueError('no such luck')" in traceback
 
 
-def test_of_several_rows_each_is_tried_again() -> None:
+def test_rows_of_a_failed_group_are_retried() -> None:
     worker, logits = loaded(
         "logits += 1\nfor params in custom_param_list:\n    if params['bad']:\n        return None\nreturn logits"
     )
     for handle in range(3):
-        worker.handle(Kind.ATTACH, attach(handle, bad=handle == 1))
+        worker.handle(Command.ATTACH, attach(handle, bad=handle == 1))
     rows = [(handle, [handle]) for handle in range(3)]
     assert step(worker, *rows) == (Answer.AGAIN, b"")
     logits.zero_()
-    answer = worker.handle(Kind.RETRY, b"")
+    answer = worker.handle(Command.RETRY, b"")
     assert answer is not None
     assert answer[0] is Answer.FAULTS
     (((told, kind, message, traceback)),) = orjson.loads(answer[1])
@@ -145,11 +145,13 @@ def test_of_several_rows_each_is_tried_again() -> None:
 @pytest.mark.parametrize("num_rows", [2, 30, 600])
 def test_faults_fit_into_an_answer(num_rows: int) -> None:
     worker = Worker(torch.zeros(num_rows, VOCAB), MODEL, {})
-    worker.handle(Kind.LOAD, source("raise ValueError(str(custom_param_list[0]['number']) + '\\U0001d54f' * 100_000)"))
+    worker.handle(
+        Command.LOAD, source("raise ValueError(str(custom_param_list[0]['number']) + '\\U0001d54f' * 100_000)")
+    )
     for handle in range(num_rows):
-        worker.handle(Kind.ATTACH, attach(handle, number=handle))
+        worker.handle(Command.ATTACH, attach(handle, number=handle))
     assert step(worker, *((handle, []) for handle in range(num_rows)))[0] is Answer.AGAIN
-    answer = worker.handle(Kind.RETRY, b"")
+    answer = worker.handle(Command.RETRY, b"")
     assert answer is not None
     assert answer[0] is Answer.FAULTS
     assert len(answer[1]) <= LONGEST_ANSWER
@@ -167,14 +169,14 @@ def test_faults_fit_into_an_answer(num_rows: int) -> None:
         (marshal.dumps(("pickled", dill.dumps(dict), PYTHON)), "CustomLogitProcessor"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(body: bytes, says: str) -> None:
-    answer = Worker(torch.zeros(ROWS, VOCAB), MODEL, {}).handle(Kind.LOAD, body)
+def test_load_errors(body: bytes, says: str) -> None:
+    answer = Worker(torch.zeros(ROWS, VOCAB), MODEL, {}).handle(Command.LOAD, body)
     assert answer is not None
     assert answer[0] is Answer.REFUSED
     assert says == "." or says in answer[1].decode()
 
 
-def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_until_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended(Exception):
         pass
 
@@ -194,8 +196,8 @@ def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPat
 
     serving = threading.Thread(target=run)
     serving.start()
-    ours.sendall(pack(Kind.LOAD, 1, source("return logits")) + pack(Kind.ATTACH, 0, attach(5)))
-    ours.sendall(pack(Kind.GROUP, 0, marshal.dumps([5])) + pack(Kind.STEP, 2, marshal.dumps([[4]])))
+    ours.sendall(pack(Command.LOAD, 1, source("return logits")) + pack(Command.ATTACH, 0, attach(5)))
+    ours.sendall(pack(Command.GROUP, 0, marshal.dumps([5])) + pack(Command.STEP, 2, marshal.dumps([[4]])))
     answers = b""
     while len(answers) < 2 * HEADER.size + len(LOADED):
         answers += ours.recv(100)
@@ -207,7 +209,7 @@ def test_a_connection_is_served_until_it_is_closed(monkeypatch: pytest.MonkeyPat
 
 
 def fork(worker: Worker, of: int, to: int) -> None:
-    assert worker.handle(Kind.FORK, marshal.dumps((of, to))) is None
+    assert worker.handle(Command.FORK, marshal.dumps((of, to))) is None
 
 
 COUNTS = """
@@ -220,15 +222,15 @@ return logits
 """
 
 
-def test_a_fork_goes_on_from_the_state_of_its_sequence() -> None:
+def test_fork_continues_from_its_source_state() -> None:
     worker, logits = loaded(COUNTS.strip())
-    worker.handle(Kind.ATTACH, attach(5, (4,), log=[]))
+    worker.handle(Command.ATTACH, attach(5, (4,), log=[]))
     assert step(worker, (5, []))[0] is Answer.DONE
     fork(worker, 5, 6)
     assert step(worker, (5, [9]), (6, [8, 7]))[0] is Answer.DONE
     assert logits[:2, :3].tolist() == [[2, 3, 1], [2, 4, 1]]
     fork(worker, 6, 7)
-    worker.handle(Kind.DETACH, marshal.dumps(6))
+    worker.handle(Command.DETACH, marshal.dumps(6))
     assert step(worker, (7, []), (5, []))[0] is Answer.DONE
     assert logits[:2, :3].tolist() == [[3, 7, 1], [3, 5, 1]]
 
@@ -244,15 +246,15 @@ return logits
 """
 
 
-def test_what_cannot_be_copied_is_told_of_the_fork_alone() -> None:
+def test_failed_copy_is_a_fault_of_the_fork_only() -> None:
     worker, logits = loaded(KEEPS.strip())
-    worker.handle(Kind.ATTACH, attach(5, keeps=True))
-    worker.handle(Kind.ATTACH, attach(6))
+    worker.handle(Command.ATTACH, attach(5, keeps=True))
+    worker.handle(Command.ATTACH, attach(6))
     assert step(worker, (5, []), (6, []))[0] is Answer.DONE
     fork(worker, 5, 7)
     fork(worker, 6, 8)
-    fork(worker, 7, 9)  # before anybody was told of 7
-    for _ in range(2):  # in the next step and in all that follow
+    fork(worker, 7, 9)  # before the fault of 7 was reported
+    for _ in range(2):  # the fault is repeated in every step
         logits.zero_()
         answer, body = step(worker, (7, [1]), (5, [2]), (8, [3]), (9, [4]))
         assert answer is Answer.FAULTS
@@ -262,21 +264,21 @@ def test_what_cannot_be_copied_is_told_of_the_fork_alone() -> None:
         assert logits[:, 0].tolist() == [0, 1, 1, 0]
     assert step(worker, (9, []))[0] is Answer.FAULTS
     for handle in (7, 9):
-        worker.handle(Kind.DETACH, marshal.dumps(handle))
+        worker.handle(Command.DETACH, marshal.dumps(handle))
     assert step(worker, (5, []), (8, []))[0] is Answer.DONE
 
 
-def test_a_fork_without_a_copy_among_rows_that_fail() -> None:
+def test_failed_copy_among_failing_rows() -> None:
     worker, logits = loaded(KEEPS.strip())
-    worker.handle(Kind.ATTACH, attach(4))
-    worker.handle(Kind.ATTACH, attach(5, keeps=True))
-    worker.handle(Kind.ATTACH, attach(6, fails=True))
+    worker.handle(Command.ATTACH, attach(4))
+    worker.handle(Command.ATTACH, attach(5, keeps=True))
+    worker.handle(Command.ATTACH, attach(6, fails=True))
     assert step(worker, (4, []), (5, []), (6, []))[0] is Answer.DONE
     fork(worker, 5, 7)
     logits.zero_()
     assert step(worker, (7, [1]), (4, [1]), (6, [1, 2])) == (Answer.AGAIN, b"")
     logits.zero_()
-    answer = worker.handle(Kind.RETRY, b"")
+    answer = worker.handle(Command.RETRY, b"")
     assert answer is not None
     told = {kind: rows for rows, kind, *_ in orjson.loads(answer[1])}
     assert told == {"uncopyable": [0], "exception": [2]}

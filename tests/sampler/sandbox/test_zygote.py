@@ -6,22 +6,22 @@ import socket
 import pytest
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.channel import Channel, Note
-from logitship.sampler.sandbox.zygote import Setup, Template
+from logitship.sampler.sandbox.channel import Channel, ControlMessage
+from logitship.sampler.sandbox.zygote import SandboxSetup, Zygote
 
 
-def test_a_fork_that_fails_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' sandboxes live in this template: it must go on."""
+def test_failed_fork_is_reported_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zygote must keep running, because the other sandboxes depend on it."""
 
     def no_process() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_process)
     server, own = (Channel(end) for end in socket.socketpair())
-    setup = Setup({}, ModelView(8, frozenset(), None), max_rows=2, memory_limit=1 << 20)
+    setup = SandboxSetup({}, ModelView(8, frozenset(), None), max_rows=2, memory_limit=1 << 20)
     before = set(os.listdir("/proc/self/fd"))
-    Template(own, setup, ())._fork(5, os.dup(0), os.dup(0))
+    Zygote(own, setup, ())._fork(5, os.dup(0), os.dup(0))
     assert set(os.listdir("/proc/self/fd")) == before
-    assert server.receive() == (Note.NOT_FORKED, (5, "[Errno 11] Resource temporarily unavailable"), [])
+    assert server.receive() == (ControlMessage.NOT_FORKED, (5, "[Errno 11] Resource temporarily unavailable"), [])
     server.close()
     own.close()

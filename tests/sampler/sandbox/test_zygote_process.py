@@ -13,44 +13,44 @@ from typing import Any
 import pytest
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox import zygote_process as template_process
+from logitship.sampler.sandbox import zygote_process
 from logitship.sampler.sandbox.kernel.protections import Protections
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError, ZygoteProcess
 
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MODEL = ModelView(8, frozenset({1}), None)
-REGION_SIZE = 2 * 8 * 4
+MEMORY_SIZE = 2 * 8 * 4
 LONG = 60.0
 
 
 def make(names: str = NAMES) -> ZygoteProcess:
-    template = ZygoteProcess(names=names, max_rows=2, memory_limit=64 << 20)
-    template.start()
-    return template
+    zygote = ZygoteProcess(names=names, max_rows=2, memory_limit=64 << 20)
+    zygote.start()
+    return zygote
 
 
 @pytest.fixture(scope="module")
-def template() -> Iterator[ZygoteProcess]:
-    template = make()
-    assert template.set_up(MODEL).sufficient
-    yield template
-    template.close()
+def zygote() -> Iterator[ZygoteProcess]:
+    zygote = make()
+    assert zygote.set_up(MODEL).sufficient
+    yield zygote
+    zygote.close()
 
 
 class Forked:
-    """A sandbox, and this process's end of its connection."""
+    """A sandbox, and the server's end of its connection."""
 
-    def __init__(self, template: ZygoteProcess) -> None:
+    def __init__(self, zygote: ZygoteProcess) -> None:
         self.connection, theirs = socket.socketpair()
-        region = os.memfd_create("region")
+        shared_memory = os.memfd_create("shared memory")
         try:
-            os.ftruncate(region, REGION_SIZE)
-            self.process: ForkedProcess = template.fork(theirs.fileno(), region)
+            os.ftruncate(shared_memory, MEMORY_SIZE)
+            self.process: ForkedProcess = zygote.fork(theirs.fileno(), shared_memory)
         except ZygoteError:
             self.connection.close()
             raise
         finally:
-            os.close(region)
+            os.close(shared_memory)
             theirs.close()
 
     def ended(self) -> bool:
@@ -64,40 +64,40 @@ class Forked:
         os.close(self.process.pidfd)
 
 
-def template_process_id(forked: Forked) -> int:
-    """The template is what the sandbox is a child of."""
+def zygote_pid(forked: Forked) -> int:
+    """Return the PID of the zygote, which is the parent of the sandbox."""
     fields = Path(f"/proc/self/fdinfo/{forked.process.pidfd}").read_text().split()
     sandbox = fields[fields.index("Pid:") + 1]
     return int(Path(f"/proc/{sandbox}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_sandbox_ends_with_its_connection(template: ZygoteProcess) -> None:
-    forked = Forked(template)
+def test_sandbox_exits_when_connection_closes(zygote: ZygoteProcess) -> None:
+    forked = Forked(zygote)
     forked.close()
     assert forked.process.status.result(LONG) == 0
 
 
-def test_a_killed_sandbox(template: ZygoteProcess) -> None:
-    forked = Forked(template)
+def test_killed_sandbox(zygote: ZygoteProcess) -> None:
+    forked = Forked(zygote)
     forked.process.kill()
     assert forked.process.status.result(LONG) == signal.SIGKILL
     assert forked.ended()
-    forked.process.kill()  # harmless
+    forked.process.kill()  # idempotent
     forked.close()
 
 
-def test_a_template_that_ends_takes_its_sandboxes_along_and_is_replaced(template: ZygoteProcess) -> None:
-    lost = [Forked(template), Forked(template)]
-    os.kill(template_process_id(lost[0]), signal.SIGKILL)
+def test_killed_zygote_is_replaced(zygote: ZygoteProcess) -> None:
+    lost = [Forked(zygote), Forked(zygote)]
+    os.kill(zygote_pid(lost[0]), signal.SIGKILL)
     for forked in lost:
         assert forked.process.status.result(LONG) is None
         forked.close()
-    Forked(template).close()
+    Forked(zygote).close()
 
 
-def test_several_threads_ask_at_once(template: ZygoteProcess) -> None:
+def test_fork_from_several_threads(zygote: ZygoteProcess) -> None:
     forked: list[Forked] = []
-    threads = [threading.Thread(target=lambda: forked.append(Forked(template))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: forked.append(Forked(zygote))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,83 +108,83 @@ def test_several_threads_ask_at_once(template: ZygoteProcess) -> None:
         each.close()
 
 
-def test_a_template_that_is_stuck_is_replaced(template: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "FORK_TIMEOUT", 0.3)
-    monkeypatch.setattr(template_process, "END_TIMEOUT", 0.1)
-    before = Forked(template)
-    os.kill(template_process_id(before), signal.SIGSTOP)
-    after = Forked(template)
-    assert before.ended(), "the stopped one and its sandboxes are killed"
+def test_stuck_zygote_is_replaced(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote_process, "FORK_TIMEOUT", 0.3)
+    monkeypatch.setattr(zygote_process, "END_TIMEOUT", 0.1)
+    before = Forked(zygote)
+    os.kill(zygote_pid(before), signal.SIGSTOP)
+    after = Forked(zygote)
+    assert before.ended(), "the stopped zygote and its sandboxes are killed"
     after.close()
     before.close()
 
 
-def test_close_ends_everything_and_may_be_called_again() -> None:
-    template = make()
-    template.set_up(MODEL)
-    forked = Forked(template)
+def test_close_ends_everything_and_is_idempotent() -> None:
+    zygote = make()
+    zygote.set_up(MODEL)
+    forked = Forked(zygote)
     launcher_and_others = {thread.name for thread in threading.enumerate()}
-    assert "logitship-template" in launcher_and_others
-    template.close()
-    template.close()
+    assert "logitship-zygote" in launcher_and_others
+    zygote.close()
+    zygote.close()
     assert forked.ended()
     with pytest.raises(ZygoteError, match="shutting down"):
-        Forked(template)
+        Forked(zygote)
     forked.close()
 
 
-def test_close_before_it_was_set_up() -> None:
+def test_close_before_set_up() -> None:
     make().close()
     ZygoteProcess(names=NAMES, max_rows=1, memory_limit=1).close()
 
 
-def test_close_does_not_wait_for_a_template_that_is_being_started() -> None:
-    template = make()
+def test_close_does_not_wait_for_a_starting_zygote() -> None:
+    zygote = make()
     refused: list[str] = []
 
     def set_up() -> None:
         try:
-            template.set_up(MODEL)
+            zygote.set_up(MODEL)
         except ZygoteError as error:
             refused.append(str(error))
 
     thread = threading.Thread(target=set_up)
     thread.start()
     began = time.monotonic()
-    template.close()
+    zygote.close()
     thread.join(LONG)
     assert time.monotonic() - began < LONG
     assert refused in ([], ["the server is shutting down"])
 
 
-def test_a_tokenizer_that_cannot_travel() -> None:
-    template = make()
-    with pytest.raises(ZygoteError, match="tokenizer cannot be given to sandboxes"):
-        template.set_up(ModelView(8, frozenset(), lambda text: text))
-    template.close()
+def test_tokenizer_that_cannot_be_pickled() -> None:
+    zygote = make()
+    with pytest.raises(ZygoteError, match="tokenizer cannot be pickled for sandboxes"):
+        zygote.set_up(ModelView(8, frozenset(), lambda text: text))
+    zygote.close()
 
 
-def test_a_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
-    template = make("logitship.no_such_module:NAMES")
-    with pytest.raises(ZygoteError, match=r"does not start .* standard error output says why"):
-        template.set_up(MODEL)
-    template.close()
+def test_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
+    zygote = make("logitship.no_such_module:NAMES")
+    with pytest.raises(ZygoteError, match=r"does not start .* standard error output"):
+        zygote.set_up(MODEL)
+    zygote.close()
     assert "No module named 'logitship.no_such_module'" in capfd.readouterr().err
 
 
-def test_a_kernel_that_protects_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_protections(monkeypatch: pytest.MonkeyPatch) -> None:
     too_little = Protections(seccomp=False)
     monkeypatch.setattr(Protections, "from_json", lambda text: too_little)
-    template = make()
-    with pytest.raises(ZygoteError, match=r"cannot lock shipped code in: .* no seccomp filters"):
-        template.set_up(MODEL)
-    template.close()
+    zygote = make()
+    with pytest.raises(ZygoteError, match=r"cannot sandbox shipped code: .* no seccomp filters"):
+        zygote.set_up(MODEL)
+    zygote.close()
 
 
-def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, template: ZygoteProcess) -> None:
+def test_environment_is_not_inherited(monkeypatch: pytest.MonkeyPatch, zygote: ZygoteProcess) -> None:
     monkeypatch.setenv("LOGITSHIP_API_KEY", "a-secret-key")
     other = make()
-    other.set_up(MODEL)  # before its program runs, its environment cannot be read
+    other.set_up(MODEL)  # wait for its program to run: before, its environment cannot be read
     launcher: Any = other._launcher
     environment = Path(f"/proc/{launcher.pid}/environ").read_bytes()
     other.close()
@@ -192,21 +192,21 @@ def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch, tem
     assert b"a-secret-key" not in environment
 
 
-def test_a_program_that_the_launcher_imports_starts_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = template_process._VARIABLES
+def test_launcher_does_not_start_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = zygote_process._VARIABLES
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ZygoteError, match="rename it"):
+    with pytest.raises(ZygoteError, match="rename the file"):
         make()
 
 
-def test_its_descriptors_are_given_back() -> None:
+def test_close_leaks_no_descriptor() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    template = make()
-    template.set_up(MODEL)
-    forked = Forked(template)
-    os.kill(template_process_id(forked), signal.SIGKILL)
+    zygote = make()
+    zygote.set_up(MODEL)
+    forked = Forked(zygote)
+    os.kill(zygote_pid(forked), signal.SIGKILL)
     forked.close()
-    Forked(template).close()
-    template.close()
+    Forked(zygote).close()
+    zygote.close()
     assert set(os.listdir("/proc/self/fd")) == before

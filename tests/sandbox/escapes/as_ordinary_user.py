@@ -1,7 +1,7 @@
-"""Runs pytest as a user without rights, whoever runs this.
+"""Runs pytest as an unprivileged user, also if started as root.
 
-Root's own Python often lies below a folder that others may not enter, such as /root. So a mount namespace is made, in
-which an empty folder stands in such a folder's place, with nothing in it but the way to what Python needs.
+Root's Python is often installed below a directory that others cannot access, such as /root. So this program creates a
+mount namespace in which such a directory is replaced by a tmpfs that only contains the paths that Python needs.
 
 Usage: `as_ordinary_user.py [arguments of pytest]`
 """
@@ -22,23 +22,23 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 def main() -> None:
     if os.geteuid() == 0:
-        open_the_way([Path(path) for path in {sys.prefix, sys.base_prefix, *sys.path} if os.path.isdir(path)])
+        make_accessible([Path(path) for path in {sys.prefix, sys.base_prefix, *sys.path} if os.path.isdir(path)])
         privileges.become(NOBODY, NOBODY)
     print(f"user {os.getresuid()}, capabilities {privileges.capabilities()}", flush=True)
     os.environ |= {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
 
 
-def open_the_way(needed: list[Path]) -> None:
+def make_accessible(needed: list[Path]) -> None:
     if not namespaces.unshare("mount"):
-        raise SystemExit("no mount namespace can be made: run the tests as an ordinary user, or with CAP_SYS_ADMIN")
+        raise SystemExit("cannot create a mount namespace: run the tests as an ordinary user, or with CAP_SYS_ADMIN")
     syscall("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     needed = [path for each in needed for path in (each, each.resolve())]
-    # Of a folder that is closed itself, such as a new virtual environment of root's, what is in it.
-    ways = {way for each in needed for way in ([each] if may_enter(each) else each.iterdir())} | {Path.cwd()}
-    while closed := sorted({above for path in ways for above in path.parents if not may_enter(above)}):
-        below = {path: os.open(path, os.O_PATH) for path in ways if closed[0] in path.parents}
-        syscall("mount", b"tmpfs", bytes(closed[0]), b"tmpfs", 0, b"mode=0755")
+    # If a directory itself is private, such as a new virtual environment of root's, use its entries instead.
+    paths = {path for each in needed for path in ([each] if is_accessible(each) else each.iterdir())} | {Path.cwd()}
+    while private := sorted({parent for path in paths for parent in path.parents if not is_accessible(parent)}):
+        below = {path: os.open(path, os.O_PATH) for path in paths if private[0] in path.parents}
+        syscall("mount", b"tmpfs", bytes(private[0]), b"tmpfs", 0, b"mode=0755")
         for path, original in sorted(below.items()):
             path.parent.mkdir(parents=True, exist_ok=True)
             if stat.S_ISDIR(os.fstat(original).st_mode):
@@ -49,7 +49,7 @@ def open_the_way(needed: list[Path]) -> None:
             os.close(original)
 
 
-def may_enter(folder: Path) -> bool:
+def is_accessible(folder: Path) -> bool:
     return bool(folder.stat().st_mode & stat.S_IXOTH)
 
 

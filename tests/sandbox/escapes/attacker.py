@@ -1,6 +1,6 @@
-"""What every hostile processor of these tests carries: its text is shipped with each, as a module named `attacker`.
+"""Helpers of the hostile processors. Their source is shipped with each, as a module named `attacker`.
 
-It makes attempts, writes down what came of them, and tells the test by way of the logits.
+A processor makes attempts, records their outcomes, and reports them to the test through the logits.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from collections.abc import Callable
 from typing import Any
 
 OUTCOMES: list[dict[str, Any]] = []
-"""Of each attempt: what it returned, or what it raised."""
+"""What each attempt returned or raised."""
 
 LONGEST_TEXT = 3000
 
 _SIGPROCMASK = {"x86_64": 14, "aarch64": 135}
 
 
-def run(attempt: Callable[[Any], object], world: Any) -> None:
-    """Make an attempt."""
+def run(attempt: Callable[[Any], object], target: Any) -> None:
+    """Make an attempt, and record its outcome."""
     try:
-        returned = attempt(world)
-    except BaseException as error:  # noqa: BLE001  # the test wants to know whatever it is
+        returned = attempt(target)
+    except BaseException as error:  # noqa: BLE001  # reported to the test
         text = f"{type(error).__name__}: {error}"
         OUTCOMES.append({"raised": text[:LONGEST_TEXT], "errno": getattr(error, "errno", None)})
     else:
         OUTCOMES.append({"returned": repr(returned)[:LONGEST_TEXT]})
 
 
-def tell(logits: Any) -> Any:
-    """Write the outcomes into the first row: a length, then as many bytes."""
+def report(logits: Any) -> Any:
+    """Write the outcomes into the first row: a length, then that many bytes."""
     import torch
 
     text = json.dumps(OUTCOMES).encode()
@@ -46,7 +46,7 @@ def tell(logits: Any) -> Any:
 
 
 def kernel(number: int | dict[str, int], *arguments: Any) -> int:
-    """A system call that Python has no function for: its number, or the numbers by machine."""
+    """Make a system call that Python does not wrap, by its number or its numbers by architecture."""
     if isinstance(number, dict):
         number = number[platform.machine()]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +59,7 @@ def kernel(number: int | dict[str, int], *arguments: Any) -> int:
 
 
 def machine_code(code: bytes) -> int:
-    """Run bytes as a function."""
+    """Execute bytes as a function."""
     import mmap
 
     page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -69,7 +69,7 @@ def machine_code(code: bytes) -> int:
 
 
 def sockets() -> list[int]:
-    """The descriptors of sockets: in a sandbox one, its connection to the server."""
+    """Return the descriptors of sockets. A sandbox has one, its connection to the server."""
     found = []
     for descriptor in range(3, 1024):
         try:
@@ -81,18 +81,18 @@ def sockets() -> list[int]:
 
 
 def answer(kind: int, number: int, body: bytes = b"") -> None:
-    """Send an answer to the server, as the worker would, or would not."""
+    """Send an answer to the server, valid or not."""
     send(struct.pack("<IIQ", kind, number, len(body)) + body)
 
 
 def send(data: bytes) -> None:
-    """Send bytes to the server, all of them."""
+    """Send bytes to the server."""
     while data:
         data = data[os.write(sockets()[0], data) :]
 
 
 def call_number() -> int:
-    """Number of the call under way, as the worker's own function has it."""
+    """Return the number of the current call, from the frame of the worker's `serve`."""
     frame = sys._getframe()
     while frame.f_code.co_name != "serve" or "number" not in frame.f_locals:
         assert frame.f_back is not None
@@ -100,8 +100,8 @@ def call_number() -> int:
     return int(frame.f_locals["number"])
 
 
-def region() -> Any:
-    """The whole of the shared memory."""
+def shared_memory() -> Any:
+    """Return the whole shared memory as a tensor."""
     frame = sys._getframe()
     while "worker" not in frame.f_locals:
         assert frame.f_back is not None
@@ -110,9 +110,9 @@ def region() -> Any:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether memory can be read there: the kernel says so, without a crash."""
+    """Return whether memory at this address is readable, without a crash: the kernel tries to read it."""
     old = ctypes.create_string_buffer(8)
-    try:  # rt_sigprocmask(SIG_BLOCK, what lies there)
+    try:  # rt_sigprocmask(SIG_BLOCK, address)
         kernel(_SIGPROCMASK, 0, ctypes.c_void_p(address), old, 8)
     except OSError:
         return False
@@ -121,7 +121,7 @@ def is_mapped(address: int) -> bool:
 
 
 def abstract(name: str) -> socket.socket:
-    """Connect to a socket without a path."""
+    """Connect to a Unix socket in the abstract namespace."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect("\0" + name)
     return connection

@@ -1,10 +1,10 @@
-"""Where hostile processors are let loose, and what they would change if they got out.
+"""Fixtures that run hostile processors and detect successful attacks.
 
-- `world` is what they attack: sockets that wait, files, a process, secrets. `world.changes(report)` says what became of
-  it, seen from outside.
-- `sandboxed` runs a processor as the server does, `unsandboxed` the same one in a process without a sandbox: the
-  control, in which the attack must succeed, so that the test can fail.
-- `attacker.py` is what the processors carry.
+- `target` is what they attack: listening sockets, files, a process, secrets. `target.changes(report)` lists what has
+  changed, seen from outside.
+- `sandboxed` runs a processor as the server does. `unsandboxed` runs the same one in a process without a sandbox: the
+  control, in which the attack must succeed, which proves that the test can fail.
+- `attacker.py` holds the processors' helpers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ HERE = Path(__file__).parent
 VOCAB = 8192
 MAX_ROWS = 4
 MEMORY_LIMIT = 256 << 20
-PATIENT = SandboxLimits(cpu_time=20.0, step_timeout=20.0, load_timeout=20.0)
-HASTY = SandboxLimits(cpu_time=0.3, step_timeout=1.0, load_timeout=3.0)
+LONG_DEADLINES = SandboxLimits(cpu_time=20.0, step_timeout=20.0, load_timeout=20.0)
+SHORT_DEADLINES = SandboxLimits(cpu_time=0.3, step_timeout=1.0, load_timeout=3.0)
 MODEL = ModelView(VOCAB, frozenset({1}), None)
-ENDS_IN = 60.0
-"""Seconds, for what takes milliseconds."""
+EXIT_TIMEOUT = 60.0
+"""Seconds for a process to exit, which takes milliseconds."""
 
 SECRET = f"SECRET-{secrets.token_hex(16)}"
 HELD_BY_THIS_PROCESS = [bytearray(SECRET.encode())]
@@ -60,23 +60,23 @@ IN_A_CALL = """
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         attacker.run(attempt, W)
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """
-"""What a hostile processor looks like unless a test says otherwise: `attempt` is made in each call."""
+"""The default class of a hostile processor: makes the attempt in each call."""
 
 
 @dataclasses.dataclass
 class Report:
-    """What came back of a processor.
+    """The result of running a processor.
 
     Attributes:
-        pid: of the process that it ran in.
-        outcomes: what it says of its attempts.
-        load_error: why it was not loaded, or "".
-        faults: what it was at fault for, a text each.
-        kinds: of the faults; empty for controls.
-        status: how the process ended, of a control that did, as `os.waitstatus_to_exitcode` says it.
-        seen: everything that came back, as bytes.
+        pid: PID of its process.
+        outcomes: the outcomes of its attempts, as reported.
+        load_error: why it could not be loaded, or "".
+        faults: messages and tracebacks of its faults.
+        kinds: kinds of the faults; empty for controls.
+        status: exit code of a control that ended its process, see `os.waitstatus_to_exitcode`.
+        seen: all data received from it.
     """
 
     pid: int = 0
@@ -89,16 +89,16 @@ class Report:
 
     @property
     def answer(self) -> str:
-        """What came of the first attempt: the name of the kernel's error, an exception, or `returned …`."""
+        """Outcome of the first attempt: the name of an errno, an exception, or `returned …`."""
         if not self.outcomes:
-            return "nothing was told"
+            return "no outcome was reported"
         first = self.outcomes[0]
         if "returned" in first:
             return f"returned {first['returned']}"
         return errno.errorcode.get(first["errno"], "") or str(first["raised"])
 
     def take_logits(self, data: bytes) -> None:
-        """Read what `attacker.tell` wrote."""
+        """Read the outcomes that `attacker.report` wrote."""
         self.seen += data
         row = torch.frombuffer(bytearray(data), dtype=torch.float32)[:VOCAB]
         length = int(row[0]) if row[0].isfinite() else 0
@@ -108,12 +108,12 @@ class Report:
             self.seen += text
 
 
-class World:
-    """What there is to attack."""
+class Target:
+    """Resources to attack."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(8)
-        # Not below pytest's own, which only its owner may enter: nothing but the sandbox is to stand in the way.
+        # Not below pytest's directory, which is private: only the sandbox is to deny access.
         self.folder = Path(tempfile.mkdtemp(prefix=f"canary-{self.token}-", dir="/tmp"))
         self.shared_memory = Path(f"/dev/shm/canary-{self.token}")
         self._make_files()
@@ -138,7 +138,7 @@ class World:
         self.plain_file = self.folder / "plain.txt"
         self.inner = self.folder / "inner"
         self.secret_file.write_text(f"# {SECRET}\n")
-        self.plain_file.write_text("as it was\n")
+        self.plain_file.write_text("original\n")
         self.inner.mkdir()
         (self.inner / f"{SECRET}.name").touch()
         (self.folder / "link").symlink_to(SECRET)
@@ -166,8 +166,8 @@ class World:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.free_port = free.getsockname()[1]
 
-    def told(self) -> dict[str, Any]:
-        """What hostile processors know of it: everything but the secret."""
+    def attributes(self) -> dict[str, Any]:
+        """Return what hostile processors are told about it: everything but the secret."""
         return {
             "folder": str(self.folder),
             "secret_file": str(self.secret_file),
@@ -187,7 +187,7 @@ class World:
         }
 
     def changes(self, report: Report) -> list[str]:
-        """What is not as it was, in words; empty if all is."""
+        """Return a description of each change; empty if there is none."""
         found = []
         for name, listener in (("TCP", self.tcp), ("Unix", self.path), ("abstract", self.abstract)):
             with contextlib.suppress(BlockingIOError):
@@ -202,11 +202,11 @@ class World:
         now = self._state()
         found += [f"changed: {name}" for name in {**self._before, **now} if self._before.get(name) != now.get(name)]
         if SECRET.encode() in report.seen:
-            found.append("the secret came back")
+            found.append("the secret leaked")
         if str(self.time_ns).encode() in report.seen:
-            found.append("file times came back")
+            found.append("file times leaked")
         if f"process-{self.victim.pid}-".encode() in report.seen:
-            found.append("process numbers came back")
+            found.append("PIDs leaked")
         if self.signals:
             found.append("the server was signalled")
         if report.pid:
@@ -214,9 +214,9 @@ class World:
         return found
 
     def changes_until(self, change: str, report: Report) -> list[str]:
-        """`changes`, waited for until one of them is as this pattern says. A signal, say, takes a moment to arrive."""
+        """Return `changes` once one matches the pattern, because a signal, say, takes a moment to arrive."""
         found: list[str] = []
-        deadline = time.monotonic() + ENDS_IN
+        deadline = time.monotonic() + EXIT_TIMEOUT
         while not any(re.fullmatch(change, each) for each in found) and time.monotonic() < deadline:
             found += self.changes(report)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,7 +224,7 @@ class World:
         return found
 
     def _state(self) -> dict[str, Any]:
-        """Of the files and of the victim."""
+        """Return the state of the files and of the victim process."""
         pid = self.victim.pid
         state: dict[str, Any] = {}
         for path in (self.folder, *self.folder.rglob("*")):
@@ -234,18 +234,18 @@ class World:
             content = path.read_bytes() if path.is_file() else b""
             state[path.name.replace(SECRET, "…")] = (owned, attributes, content)
         state["/dev/shm"] = self.shared_memory.exists()
-        state["the victim ended"] = self.victim.poll() is not None
+        state["the victim exited"] = self.victim.poll() is not None
         with contextlib.suppress(OSError):
             status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             state["the victim's tracer"] = status["TracerPid"]
             state["the victim's nice value"] = os.getpriority(os.PRIO_PROCESS, pid)
-            state["the victim's processors"] = os.sched_getaffinity(pid)
+            state["the victim's affinity"] = os.sched_getaffinity(pid)
             state["the victim's scheduling"] = os.sched_getscheduler(pid)
             state["the victim's limits"] = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         return state
 
     def close(self) -> None:
-        """Clear it all away."""
+        """Remove everything."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.victim.kill()
@@ -257,7 +257,7 @@ class World:
 
 
 def started_by(pid: int) -> list[str]:
-    """The processes and the further threads that a process has."""
+    """Return the children and additional threads of a process."""
     found = [f"process {child}" for child in children_of(pid)]
     with contextlib.suppress(OSError):
         found += [f"thread {task}" for task in os.listdir(f"/proc/{pid}/task") if task != str(pid)]
@@ -265,12 +265,12 @@ def started_by(pid: int) -> list[str]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that have this one as their parent."""
+    """Return the PIDs of a process's children."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent_of(int(name)) == pid]
 
 
 def parent_of(pid: int) -> int:
-    """0 if there is no such process."""
+    """Return the PID of a process's parent; 0 if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -278,13 +278,13 @@ def parent_of(pid: int) -> int:
 
 
 def pid_of(pidfd: int) -> int:
-    """The number of a process, as this process sees it; -1 once it has ended."""
+    """Return a process's PID in this PID namespace; -1 once it has exited."""
     text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pid:"))
 
 
-class ObservedTemplate(ZygoteProcess):
-    """Remembers the processes that it forked."""
+class RecordingZygote(ZygoteProcess):
+    """Records the processes that it forked."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -294,51 +294,51 @@ class ObservedTemplate(ZygoteProcess):
         )
         self.forked: list[ForkedProcess] = []
 
-    def fork(self, connection: int, region: int) -> ForkedProcess:
-        self.forked.append(super().fork(connection, region))
+    def fork(self, connection: int, shared_memory: int) -> ForkedProcess:
+        self.forked.append(super().fork(connection, shared_memory))
         return self.forked[-1]
 
 
 class Jail:
-    """The sandboxes of all tests: their zygote, and a server's executor, with generous and with tight deadlines."""
+    """The zygote of all tests, and executors with long and with short deadlines."""
 
     def __init__(self) -> None:
-        self.template = ObservedTemplate()
-        self.template.start()
-        self.protections = self.template.set_up(MODEL)
-        self.executor = SandboxExecutor(self.template, PATIENT, MAX_ROWS, VOCAB)
-        self.hasty_host = SandboxExecutor(self.template, HASTY, MAX_ROWS, VOCAB)
+        self.zygote = RecordingZygote()
+        self.zygote.start()
+        self.protections = self.zygote.set_up(MODEL)
+        self.executor = SandboxExecutor(self.zygote, LONG_DEADLINES, MAX_ROWS, VOCAB)
+        self.short_deadline_executor = SandboxExecutor(self.zygote, SHORT_DEADLINES, MAX_ROWS, VOCAB)
         first = self.executor.load(source_of(nothing))
-        self.template_pid = parent_of(pid_of(self.template.forked[-1].pidfd))
-        self.template_pidfd = os.pidfd_open(self.template_pid)
+        self.zygote_pid = parent_of(pid_of(self.zygote.forked[-1].pidfd))
+        self.zygote_pidfd = os.pidfd_open(self.zygote_pid)
         self.executor.unload(first)
 
-    def template_alive(self) -> bool:
-        """Whether the template is still the one that it was."""
-        return not select.select([self.template_pidfd], [], [], 0)[0]
+    def zygote_alive(self) -> bool:
+        """Return whether the zygote is still the original process."""
+        return not select.select([self.zygote_pidfd], [], [], 0)[0]
 
     def close(self) -> None:
-        """End all: the template goes too, and with it whatever it could have left."""
-        self.hasty_host.close()
+        """End all sandboxes and the zygote."""
+        self.short_deadline_executor.close()
         self.executor.close()
-        assert select.select([self.template_pidfd], [], [], ENDS_IN)[0]
-        os.close(self.template_pidfd)
+        assert select.select([self.zygote_pidfd], [], [], EXIT_TIMEOUT)[0]
+        os.close(self.zygote_pidfd)
 
 
-def nothing(world: Any) -> None:
-    """The attempt of a processor that makes none."""
+def nothing(target: Any) -> None:
+    """Attempt nothing."""
 
 
 def source_of(
-    attempt: Callable[..., object], told: dict[str, Any] | None = None, frame: str = IN_A_CALL
+    attempt: Callable[..., object], attributes: dict[str, Any] | None = None, frame: str = IN_A_CALL
 ) -> SourceProcessor:
-    """A hostile processor.
+    """Return a hostile processor.
 
     Args:
-        attempt: a function of one argument, the world as they know it. Its source travels: it imports what it needs,
-            and the helpers of `attacker.py` from `attacker`.
-        told: what the world is.
-        frame: makes `P` of it, with the names `attempt`, `W` and `attacker`.
+        attempt: a function of one argument, the attributes of the target. Its source is shipped, so it must contain its
+            imports. Helpers are imported from `attacker`.
+        attributes: attributes of the target.
+        frame: source that defines the class `P`, using `attempt`, `W` (the target) and `attacker`.
     """
     body = textwrap.dedent(inspect.getsource(attempt)).replace(f"def {attempt.__name__}(", "def attempt(", 1)
     tools = (HERE / "attacker.py").read_text()
@@ -350,7 +350,7 @@ from logitship import CustomLogitProcessor
 attacker = types.ModuleType("attacker")
 exec({tools!r}, vars(attacker))
 sys.modules["attacker"] = attacker
-W = types.SimpleNamespace(**json.loads({json.dumps(told or {})!r}))
+W = types.SimpleNamespace(**json.loads({json.dumps(attributes or {})!r}))
 {body}
 {frame}
 """
@@ -363,10 +363,10 @@ class Sandboxed:
     model = MODEL
     secret = SECRET
 
-    def __init__(self, jail: Jail, executor: SandboxExecutor, world: World) -> None:
+    def __init__(self, jail: Jail, executor: SandboxExecutor, target: Target) -> None:
         self.jail = jail
         self.executor = executor
-        self._world = world
+        self._world = target
         self._loaded: list[LoadedProcessor] = []
 
     def __call__(
@@ -376,8 +376,8 @@ class Sandboxed:
         return self.run(self.source(attempt, frame, **told), calls=calls)
 
     def source(self, attempt: Callable[[Any], object], frame: str = IN_A_CALL, **told: Any) -> SourceProcessor:
-        """The processor of an attempt."""
-        return source_of(attempt, self._world.told() | told, frame)
+        """Return the processor of an attempt."""
+        return source_of(attempt, self._world.attributes() | told, frame)
 
     def run(self, string: SourceProcessor | PickledProcessor, *, calls: int = 1) -> Report:
         """Load a processor, and call it on rows of zeros."""
@@ -398,49 +398,49 @@ class Sandboxed:
                 report.kinds.append(fault.kind)
                 report.seen += f"{fault}{fault.traceback}{fault.name}".encode()
             report.take_logits(logits.numpy().tobytes())
-        # All that the server could ever read, whether it does or not.
+        # All data that the server could read.
         report.seen += processor.name.encode() + processor.instance.sandbox.logits.numpy().tobytes()
         report.pid = self.pid_of(processor)
         return report
 
     def load(self, string: SourceProcessor | PickledProcessor, tenant: str = "") -> LoadedProcessor:
-        """Load a processor; it is unloaded after the test."""
+        """Load a processor, which is unloaded after the test."""
         self._loaded.append(self.executor.load(string, tenant))
         return self._loaded[-1]
 
     def attach(self, processor: LoadedProcessor, **params: Any) -> Any:
-        """A sequence that carries the processor, with these parameters."""
+        """Attach a sequence with these parameters to a processor."""
         return self.executor.attach(processor, ExecutorSequence("rid", params, [5, 6], [], SamplingParams(), MODEL))
 
     def step(self, processor: LoadedProcessor, logits: torch.Tensor, rows: list[Any]) -> dict[int, ProcessorFault]:
-        """A call: edits the logits, returns the faults."""
+        """Call a processor: edit the logits in place, return the faults."""
         return dict(self.executor.group(processor, rows).begin(logits).finish().faults)
 
     def pid_of(self, processor: LoadedProcessor) -> int:
-        """The process that a processor runs in; -1 once it has ended."""
+        """Return the PID of a processor's process; -1 once it has exited."""
         return pid_of(processor.instance.sandbox._process.pidfd)
 
     def has_ended(self, processor: LoadedProcessor) -> bool:
-        """Whether its process ends by itself, or because the server killed it."""
-        return bool(select.select([processor.instance.sandbox._process.pidfd], [], [], ENDS_IN)[0])
+        """Wait for its process to exit or be killed. Return whether it did."""
+        return bool(select.select([processor.instance.sandbox._process.pidfd], [], [], EXIT_TIMEOUT)[0])
 
     def clear(self) -> None:
-        """Unload all, and see that nothing is left of it."""
+        """Unload all processors, and check that nothing is left."""
         for each in self._loaded:
             self.executor.unload(each)
-        while self.jail.template.forked:
-            self.jail.template.forked.pop().status.result(ENDS_IN)
+        while self.jail.zygote.forked:
+            self.jail.zygote.forked.pop().status.result(EXIT_TIMEOUT)
         assert self._world.changes(Report()) == []
-        assert children_of(self.jail.template_pid) == []
-        assert self.jail.template_alive()
+        assert children_of(self.jail.zygote_pid) == []
+        assert self.jail.zygote_alive()
 
 
 class Unsandboxed:
-    """Runs processors in a child of a process that holds the secret, with nothing in their way."""
+    """Runs processors without a sandbox, in a child of a process that holds the secret."""
 
-    def __init__(self, process: subprocess.Popen[bytes], world: World) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], target: Target) -> None:
         self._process = process
-        self._world = world
+        self._world = target
 
     def __call__(
         self,
@@ -452,15 +452,15 @@ class Unsandboxed:
         **told: Any,
     ) -> Report:
         """Run an attempt."""
-        return self.run(source_of(attempt, self._world.told() | told, frame), calls=calls, end=end)
+        return self.run(source_of(attempt, self._world.attributes() | told, frame), calls=calls, end=end)
 
     def run(self, string: SourceProcessor | PickledProcessor, *, calls: int = 1, end: bool = False) -> Report:
-        """Load a processor, call it on rows of zeros and, if wanted, let go of it."""
+        """Load a processor, call it on rows of zeros and, if `end`, release it."""
         if isinstance(string, SourceProcessor):
             plan = {"source": string.source, "pickle": string.captured.hex()}
         else:
             plan = {"source": None, "pickle": string.payload.hex()}
-        answer = self._ask({**plan, "calls": calls, "vocab": VOCAB, "end": end})
+        answer = self._request({**plan, "calls": calls, "vocab": VOCAB, "end": end})
         report = Report(answer["pid"], load_error=answer.get("load_error", ""), faults=answer.get("faults", []))
         report.status = answer.get("status")
         report.seen += f"{report.load_error}{report.faults}".encode()
@@ -469,10 +469,10 @@ class Unsandboxed:
         return report
 
     def clear(self) -> None:
-        """End the last one, with all that it started."""
-        self._ask({})
+        """Kill the last process, and all that it started."""
+        self._request({})
 
-    def _ask(self, plan: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, plan: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(plan).encode() + b"\n")
@@ -483,7 +483,7 @@ class Unsandboxed:
 
 @pytest.fixture(scope="session")
 def held_secrets() -> Iterator[None]:
-    """The secret is in this process's environment, memory and open files before anything of the sandbox starts."""
+    """Put the secret into this process's environment and open files before the zygote is started."""
     os.environ["SECRET_OF_THE_SERVER"] = SECRET
     descriptor = os.memfd_create("secret", 0)
     os.write(descriptor, SECRET.encode())
@@ -495,7 +495,7 @@ def held_secrets() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def jail(held_secrets: None) -> Iterator[Jail]:
-    """One template for all tests."""
+    """The zygote and executors of all tests."""
     jail = Jail()
     yield jail
     jail.close()
@@ -503,7 +503,7 @@ def jail(held_secrets: None) -> Iterator[Jail]:
 
 @pytest.fixture(scope="session")
 def control_process(held_secrets: None) -> Iterator[subprocess.Popen[bytes]]:
-    """See `unsandboxed.py`."""
+    """A process that runs `unsandboxed.py`."""
     with subprocess.Popen(
         [sys.executable, str(HERE / "unsandboxed.py")],
         stdin=subprocess.PIPE,
@@ -516,41 +516,41 @@ def control_process(held_secrets: None) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[list[World]]:
-    """The world of now: it is made anew when a test changed it."""
-    worlds = [World()]
-    yield worlds
-    worlds.pop().close()
+def targets() -> Iterator[list[Target]]:
+    """The current target, replaced after a test that changed it."""
+    targets = [Target()]
+    yield targets
+    targets.pop().close()
 
 
 @pytest.fixture
-def world(worlds: list[World]) -> Iterator[World]:
-    """Something to attack, unharmed."""
-    yield worlds[0]
-    if worlds[0].changes(Report()):
-        worlds.pop().close()
-        worlds.append(World())
+def target(targets: list[Target]) -> Iterator[Target]:
+    """An unchanged target."""
+    yield targets[0]
+    if targets[0].changes(Report()):
+        targets.pop().close()
+        targets.append(Target())
 
 
 @pytest.fixture
-def sandboxed(jail: Jail, world: World) -> Iterator[Sandboxed]:
-    """Runs hostile processors in sandboxes. Afterwards nothing is left of them, and the template lives."""
-    sandboxed = Sandboxed(jail, jail.executor, world)
+def sandboxed(jail: Jail, target: Target) -> Iterator[Sandboxed]:
+    """Runs hostile processors in sandboxes. Afterwards, checks that nothing is left and the zygote is alive."""
+    sandboxed = Sandboxed(jail, jail.executor, target)
     yield sandboxed
     sandboxed.clear()
 
 
 @pytest.fixture
-def hastily(jail: Jail, world: World) -> Iterator[Sandboxed]:
-    """As `sandboxed`, with little time."""
-    sandboxed = Sandboxed(jail, jail.hasty_host, world)
+def short_deadlines(jail: Jail, target: Target) -> Iterator[Sandboxed]:
+    """Like `sandboxed`, with short deadlines."""
+    sandboxed = Sandboxed(jail, jail.short_deadline_executor, target)
     yield sandboxed
     sandboxed.clear()
 
 
 @pytest.fixture
-def unsandboxed(control_process: subprocess.Popen[bytes], world: World) -> Iterator[Unsandboxed]:
-    """Runs the same processors without a sandbox. What they did lasts until the end of the test."""
-    unsandboxed = Unsandboxed(control_process, world)
+def unsandboxed(control_process: subprocess.Popen[bytes], target: Target) -> Iterator[Unsandboxed]:
+    """Runs the same processors without a sandbox. What they start is killed at the end of the test."""
+    unsandboxed = Unsandboxed(control_process, target)
     yield unsandboxed
     unsandboxed.clear()

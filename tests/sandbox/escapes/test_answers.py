@@ -1,6 +1,6 @@
-"""What a processor sends to the server itself, past the worker: none of it is believed, and none of it is unpickled.
+"""Invalid answers that a processor sends to the server, bypassing the worker, are rejected and never unpickled.
 
-A processor runs in the worker's process, so it can do with the connection and with the shared memory whatever it likes.
+A processor runs in the worker's process, so it can use the connection and the shared memory directly.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from logitship.sampler.sampling_params import SamplingParams
 VOCAB = 8192
 DONE = "answer(3, number)"
 
-LIES = {
-    # what is sent in the call `number`
+INVALID_ANSWERS = {
+    # description: code that sends it, in the call `number`
     "another call's number": "answer(3, number + 1)",
     "the number of the call before": "answer(3, number - 1)",
     "no number": "answer(3, 0)",
     "an unknown kind": "answer(99, number)",
     "a kind without a number": "answer(0, number)",
-    "that it is loaded": "answer(1, number, b'Name')",
-    "that it is refused": "answer(2, number, b'why')",
-    "that it wants the rows for ever": "answer(5, number); os.read(sockets()[0], 16); answer(5, number + 1)",
-    "more than an answer holds": "answer(4, number, b'x' * 65537)",
-    "that it will send much": "send(struct.pack('<IIQ', 3, number, 1 << 62))",
-    "that it will send a negative length": "send(struct.pack('<IIq', 3, number, -1))",
+    "LOADED": "answer(1, number, b'Name')",
+    "REFUSED": "answer(2, number, b'why')",
+    "AGAIN, endlessly": "answer(5, number); os.read(sockets()[0], 16); answer(5, number + 1)",
+    "a body over the limit": "answer(4, number, b'x' * 65537)",
+    "a huge length": "send(struct.pack('<IIQ', 3, number, 1 << 62))",
+    "a negative length": "send(struct.pack('<IIq', 3, number, -1))",
     "one byte too many": "send(struct.pack('<IIQ', 3, number, 0) + b'x')",
     "two answers at once": "send(2 * struct.pack('<IIQ', 3, number, 0))",
     "garbage": "send(bytes(range(256)) * 10)",
@@ -53,18 +53,18 @@ LIES = {
     "a fault of row true": 'answer(4, number, b\'[[[true],"exception","",""]]\')',
     "a fault of half a row": 'answer(4, number, b\'[[[0.0],"exception","",""]]\')',
     "a fault of a large row": 'answer(4, number, b\'[[[1e999],"exception","",""]]\')',
-    "that it was killed": 'answer(4, number, b\'[[[0],"deadline","",""]]\')',
-    "a kind of fault of its own": 'answer(4, number, b\'[[[0],"admin","",""]]\')',
+    "a fault that only the server reports": 'answer(4, number, b\'[[[0],"deadline","",""]]\')',
+    "an unknown kind of fault": 'answer(4, number, b\'[[[0],"admin","",""]]\')',
     "a message that is a number": 'answer(4, number, b\'[[[0],"exception",1,""]]\')',
     "a message that is an object": 'answer(4, number, b\'[[[0],"exception",{"a":1},""]]\')',
-    "what a replaced function of the worker makes": "worker()['pack'] = lambda *_: PICKLE; return logits",
-    "what a replaced `os.write` makes": "os.write = lambda fd, data: genuine(fd, PICKLE[: len(data)]); return logits",
-    "a fault with too much in it": 'answer(4, number, b\'[[[0],"exception","","",""]]\')',
+    "a message of a replaced `pack`": "worker()['pack'] = lambda *_: PICKLE; return logits",
+    "a message of a replaced write": "os.write = lambda fd, data: genuine(fd, PICKLE[: len(data)]); return logits",
+    "a fault with too many fields": 'answer(4, number, b\'[[[0],"exception","","",""]]\')',
 }
 
-LIAR = """
+SENDER = """
 import os, struct
-from attacker import answer, call_number, region, send, sockets
+from attacker import answer, call_number, shared_memory, send, sockets
 PICKLE = bytes.fromhex({pickle!r})
 genuine = os.write
 def worker():
@@ -85,7 +85,7 @@ def nothing(w: SimpleNamespace) -> None: ...
 
 
 class Canary:
-    """Reading its pickle creates a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -94,27 +94,27 @@ class Canary:
         return open, (self.path, "x")
 
 
-def liar(sent: str, world: Any) -> str:
-    return LIAR.format(send=sent, pickle=pickle.dumps(Canary(str(world.folder / "new"))).hex())
+def sender(sent: str, target: Any) -> str:
+    return SENDER.format(send=sent, pickle=pickle.dumps(Canary(str(target.folder / "new"))).hex())
 
 
-@pytest.mark.parametrize("what", LIES)
-def test_a_lie_ends_the_sandbox(what: str, world: Any, sandboxed: Any) -> None:
-    processor = sandboxed.load(sandboxed.source(nothing, liar(LIES[what], world)))
+@pytest.mark.parametrize("what", INVALID_ANSWERS)
+def test_invalid_answer_kills_the_sandbox(what: str, target: Any, sandboxed: Any) -> None:
+    processor = sandboxed.load(sandboxed.source(nothing, sender(INVALID_ANSWERS[what], target)))
     report = sandboxed.call(processor)
     assert report.kinds == ["protocol"]
-    assert report.faults == ["processor P answered what no worker answers: its process was killed\n"]
+    assert report.faults == ["processor P sent an invalid answer: its process was killed\n"]
     assert sandboxed.has_ended(processor)
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
-def test_the_pickle_does_something_when_it_is_read(world: Any) -> None:
-    pickle.loads(pickle.dumps(Canary(str(world.folder / "new")))).close()
-    assert (world.folder / "new").exists()
+def test_control_unpickling_creates_a_file(target: Any) -> None:
+    pickle.loads(pickle.dumps(Canary(str(target.folder / "new")))).close()
+    assert (target.folder / "new").exists()
 
 
-def test_the_same_program_with_the_truth_is_believed(world: Any, sandboxed: Any) -> None:
-    report = sandboxed(nothing, frame=liar(DONE, world))
+def test_valid_answer_from_same_code_is_accepted(target: Any, sandboxed: Any) -> None:
+    report = sandboxed(nothing, frame=sender(DONE, target))
     assert (report.kinds, report.load_error) == ([], "")
 
 
@@ -127,17 +127,17 @@ def test_the_same_program_with_the_truth_is_believed(world: Any, sandboxed: Any)
         pytest.param("while True: pass", id="nothing, and computes"),
     ],
 )
-def test_an_answer_that_does_not_come_is_waited_for_until_the_deadline(sent: str, world: Any, hastily: Any) -> None:
-    processor = hastily.load(hastily.source(nothing, liar(sent, world)))
-    assert hastily.call(processor).kinds == ["deadline"]
-    assert hastily.has_ended(processor)
+def test_deadline_without_answer(sent: str, target: Any, short_deadlines: Any) -> None:
+    processor = short_deadlines.load(short_deadlines.source(nothing, sender(sent, target)))
+    assert short_deadlines.call(processor).kinds == ["deadline"]
+    assert short_deadlines.has_ended(processor)
 
 
-def test_an_answer_that_trickles_is_waited_for_until_the_deadline(world: Any, hastily: Any) -> None:
+def test_deadline_with_slow_answer(target: Any, short_deadlines: Any) -> None:
     trickle = "import time; [(send(b'[' if i > 15 else struct.pack('<IIQ', 4, number, 60000)[i:i+1]), time.sleep(0.05))"
-    frame = liar(f"{trickle} for i in range(60000)]", world)
+    frame = sender(f"{trickle} for i in range(60000)]", target)
     began = time.monotonic()
-    assert hastily(nothing, frame=frame).kinds == ["deadline"]
+    assert short_deadlines(nothing, frame=frame).kinds == ["deadline"]
     assert time.monotonic() - began < 60  # all of it takes 50 minutes
 
 
@@ -145,7 +145,7 @@ def test_an_answer_that_trickles_is_waited_for_until_the_deadline(world: Any, ha
     "end",
     ["os.close(sockets()[0])", "os.closerange(0, 100)"],
 )
-def test_a_closed_connection_ends_the_sandbox(end: str, world: Any, sandboxed: Any) -> None:
+def test_closed_connection_kills_the_sandbox(end: str, target: Any, sandboxed: Any) -> None:
     frame = f"""
 import os, time
 from attacker import sockets
@@ -162,8 +162,8 @@ class P(CustomLogitProcessor):
     assert sandboxed.has_ended(processor)
 
 
-def test_a_connection_that_is_never_read_ends_the_sandbox(world: Any, hastily: Any) -> None:
-    """More is sent to it than the kernel holds."""
+def test_connection_that_is_never_read_kills_the_sandbox(target: Any, short_deadlines: Any) -> None:
+    """The server sends more than the socket buffer holds."""
     frame = """
 import time
 from attacker import answer, call_number
@@ -172,48 +172,50 @@ class P(CustomLogitProcessor):
         answer(3, call_number())
         time.sleep(1000)
 """
-    processor = hastily.load(hastily.source(nothing, frame))
-    assert hastily.call(processor).kinds == []
-    rows = [hastily.attach(processor, text="x" * (4 << 20))]
-    assert [fault.kind for fault in hastily.step(processor, torch.zeros(1, VOCAB), rows).values()] == ["deadline"]
+    processor = short_deadlines.load(short_deadlines.source(nothing, frame))
+    assert short_deadlines.call(processor).kinds == []
+    rows = [short_deadlines.attach(processor, text="x" * (4 << 20))]
+    assert [fault.kind for fault in short_deadlines.step(processor, torch.zeros(1, VOCAB), rows).values()] == [
+        "deadline"
+    ]
 
 
-LIES_WHILE_LOADED = {
-    # what is sent instead of an answer to the first call, and what the client is told
+INVALID_LOAD_ANSWERS = {
+    # code that sends an answer to LOAD, and the client's error message
     "answer(2, 1, b'<script>' * 8000)": "(<script>)+",
-    "answer(3, 1)": "the processor answered what no worker answers.*",
-    "answer(4, 1, b'[]')": "the processor answered what no worker answers.*",
-    "answer(5, 1)": "the processor answered what no worker answers.*",
-    "answer(1, 2, b'Name')": "the processor answered what no worker answers.*",
-    "answer(1, 1, b'Name')": "the processor answered what no worker answers.*",
-    "answer(1, 1, b'[' * 60000)": "the processor answered what no worker answers.*",
-    'answer(1, 1, b\'["Name", "", []]\')': "the processor answered what no worker answers.*",
-    r"""answer(1, 1, b'["\ud800", "", null]')""": "the processor answered what no worker answers.*",
-    "answer(1, 1, b'x' * 65537)": "the processor answered what no worker answers.*",
-    "send(b'x' * 1000)": "the processor answered what no worker answers.*",
-    "send(PICKLE)": "the processor answered what no worker answers.*",
+    "answer(3, 1)": "the processor sent an invalid answer.*",
+    "answer(4, 1, b'[]')": "the processor sent an invalid answer.*",
+    "answer(5, 1)": "the processor sent an invalid answer.*",
+    "answer(1, 2, b'Name')": "the processor sent an invalid answer.*",
+    "answer(1, 1, b'Name')": "the processor sent an invalid answer.*",
+    "answer(1, 1, b'[' * 60000)": "the processor sent an invalid answer.*",
+    'answer(1, 1, b\'["Name", "", []]\')': "the processor sent an invalid answer.*",
+    r"""answer(1, 1, b'["\ud800", "", null]')""": "the processor sent an invalid answer.*",
+    "answer(1, 1, b'x' * 65537)": "the processor sent an invalid answer.*",
+    "send(b'x' * 1000)": "the processor sent an invalid answer.*",
+    "send(PICKLE)": "the processor sent an invalid answer.*",
     "send(struct.pack('<IIQ', 1, 1, 1000))": "the processor gave no answer within 3 s.*",
     "os.close(sockets()[0]); time.sleep(100)": "the processor closed its connection.*",
 }
 
 
-def while_loaded(sent: str, world: Any) -> str:
+def while_loading(sent: str, target: Any) -> str:
     body = f"import time\n{sent}\nwhile True: os.read(sockets()[0], 1)\nclass P"
-    return liar("pass", world).replace("class P", body, 1)
+    return sender("pass", target).replace("class P", body, 1)
 
 
-@pytest.mark.parametrize("sent", LIES_WHILE_LOADED)
-def test_a_lie_while_it_is_loaded_ends_the_sandbox(sent: str, world: Any, hastily: Any) -> None:
-    report = hastily(nothing, frame=while_loaded(sent, world))
-    assert re.match(LIES_WHILE_LOADED[sent], report.load_error)
+@pytest.mark.parametrize("sent", INVALID_LOAD_ANSWERS)
+def test_invalid_answer_to_load(sent: str, target: Any, short_deadlines: Any) -> None:
+    report = short_deadlines(nothing, frame=while_loading(sent, target))
+    assert re.match(INVALID_LOAD_ANSWERS[sent], report.load_error)
     assert len(report.load_error) <= 8192
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize("name", ["x" * 30000 + "\x1b[31m", "\x00\r\n Set-Cookie: a=b", "  ", ""])
-def test_a_name_that_lies_is_tame(name: str, world: Any, sandboxed: Any) -> None:
+def test_class_name_is_sanitized(name: str, target: Any, sandboxed: Any) -> None:
     sent = f"answer(1, 1, {orjson.dumps([name, name, None])!r})"
-    processor = sandboxed.load(sandboxed.source(nothing, while_loaded(sent, world)))
+    processor = sandboxed.load(sandboxed.source(nothing, while_loading(sent, target)))
     assert processor.name.isprintable()
     assert 1 <= len(processor.name) <= 200
     processor.name.encode()
@@ -221,18 +223,18 @@ def test_a_name_that_lies_is_tame(name: str, world: Any, sandboxed: Any) -> None
     assert len(processor.description) <= 1000
 
 
-def test_a_fault_may_say_anything_but_is_tame(world: Any, sandboxed: Any) -> None:
+def test_fault_messages_are_sanitized(target: Any, sandboxed: Any) -> None:
     text = "\x1b[31m\x00\r " + "</script>" * 3000
     sent = f"answer(4, number, {orjson.dumps([[[0], 'exception', text, text]])!r})"
-    report = sandboxed(nothing, frame=liar(sent, world))
+    report = sandboxed(nothing, frame=sender(sent, target))
     assert report.kinds == ["exception"]
     assert not {"\x1b", "\x00", "\r"} & set(report.faults[0])
     assert len(report.faults[0]) < 100_000
 
 
-def test_an_answer_before_the_call_gives_nothing_but_its_own_rows(world: Any, sandboxed: Any) -> None:
-    """It comes together with the answer before it, and is found out; or later, and stands for the rows as they are."""
-    frame = liar("logits.fill_(1.0); answer(3, number); answer(3, number + 1)", world)
+def test_answer_sent_before_the_call(target: Any, sandboxed: Any) -> None:
+    """It either arrives with the previous answer, which is detected, or later, and the rows are used as they are."""
+    frame = sender("logits.fill_(1.0); answer(3, number); answer(3, number + 1)", target)
     processor = sandboxed.load(sandboxed.source(nothing, frame))
     row = sandboxed.attach(processor)
     for expected in (1.0, 7.0):
@@ -243,10 +245,10 @@ def test_an_answer_before_the_call_gives_nothing_but_its_own_rows(world: Any, sa
 
 TAMPERER = """
 import os, select
-from attacker import answer, call_number, region, sockets
+from attacker import answer, call_number, shared_memory, sockets
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
-        number, memory = call_number(), region()
+        number, memory = call_number(), shared_memory()
         poll = select.poll()
         poll.register(sockets()[0], select.POLLIN)
         answer(3, number)
@@ -261,8 +263,8 @@ class P(CustomLogitProcessor):
 """
 
 
-def test_changes_after_the_answer_change_nothing(sandboxed: Any) -> None:
-    """The server copies the rows, and checks the copy. Else it would draw from something that it never checked."""
+def test_writes_after_the_answer_have_no_effect(sandboxed: Any) -> None:
+    """The server copies the rows and checks the copy. Otherwise it would sample from logits that were not checked."""
     shipped = ShippedProcessors(None, torch.device("cpu"), False, model=sandboxed.model)
     use = ProcessorUse(sandboxed.load(sandboxed.source(nothing, TAMPERER)), {}, "rid")
     shipped.update_state(BatchUpdate(1, [], [(0, SamplingParams(processors=(use,)), [5], [])], []))
@@ -272,25 +274,25 @@ def test_changes_after_the_answer_change_nothing(sandboxed: Any) -> None:
         shipped.apply(logits)
         assert logits.isfinite().all()
         faults += shipped.take_faults()
-    # It did tamper, and was caught when that was in time.
+    # In some steps, NaN or infinity was in the copy, and was detected.
     assert {fault.kind for _, fault in faults} == {"non_finite"}
 
 
-SIZES = {
-    # what is returned, and whether that is a fault
+RESULTS = {
+    # description: the returned value, and the kind of fault
     "a view beyond the end": ("torch.as_strided(logits, (1, 8192), (1, 1), 8192 * 4)", "exception"),
     "a view of the other rows": ("torch.as_strided(logits, (1, 8192), (8192, 1), 8192)", None),
     "a view of one number": ("logits[:, :1].expand(1, 8192)", None),
     "fewer numbers": ("logits[:, :100]", "bad_result"),
-    "more rows": ("region()", "bad_result"),
-    "a row less": ("logits[:0]", "bad_result"),
+    "more rows": ("shared_memory()", "bad_result"),
+    "one row less": ("logits[:0]", "bad_result"),
     "a resized tensor": ("logits.resize_(1, 100)", "bad_result"),
     "another storage": ("logits.set_(torch.ones(1, 8192))", None),
     "a storage without memory": ("torch.empty(1, 8192, device='meta')", "bad_result"),
     "a sparse tensor": ("logits.to_sparse()", "bad_result"),
     "another type": ("logits.to(torch.int64)", "bad_result"),
     "complex numbers": ("logits.to(torch.complex64)", "bad_result"),
-    "a class that lies about its shape": ("Liar(logits)", "bad_result"),
+    "a class that lies about its shape": ("FakeTensor(logits)", "bad_result"),
     "a tensor that lies about its shape": ("logits[:, :10].as_subclass(LyingTensor)", "bad_result"),
     "a quantized tensor": ("torch.quantize_per_tensor(logits, 0.1, 0, torch.qint8)", "bad_result"),
     "a nested tensor": ("torch.nested.nested_tensor([logits[0]])", "exception"),
@@ -298,8 +300,8 @@ SIZES = {
 }
 
 RETURNS = """
-from attacker import region
-class Liar:
+from attacker import shared_memory
+class FakeTensor:
     shape = torch.Size([1, 8192])
     dtype, device, layout = torch.float32, torch.device("cpu"), torch.strided
     __class__ = torch.Tensor
@@ -315,11 +317,11 @@ class P(CustomLogitProcessor):
 """
 
 
-@pytest.mark.parametrize("what", SIZES)
-def test_results_that_lie_about_their_size(what: str, world: Any, sandboxed: Any) -> None:
-    returned, kind = SIZES[what]
+@pytest.mark.parametrize("what", RESULTS)
+def test_results_with_wrong_size_or_type(what: str, target: Any, sandboxed: Any) -> None:
+    returned, kind = RESULTS[what]
     processor = sandboxed.load(sandboxed.source(nothing, RETURNS.format(returned=returned)))
-    logits = torch.full((3, VOCAB), 7.0)  # of which the middle row is the processor's
+    logits = torch.full((3, VOCAB), 7.0)  # the processor gets the middle row
     faults = sandboxed.step(processor, logits[1:2], [sandboxed.attach(processor)])
     if kind is None:
         assert faults == {}

@@ -1,4 +1,4 @@
-"""Code that ends its own process, by way of C or of the processor's own instructions, ends nothing else."""
+"""A processor that crashes its own process, through C or machine code, affects nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def abort(w: SimpleNamespace) -> None:
 
 
 def bus_error(w: SimpleNamespace) -> None:
-    """Read a mapping behind the end of its file."""
+    """Read a mapping past the end of its file."""
     import ctypes
     import os
 
@@ -41,7 +41,7 @@ def bus_error(w: SimpleNamespace) -> None:
     ctypes.string_at(kernel({"x86_64": 9, "aarch64": 222}, 0, size, 1, 2, file, 0) + size - 4096, 1)
 
 
-def free_what_is_none(w: SimpleNamespace) -> None:
+def free_invalid_pointer(w: SimpleNamespace) -> None:
     import ctypes
 
     ctypes.CDLL(None).free(ctypes.c_void_p(0x1001))
@@ -97,7 +97,7 @@ def privileged_instruction(w: SimpleNamespace) -> None:
 
 
 def call_of_32_bits(w: SimpleNamespace) -> int:
-    """The numbers of another architecture, which a filter by number would let through."""
+    """Use a number of another architecture, which a filter by number alone would allow."""
     from attacker import machine_code
 
     return machine_code(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, 20; int 0x80; ret
@@ -112,9 +112,9 @@ def call_of_x32(w: SimpleNamespace) -> int:
 CRASHES: list[Any] = [
     (null_pointer, signal.SIGSEGV),
     (jump_into_nothing, signal.SIGSEGV),
-    (abort, signal.SIGABRT),  # in a sandbox it may not signal itself either, and libc ends it in another way
+    (abort, signal.SIGABRT),  # in a sandbox it cannot signal itself, and libc crashes instead
     (bus_error, signal.SIGBUS),
-    (free_what_is_none, signal.SIGSEGV),
+    (free_invalid_pointer, signal.SIGSEGV),
     (break_the_interpreter, signal.SIGSEGV),
     (write_into_code, signal.SIGSEGV),
 ]
@@ -138,32 +138,32 @@ def harmless(w: SimpleNamespace) -> str:
     return "fine"
 
 
-def assert_only_it_crashed(report: Any, how: str, world: Any, sandboxed: Any) -> None:
+def assert_crash_is_contained(report: Any, how: str, target: Any, sandboxed: Any) -> None:
     assert report.kinds == ["crash"]
     assert re.search(how, report.faults[0])
-    assert sandboxed(harmless).answer == "returned 'fine'"  # the template goes on
-    assert world.changes(report) == []
+    assert sandboxed(harmless).answer == "returned 'fine'"  # the zygote still works
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize(("attempt", "number"), CRASHES, ids=name_of)
-def test_only_its_own_process_ends(attempt: Any, number: signal.Signals, world: Any, sandboxed: Any) -> None:
-    assert_only_it_crashed(sandboxed(attempt), f"ended its process: ({number.name}|SIGSEGV)", world, sandboxed)
+def test_crash_is_contained(attempt: Any, number: signal.Signals, target: Any, sandboxed: Any) -> None:
+    assert_crash_is_contained(sandboxed(attempt), f"ended its process: ({number.name}|SIGSEGV)", target, sandboxed)
 
 
 @pytest.mark.parametrize(("attempt", "number"), CRASHES, ids=name_of)
-def test_it_does_crash(attempt: Any, number: signal.Signals, unsandboxed: Any) -> None:
+def test_control_crashes(attempt: Any, number: signal.Signals, unsandboxed: Any) -> None:
     assert unsandboxed(attempt).status == -number
 
 
-def test_an_exit(world: Any, sandboxed: Any) -> None:
-    assert_only_it_crashed(sandboxed(exit_status), "ended its process with exit status 3", world, sandboxed)
+def test_exit_is_contained(target: Any, sandboxed: Any) -> None:
+    assert_crash_is_contained(sandboxed(exit_status), "ended its process with exit status 3", target, sandboxed)
 
 
 @pytest.mark.parametrize("attempt", OTHER_CALLS)
-def test_calls_of_other_architectures_end_the_process(attempt: Any, world: Any, sandboxed: Any) -> None:
-    assert_only_it_crashed(sandboxed(attempt), "ended its process: SIGSYS", world, sandboxed)
+def test_calls_of_other_architectures_kill_the_process(attempt: Any, target: Any, sandboxed: Any) -> None:
+    assert_crash_is_contained(sandboxed(attempt), "ended its process: SIGSYS", target, sandboxed)
 
 
 @pytest.mark.parametrize("attempt", OTHER_CALLS)
-def test_without_a_sandbox_they_do_not(attempt: Any, unsandboxed: Any) -> None:
-    assert unsandboxed(attempt).status in (None, -signal.SIGSEGV)  # a kernel need not have them
+def test_control_calls_of_other_architectures(attempt: Any, unsandboxed: Any) -> None:
+    assert unsandboxed(attempt).status in (None, -signal.SIGSEGV)  # the kernel may lack them

@@ -1,7 +1,7 @@
-"""The parts of the kernel that no processor needs, and through which others broke out: none can be reached.
+"""System calls that no processor needs, and that have been used to escape from sandboxes, are refused.
 
-Each call has arguments that the kernel refuses for a reason of its own (a bad address, a bad descriptor) or that do
-nothing. So the lock is what answers EPERM, and not the kernel behind it.
+Each call has arguments that have no effect, or that the kernel refuses with another errno (EFAULT, EBADF). So EPERM
+comes from the filter, not from the system call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS: list[Call] = [
     ("name_to_handle_at", 303, 264, (-100, NULL, NULL, NULL, 0)),
     ("listmount", 458, 458, (NULL, NULL, 0, 0)),
     ("statmount", 457, 457, (NULL, NULL, 0, 0)),
-    # who one is
+    # credentials
     ("setuid", 105, 146, (BAD,)),
     ("setresuid", 117, 147, (BAD, BAD, BAD)),
     ("setresgid", 119, 149, (BAD, BAD, BAD)),
@@ -42,7 +42,7 @@ CALLS: list[Call] = [
     ("keyctl", 250, 219, (0, -4, 0, 0, 0)),
     ("landlock_create_ruleset", 444, 444, (NULL, 0, 1)),
     ("seccomp", 317, 277, (2, 0, NULL)),
-    # engines that do what other calls may not
+    # interfaces that bypass the checks of other calls
     ("io_uring_setup", 425, 425, (1, NULL)),
     ("io_uring_enter", 426, 426, (BAD, 0, 0, 0, NULL, 0)),
     ("io_setup", 206, 0, (1, NULL)),
@@ -53,7 +53,7 @@ CALLS: list[Call] = [
     ("sendfile", 40, 71, (BAD, BAD, NULL, 1)),
     ("fanotify_mark", 301, 263, (BAD, 0, 0, BAD, NULL)),
     ("inotify_init1", 294, 26, (0,)),
-    # descriptors out of nothing, and from others
+    # new descriptors, and descriptors of other processes
     ("pipe2", 293, 59, (NULL, 0)),
     ("eventfd2", 290, 19, (0, 0)),
     ("epoll_create1", 291, 20, (0,)),
@@ -69,7 +69,7 @@ CALLS: list[Call] = [
     ("fallocate", 285, 47, (BAD, 0, 0, 1)),
     ("fsync", 74, 82, (BAD,)),
     ("pwrite64", 18, 68, (BAD, NULL, 0, 0)),
-    # messages
+    # communication
     ("socket of IPv6", 41, 198, (10, 1, 0)),
     ("socket of Netlink", 41, 198, (16, 3, 0)),
     ("socket of a virtual machine", 41, 198, (40, 1, 0)),
@@ -87,7 +87,7 @@ CALLS: list[Call] = [
     ("semget", 64, 190, (0, 0, 0)),
     ("msgget", 68, 186, (0, 0o1000)),
     ("mq_open", 240, 180, (NULL, 0, 0, NULL)),
-    # other processes, time, and what is left
+    # other processes, time, and the rest
     ("ptrace", 101, 117, (0x4200, 0, 0, 0)),
     ("process_vm_readv", 310, 270, (0, NULL, 0, NULL, 0, 1)),
     ("process_vm_writev", 311, 271, (0, NULL, 0, NULL, 0, 1)),
@@ -110,11 +110,11 @@ CALLS: list[Call] = [
     ("ioctl", 16, 29, (0, 0x5412, NULL)),  # TIOCSTI: type on the terminal
     ("fcntl", 72, 25, (BAD, 1033, 0)),  # F_ADD_SEALS
     ("futex_waitv", 449, 449, (NULL, 0, 0, NULL, 0)),
-    ("madvise", 28, 233, (0, 0, 12)),  # MADV_MERGEABLE: equal pages of other processes become one
+    ("madvise", 28, 233, (0, 0, 12)),  # MADV_MERGEABLE: merges equal pages of processes
     ("quotactl", 179, 60, (0, NULL, 0, NULL)),
     ("a call that does not exist", 9999, 9999, ()),
 ]
-if os.geteuid() == 0:  # calls that the kernel refuses to others before it looks at the arguments
+if os.geteuid() == 0:  # for other users, the kernel refuses these before it checks the arguments
     CALLS += [
         ("bpf", 321, 280, (99, NULL, 0)),
         ("userfaultfd", 323, 282, (BAD,)),
@@ -146,14 +146,14 @@ def call(w: SimpleNamespace) -> int:
 
 
 @pytest.mark.parametrize(("name", "number", "arguments"), HERE, ids=[name for name, *_ in HERE])
-def test_the_call_is_refused(name: str, number: int, arguments: Any, world: Any, sandboxed: Any) -> None:
+def test_call_is_refused(name: str, number: int, arguments: Any, target: Any, sandboxed: Any) -> None:
     report = sandboxed(call, number=number, arguments=arguments)
     assert report.answer == "EPERM"
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize(("name", "number", "arguments"), HERE, ids=[name for name, *_ in HERE])
-def test_the_kernel_would_take_it_up(name: str, number: int, arguments: Any, unsandboxed: Any) -> None:
+def test_control_call_reaches_the_kernel(name: str, number: int, arguments: Any, unsandboxed: Any) -> None:
     report = unsandboxed(call, number=number, arguments=arguments)
     assert report.answer.startswith(("E", "returned"))
     assert report.answer != "EPERM"

@@ -1,4 +1,4 @@
-"""A processor takes no more memory, descriptors or time than it is given, whatever it does about it."""
+"""A processor cannot exceed its limits of memory, descriptors and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 MEBIBYTES = 400
-"""More than the 256 that the sandboxes of these tests get."""
+"""More than the 256 MiB that the sandboxes of these tests may allocate."""
 
 
 # Memory
@@ -64,7 +64,7 @@ def many_mappings(w: SimpleNamespace) -> None:
 
 
 def mapping_of_a_library(w: SimpleNamespace) -> None:
-    """Private copies of pages of a file."""
+    """Make private copies of a file's pages."""
     import ctypes
     import os
 
@@ -81,10 +81,10 @@ def memory_of_libc(w: SimpleNamespace) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.malloc.restype = ctypes.c_void_p
     for _ in range(w.mebibytes):
-        place = libc.malloc(1 << 20)
-        if not place:
+        address = libc.malloc(1 << 20)
+        if not address:
             raise OSError(ctypes.get_errno(), "malloc")
-        ctypes.memset(place, 1, 1 << 20)
+        ctypes.memset(address, 1, 1 << 20)
 
 
 def text_that_grows(w: SimpleNamespace) -> None:
@@ -114,26 +114,26 @@ def name_of(value: Any) -> str:
 def nothing(w: SimpleNamespace) -> None: ...
 
 
-def most_memory(pid: int) -> int:
-    """Mebibytes that a process had at most."""
+def peak_memory(pid: int) -> int:
+    """Return the peak resident memory of a process in MiB."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) // 1024
 
 
 @pytest.mark.parametrize(("attempt", "refusal"), MEMORY, ids=name_of)
-def test_memory_has_a_limit(attempt: Any, refusal: str, world: Any, sandboxed: Any) -> None:
+def test_memory_is_limited(attempt: Any, refusal: str, target: Any, sandboxed: Any) -> None:
     report = sandboxed(attempt, mebibytes=MEBIBYTES)
-    taken = most_memory(report.pid) - most_memory(sandboxed(nothing).pid)
+    taken = peak_memory(report.pid) - peak_memory(sandboxed(nothing).pid)
     assert re.fullmatch(refusal, report.answer, re.DOTALL)
     assert taken < 280
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize(("attempt", "refusal"), MEMORY, ids=name_of)
-def test_without_a_sandbox_memory_has_none(attempt: Any, refusal: str, unsandboxed: Any) -> None:
-    before = most_memory(unsandboxed(nothing).pid)
-    assert most_memory(unsandboxed(attempt, mebibytes=MEBIBYTES).pid) - before > 380
+def test_control_memory_is_unlimited(attempt: Any, refusal: str, unsandboxed: Any) -> None:
+    before = peak_memory(unsandboxed(nothing).pid)
+    assert peak_memory(unsandboxed(attempt, mebibytes=MEBIBYTES).pid) - before > 380
 
 
 def reserve_without_using(w: SimpleNamespace) -> None:
@@ -156,26 +156,26 @@ def copies_of_descriptors(w: SimpleNamespace) -> None:
         fcntl.fcntl(0, fcntl.F_DUPFD, 3)
 
 
-def a_higher_limit(w: SimpleNamespace) -> None:
+def raise_limit(w: SimpleNamespace) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS))
 
 
-def a_higher_limit_by_the_other_call(w: SimpleNamespace) -> None:
+def raise_limit_by_other_call(w: SimpleNamespace) -> None:
     import os
     import resource
 
     resource.prlimit(os.getpid(), resource.RLIMIT_AS, (1 << 40, 1 << 40))
 
 
-def more_of_the_processor(w: SimpleNamespace) -> None:
+def change_nice_value(w: SimpleNamespace) -> None:
     import os
 
     os.nice(1)
 
 
-def other_processors(w: SimpleNamespace) -> None:
+def change_affinity(w: SimpleNamespace) -> None:
     import os
 
     os.sched_setaffinity(0, os.sched_getaffinity(0))
@@ -199,19 +199,19 @@ def locked_memory(w: SimpleNamespace) -> None:
         (reserve_without_using, "ENOMEM"),
         (descriptors, "EMFILE"),
         (copies_of_descriptors, "EMFILE"),
-        (a_higher_limit, "ValueError: not allowed to raise maximum limit"),
-        (a_higher_limit_by_the_other_call, "EPERM"),
-        (more_of_the_processor, "EPERM"),
-        (other_processors, "EPERM"),
+        (raise_limit, "ValueError: not allowed to raise maximum limit"),
+        (raise_limit_by_other_call, "EPERM"),
+        (change_nice_value, "EPERM"),
+        (change_affinity, "EPERM"),
         (alarm, "EPERM"),
         (locked_memory, "EPERM|EAGAIN"),
     ],
     ids=name_of,
 )
-def test_a_limit_is_a_limit(attempt: Any, refusal: str, world: Any, sandboxed: Any, unsandboxed: Any) -> None:
+def test_other_limits(attempt: Any, refusal: str, target: Any, sandboxed: Any, unsandboxed: Any) -> None:
     report = sandboxed(attempt)
     assert re.fullmatch(refusal, report.answer)
-    assert world.changes(report) == []
+    assert target.changes(report) == []
     assert unsandboxed(attempt).answer == "returned None"
 
 
@@ -237,7 +237,7 @@ def sleep(w: SimpleNamespace) -> None:
     time.sleep(1000)
 
 
-def sleep_deaf(w: SimpleNamespace) -> None:
+def sleep_ignoring_signals(w: SimpleNamespace) -> None:
     import contextlib
     import signal
 
@@ -260,7 +260,7 @@ def large_number(w: SimpleNamespace) -> int:
     return 7 ** (7**12) % 3
 
 
-def lock_that_nobody_opens(w: SimpleNamespace) -> None:
+def deadlock(w: SimpleNamespace) -> None:
     import threading
 
     lock = threading.Lock()
@@ -268,7 +268,7 @@ def lock_that_nobody_opens(w: SimpleNamespace) -> None:
     lock.acquire()
 
 
-def wait_for_its_connection(w: SimpleNamespace) -> None:
+def read_the_connection(w: SimpleNamespace) -> None:
     import os
 
     from attacker import sockets
@@ -286,18 +286,18 @@ def endless_tensor_work(w: SimpleNamespace) -> None:
 
 
 SLOW: list[Any] = [
-    *(loop, loop_that_catches_everything, sleep, sleep_deaf, stuck_in_c, large_number, lock_that_nobody_opens),
-    *(wait_for_its_connection, endless_tensor_work),
+    *(loop, loop_that_catches_everything, sleep, sleep_ignoring_signals, stuck_in_c, large_number, deadlock),
+    *(read_the_connection, endless_tensor_work),
 ]
 
 
 @pytest.mark.parametrize("attempt", SLOW, ids=name_of)
-def test_a_call_has_a_deadline(attempt: Any, world: Any, hastily: Any) -> None:
-    processor = hastily.load(hastily.source(attempt))
-    report = hastily.call(processor)
+def test_call_deadline(attempt: Any, target: Any, short_deadlines: Any) -> None:
+    processor = short_deadlines.load(short_deadlines.source(attempt))
+    report = short_deadlines.call(processor)
     assert report.kinds == ["deadline"]
-    assert hastily.has_ended(processor)
-    assert world.changes(report) == []
+    assert short_deadlines.has_ended(processor)
+    assert target.changes(report) == []
 
 
 BODY = """
@@ -306,11 +306,11 @@ class P(CustomLogitProcessor): ...
 """
 
 
-@pytest.mark.parametrize("attempt", [loop, sleep_deaf, stuck_in_c], ids=name_of)
-def test_loading_has_a_deadline(attempt: Any, world: Any, hastily: Any) -> None:
-    report = hastily(attempt, frame=BODY)
+@pytest.mark.parametrize("attempt", [loop, sleep_ignoring_signals, stuck_in_c], ids=name_of)
+def test_load_deadline(attempt: Any, target: Any, short_deadlines: Any) -> None:
+    report = short_deadlines(attempt, frame=BODY)
     assert "gave no answer within 3 s: its process was killed (while it was loaded)" in report.load_error
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
 def answer_and_loop(w: SimpleNamespace) -> None:
@@ -321,8 +321,8 @@ def answer_and_loop(w: SimpleNamespace) -> None:
         pass
 
 
-def answer_and_loop_in_many_ways(w: SimpleNamespace) -> None:
-    """With much that costs time of the kernel instead of its own."""
+def answer_and_loop_in_the_kernel(w: SimpleNamespace) -> None:
+    """Use system time instead of user time."""
     import os
 
     from attacker import answer, call_number
@@ -332,11 +332,11 @@ def answer_and_loop_in_many_ways(w: SimpleNamespace) -> None:
         os.stat("/")
 
 
-@pytest.mark.parametrize("attempt", [answer_and_loop, answer_and_loop_in_many_ways], ids=name_of)
-def test_computing_between_calls_has_an_end(attempt: Any, world: Any, hastily: Any) -> None:
-    processor = hastily.load(hastily.source(attempt))
-    assert hastily.call(processor).faults == []
-    assert hastily.has_ended(processor)
+@pytest.mark.parametrize("attempt", [answer_and_loop, answer_and_loop_in_the_kernel], ids=name_of)
+def test_computing_between_calls_is_limited(attempt: Any, target: Any, short_deadlines: Any) -> None:
+    processor = short_deadlines.load(short_deadlines.source(attempt))
+    assert short_deadlines.call(processor).faults == []
+    assert short_deadlines.has_ended(processor)
     assert processor.instance.sandbox.death.kind == "cpu_time"
 
 
@@ -355,7 +355,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("what", LARGE)
-def test_what_is_told_of_an_error_is_short(what: str, sandboxed: Any) -> None:
+def test_error_reports_are_truncated(what: str, sandboxed: Any) -> None:
     frame = f"""
 class Error(Exception):
     def __str__(self):
@@ -369,15 +369,15 @@ class P(CustomLogitProcessor):
     assert len(report.faults[0]) < 20_000
 
 
-def test_a_long_name_is_cut(sandboxed: Any) -> None:
+def test_long_name_is_truncated(sandboxed: Any) -> None:
     frame = "P = type('x' * (1 << 20) + '\\x1b', (CustomLogitProcessor,), {'__call__': lambda self, logits, _: logits})"
     processor = sandboxed.load(sandboxed.source(nothing, frame=frame))
     assert processor.name == "x" * 200
 
 
-def test_descriptors_seen_from_outside(sandboxed: Any) -> None:
+def test_limits_in_proc(sandboxed: Any) -> None:
     report = sandboxed(copies_of_descriptors)
-    with contextlib.suppress(PermissionError):  # not even its own user may look into it
+    with contextlib.suppress(PermissionError):  # not dumpable, so not even its own user may read it
         assert len(os.listdir(f"/proc/{report.pid}/fd")) <= 32
     limits = Path(f"/proc/{report.pid}/limits").read_text()
     assert re.search(r"Max open files\s+32\s+32", limits)

@@ -1,4 +1,4 @@
-"""Whenever shipped code runs, the locks hold: while it is loaded, in a call, after it, and when it is let go of."""
+"""The sandbox confines shipped code whenever it runs: on loading, in a call, after it, and on destruction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def break_out(w: SimpleNamespace) -> str:
-    """Several things at once. What came of each."""
+    """Try several attacks. Return the outcome of each."""
     import errno
     import os
     import socket
@@ -35,64 +35,64 @@ def break_out(w: SimpleNamespace) -> str:
     return " ".join(results)
 
 
-ENDED = "changed: the victim ended"
-TELL = """
+EXITED = "changed: the victim exited"
+REPORT = """
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """
 
-# The attempt is made in the first of two calls at the latest. What is told in the second counts.
+# The attempt is made in the first of two calls at the latest. The second call reports it.
 FRAMES = {
-    "module body": "attacker.run(attempt, W)" + TELL,
-    "class body": TELL + "    attacker.run(attempt, W)\n",
+    "module body": "attacker.run(attempt, W)" + REPORT,
+    "class body": REPORT + "    attacker.run(attempt, W)\n",
     "decorator": """
 def decorate(cls):
     attacker.run(attempt, W)
     return cls
 @decorate"""
-    + TELL,
+    + REPORT,
     "metaclass": """
 class Meta(type(CustomLogitProcessor)):
     def __init__(cls, *args):
         super().__init__(*args)
         attacker.run(attempt, W)
 """
-    + TELL.replace("P(CustomLogitProcessor)", "P(CustomLogitProcessor, metaclass=Meta)"),
+    + REPORT.replace("P(CustomLogitProcessor)", "P(CustomLogitProcessor, metaclass=Meta)"),
     "name of a class": """
 class Meta(type(CustomLogitProcessor)):
     def __getattribute__(cls, name):
         attacker.run(attempt, W)
         return super().__getattribute__(name)
 """
-    + TELL.replace("P(CustomLogitProcessor)", "P(CustomLogitProcessor, metaclass=Meta)"),
+    + REPORT.replace("P(CustomLogitProcessor)", "P(CustomLogitProcessor, metaclass=Meta)"),
     "__init_subclass__": """
 class Base(CustomLogitProcessor):
     def __init_subclass__(cls):
         attacker.run(attempt, W)
 """
-    + TELL.replace("P(CustomLogitProcessor)", "P(Base)"),
+    + REPORT.replace("P(CustomLogitProcessor)", "P(Base)"),
     "__set_name__": """
 class Field:
     def __set_name__(self, owner, name):
         attacker.run(attempt, W)
 """
-    + TELL
+    + REPORT
     + "    field = Field()\n",
-    "signature": TELL
+    "signature": REPORT
     + """
 class Signature:
     def __get__(self, *_):
         attacker.run(attempt, W)
 P.__signature__ = Signature()
 """,
-    "__new__": TELL
+    "__new__": REPORT
     + """
     def __new__(cls):
         attacker.run(attempt, W)
         return super().__new__(cls)
 """,
-    "__init__": TELL
+    "__init__": REPORT
     + """
     def __init__(self):
         attacker.run(attempt, W)
@@ -101,7 +101,7 @@ P.__signature__ = Signature()
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         attacker.run(attempt, W)
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "__del__": """
 class Gone:
@@ -110,7 +110,7 @@ class Gone:
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         Gone()
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "__del__ of what was returned": """
 class Returned(torch.Tensor):
@@ -118,7 +118,7 @@ class Returned(torch.Tensor):
         attacker.run(attempt, W)
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
-        return attacker.tell(logits).clone().as_subclass(Returned)
+        return attacker.report(logits).clone().as_subclass(Returned)
 """,
     "operations of what was returned": """
 class Returned(torch.Tensor):
@@ -130,7 +130,7 @@ class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         returned = logits.clone().as_subclass(Returned)
         returned + 1
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "operations on any tensor": """
 from torch.overrides import TorchFunctionMode
@@ -142,13 +142,13 @@ class Mode(TorchFunctionMode):
 mode = Mode()
 mode.__enter__()
 """
-    + TELL,
+    + REPORT,
     "garbage collection": """
 gc.callbacks.append(lambda *_: attacker.run(attempt, W) if len(attacker.OUTCOMES) < 3 else None)
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         gc.collect()
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "a cycle that is collected": """
 class Gone:
@@ -160,7 +160,7 @@ class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         Gone()
         gc.collect()
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "finalizer": """
 import weakref
@@ -168,7 +168,7 @@ class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         weakref.finalize(type("Gone", (), {}), attacker.run, attempt, W)
         gc.collect()
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "exit functions": """
 import atexit
@@ -176,7 +176,7 @@ atexit.register(attacker.run, attempt, W)
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         atexit._run_exitfuncs()
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "an exit that is caught": """
 import atexit
@@ -184,7 +184,7 @@ atexit.register(attacker.run, attempt, W)
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         if attacker.OUTCOMES:
-            return attacker.tell(logits)
+            return attacker.report(logits)
         try:
             sys.exit(0)
         finally:
@@ -199,7 +199,7 @@ class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         if not attacker.OUTCOMES:
             raise Error
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "codec": """
 import codecs
@@ -210,7 +210,7 @@ class P(CustomLogitProcessor):
             "text".encode("nowhere")
         except LookupError:
             pass
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "error handler of a codec": """
 import codecs
@@ -221,7 +221,7 @@ codecs.register_error("mine", handler)
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         "ü".encode("ascii", "mine")
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "import hook": """
 class Hook:
@@ -236,7 +236,7 @@ class P(CustomLogitProcessor):
             import nowhere_to_be_found
         except ImportError:
             pass
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "audit hook": """
 once = []
@@ -246,14 +246,14 @@ def hook(*_):
         attacker.run(attempt, W)
 sys.addaudithook(hook)
 """
-    + TELL,
+    + REPORT,
     "profiler": """
 def profile(*_):
     sys.setprofile(None)
     attacker.run(attempt, W)
 sys.setprofile(profile)
 """
-    + TELL,
+    + REPORT,
     "tracer of the caller": """
 def trace(frame, *_):
     sys.settrace(None)
@@ -261,11 +261,11 @@ def trace(frame, *_):
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         if attacker.OUTCOMES:
-            return attacker.tell(logits)
+            return attacker.report(logits)
         sys.settrace(trace)
         return logits
 """,
-    "hook of errors that nobody catches": """
+    "hook of unraisable errors": """
 sys.unraisablehook = lambda _: attacker.run(attempt, W)
 class Gone:
     def __del__(self):
@@ -273,9 +273,9 @@ class Gone:
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         Gone()
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
-    "what everybody calls": """
+    "replaced builtin": """
 import builtins, random
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
@@ -285,7 +285,7 @@ class P(CustomLogitProcessor):
             return genuine(*args)
         genuine, builtins.len = len, tampered
         random.choice([1])
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
     "a backward pass": """
 class Function(torch.autograd.Function):
@@ -300,35 +300,35 @@ class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         with torch.enable_grad():
             Function.apply(torch.ones(3, requires_grad=True)).sum().backward()
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """,
 }
 
 
 @pytest.mark.parametrize("moment", FRAMES)
-def test_the_locks_hold(moment: str, world: Any, sandboxed: Any) -> None:
+def test_attacks_fail_at_every_moment(moment: str, target: Any, sandboxed: Any) -> None:
     report = sandboxed(break_out, frame=FRAMES[moment], calls=2)
     assert report.answer in {f"returned 'EPERM EPERM {hidden} EPERM'" for hidden in ("ENOENT", "EACCES", "EPERM")}
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize("moment", FRAMES)
-def test_without_a_sandbox_all_of_it_happens(moment: str, world: Any, unsandboxed: Any) -> None:
-    changes = world.changes_until(ENDED, unsandboxed(break_out, frame=FRAMES[moment], calls=2))
-    assert {"TCP connection", "changed: new", "the secret came back", ENDED} <= set(changes)
+def test_control_attacks_succeed(moment: str, target: Any, unsandboxed: Any) -> None:
+    changes = target.changes_until(EXITED, unsandboxed(break_out, frame=FRAMES[moment], calls=2))
+    assert {"TCP connection", "changed: new", "the secret leaked", EXITED} <= set(changes)
 
 
-# Later than any call: nothing can be told any more.
+# After the last call, when nothing can be reported.
 
 AFTERWARDS = {
-    "the processor is let go of": """
+    "the processor is destroyed": """
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         return logits
     def __del__(self):
         attempt(W)
 """,
-    "the sequence is let go of": """
+    "the sequence is destroyed": """
 class Gone:
     def __del__(self):
         attempt(W)
@@ -344,7 +344,7 @@ class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         return logits
 """,
-    "a signal is not heard": """
+    "a signal handler": """
 import signal
 for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
     try:
@@ -359,15 +359,15 @@ class P(CustomLogitProcessor):
 
 
 @pytest.mark.parametrize("moment", AFTERWARDS)
-def test_without_a_sandbox_the_end_does(moment: str, world: Any, unsandboxed: Any) -> None:
-    changes = world.changes_until(ENDED, unsandboxed(break_out, frame=AFTERWARDS[moment], end=True))
-    assert {"TCP connection", "changed: new", ENDED} <= set(changes)
+def test_control_attacks_succeed_at_the_end(moment: str, target: Any, unsandboxed: Any) -> None:
+    changes = target.changes_until(EXITED, unsandboxed(break_out, frame=AFTERWARDS[moment], end=True))
+    assert {"TCP connection", "changed: new", EXITED} <= set(changes)
 
 
 @pytest.mark.parametrize("moment", AFTERWARDS)
-def test_the_end_gives_no_way_out(moment: str, world: Any, sandboxed: Any) -> None:
+def test_attacks_fail_at_the_end(moment: str, target: Any, sandboxed: Any) -> None:
     report = sandboxed(break_out, frame=AFTERWARDS[moment])
     assert report.faults == []
     sandboxed.clear()
     report.pid = 0
-    assert world.changes(report) == []
+    assert target.changes(report) == []

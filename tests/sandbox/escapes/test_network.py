@@ -1,4 +1,4 @@
-"""A processor reaches nobody over a network, and nobody reaches it."""
+"""A processor cannot connect to or listen on any socket."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def unix_listener(w: SimpleNamespace) -> None:
 
 
 ATTACKS: list[Any] = [
-    # attempt, how it is refused, what is seen where it is not
+    # attempt, refusal, change seen in the control
     (tcp_connection, "EPERM", "TCP connection"),
     (http_request, "EPERM", "TCP connection"),
     (udp_datagram, "EPERM", "UDP datagram"),
@@ -65,12 +65,12 @@ ATTACKS: list[Any] = [
 
 
 @pytest.mark.parametrize(("attempt", "refusal", "change"), ATTACKS, ids=lambda each: getattr(each, "__name__", ""))
-def test_nothing_arrives(attempt: Any, refusal: str, change: str, world: Any, sandboxed: Any) -> None:
+def test_network_is_unreachable(attempt: Any, refusal: str, change: str, target: Any, sandboxed: Any) -> None:
     report = sandboxed(attempt)
     assert re.fullmatch(refusal, report.answer)
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize(("attempt", "refusal", "change"), ATTACKS, ids=lambda each: getattr(each, "__name__", ""))
-def test_without_a_sandbox_it_does(attempt: Any, refusal: str, change: str, world: Any, unsandboxed: Any) -> None:
-    assert change in world.changes_until(change, unsandboxed(attempt))
+def test_control_network_is_reachable(attempt: Any, refusal: str, change: str, target: Any, unsandboxed: Any) -> None:
+    assert change in target.changes_until(change, unsandboxed(attempt))

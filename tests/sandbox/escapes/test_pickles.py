@@ -1,4 +1,4 @@
-"""A pickle that does something when it is read: it is read in a sandbox, where it cannot."""
+"""A malicious pickle has no effect, because it is unpickled in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from logitship.client.serialization.processor_string import PickledProcessor, So
 
 
 class Call:
-    """Pickled as the call of a function."""
+    """An object whose unpickling calls a function."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.reduced = function, arguments
@@ -27,7 +27,7 @@ class Call:
 
 
 def by_name(module: str, name: str, *arguments: Any) -> bytes:
-    """What `Call` writes, of a function that is found by these names; the second may be a path of names."""
+    """Return a pickle like that of `Call`, for the function `name` (a dotted path) of `module`."""
     names = b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, name))
     return b"\x80\x04" + names + b"\x93" + pickle.dumps(arguments, 2)[2:-1] + b"R."
 
@@ -46,10 +46,10 @@ def own_function(w: Any) -> bytes:
 
 
 REFUSED = ".*PermissionError.*"
-"""Of the attempt itself, so it was made."""
+"""The error of the attempt itself, so it was made."""
 
 PAYLOADS: dict[str, tuple[Callable[[Any], bytes], str]] = {
-    # what is pickled, and what the client is told
+    # description: the pickle, and the client's error message
     "os.system": (lambda w: pickle.dumps(Call(os.system, command(w))), "the processor is not a class but int"),
     "os.system of another module": (
         lambda w: by_name("linecache", "os.system", command(w)),
@@ -71,52 +71,52 @@ PAYLOADS: dict[str, tuple[Callable[[Any], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_reading_it_does_nothing(name: str, world: Any, sandboxed: Any) -> None:
-    make, told = PAYLOADS[name]
-    report = sandboxed.run(PickledProcessor(make(world)))
-    assert re.fullmatch(told, report.load_error, re.DOTALL)
-    assert world.changes(report) == []
+def test_unpickling_has_no_effect(name: str, target: Any, sandboxed: Any) -> None:
+    make, message = PAYLOADS[name]
+    report = sandboxed.run(PickledProcessor(make(target)))
+    assert re.fullmatch(message, report.load_error, re.DOTALL)
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize("name", [name for name in PAYLOADS if name != "a library"])
-def test_without_a_sandbox_it_does(name: str, world: Any, unsandboxed: Any) -> None:
-    report = unsandboxed.run(PickledProcessor(PAYLOADS[name][0](world)))
-    assert any(re.fullmatch("changed: new.*", each) for each in world.changes_until("changed: new.*", report))
+def test_control_unpickling_executes_code(name: str, target: Any, unsandboxed: Any) -> None:
+    report = unsandboxed.run(PickledProcessor(PAYLOADS[name][0](target)))
+    assert any(re.fullmatch("changed: new.*", each) for each in target.changes_until("changed: new.*", report))
 
 
-def captured(world: Any) -> SourceProcessor:
-    return SourceProcessor("", "P", pickle.dumps(Call(exec, python(world))))
+def captured(target: Any) -> SourceProcessor:
+    return SourceProcessor("", "P", pickle.dumps(Call(exec, python(target))))
 
 
-def test_captured_values_of_source_do_nothing_either(world: Any, sandboxed: Any) -> None:
-    report = sandboxed.run(captured(world))
+def test_unpickling_captured_values_has_no_effect(target: Any, sandboxed: Any) -> None:
+    report = sandboxed.run(captured(target))
     assert "PermissionError" in report.load_error
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
-def test_without_a_sandbox_captured_values_do(world: Any, unsandboxed: Any) -> None:
-    assert "changed: new" in world.changes_until("changed: new", unsandboxed.run(captured(world)))
+def test_control_unpickling_captured_values_executes_code(target: Any, unsandboxed: Any) -> None:
+    assert "changed: new" in target.changes_until("changed: new", unsandboxed.run(captured(target)))
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        pytest.param(by_name("os", "_exit", 0), id="ends its process"),
-        pytest.param(by_name("os", "abort"), id="aborts its process"),
-        pytest.param(by_name("ctypes", "string_at", 0), id="crashes its process"),
+        pytest.param(by_name("os", "_exit", 0), id="exits"),
+        pytest.param(by_name("os", "abort"), id="aborts"),
+        pytest.param(by_name("ctypes", "string_at", 0), id="crashes"),
         pytest.param(by_name("time", "sleep", 1000), id="sleeps"),
         pytest.param(by_name("builtins", "exec", "while True: pass"), id="loops"),
         pytest.param(by_name("signal", "pause"), id="waits for a signal"),
         pytest.param(by_name("builtins", "bytearray", 1 << 40), id="allocates"),
-        pytest.param(b"\x80\x04" + b"\x95" + b"\xff" * 7 + b"\x7f" + b"N.", id="lies about its length"),
-        pytest.param(b"(" * 100_000 + b"." * 10, id="is all marks"),
-        pytest.param(b"\x80\x04N" + b"\x85" * 100_000 + b".", id="is nested deep"),
-        pytest.param(b"\x80\x04\x8b\xff\xff\xff\x7fabc.", id="holds a number of gigabytes"),
-        pytest.param(b"\x80\x04j\xff\xff\xff\xff.", id="asks for what is not there"),
-        pytest.param(b"\x80\x04Nr\xff\xff\xff\x7f.", id="remembers at a place far away"),
+        pytest.param(b"\x80\x04" + b"\x95" + b"\xff" * 7 + b"\x7f" + b"N.", id="wrong frame length"),
+        pytest.param(b"(" * 100_000 + b"." * 10, id="only marks"),
+        pytest.param(b"\x80\x04N" + b"\x85" * 100_000 + b".", id="deep nesting"),
+        pytest.param(b"\x80\x04\x8b\xff\xff\xff\x7fabc.", id="integer of gigabytes"),
+        pytest.param(b"\x80\x04j\xff\xff\xff\xff.", id="missing memo entry"),
+        pytest.param(b"\x80\x04Nr\xff\xff\xff\x7f.", id="huge memo index"),
     ],
 )
-def test_a_pickle_that_harms_its_reader_harms_nobody_else(payload: bytes, world: Any, hastily: Any) -> None:
-    report = hastily.run(PickledProcessor(payload))
+def test_pickle_that_crashes_its_process_is_contained(payload: bytes, target: Any, short_deadlines: Any) -> None:
+    report = short_deadlines.run(PickledProcessor(payload))
     assert report.load_error != ""
-    assert world.changes(report) == []
+    assert target.changes(report) == []

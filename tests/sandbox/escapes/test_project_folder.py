@@ -1,4 +1,4 @@
-"""Of the folder that a server is started from, a processor sees nothing, however Python came to know of it."""
+"""A processor cannot see the directory that the server is started from, even if it is in `sys.path`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 
 SOURCE = """
 import os
-def tried(attempt, *arguments):
+def outcome(attempt, *arguments):
     try:
         return attempt(*arguments)
     except OSError as error:
@@ -33,28 +33,28 @@ def read(path):
     with open(path) as file:
         return file.read()
 folder = FOLDER
-found = [tried(os.listdir, folder), tried(read, folder + "/.env"), tried(read, ".env"), tried(os.getcwd)]
+found = [outcome(os.listdir, folder), outcome(read, folder + "/.env"), outcome(read, ".env"), outcome(os.getcwd)]
 raise ValueError(repr(found))
 """
 
 if __name__ == "__main__":
-    template = ZygoteProcess(
+    zygote = ZygoteProcess(
         names="logitship.builtin_processors.sglang_names:SGLANG_NAMES", max_rows=1, memory_limit=1 << 28
     )
-    template.start()
-    template.set_up(ModelView(64, frozenset({1}), None))
-    host = SandboxExecutor(template, SandboxLimits(), 1, 64)
+    zygote.start()
+    zygote.set_up(ModelView(64, frozenset({1}), None))
+    executor = SandboxExecutor(zygote, SandboxLimits(), 1, 64)
     try:
-        host.load(SourceProcessor(SOURCE, "P"))
+        executor.load(SourceProcessor(SOURCE, "P"))
     except ProcessorLoadError as error:
         print(error)
-    host.close()
+    executor.close()
 '''
 
 
 @pytest.fixture
 def project() -> Iterator[Path]:
-    """A folder with the script of a server and a secret beside it, which everybody may read."""
+    """A world-readable directory with a server's script; the test adds a secret."""
     folder = Path(tempfile.mkdtemp(prefix="project-", dir="/var/tmp"))
     folder.chmod(0o755)
     (folder / "serve.py").write_text(SERVER.replace("FOLDER", repr(str(folder))))
@@ -69,7 +69,7 @@ def project() -> Iterator[Path]:
         pytest.param(["-m", "serve"], True, id="a module, in the current folder"),
     ],
 )
-def test_the_folder_of_the_server_is_hidden(arguments: list[str], inside: bool, project: Path) -> None:
+def test_server_directory_is_hidden(arguments: list[str], inside: bool, project: Path) -> None:
     secret = f"SECRET-{secrets.token_hex(16)}"
     (project / ".env").write_text(f"API_KEY={secret}")
     arguments = [each.format(project) for each in arguments]
@@ -83,6 +83,6 @@ def test_the_folder_of_the_server_is_hidden(arguments: list[str], inside: bool, 
         timeout=120,
     )
     assert secret not in run.stdout
-    assert "ValueError: ['error " in run.stdout, run.stderr  # it did look, and was not even told the names
+    assert "ValueError: ['error " in run.stdout, run.stderr  # it ran, and could not even list the directory
     assert "serve.py" not in run.stdout
     assert run.stdout.count("error 2'") + run.stdout.count("error 13'") >= 3

@@ -1,4 +1,4 @@
-"""Nothing of the server is in a sandbox: not its environment, its memory or its open files."""
+"""A sandbox inherits nothing from the server: no environment, memory or open files."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def text_in_memory(w: SimpleNamespace) -> list[str]:
     import gc
     import re
 
-    gc.unfreeze()  # what the template had before the fork
+    gc.unfreeze()  # include the objects that the zygote had before the fork
     texts: set[str | bytes] = set()
     for each in gc.get_objects():
         for held in gc.get_referents(each):
-            # A dict of text alone is none of the collector's objects.
+            # The collector does not track a dict that only holds text.
             texts.update(text for text in (held, *gc.get_referents(held)) if type(text) in (str, bytes))
     assert len(texts) > 10_000
     return [str(text[:100]) for text in texts if re.search("[S]ECRET-[0-9a-f]", str(text[:2000]))]
 
 
 def text_in_raw_memory(w: SimpleNamespace) -> list[bytes]:
-    """Page by page around every object there is."""
+    """Search the pages around every object."""
     import ctypes
     import gc
     import re
@@ -80,7 +80,7 @@ def modules_of_the_server(w: SimpleNamespace) -> str:
     for name in ("config", "engine.build", "http.auth"):
         try:
             shown += str(vars(importlib.import_module(f"logitship.server.{name}")).keys())
-        except (ImportError, PermissionError) as error:  # some write into the home folder when they are imported
+        except (ImportError, PermissionError) as error:  # some modules write to the home directory on import
             shown += str(error)
     return shown[:2500]
 
@@ -98,7 +98,7 @@ def open_descriptors(w: SimpleNamespace) -> str:
     return str(found)
 
 
-SECRET = "the secret came back"
+SECRET = "the secret leaked"
 ATTACKS: list[Any] = [
     (environment, "returned .*", SECRET),
     (environment_through_libc, "returned .*", SECRET),
@@ -106,7 +106,7 @@ ATTACKS: list[Any] = [
     (text_in_raw_memory, r"returned \[\]", SECRET),
     (text_in_frames, "returned .*", SECRET),
     (modules_of_the_server, "returned .*", SECRET),
-    (open_descriptors, r"returned '\[29\]'", SECRET),  # ESPIPE: its connection alone
+    (open_descriptors, r"returned '\[29\]'", SECRET),  # ESPIPE: only its connection
 ]
 
 
@@ -115,21 +115,21 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("attempt", "refusal", "change"), ATTACKS, ids=name_of)
-def test_there_is_no_secret(attempt: Any, refusal: str, change: str, world: Any, sandboxed: Any) -> None:
+def test_sandbox_holds_no_secret(attempt: Any, refusal: str, change: str, target: Any, sandboxed: Any) -> None:
     report = sandboxed(attempt)
     assert re.fullmatch(refusal, report.answer, re.DOTALL)
-    assert world.changes(report) == []
+    assert target.changes(report) == []
 
 
 @pytest.mark.parametrize(("attempt", "refusal", "change"), ATTACKS, ids=name_of)
-def test_a_process_of_the_server_has_it(attempt: Any, refusal: str, change: str, world: Any, unsandboxed: Any) -> None:
-    assert change in world.changes_until(change, unsandboxed(attempt))
+def test_control_finds_the_secret(attempt: Any, refusal: str, change: str, target: Any, unsandboxed: Any) -> None:
+    assert change in target.changes_until(change, unsandboxed(attempt))
 
 
 def nothing(w: SimpleNamespace) -> None: ...
 
 
-def test_what_the_kernel_says_of_a_sandbox(jail: Any, sandboxed: Any) -> None:
+def test_status_in_proc(jail: Any, sandboxed: Any) -> None:
     pid = sandboxed(nothing).pid
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     found = {name: status[name].split() for name in status}
@@ -143,11 +143,11 @@ def test_what_the_kernel_says_of_a_sandbox(jail: Any, sandboxed: Any) -> None:
         assert found["Groups"] == []
 
 
-def test_descriptors_seen_from_outside(sandboxed: Any) -> None:
+def test_descriptors_in_proc(sandboxed: Any) -> None:
     pid = sandboxed(nothing).pid
     try:
         links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    except PermissionError:  # not even its own user may look into it
+    except PermissionError:  # not dumpable, so not even its own user may read it
         assert os.geteuid() != 0
         return
     assert sorted(re.sub(r"\d+", "", link) for link in links) == ["/dev/null"] * 3 + ["socket:[]"]

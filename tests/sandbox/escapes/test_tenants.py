@@ -1,4 +1,4 @@
-"""Two clients never meet: not in a process, not in memory, not in what a class keeps, even with the same class."""
+"""Tenants are isolated from each other in processes, memory and class state, even with the same class."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class P(CustomLogitProcessor):
         custom_param_list[0]["left"] = [mine]
         custom_param_list[0]["__req__"].state[mine] = 1
         torch.set_default_dtype(torch.float64)
-        return attacker.tell(logits)
+        return attacker.report(logits)
 """
 
 
-def test_the_same_class_of_another_tenant_is_another_process(sandboxed: Any) -> None:
+def test_same_class_of_two_tenants_shares_no_state(sandboxed: Any) -> None:
     source = sandboxed.source(nothing, KEEPER)
     found = {}
     for tenant in ("alice", "bob"):
@@ -58,11 +58,11 @@ def test_the_same_class_of_another_tenant_is_another_process(sandboxed: Any) -> 
             found[tenant, call] = bytes(logits[0, 1 : 1 + int(logits[0, 0])].to(torch.uint8).tolist()).decode()
     for tenant, other in (("alice", "bob"), ("bob", "alice")):
         assert found[tenant, 1] == '[{"returned": "[]"}]'
-        assert f"LEFT{tenant}" in found[tenant, 2]  # it would be seen
+        assert f"LEFT{tenant}" in found[tenant, 2]  # the test detects leftovers
         assert other not in found[tenant, 2]
 
 
-def test_two_tenants_have_two_processes_of_two_users(sandboxed: Any) -> None:
+def test_tenants_have_different_processes_and_users(sandboxed: Any) -> None:
     source = sandboxed.source(nothing)
     pids = [sandboxed.pid_of(sandboxed.load(source, tenant)) for tenant in ("alice", "bob")]
     assert len(set(pids)) == 2
@@ -71,7 +71,7 @@ def test_two_tenants_have_two_processes_of_two_users(sandboxed: Any) -> None:
         assert len({user and user[1] for user in users}) == 2
 
 
-NEIGHBOUR = """
+NEIGHBOR = """
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
         P.secret = custom_param_list[0]["secret"]
@@ -81,8 +81,8 @@ class P(CustomLogitProcessor):
 """
 
 
-def number_inside(pid: int) -> int:
-    """Of a process, as its neighbours would see it."""
+def inner_pid(pid: int) -> int:
+    """Return the PID of a process in its innermost PID namespace."""
     found = re.search(r"NSpid:(.*)", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1].split()[-1])
@@ -91,7 +91,7 @@ def number_inside(pid: int) -> int:
 def kill(w: SimpleNamespace) -> None:
     import os
 
-    os.kill(w.neighbour, 9)
+    os.kill(w.neighbor, 9)
 
 
 def kill_all(w: SimpleNamespace) -> None:
@@ -100,7 +100,7 @@ def kill_all(w: SimpleNamespace) -> None:
     os.kill(-1, 9)
 
 
-def kill_the_template(w: SimpleNamespace) -> None:
+def kill_the_zygote(w: SimpleNamespace) -> None:
     import os
 
     os.kill(os.getppid(), 9)
@@ -111,13 +111,13 @@ def kill_by_the_connection(w: SimpleNamespace) -> None:
 
     from attacker import sockets
 
-    fcntl.fcntl(sockets()[0], fcntl.F_SETOWN, w.neighbour)
+    fcntl.fcntl(sockets()[0], fcntl.F_SETOWN, w.neighbor)
 
 
 def trace(w: SimpleNamespace) -> None:
     from attacker import kernel
 
-    kernel({"x86_64": 101, "aarch64": 117}, 16, w.neighbour, 0, 0)
+    kernel({"x86_64": 101, "aarch64": 117}, 16, w.neighbor, 0, 0)
 
 
 def read_memory(w: SimpleNamespace) -> bytes:
@@ -128,12 +128,12 @@ def read_memory(w: SimpleNamespace) -> bytes:
     mine = ctypes.create_string_buffer(60)
     here = (ctypes.c_size_t * 2)(ctypes.addressof(mine), 60)
     there = (ctypes.c_size_t * 2)(id(mine), 60)
-    kernel({"x86_64": 310, "aarch64": 270}, w.neighbour, here, 1, there, 1, 0)
+    kernel({"x86_64": 310, "aarch64": 270}, w.neighbor, here, 1, there, 1, 0)
     return mine.value
 
 
 def read_memory_as_a_file(w: SimpleNamespace) -> bytes:
-    return open(f"/proc/{w.neighbour}/mem", "rb").read(1)
+    return open(f"/proc/{w.neighbor}/mem", "rb").read(1)
 
 
 def take_its_connection(w: SimpleNamespace) -> None:
@@ -141,13 +141,13 @@ def take_its_connection(w: SimpleNamespace) -> None:
 
     from attacker import kernel
 
-    kernel(438, os.pidfd_open(w.neighbour), 3, 0)
+    kernel(438, os.pidfd_open(w.neighbor), 3, 0)
 
 
 def limit(w: SimpleNamespace) -> None:
     import resource
 
-    resource.prlimit(w.neighbour, resource.RLIMIT_AS, (0, 0))
+    resource.prlimit(w.neighbor, resource.RLIMIT_AS, (0, 0))
 
 
 def search_own_memory(w: SimpleNamespace) -> list[str]:
@@ -155,11 +155,11 @@ def search_own_memory(w: SimpleNamespace) -> list[str]:
     import gc
     import re
 
-    from attacker import is_mapped, region
+    from attacker import is_mapped, shared_memory
 
     gc.unfreeze()
-    start = region().data_ptr()
-    data = ctypes.string_at(start, region().nbytes)
+    start = shared_memory().data_ptr()
+    data = ctypes.string_at(start, shared_memory().nbytes)
     pages = [page for page in range(start // 4096 - 512, start // 4096 + 512) if is_mapped(page * 4096)]
     data += b"".join(ctypes.string_at(page * 4096, 4096) for page in pages)
     data += repr([each for each in gc.get_objects() if type(each) is dict and "secret" in each]).encode()
@@ -172,7 +172,7 @@ def search_own_memory(w: SimpleNamespace) -> list[str]:
     [
         (kill, "EPERM"),
         (kill_all, "EPERM"),
-        (kill_the_template, "EPERM"),
+        (kill_the_zygote, "EPERM"),
         (kill_by_the_connection, "EPERM"),
         (trace, "EPERM"),
         (read_memory, "EPERM"),
@@ -183,40 +183,40 @@ def search_own_memory(w: SimpleNamespace) -> list[str]:
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_a_neighbour_is_out_of_reach(attempt: Any, refusal: str, world: Any, sandboxed: Any) -> None:
-    neighbour = sandboxed.load(sandboxed.source(nothing, NEIGHBOUR), "alice")
-    row = sandboxed.attach(neighbour, secret=sandboxed.secret)
+def test_neighbor_is_unreachable(attempt: Any, refusal: str, target: Any, sandboxed: Any) -> None:
+    neighbor = sandboxed.load(sandboxed.source(nothing, NEIGHBOR), "alice")
+    row = sandboxed.attach(neighbor, secret=sandboxed.secret)
     logits = torch.zeros(1, VOCAB)
-    assert sandboxed.step(neighbour, logits, [row]) == {}
-    report = sandboxed(attempt, neighbour=number_inside(sandboxed.pid_of(neighbour)))
+    assert sandboxed.step(neighbor, logits, [row]) == {}
+    report = sandboxed(attempt, neighbor=inner_pid(sandboxed.pid_of(neighbor)))
     assert re.fullmatch(refusal, report.answer)
-    assert world.changes(report) == []
-    # It is as well as before.
+    assert target.changes(report) == []
+    # The neighbor still works.
     again = torch.zeros(1, VOCAB)
-    assert sandboxed.step(neighbour, again, [row]) == {}
+    assert sandboxed.step(neighbor, again, [row]) == {}
     assert torch.equal(logits, again)
     assert bytes(again[0, : len(sandboxed.secret)].to(torch.uint8).tolist()).decode() == sandboxed.secret
 
 
 GREEDY = """
 import os
-from attacker import answer, call_number, region
+from attacker import answer, call_number, shared_memory
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
-        attacker.OUTCOMES[:] = [{"returned": repr([tuple(logits.shape), sorted(region().unique().tolist())])}]
-        region().fill_(99.0)
-        return attacker.tell(logits)
+        attacker.OUTCOMES[:] = [{"returned": repr([tuple(logits.shape), sorted(shared_memory().unique().tolist())])}]
+        shared_memory().fill_(99.0)
+        return attacker.report(logits)
 """
 
 
-def test_only_its_own_rows_are_seen_and_changed(sandboxed: Any) -> None:
-    """Rows 1 and 3 are an attacker's, row 2 is a neighbour's, the others nobody's."""
+def test_only_own_rows_are_visible_and_changed(sandboxed: Any) -> None:
+    """Rows 1 and 3 belong to an attacker, row 2 to a neighbor, and the others have no processor."""
     attack = sandboxed.load(sandboxed.source(nothing, GREEDY))
-    neighbour = sandboxed.load(sandboxed.source(nothing, NEIGHBOUR), "alice")
+    neighbor = sandboxed.load(sandboxed.source(nothing, NEIGHBOR), "alice")
     uses = [
         (),
         (ProcessorUse(attack, {}, "b"),),
-        (ProcessorUse(neighbour, {"secret": "abc"}, "c"),),
+        (ProcessorUse(neighbor, {"secret": "abc"}, "c"),),
         (ProcessorUse(attack, {}, "d"),),
         (),
     ]
@@ -231,6 +231,6 @@ def test_only_its_own_rows_are_seen_and_changed(sandboxed: Any) -> None:
         assert torch.equal(logits[[0, 4]], before[[0, 4]])
         assert logits[2, :3].tolist() == [97.0, 98.0, 99.0]
         assert torch.equal(logits[2, 3:], before[2, 3:])
-        told = bytes(logits[1, 1 : 1 + int(logits[1, 0])].to(torch.uint8).tolist()).decode()
-        left = {0.0} if step == 0 else {99.0}  # of the region, that holds more rows
-        assert f"(2, 8192), {sorted(left | {2.0 + 10 * step, 4.0 + 10 * step})}" in told
+        reported = bytes(logits[1, 1 : 1 + int(logits[1, 0])].to(torch.uint8).tolist()).decode()
+        unused = {0.0} if step == 0 else {99.0}  # values of the other rows of the shared memory
+        assert f"(2, 8192), {sorted(unused | {2.0 + 10 * step, 4.0 + 10 * step})}" in reported

@@ -1,8 +1,8 @@
-"""Runs hostile processors without a sandbox, as `--processor-isolation none` would: the controls of the tests.
+"""Runs hostile processors without a sandbox, as with `--processor-isolation none`: the controls of the tests.
 
-A line of JSON on standard input says what to do: `{"source", "pickle", "calls", "end"}`, of which `end` lets go of
-everything. A forked child does it, and stays until the next line comes; an empty `{}` only ends the last one. The
-answer is a line too: `{"pid", "load_error", "faults", "logits"}`, or the `"status"` of a child that ended.
+Reads a plan per line, as JSON: `{"source", "pickle", "calls", "end"}`; `end` releases the processor. A forked child
+executes it, and stays alive until the next line; an empty plan `{}` only kills the last child. The answer is a line of
+JSON: `{"pid", "load_error", "faults", "logits"}`, or the `"status"` of a child that exited.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
-        answer = file.readline()  # a process that it started may keep the pipe open
+        answer = file.readline()  # not `read`: a process that the child started may keep the pipe open
     if answer:
         return {"pid": child, **json.loads(answer)}
-    # It died, or is another program now.
+    # It exited, or executed another program.
     return {"pid": 0, "status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
 
 
 def do(plan: dict[str, Any]) -> dict[str, Any]:
-    ours, theirs = socket.socketpair()  # what a sandbox has too: a connection
+    ours, theirs = socket.socketpair()  # in place of a sandbox's connection
     string: SourceProcessor | PickledProcessor = PickledProcessor(bytes.fromhex(plan["pickle"]))
     if plan["source"] is not None:
         string = SourceProcessor(plan["source"], "P", bytes.fromhex(plan["pickle"]))
@@ -79,7 +79,7 @@ def do(plan: dict[str, Any]) -> dict[str, Any]:
         logits.zero_()
         try:
             processor(logits, [params])
-        except BaseException as error:  # noqa: BLE001  # as in the sandbox, which goes on
+        except BaseException as error:  # noqa: BLE001  # a sandbox continues, too
             done["faults"].append(f"{error_text(error)}\n{author_traceback(error)}")
     done["logits"] = logits.numpy().tobytes().hex()
     if plan["end"]:
@@ -95,7 +95,7 @@ def do(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def end() -> None:
-    """End the last one, and whatever it has started, in whatever process group: all of that is this process's now."""
+    """Kill the last child and all its descendants, which this process adopted as a subreaper."""
     while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         for pid in map(int, children):
             os.kill(pid, signal.SIGKILL)

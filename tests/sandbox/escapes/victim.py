@@ -1,6 +1,6 @@
-"""A process for hostile processors to attack: it does nothing, and holds a secret in its memory, environment and files.
+"""A process to attack: it idles, and holds a secret in its memory, environment and open files.
 
-Usage: `victim.py secret path`. Prints where in its memory the secret is, and with which descriptor it opened the path.
+Usage: `victim.py secret path`. Prints the address of the secret, and the descriptor of the opened path.
 """
 
 from __future__ import annotations

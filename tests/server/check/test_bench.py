@@ -71,8 +71,8 @@ def test_what_does_not_load(bench: Bench) -> None:
 
 def test_a_machine_without_sandboxes(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, model: object) -> None:
-        raise ZygoteError("this kernel cannot lock shipped code in: landlock")
+        raise ZygoteError("this kernel cannot sandbox shipped code: landlock")
 
     monkeypatch.setattr(ZygoteProcess, "set_up", refuse)
-    with pytest.raises(StartError, match=r"cannot lock shipped code in(.|\n)*--processor-isolation none"):
+    with pytest.raises(StartError, match=r"cannot sandbox shipped code(.|\n)*--processor-isolation none"):
         Bench(ServerConfig(model_path="tiny"), loaded_model, 8)

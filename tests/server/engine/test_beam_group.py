@@ -699,7 +699,7 @@ from logitship import CustomLogitProcessor
 
 class Counts(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
-        members = sum(type(each).__name__ == "Member" for each in gc.get_objects())
+        members = sum(type(each).__name__ == "SequenceState" for each in gc.get_objects())
         assert members <= custom_param_list[0]["most"], members
         return logits
 """,

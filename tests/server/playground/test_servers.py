@@ -107,7 +107,7 @@ def test_a_server_that_takes_no_code(serve: Serve, pages: Pages) -> None:
         expect(page.locator("#processor option[value='own']")).to_be_disabled()
         expect(page.locator("#code")).to_be_hidden()
         page.select_option("#processor", "named:disallowed_tokens")
-        expect(page.locator("#about")).to_contain_text("Tokens that must not be drawn")
+        expect(page.locator("#about")).to_contain_text("Tokens that must not be sampled")
         page.fill("#params", '{"token_ids": [72, 73]}')
         page.fill("#sampling-max_tokens", "4")
         playground.run()

@@ -1,4 +1,4 @@
-"""A process that is locked down as a test says; see `locked_process.py`."""
+"""Fixtures that run code in a locked-down process; see `locked_process.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., SimpleNamespace]
 
 @pytest.fixture(scope="session")
 def forker() -> Iterator[subprocess.Popen[str]]:
-    """`locked_process.py`, which forks a process for each plan."""
+    """A `locked_process.py` process, which forks a child for each plan."""
     program = [sys.executable, "-I", str(Path(__file__).with_name("locked_process.py"))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
@@ -29,7 +29,7 @@ def forker() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def run_plan(forker: subprocess.Popen[str]) -> Run:
-    """Runs `locked_process.py` with the fields of its `Plan`, and returns those of its `Outcome`."""
+    """A function that runs `locked_process.py` with the fields of a `Plan`, and returns those of its `Outcome`."""
 
     def run(attempt: str, argument: Any = None, **plan: Any) -> SimpleNamespace:
         assert forker.stdin is not None
@@ -47,13 +47,13 @@ USERS = {"user": False, "nobody": True} if os.geteuid() == 0 else {"user": False
 
 @pytest.fixture(params=USERS.values(), ids=USERS.keys())
 def nobody(request: pytest.FixtureRequest) -> bool:
-    """Whether to change to an ordinary user first: both, where the tests run as root."""
+    """Whether to change to an unprivileged user first: False and True if the tests run as root."""
     return bool(request.param)
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user reaches; those of `tmp_path` are their owner's alone."""
+    """A directory that all users can access, unlike `tmp_path`."""
     with TemporaryDirectory(prefix="logitship-test-", dir="/tmp") as name:
         folder = Path(name).resolve()
         folder.chmod(0o755)

@@ -1,6 +1,6 @@
-"""Run by the tests in an interpreter of its own: prepares processes as they say, locks a child down, tries one thing.
+"""Helper program of the tests: prepares a process, locks down a child, and calls one function in it.
 
-A process that locks itself down needs one thread, and cannot be undone: nothing to do inside pytest.
+A process that locks itself down must be single-threaded, and a lockdown is irrevocable, so it cannot run in pytest.
 
 Reads lines of JSON with the fields of `Plan`, and answers each with a line: the fields of `Outcome`, or `failure`.
 """
@@ -33,28 +33,32 @@ from logitship.sampler.sandbox.kernel.lockdown import Lockdown, readable_paths
 from logitship.sampler.sandbox.kernel.syscalls import this_machine
 
 ORDINARY = 60000
-"""Not 65534, the number that ids without a mapping show as."""
+"""Id of an unprivileged user. Not 65534, the overflow id of unmapped users."""
 
 
 @dataclass
 class Plan:
-    """What to do.
+    """A test plan.
 
     Attributes:
-        attempt: name of a function of this module, called where `where` says.
-        where: "locked", in a child under `Lockdown`; "jailed", in the process that forks those; "plain", at once.
-        argument: for the attempt.
-        nobody: change to an ordinary user first.
-        deny: system calls that this process can't make from the start, as under the profile of a container, each with
-            its errno.
-        deny_if: the same with EPERM, each with the number of an argument and the value that is refused.
-        open_first: descriptors below this number are open before.
-        hard_memory: `RLIMIT_AS` before.
-        namespaces, jail_root: enter them.
-        landlock_abi, memory_limit, drop_to, uid: as of `Lockdown` and its `apply`.
-        readable: those on top of `readable_paths()`.
-        keep: descriptors kept besides the child's socket.
-        imports: modules imported before anything is locked.
+        attempt: name of the function of this module to call.
+        where: "locked", in a child after `Lockdown.apply`; "jailed", in the parent of such a child; "plain", without
+            any preparation of namespaces and root directory.
+        argument: argument of the function.
+        nobody: change to an unprivileged user first.
+        deny: system calls to refuse, with an errno each, as a container's seccomp profile does.
+        deny_if: system calls to refuse with EPERM if an argument (by its index) has this value.
+        open_first: open all descriptors below this number first.
+        hard_memory: `RLIMIT_AS` to set first.
+        namespaces: enter new namespaces.
+        jail_root: enter a private root directory.
+        landlock_abi: see `Lockdown`.
+        memory_limit: see `Lockdown`.
+        drop_to: see `Lockdown`.
+        uid: see `Lockdown.apply`.
+        readable: directories in addition to `readable_paths()`.
+        keep: descriptors to keep open, in addition to the child's socket.
+        imports: modules to import first.
     """
 
     attempt: str
@@ -78,14 +82,15 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What became of it.
+    """Outcome of a plan.
 
     Attributes:
-        result: the attempt's; None if the process did not get that far.
-        error: what it raised, with its class.
-        status: how the child ended, as `os.waitstatus_to_exitcode` says it.
-        entered, jailed: what the kernel gave.
-        seen: `/proc/PID/status` of the locked child, read from outside; empty in a process namespace.
+        result: the function's result; None if it was not reached.
+        error: class and message of the exception raised.
+        status: exit code of the child, see `os.waitstatus_to_exitcode`.
+        entered: the namespaces entered.
+        jailed: whether the root directory was changed.
+        seen: `/proc/PID/status` of the locked-down child, read from outside; empty in a PID namespace.
     """
 
     result: Any = None
@@ -97,7 +102,7 @@ class Outcome:
 
 
 def main() -> None:
-    """Serve: each plan in a forked process, for it cannot be undone."""
+    """Run each plan in a forked process, because its effects are irrevocable."""
     for line in sys.stdin:
         plan = Plan(**json.loads(line))
         try:
@@ -121,7 +126,7 @@ def carry_out(plan: Plan) -> Outcome:
         run_here(plan, outcome)
         return outcome
     if not plan.namespaces:
-        go_on(plan, outcome, readable)
+        enter_and_run(plan, outcome, readable)
         return outcome
     outcome.entered = namespaces.enter()
     return Outcome(**in_child(lambda: report_of_first(plan, outcome, readable)))
@@ -130,7 +135,7 @@ def carry_out(plan: Plan) -> Outcome:
 def prepare(plan: Plan) -> None:
     if plan.nobody:
         privileges.become(ORDINARY, ORDINARY)
-        privileges.set_dumpable(True)  # as a process that was started by that user
+        privileges.set_dumpable(True)  # like a process started by that user
     if plan.deny or plan.deny_if:
         deny(plan.deny, plan.deny_if)
     while os.open("/dev/zero", os.O_RDONLY) < plan.open_first - 1:
@@ -140,12 +145,12 @@ def prepare(plan: Plan) -> None:
 
 
 def report_of_first(plan: Plan, outcome: Outcome, readable: list[Path]) -> dict[str, Any]:
-    """What the first process in the new namespaces has to say."""
-    go_on(plan, outcome, readable)
+    """Return the outcome of the first process in the new namespaces."""
+    enter_and_run(plan, outcome, readable)
     return dataclasses.asdict(outcome)
 
 
-def go_on(plan: Plan, outcome: Outcome, readable: list[Path]) -> None:
+def enter_and_run(plan: Plan, outcome: Outcome, readable: list[Path]) -> None:
     if plan.jail_root:
         outcome.jailed = jail_root.enter(readable)
     if plan.where == "jailed":
@@ -158,17 +163,17 @@ def go_on(plan: Plan, outcome: Outcome, readable: list[Path]) -> None:
         landlock_abi=plan.landlock_abi,
         jail_root=outcome.jailed,
     )
-    lock_and_try(plan, outcome, lockdown)
+    lock_and_run(plan, outcome, lockdown)
 
 
 def run_here(plan: Plan, outcome: Outcome) -> None:
     try:
         outcome.result = globals()[plan.attempt](plan.argument)
-    except BaseException as error:  # noqa: BLE001  # the test has a look at it
+    except BaseException as error:  # noqa: BLE001  # checked by the test
         outcome.error = f"{type(error).__name__}: {error}"
 
 
-def lock_and_try(plan: Plan, outcome: Outcome, lockdown: Lockdown) -> None:
+def lock_and_run(plan: Plan, outcome: Outcome, lockdown: Lockdown) -> None:
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -180,7 +185,7 @@ def lock_and_try(plan: Plan, outcome: Outcome, lockdown: Lockdown) -> None:
             os.write(descriptor, b"locked")
             os.read(descriptor, 2)
             run_here(plan, report)
-        except BaseException as error:  # noqa: BLE001  # the test has a look at it
+        except BaseException as error:  # noqa: BLE001  # checked by the test
             report.error = f"{type(error).__name__}: {error}"
         os.write(descriptor, json.dumps([report.result, report.error]).encode())
         os._exit(0)
@@ -197,10 +202,10 @@ def lock_and_try(plan: Plan, outcome: Outcome, lockdown: Lockdown) -> None:
 
 
 def in_child(call: Callable[[], Any]) -> Any:
-    """Call it in a forked child, and return what it returned, by way of JSON.
+    """Call a function in a forked child, and return its result, sent as JSON.
 
     Raises:
-        RuntimeError: with the traceback of what it raised.
+        RuntimeError: the function raised; the message is the traceback.
     """
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -208,7 +213,7 @@ def in_child(call: Callable[[], Any]) -> Any:
         ours.close()
         try:
             answer = {"result": call()}
-        except BaseException:  # noqa: BLE001  # raised again on the other side
+        except BaseException:  # noqa: BLE001  # raised again in the parent
             answer = {"failure": traceback.format_exc()}
         theirs.sendall(json.dumps(answer).encode())
         os._exit(0)
@@ -232,23 +237,23 @@ def status_of(pid: int | str) -> dict[str, str]:
 
 
 def deny(calls: dict[str, int], calls_if: dict[str, tuple[int, int]]) -> None:
-    """Answer these system calls with an errno, as the profile of a container does."""
+    """Make these system calls fail with an errno, as a container's seccomp profile does."""
     machine = this_machine()
     instructions = [bpf.load(0)]
     for name, number in calls.items():
-        instructions += [bpf.jump_if_equal(machine.numbers[name], 0, 1), bpf.answer(0x00050000 | number)]
+        instructions += [bpf.jump_if_equal(machine.numbers[name], 0, 1), bpf.return_value(0x00050000 | number)]
     for name, (argument, value) in calls_if.items():
-        test = [bpf.load(16 + 8 * argument), bpf.jump_if_equal(value, 0, 1), bpf.answer(seccomp.NOT_PERMITTED)]
+        test = [bpf.load(16 + 8 * argument), bpf.jump_if_equal(value, 0, 1), bpf.return_value(seccomp.NOT_PERMITTED)]
         instructions += [bpf.load(0), bpf.jump_if_equal(machine.numbers[name], 0, len(test)), *test]
     privileges.forbid_new_privileges()
-    seccomp.install(bpf.assemble([*instructions, bpf.answer(seccomp.ALLOW)]))
+    seccomp.install(bpf.assemble([*instructions, bpf.return_value(seccomp.ALLOW)]))
 
 
-# What is tried. Each takes the plan's argument; what it returns is JSON.
+# Functions to call. Each takes the plan's argument, and returns a value that JSON can represent.
 
 
 def nothing(_: None) -> None:
-    """It got that far."""
+    """Do nothing, successfully."""
 
 
 def forbidden_things(_: None) -> dict[str, Any]:
@@ -257,10 +262,10 @@ def forbidden_things(_: None) -> dict[str, Any]:
 
 
 def unlisted_system_calls(opens_files: bool) -> list[tuple[int, int]]:
-    """Make every call that the filter does not list; those that were not refused with EPERM, with their errno."""
+    """Make every system call that the filter does not list. Return those that did not fail with EPERM, and errnos."""
     machine = this_machine()
     listed = {machine.numbers[name] for name in seccomp.rules(machine, opens_files=opens_files)}
-    # uretprobe and uprobe pass every filter: outside of a probe's trampoline they end the process.
+    # uretprobe and uprobe bypass filters, and kill the process if called outside a probe's trampoline.
     listed |= {335, 336} if machine.name == "x86_64" else set()
     function = ctypes.CDLL(None, use_errno=True).syscall
     answers = []
@@ -273,7 +278,7 @@ def unlisted_system_calls(opens_files: bool) -> list[tuple[int, int]]:
 
 
 def raw_system_call(words: list[int]) -> int:
-    """The errno that it answers, 0 if it succeeds."""
+    """Return its errno, 0 on success."""
     ctypes.set_errno(0)
     function = ctypes.CDLL(None, use_errno=True).syscall
     return ctypes.get_errno() if function(*map(ctypes.c_long, words)) == -1 else 0
@@ -284,7 +289,7 @@ def import_modules(names: list[str]) -> list[str]:
 
 
 def arithmetic(_: None) -> list[float]:
-    """What processors do; the imports were done before."""
+    """Do what processors do. The modules were imported before."""
     import dill
     import numpy
     import torch
@@ -294,17 +299,17 @@ def arithmetic(_: None) -> list[float]:
     ban = dill.loads(dill.dumps(namespace["ban"], recurse=True))
     logits = ban(torch.arange(2000 * 8, dtype=torch.float32).view(8, -1))
     probabilities = logits.softmax(-1)
-    drawn = torch.multinomial(probabilities, 1)
+    sampled = torch.multinomial(probabilities, 1)
     product = torch.rand(300, 300) @ torch.rand(300, 300)
     spectrum = numpy.fft.fft(numpy.random.default_rng().random(64))
-    assert drawn.shape == (8, 1)
+    assert sampled.shape == (8, 1)
     assert torch.linalg.svd(product).S.isfinite().all()
     assert numpy.isfinite(spectrum).all()
     return [float(probabilities[0, 3]), float(probabilities.sum())]
 
 
 def look_at_paths(paths: list[str]) -> dict[str, Any]:
-    """What listing, or else reading each gives: names, text, or the errno."""
+    """List each directory or read each file. Return names, text, or an errno."""
     return {path: look_at(path) for path in paths}
 
 
@@ -322,7 +327,7 @@ def look_at(path: str) -> Any:
 
 
 def write_to_paths(paths: list[str]) -> dict[str, int]:
-    """The errno of making a file in each directory, 0 if that worked."""
+    """Create a file in each directory. Return the errno, 0 on success."""
     return {path: write_to(path) for path in paths}
 
 
@@ -335,10 +340,10 @@ def write_to(path: str) -> int:
 
 
 def environment(_: None) -> dict[str, Any]:
-    """What a process can know of where it is."""
+    """Return what a process can see of its namespaces."""
     return {
         "pid": os.getpid(),
-        "executor": os.uname().nodename,
+        "host": os.uname().nodename,
         "interfaces": [name for _, name in socket.if_nameindex()],
         "user": os.geteuid(),
         "namespaces": links_of_namespaces(),
@@ -346,7 +351,7 @@ def environment(_: None) -> dict[str, Any]:
 
 
 def sandbox_namespaces(_: None) -> list[dict[str, str]]:
-    """Those of this process, then of a child that entered its own."""
+    """Return the namespaces of this process, and those of a child that entered its own."""
 
     def of_child() -> dict[str, str]:
         namespaces.enter_for_sandbox()
@@ -360,7 +365,7 @@ def links_of_namespaces() -> dict[str, str]:
 
 
 def root_and_mounts(_: None) -> list[Any]:
-    """Names in the root directory, where this process stands, and what is mounted how."""
+    """Return the names in the root directory, the working directory, and the mounts with their options."""
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return [sorted(os.listdir("/")), os.getcwd(), sorted([words[4], words[5]] for words in mounts)]
 
@@ -377,7 +382,7 @@ def limits_of_resources(_: None) -> dict[str, int]:
 
 
 def allocate(sizes: list[int]) -> list[bool]:
-    """Whether each could be had, one after the other."""
+    """Return whether each size could be allocated, one after the other."""
     return [could_allocate(size) for size in sizes]
 
 
@@ -390,7 +395,7 @@ def could_allocate(size: int) -> bool:
 
 
 def address_space(hard: int | None) -> list[int]:
-    """What is measured, what the kernel says, and the limits before and after."""
+    """Return the measured size, the size reported by the kernel, and the limits before and after."""
     if hard is not None:
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -405,7 +410,7 @@ def oom_score(_: None) -> str:
 
 
 def descriptors(_: None) -> dict[str, int]:
-    """Those open, each with its device's number, 0 for what is no device."""
+    """Return the open descriptors, with their device numbers (0 if not a device)."""
     found = {}
     for descriptor in range(200):
         with contextlib.suppress(OSError):
@@ -446,11 +451,11 @@ def become(ids: list[int]) -> list[Any]:
 
 def drop_capabilities(_: None) -> dict[str, str]:
     privileges.drop_capabilities()
-    return status_of("self")  # by its number it would be another's where /proc is from outside
+    return status_of("self")  # not by PID: `/proc` may show another PID namespace
 
 
 def outlive_the_parent(_: None) -> bool:
-    """Whether a child that is to die with its parent is there after the parent's end."""
+    """Return whether a child with a parent-death signal outlives its parent."""
     pipe, kept_by_child = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -463,7 +468,7 @@ def outlive_the_parent(_: None) -> bool:
         os._exit(0)
     os.close(kept_by_child)
     os.waitpid(parent, 0)
-    return os.read(pipe, 1) != b""  # ends when the child, who has the other end, does
+    return os.read(pipe, 1) != b""  # end of file when the child exits, which holds the other end
 
 
 if __name__ == "__main__":

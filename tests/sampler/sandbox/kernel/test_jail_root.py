@@ -14,7 +14,7 @@ Run = Callable[..., SimpleNamespace]
 
 @pytest.fixture
 def library(open_folder: Path) -> Path:
-    """A directory with a file, a subdirectory, and links; and beside it, what is not to be seen."""
+    """A directory with a file, a subdirectory and symbolic links; next to it is a file that must be hidden."""
     folder = open_folder / "library"
     (folder / "package").mkdir(parents=True)
     (folder / "package/file").write_text("text")
@@ -29,7 +29,7 @@ def jailed(run: Run, attempt: str, argument: Any, library: Path, **plan: Any) ->
     return run(attempt, argument, where="jailed", namespaces=True, jail_root=True, readable=[str(library)], **plan)
 
 
-def test_there_is_nothing_but_the_libraries_and_a_null_device(run_plan: Run, nobody: bool, library: Path) -> None:
+def test_root_holds_only_libraries_and_null_device(run_plan: Run, nobody: bool, library: Path) -> None:
     paths = ["/dev", "/proc", "/etc/passwd", "/sys", str(library.parent), str(library), "/dev/null"]
     outcome = jailed(run_plan, "look_at_paths", paths, library, nobody=nobody)
     assert outcome.jailed
@@ -44,20 +44,20 @@ def test_there_is_nothing_but_the_libraries_and_a_null_device(run_plan: Run, nob
     }
 
 
-def test_links_lead_where_they_did_if_that_is_there(run_plan: Run, nobody: bool, library: Path) -> None:
+def test_symbolic_links_work_within_the_root(run_plan: Run, nobody: bool, library: Path) -> None:
     paths = [str(library / name) for name in ("inside", "outside")]
     outcome = jailed(run_plan, "look_at_paths", paths, library, nobody=nobody)
     assert list(outcome.result.values()) == ["text", errno.ENOENT]
 
 
-def test_a_directory_is_there_at_its_path_as_written_and_at_its_real_one(run_plan: Run, library: Path) -> None:
+def test_directory_is_bound_at_given_and_real_path(run_plan: Run, library: Path) -> None:
     link = library.parent / "link"
     paths = [str(folder / "package/file") for folder in (link, library)]
     outcome = jailed(run_plan, "look_at_paths", paths, link)
     assert list(outcome.result.values()) == ["text", "text"]
 
 
-def test_nothing_can_be_written(run_plan: Run, nobody: bool, library: Path) -> None:
+def test_root_is_read_only(run_plan: Run, nobody: bool, library: Path) -> None:
     library.chmod(0o777)
     paths = ["/", "/dev", str(library.parent), str(library), "/usr/lib"]
     outcome = jailed(run_plan, "write_to_paths", paths, library, nobody=nobody)
@@ -65,7 +65,7 @@ def test_nothing_can_be_written(run_plan: Run, nobody: bool, library: Path) -> N
     assert not (library / "written").exists()
 
 
-def test_nothing_can_be_written_on_a_kernel_without_mount_setattr(run_plan: Run, nobody: bool, library: Path) -> None:
+def test_root_is_read_only_without_mount_setattr(run_plan: Run, nobody: bool, library: Path) -> None:
     library.chmod(0o777)
     plan = {"nobody": nobody, "deny": {"mount_setattr": errno.ENOSYS}}
     outcome = jailed(run_plan, "write_to_paths", ["/", str(library), "/usr/lib"], library, **plan)
@@ -78,18 +78,18 @@ def test_imports_work(run_plan: Run, library: Path) -> None:
     assert jailed(run_plan, "import_modules", names, library).result == names
 
 
-def test_a_library_below_a_private_folder_is_reached_by_another_user(run_plan: Run, tmp_path: Path) -> None:
+def test_library_below_private_directory_is_accessible(run_plan: Run, tmp_path: Path) -> None:
     private = tmp_path / "private"
     (private / "library").mkdir(parents=True)
     (private / "library/file").write_text("text")
     private.chmod(0o700)
     path = str(private / "library/file")
     outcome = jailed(run_plan, "as_another_user", path, private / "library")
-    # Who is not root cannot become another user, and is the owner still.
+    # Without root, the process cannot change its user and is still the owner.
     assert outcome.result == "text"
 
 
-def test_without_a_private_root_another_user_does_not_reach_it(run_plan: Run, tmp_path: Path) -> None:
+def test_private_directory_is_inaccessible_without_jail_root(run_plan: Run, tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     (private / "file").write_text("text")
@@ -98,9 +98,7 @@ def test_without_a_private_root_another_user_does_not_reach_it(run_plan: Run, tm
 
 
 @pytest.mark.parametrize("call", ["mount", "mount_setattr", "pivot_root", "unshare"])
-def test_where_the_kernel_refuses_the_old_root_is_untouched(
-    run_plan: Run, nobody: bool, library: Path, call: str
-) -> None:
+def test_old_root_is_intact_if_the_kernel_refuses(run_plan: Run, nobody: bool, library: Path, call: str) -> None:
     plan = {"nobody": nobody, "jail_root": True, "where": "jailed", "readable": [str(library)]}
     outcome = run_plan("root_and_mounts", **plan, namespaces=call != "unshare", deny={call: errno.EPERM})
     assert not outcome.jailed
@@ -108,8 +106,8 @@ def test_where_the_kernel_refuses_the_old_root_is_untouched(
     assert outcome.result == [names, "/", mounts]
 
 
-def test_the_mounts_of_the_machine_are_not_meant(run_plan: Run, library: Path) -> None:
-    """Even for root, and in the mount namespace of all."""
+def test_machine_mounts_are_not_changed(run_plan: Run, library: Path) -> None:
+    """Even as root in the machine's mount namespace."""
     before = Path("/proc/self/mountinfo").read_text()
     plan = {"where": "jailed", "jail_root": True, "readable": [str(library)]}
     outcome = run_plan("look_at_paths", ["/etc/passwd"], **plan)

@@ -14,19 +14,19 @@ Run = Callable[..., SimpleNamespace]
 ABIS = range(1, landlock.abi() + 1)
 
 
-def test_this_kernel_has_it() -> None:
+def test_this_kernel_has_landlock() -> None:
     assert landlock.abi() >= 1
 
 
 @pytest.mark.parametrize("abi", ABIS)
-def test_each_version_up_to_the_kernels_is_taken(abi: int, tmp_path: Path) -> None:
+def test_rulesets_of_all_abi_versions(abi: int, tmp_path: Path) -> None:
     ruleset = landlock.create_ruleset([tmp_path, tmp_path / "missing"], abi)
     assert not os.get_inheritable(ruleset)
     os.close(ruleset)
 
 
 @pytest.mark.parametrize("abi", ABIS)
-def test_only_what_is_listed_can_be_read_and_nothing_written(run_plan: Run, tmp_path: Path, abi: int) -> None:
+def test_only_listed_directories_can_be_read(run_plan: Run, tmp_path: Path, abi: int) -> None:
     shown, hidden = tmp_path / "shown", tmp_path / "hidden"
     for folder in (shown, hidden):
         folder.mkdir()
@@ -40,7 +40,7 @@ def test_only_what_is_listed_can_be_read_and_nothing_written(run_plan: Run, tmp_
     assert list(outcome.result.values()) == [["file", "way out"], "text", *[errno.EACCES] * 4]
 
 
-def test_a_single_file_can_be_listed(run_plan: Run, tmp_path: Path) -> None:
+def test_single_file_can_be_listed(run_plan: Run, tmp_path: Path) -> None:
     for name in ("shown", "hidden"):
         (tmp_path / name).write_text("text")
     paths = [str(tmp_path / name) for name in ("shown", "hidden")]
@@ -48,7 +48,7 @@ def test_a_single_file_can_be_listed(run_plan: Run, tmp_path: Path) -> None:
     assert list(outcome.result.values()) == ["text", errno.EACCES]
 
 
-def test_a_refused_rule_closes_the_ruleset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_refused_rule_closes_the_ruleset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(landlock, "_RULE_PATH_BENEATH", 99)
     with pytest.raises(OSError, match="landlock_add_rule"):

@@ -11,29 +11,29 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize("hard", [None, 2 * GIB, 300 * GIB])
-def test_the_address_space_is_measured_and_limits_stay(run_plan: Run, hard: int | None) -> None:
+def test_address_space_is_measured_without_changing_limits(run_plan: Run, hard: int | None) -> None:
     measured, really, *limits = run_plan("address_space", hard, where="plain").result
     assert really <= measured < really + 2 * MIB
     assert limits[:2] == limits[2:]
 
 
-def test_an_earlier_limit_without_room_is_an_error(run_plan: Run) -> None:
+def test_exhausted_hard_limit_is_an_error(run_plan: Run) -> None:
     outcome = run_plan("address_space", MIB, where="plain")
-    assert "no room for a mapping under 1048576 bytes" in outcome.error
+    assert "no mapping fits under the limit of 1048576 bytes" in outcome.error
 
 
 @pytest.mark.parametrize("memory", [64 * MIB, 2 * GIB])
-def test_a_process_gets_its_memory_on_top_of_what_it_has(run_plan: Run, nobody: bool, memory: int) -> None:
+def test_memory_limit_is_added_to_current_size(run_plan: Run, nobody: bool, memory: int) -> None:
     outcome = run_plan("allocate", [memory - 8 * MIB, memory + MIB], memory_limit=memory, nobody=nobody)
     assert outcome.result == [True, False]
 
 
-def test_a_lower_limit_from_before_stays(run_plan: Run) -> None:
+def test_lower_existing_limit_is_kept(run_plan: Run) -> None:
     outcome = run_plan("allocate", [64 * MIB, 512 * MIB], memory_limit=GIB, hard_memory=256 * MIB)
     assert outcome.result == [True, False]
 
 
-def test_everything_else_is_limited_too(run_plan: Run, nobody: bool) -> None:
+def test_other_resource_limits(run_plan: Run, nobody: bool) -> None:
     unlimited = -1
     assert run_plan("limits_of_resources", nobody=nobody).result == {
         "CORE": 0,
@@ -46,5 +46,5 @@ def test_everything_else_is_limited_too(run_plan: Run, nobody: bool) -> None:
     }
 
 
-def test_the_kernel_ends_sandboxes_first(run_plan: Run, nobody: bool) -> None:
+def test_oom_score(run_plan: Run, nobody: bool) -> None:
     assert run_plan("oom_score", where="plain", nobody=nobody).result == "1000"

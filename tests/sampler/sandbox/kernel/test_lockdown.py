@@ -13,87 +13,89 @@ from logitship.sampler.sandbox.kernel.lockdown import Lockdown
 
 Run = Callable[..., SimpleNamespace]
 ROOT = os.geteuid() == 0
-NOT_ROOTS = {"unshare": errno.EPERM, "mount": errno.EPERM}
-"""What the profile of a container refuses."""
+CONTAINER_PROFILE = {"unshare": errno.EPERM, "mount": errno.EPERM}
+"""System calls refused by a container's seccomp profile."""
 
-PLACES: dict[str, dict[str, Any]] = {
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "all": {"namespaces": True, "jail_root": True},
     "namespaces alone": {"namespaces": True},
     "no namespace": {},
-    "container": {"namespaces": True, "jail_root": True, "deny": NOT_ROOTS},
+    "container": {"namespaces": True, "jail_root": True, "deny": CONTAINER_PROFILE},
 }
 LANDLOCKS = [0, *range(1, min(landlock.abi(), 3) + 1), None]
-"""None, old versions, and this kernel's."""
+"""No Landlock, old ABI versions, and this kernel's."""
 NULL_DEVICE = os.makedev(1, 3)
 
 
 @pytest.mark.parametrize("abi", LANDLOCKS)
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_forbidden_succeeds(run_plan: Run, nobody: bool, place: str, abi: int | None) -> None:
-    outcome = run_plan("forbidden_things", nobody=nobody, landlock_abi=abi, **PLACES[place])
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_self_test_passes(run_plan: Run, nobody: bool, environment: str, abi: int | None) -> None:
+    outcome = run_plan("forbidden_things", nobody=nobody, landlock_abi=abi, **ENVIRONMENTS[environment])
     assert outcome.error == ""
     assert outcome.status == 0
     assert outcome.result["succeeded"] == []
-    assert outcome.jailed == (place == "all")
+    assert outcome.jailed == (environment == "all")
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_forbidden_succeeds_as_a_user_of_its_own(run_plan: Run, place: str) -> None:
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_self_test_passes_as_another_user(run_plan: Run, environment: str) -> None:
     uid = 60001 if ROOT else None
-    outcome = run_plan("forbidden_things", uid=uid, **PLACES[place])
+    outcome = run_plan("forbidden_things", uid=uid, **ENVIRONMENTS[environment])
     assert outcome.error == ""
     assert outcome.result["succeeded"] == []
 
 
 @pytest.mark.parametrize(
-    ("place", "abi"), [("all", None), ("all", 0), ("namespaces alone", None), ("namespaces alone", 0)]
+    ("environment", "abi"), [("all", None), ("all", 0), ("namespaces alone", None), ("namespaces alone", 0)]
 )
-def test_tensors_work(run_plan: Run, place: str, abi: int | None) -> None:
+def test_tensors_work(run_plan: Run, environment: str, abi: int | None) -> None:
     imports = ["torch", "torch.linalg", "numpy", "numpy.fft", "numpy.random", "dill"]
-    outcome = run_plan("arithmetic", imports=imports, landlock_abi=abi, memory_limit=4 << 30, **PLACES[place])
+    outcome = run_plan(
+        "arithmetic", imports=imports, landlock_abi=abi, memory_limit=4 << 30, **ENVIRONMENTS[environment]
+    )
     assert outcome.error == ""
     assert outcome.result == [0, pytest.approx(8)]
 
 
 @pytest.mark.parametrize("abi", [None, 0])
-def test_libraries_can_be_imported_later(run_plan: Run, abi: int | None) -> None:
+def test_libraries_can_be_imported_after_lockdown(run_plan: Run, abi: int | None) -> None:
     names = ["wave", "sqlite3", "sympy"]
     uid = 60001 if ROOT else None
-    outcome = run_plan("import_modules", names, landlock_abi=abi, uid=uid, **PLACES["all"])
+    outcome = run_plan("import_modules", names, landlock_abi=abi, uid=uid, **ENVIRONMENTS["all"])
     assert outcome.error == ""
     assert outcome.result == names
 
 
-def test_without_a_border_around_files_none_is_opened(run_plan: Run) -> None:
+def test_no_file_is_opened_without_landlock_and_jail_root(run_plan: Run) -> None:
     outcome = run_plan("look_at_paths", ["/usr/lib", "/etc/passwd", "/proc/self/maps"], landlock_abi=0)
     assert set(outcome.result.values()) == {errno.EPERM}
     assert "ModuleNotFoundError" in run_plan("import_modules", ["sqlite3"], landlock_abi=0).error
 
 
-def test_only_its_descriptors_are_left_and_the_standard_ones_lead_nowhere(run_plan: Run) -> None:
+def test_other_descriptors_are_closed(run_plan: Run) -> None:
     outcome = run_plan("descriptors", keep=[9, 11], open_first=12)
     devices = outcome.result
     assert {name for name, device in devices.items() if device == NULL_DEVICE} == {"0", "1", "2"}
     assert {"9", "11"} < set(devices)
-    assert len(devices) == 6  # the sixth is its socket
+    assert len(devices) == 6  # including the socket
 
 
-def test_descriptors_are_closed_on_a_kernel_without_close_range(run_plan: Run) -> None:
+def test_descriptors_are_closed_without_close_range(run_plan: Run) -> None:
     outcome = run_plan("descriptors", keep=[9], open_first=12, deny={"close_range": errno.ENOSYS})
     assert outcome.error == ""
     assert len(outcome.result) == 5
 
 
-def test_what_it_prints_goes_nowhere(run_plan: Run) -> None:
+def test_output_is_discarded(run_plan: Run) -> None:
     outcome = run_plan("print_much")
     assert (outcome.error, outcome.status) == ("", 0)
 
 
-def test_a_standard_descriptor_cannot_be_kept(run_plan: Run) -> None:
+def test_standard_descriptors_cannot_be_kept(run_plan: Run) -> None:
     assert "keep_fds: 0, 1 and 2" in run_plan("nothing", keep=[1]).error
 
 
-def test_seen_from_outside_it_has_no_rights(run_plan: Run) -> None:
+def test_process_has_no_privileges(run_plan: Run) -> None:
     seen = run_plan("nothing", uid=60001 if ROOT else None).seen
     uid, gid = (60001, 60001) if ROOT else (os.getuid(), os.getgid())
     assert seen["Uid"].split() == [str(uid)] * 4
@@ -103,7 +105,7 @@ def test_seen_from_outside_it_has_no_rights(run_plan: Run) -> None:
     assert seen["NSsid"] == seen["NSpgid"] == seen["Pid"]
 
 
-def test_it_becomes_the_user_of_all_or_its_own(run_plan: Run) -> None:
+def test_change_of_user(run_plan: Run) -> None:
     if ROOT:
         assert run_plan("nothing", drop_to=[60001, 60002]).seen["Gid"].split() == ["60002"] * 4
         assert run_plan("nothing", drop_to=[60001, 60002], uid=60003).seen["Uid"].split() == ["60003"] * 4
@@ -112,7 +114,7 @@ def test_it_becomes_the_user_of_all_or_its_own(run_plan: Run) -> None:
 
 
 @pytest.mark.parametrize("how", ["segfault", "abort", "foreign ABI"])
-def test_a_crash_is_the_end_of_it(run_plan: Run, how: str) -> None:
+def test_crash_ends_the_process(run_plan: Run, how: str) -> None:
     outcome = run_plan("end_by", how)
     assert outcome.status < 0
     assert outcome.result is None
@@ -129,19 +131,19 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("step", BROKEN)
-def test_a_step_that_fails_is_named_and_nothing_runs(run_plan: Run, step: str) -> None:
+def test_failed_step_is_named(run_plan: Run, step: str) -> None:
     outcome = run_plan("nothing", **BROKEN[step])
     assert outcome.error.startswith(f"PermissionError: [Errno 1] cannot lock the sandbox down, step {step}: ")
     assert outcome.seen == {}
 
 
-def test_a_user_that_cannot_be_had_is_an_error(run_plan: Run) -> None:
+def test_failed_change_of_user(run_plan: Run) -> None:
     outcome = run_plan("nothing", nobody=ROOT, uid=60001)
     assert "cannot lock the sandbox down, step user: " in outcome.error
 
 
 @pytest.mark.parametrize(("abi", "jail_root", "opens"), [(0, False, False), (1, False, True), (0, True, True)])
-def test_files_are_opened_where_something_says_which(abi: int, jail_root: bool, opens: bool) -> None:
+def test_files_are_opened_with_landlock_or_jail_root(abi: int, jail_root: bool, opens: bool) -> None:
     before = open_descriptors()
     lockdown = Lockdown([], memory_limit=1 << 30, landlock_abi=abi, jail_root=jail_root)
     assert lockdown.opens_files == opens
@@ -153,5 +155,5 @@ def test_files_are_opened_where_something_says_which(abi: int, jail_root: bool, 
 
 
 def open_descriptors() -> set[int]:
-    # The one that the listing itself used is gone afterwards.
+    # Without the descriptor of the listing itself.
     return {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}

@@ -20,40 +20,40 @@ RECORDS = st.builds(
 
 
 @given(RECORDS)
-def test_it_survives_its_journey(record: Protections) -> None:
+def test_json_round_trip(record: Protections) -> None:
     assert Protections.from_json(record.to_json()) == record
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "null", '{"namespaces": []}', '{"seccomp": true, "namespaces": [], "x": 1}']
 )
-def test_another_text_is_refused(text: str) -> None:
+def test_invalid_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a record of protections|Expecting value"):
         Protections.from_json(text)
 
 
-def test_a_filter_and_one_more_mechanism_suffice() -> None:
+def test_filter_and_second_layer_are_sufficient() -> None:
     for seccomp, abi, namespaces, jail_root in product([True, False], [0, 1], [(), ("net",)], [True, False]):
         record = Protections(seccomp, abi, namespaces, jail_root)
         assert record.sufficient == (seccomp and (abi == 1 or namespaces == ("net",) or jail_root))
         assert (record.missing() == "") == record.sufficient
 
 
-def test_a_change_of_user_does_not_count() -> None:
+def test_change_of_user_is_no_second_layer() -> None:
     assert not Protections(seccomp=True, uid_drop=True).sufficient
 
 
-def test_what_is_missing_is_said_with_what_to_do() -> None:
-    without_border = Protections(seccomp=True).missing()
-    assert "lsm=landlock" in without_border
-    assert "kernel.unprivileged_userns_clone=1" in without_border
-    assert "kernel.apparmor_restrict_unprivileged_userns=0" in without_border
+def test_missing_protections_come_with_a_fix() -> None:
+    no_second_layer = Protections(seccomp=True).missing()
+    assert "lsm=landlock" in no_second_layer
+    assert "kernel.unprivileged_userns_clone=1" in no_second_layer
+    assert "kernel.apparmor_restrict_unprivileged_userns=0" in no_second_layer
     assert "seccomp" in Protections(seccomp=False, landlock_abi=7).missing()
-    for text in (without_border, Protections(seccomp=False).missing()):
+    for text in (no_second_layer, Protections(seccomp=False).missing()):
         assert text.endswith("--processor-isolation none does without a sandbox.")
 
 
-def test_it_describes_itself_on_a_line() -> None:
+def test_describe() -> None:
     everything = Protections(True, 7, ("pid", "net"), True, True)
     assert everything.describe() == (
         "seccomp filter, Landlock (ABI 7), namespaces (pid, net), root directory of its own, change of user"
@@ -64,5 +64,5 @@ def test_it_describes_itself_on_a_line() -> None:
     assert Protections(False).describe().startswith("nothing; without seccomp filter, ")
 
 
-def test_a_probe_changes_nothing_and_finds_what_is_there() -> None:
+def test_probe() -> None:
     assert probe() == Protections(seccomp=True, landlock_abi=landlock.abi())

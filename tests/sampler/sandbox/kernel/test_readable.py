@@ -13,11 +13,11 @@ from logitship.sampler.sandbox.kernel.readable import readable_paths
 
 @pytest.fixture
 def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Directories in the import path."""
+    """Directories in `sys.path`."""
     folders = {name: tmp_path / name for name in ("library", "work", "work/inside", "home", "home/packages")}
     for folder in folders.values():
         folder.mkdir()
-        (folder / "package-1.0.dist-info").mkdir()  # as an installer leaves it
+        (folder / "package-1.0.dist-info").mkdir()  # as created by an installer
     for name in ("script", "site-packages"):
         folders[name] = tmp_path / name
         folders[name].mkdir()
@@ -41,36 +41,36 @@ def test_libraries_are_readable() -> None:
     assert Path("/usr/lib") in readable
 
 
-def test_all_are_directories_in_order() -> None:
+def test_paths_are_sorted_directories() -> None:
     readable = readable_paths()
     assert list(readable) == sorted(set(readable))
     assert all(path.is_absolute() and path.is_dir() for path in readable)
 
 
-def test_entries_of_the_import_path_with_packages_are_readable(entries: dict[str, Path]) -> None:
+def test_package_directories_in_sys_path_are_readable(entries: dict[str, Path]) -> None:
     names = ("library", "work/inside", "home/packages", "site-packages")
     assert {entries[name] for name in names} <= set(readable_paths())
 
 
-def test_the_folder_of_a_script_is_not(entries: dict[str, Path]) -> None:
+def test_script_directory_is_not_readable(entries: dict[str, Path]) -> None:
     assert entries["script"] not in readable_paths()
 
 
 @pytest.mark.parametrize("name", ["work", "link", "home", "above"])
-def test_the_working_directory_and_the_home_folder_are_not(entries: dict[str, Path], name: str) -> None:
+def test_working_and_home_directories_are_not_readable(entries: dict[str, Path], name: str) -> None:
     assert entries[name] not in readable_paths()
 
 
 @pytest.mark.parametrize("path", ["/", "/etc", "/tmp", "/root", "/home", "/proc", "/dev", "/nowhere/here"])
-def test_nothing_as_wide_as_this_is(entries: dict[str, Path], path: str) -> None:
+def test_top_level_directories_are_not_readable(entries: dict[str, Path], path: str) -> None:
     assert entries["library"] in readable_paths()
     assert Path(path) not in readable_paths()
 
 
-def test_a_user_without_a_home_folder_has_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "")
     assert Path("/usr/lib") in readable_paths()
 
 
-def test_the_lockdown_module_has_it() -> None:
+def test_lockdown_reexports_readable_paths() -> None:
     assert lockdown.readable_paths is readable_paths

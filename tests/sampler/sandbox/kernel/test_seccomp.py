@@ -21,24 +21,24 @@ I386_ARCHITECTURE = 0x40000003
 
 
 def interpret(program: bytes, number: int, architecture: int, arguments: Sequence[int]) -> int:
-    """What the kernel does with a filter; `struct seccomp_data` as in linux/seccomp.h."""
+    """Interpret a filter as the kernel does, with `struct seccomp_data` of linux/seccomp.h."""
     data = struct.pack("<iIQ6Q", number, architecture, 0, *arguments)
-    place, accumulator = 0, 0
+    position, accumulator = 0, 0
     for _ in range(len(program) // 8):
-        code, if_true, if_false, value = struct.unpack_from("<HBBI", program, place * 8)
-        place += 1
+        code, if_true, if_false, value = struct.unpack_from("<HBBI", program, position * 8)
+        position += 1
         if code == 0x20:
             (accumulator,) = struct.unpack_from("<I", data, value)
         elif code == 0x06:
             return int(value)
         else:
             holds = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[code]
-            place += if_true if holds else if_false
-    raise AssertionError("the program has no answer")
+            position += if_true if holds else if_false
+    raise AssertionError("the program does not return")
 
 
 def holds(condition: seccomp.Condition, arguments: Sequence[int]) -> bool:
-    """The definition of a condition, word for word."""
+    """Evaluate a condition by its definition."""
     given = arguments[condition.argument]
     if isinstance(condition, seccomp.OneOf):
         return given % 2**32 in condition.values
@@ -48,7 +48,7 @@ def holds(condition: seccomp.Condition, arguments: Sequence[int]) -> bool:
 
 
 def expected(machine: Machine, opens_files: bool, number: int, architecture: int, arguments: Sequence[int]) -> int:
-    """The slow way to the verdict."""
+    """Return the expected verdict, computed from the rules."""
     if architecture != machine.audit_arch or (machine is X86_64 and number >= 0x40000000):
         return KILL_PROCESS
     names = [name for name, each in machine.numbers.items() if each == number]
@@ -62,7 +62,7 @@ def expected(machine: Machine, opens_files: bool, number: int, architecture: int
 
 
 def interesting_words() -> st.SearchStrategy[int]:
-    """Words that conditions name, the same with high bits, flags put together, and any others."""
+    """Argument words: those named by conditions, with high bits set, combinations of flags, and arbitrary ones."""
     named = sorted(
         {
             word
@@ -89,7 +89,7 @@ ARGUMENTS = st.lists(interesting_words(), min_size=6, max_size=6)
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
 @settings(deadline=None)
 @given(st.data())
-def test_the_program_gives_the_verdict_of_the_rules(machine: Machine, opens_files: bool, data: st.DataObject) -> None:
+def test_program_agrees_with_rules(machine: Machine, opens_files: bool, data: st.DataObject) -> None:
     program = seccomp.filter_program(machine, opens_files=opens_files)
     conditional = [name for name, conditions in seccomp.rules(machine, opens_files=True).items() if conditions]
     known = st.sampled_from(sorted(machine.numbers.values()))
@@ -106,7 +106,7 @@ def test_the_program_gives_the_verdict_of_the_rules(machine: Machine, opens_file
 @given(st.integers(0, 2**64 - 1))
 @example(0)
 @example(1 << 32)
-def test_a_null_pointer_has_64_zeros(word: int) -> None:
+def test_null_pointer_condition(word: int) -> None:
     program = seccomp.filter_program(X86_64, opens_files=False)
     verdict = interpret(program, X86_64.numbers["prlimit64"], X86_64.audit_arch, [0, 7, word, 0, 0, 0])
     assert verdict == (ALLOW if word == 0 else NOT_PERMITTED)
@@ -126,7 +126,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_reaches_others_is_refused(machine: Machine, name: str) -> None:
+def test_dangerous_calls_are_refused(machine: Machine, name: str) -> None:
     assert verdict(machine, name) == NOT_PERMITTED
 
 
@@ -134,12 +134,12 @@ def test_what_reaches_others_is_refused(machine: Machine, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["read", "write", "mmap", "munmap", "futex", "exit_group", "getrandom", "rt_sigreturn"]
 )
-def test_what_arithmetic_needs_is_allowed(machine: Machine, name: str) -> None:
+def test_calls_of_computations_are_allowed(machine: Machine, name: str) -> None:
     assert verdict(machine, name) == ALLOW
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-def test_files_are_opened_for_reading_only_and_only_where_something_else_says_which(machine: Machine) -> None:
+def test_files_are_opened_read_only_if_opens_files(machine: Machine) -> None:
     current_directory = -100
     assert verdict(machine, "openat", current_directory, 0, os.O_RDONLY | os.O_CLOEXEC) == ALLOW
     for flags in (
@@ -157,7 +157,7 @@ def test_files_are_opened_for_reading_only_and_only_where_something_else_says_wh
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-def test_a_descriptor_cannot_be_made_to_send_signals(machine: Machine) -> None:
+def test_fcntl_cannot_send_signals(machine: Machine) -> None:
     assert verdict(machine, "fcntl", 3, fcntl.F_GETFL) == ALLOW
     for command in (fcntl.F_SETOWN, fcntl.F_SETSIG, fcntl.F_SETFL, fcntl.F_SETLEASE, fcntl.F_NOTIFY, 15):
         assert verdict(machine, "fcntl", 3, command) == NOT_PERMITTED
@@ -165,7 +165,7 @@ def test_a_descriptor_cannot_be_made_to_send_signals(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-def test_nothing_is_told_of_other_processes(machine: Machine) -> None:
+def test_other_processes_cannot_be_queried(machine: Machine) -> None:
     cpu_clock_of_process = ~1234 << 3 | 2
     assert verdict(machine, "clock_gettime", 1) == ALLOW
     assert verdict(machine, "clock_gettime", cpu_clock_of_process) == NOT_PERMITTED
@@ -175,20 +175,20 @@ def test_nothing_is_told_of_other_processes(machine: Machine) -> None:
     assert verdict(machine, "madvise", 0, 4096, mergeable) == NOT_PERMITTED
 
 
-def test_a_call_that_the_machine_lacks_is_left_out() -> None:
+def test_missing_call_of_an_architecture_is_skipped() -> None:
     assert "open" in seccomp.rules(X86_64, opens_files=True)
     assert "open" not in seccomp.rules(AARCH64, opens_files=True)
 
 
 @pytest.mark.parametrize("opens_files", [True, False])
-def test_the_kernel_refuses_every_call_that_is_not_listed(run_plan: Run, opens_files: bool) -> None:
+def test_unlisted_calls_fail_in_the_kernel(run_plan: Run, opens_files: bool) -> None:
     outcome = run_plan("unlisted_system_calls", opens_files, landlock_abi=None if opens_files else 0)
     machine = MACHINES[os.uname().machine]
     not_implemented = sorted([machine.numbers["clone3"], machine.numbers["openat2"]])
     assert outcome.result == [[number, errno.ENOSYS] for number in not_implemented]
 
 
-def test_the_other_abi_ends_the_process(run_plan: Run) -> None:
+def test_foreign_abi_kills_the_process(run_plan: Run) -> None:
     assert run_plan("end_by", "foreign ABI").status == -31  # SIGSYS
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 Run = Callable[..., SimpleNamespace]
 
 
-def test_without_a_lock_it_succeeds_with_nearly_all(run_plan: Run, nobody: bool) -> None:
-    """So an empty list means something."""
+def test_most_operations_succeed_without_lockdown(run_plan: Run, nobody: bool) -> None:
+    """Shows that an empty list is significant."""
     found = set(run_plan("forbidden_things", where="plain", nobody=nobody).result["succeeded"])
     assert found >= {
         "read /etc/passwd",
@@ -29,11 +29,11 @@ def test_without_a_lock_it_succeeds_with_nearly_all(run_plan: Run, nobody: bool)
     }
 
 
-def test_a_descriptor_too_many_is_found(run_plan: Run) -> None:
+def test_inherited_descriptor_is_found(run_plan: Run) -> None:
     assert run_plan("forbidden_things", keep=[7], open_first=8).result["succeeded"] == ["use an inherited descriptor"]
 
 
-def test_under_the_lock_nothing_succeeds_and_it_takes_no_time(run_plan: Run, nobody: bool) -> None:
+def test_no_operation_succeeds_after_lockdown(run_plan: Run, nobody: bool) -> None:
     result = run_plan("forbidden_things", nobody=nobody).result
     assert result["succeeded"] == []
     # Milliseconds. On a busy machine it may be a second; a connection that it waited for would take minutes.

@@ -14,19 +14,19 @@ PR_GET_NAME = 16
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_no_two_calls_have_the_same_number(name: str) -> None:
+def test_numbers_are_unique(name: str) -> None:
     numbers = list(MACHINES[name].numbers.values())
     assert len(numbers) == len(set(numbers))
 
 
-def test_machines_share_the_numbers_of_newer_calls() -> None:
-    # Since Linux 5.1, a new call has one number on all machines.
+def test_newer_calls_have_same_number_on_all_architectures() -> None:
+    # Since Linux 5.1, new calls have the same number on all architectures.
     newer = {name: numbers for name, numbers in NUMBERS.items() if max(number or 0 for number in numbers) >= 424}
     assert len(newer) > 5
     assert all(len(set(numbers)) == 1 for numbers in newer.values())
 
 
-def test_it_calls_what_the_name_says() -> None:
+def test_syscall_by_name() -> None:
     assert syscall("getpid") == os.getpid()
     assert syscall("getppid") == os.getppid()
     assert [syscall(name) for name in ("getuid", "geteuid", "getgid", "getegid")] == [
@@ -37,7 +37,7 @@ def test_it_calls_what_the_name_says() -> None:
     ]
 
 
-def test_numbers_keep_their_64_bits(tmp_path: Path) -> None:
+def test_integers_are_64_bit(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     try:
         assert syscall("lseek", descriptor, 1 << 40, os.SEEK_SET) == 1 << 40
@@ -45,7 +45,7 @@ def test_numbers_keep_their_64_bits(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
-def test_a_buffer_and_a_string_go_by_address(tmp_path: Path) -> None:
+def test_buffers_and_strings_are_passed_by_address(tmp_path: Path) -> None:
     buffer = ctypes.create_string_buffer(256)
     length = syscall("getcwd", buffer, len(buffer))
     assert buffer.raw[: length - 1] == os.getcwdb()
@@ -55,7 +55,7 @@ def test_a_buffer_and_a_string_go_by_address(tmp_path: Path) -> None:
     assert syscall("faccessat", at_working_directory, os.fsencode(target), os.R_OK) == 0
 
 
-def test_what_the_kernel_answers_is_raised_with_the_name() -> None:
+def test_error_names_the_call() -> None:
     with pytest.raises(OSError, match="close: Bad file descriptor") as caught:
         syscall("close", -1)
     assert caught.value.errno == errno.EBADF
@@ -63,13 +63,13 @@ def test_what_the_kernel_answers_is_raised_with_the_name() -> None:
         prctl(-1)
 
 
-def test_prctl_takes_addresses() -> None:
+def test_prctl_with_address() -> None:
     name = ctypes.create_string_buffer(16)
     assert prctl(PR_GET_NAME, ctypes.addressof(name)) == 0
     assert name.value
 
 
-def test_an_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(OSError, match="need 64-bit Linux on x86_64 or aarch64; this is Linux on riscv64"):
         this_machine.__wrapped__()
