@@ -1,4 +1,4 @@
-"""Batch-invariant inference: each token's logits are the same to the last bit, whatever else is in the batch.
+"""Batch-invariant inference: each token's logits are the same to the last bit in every batch.
 
 Matrix libraries choose their kernel, and the order of its additions, by the number of rows. Vectorized functions
 compute the remainder at the end of their input, or of a thread's share of it, with other instructions that round
