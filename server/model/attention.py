@@ -1,9 +1,9 @@
 """Attention over the slot cache, as an attention function of transformers.
 
-A forward pass is one packed row of tokens: first those of each decoding sequence (its last token, and what is drafted
-behind it), then the prompt chunks, one after the other. The model's own code computes everything that is done token by
-token; only here do the sequences differ. The function stores the new keys and values in the slots and attends to views
-of them.
+A forward pass is one packed row of tokens: first those of each decoding sequence (its last token and its draft), then
+the prompt chunks, one after the other. The model's own code computes everything that is done token by token; only
+attention depends on the sequences. The function stores the new keys and values in the slots and attends to views of
+them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NOT_COMPUTED = {
     "softcap": "softcapped attention",
     "position_bias": "a position bias",
 }
-"""Arguments under which attention functions of transformers get what changes the result, and what that is."""
+"""Arguments of transformers' attention functions that change the result, and their meaning."""
 
 
-def refuse_what_is_not_computed(others: Mapping[str, Any]) -> None:
-    """Look at what a model passes to its attention function beside what every model does.
+def check_supported_arguments(others: Mapping[str, Any]) -> None:
+    """Check the arguments that only some models pass to their attention function.
 
     Raises:
-        NotImplementedError: the layer asks for something that no attention function here computes.
+        NotImplementedError: the layer needs something that no attention function here computes.
     """
     for name, meaning in _NOT_COMPUTED.items():
         if others.get(name) is not None:
@@ -50,39 +50,48 @@ def slot_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention, as transformers calls it.
+    """Compute one layer's attention, as transformers calls it.
 
     Args:
-        query: [1, heads, tokens, head size]; key and value: [1, key-value heads, tokens, head size].
-        attention_mask: always None, `step` says who sees whom.
-        others: what a model passes beside, `position_ids` for one. Ignored, where that changes nothing.
+        module: the attention module, with `layer_idx`.
+        query: [1, heads, tokens, head size].
+        key: [1, key-value heads, tokens, head size].
+        value: as `key`.
+        attention_mask: always None: `step` makes the masks.
+        step: layout of the forward pass.
+        scaling: see `attend`.
+        sliding_window: see `attend`.
+        others: other arguments of the model, such as `position_ids`. Ignored unless they change the result.
 
     Returns:
         [1, tokens, heads, head size], and None for the weights.
 
     Raises:
-        NotImplementedError: the layer asks for something that this function does not compute.
+        NotImplementedError: the layer needs something that this function does not compute.
     """
-    refuse_what_is_not_computed(others)
+    check_supported_arguments(others)
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     return attend(layer_index(module), queries, keys, values, step, scaling, sliding_window)[None], None
 
 
 def layer_index(module: torch.nn.Module) -> int:
-    """Which layer an attention module of transformers belongs to."""
+    """Return the layer index of an attention module of transformers."""
     index = module.layer_idx
     assert isinstance(index, int)
     return index
 
 
 def store(layer: int, key: torch.Tensor, value: torch.Tensor, step: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put a layer's new keys and values into the slots.
+    """Write a layer's new keys and values to the slots.
 
     Args:
-        key: [tokens, key-value heads, head size], as `value`.
+        layer: its index.
+        key: [tokens, key-value heads, head size].
+        value: as `key`.
+        step: layout of the forward pass.
 
     Returns:
-        The layer's cache of keys, and that of values: [slots, key-value heads, positions, head size].
+        The layer's caches of keys and of values, each [slots, key-value heads, positions, head size].
     """
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     keys[step.slots, :, step.positions] = key
@@ -99,19 +108,23 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Store a layer's new keys and values, and attend to all that each token sees.
+    """Store a layer's new keys and values, and compute the attention of each token.
 
     Args:
-        query: [tokens, heads, head size]; key and value: [tokens, key-value heads, head size].
-        scaling: of the products of queries and keys; None: one over the root of the head size.
-        window: how many positions a token sees, with its own; None: all.
+        layer: its index.
+        query: [tokens, heads, head size].
+        key: [tokens, key-value heads, head size].
+        value: as `key`.
+        step: layout of the forward pass.
+        scaling: factor of the products of queries and keys; None: one over the root of the head size.
+        window: positions that a token attends to, with its own; None: all.
 
     Returns:
         [tokens, heads, head size].
     """
     keys, values = store(layer, key, value, step)
     outputs = [_attend_batch(query, keys, values, batch, scaling, window) for batch in step.batches]
-    for first, segment in step.one_by_one:
+    for first, segment in step.unbatched:
         tokens = query[first : first + segment.length]
         outputs.append(_attend_segment(tokens, keys, values, step, segment, scaling, window))
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -127,8 +140,8 @@ def _attend_segment(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """[length, heads, head size] in, the same out."""
-    if segment.length == 1:  # it sees all, or the window: no mask
+    """Attend with one segment: [length, heads, head size] in, the same out."""
+    if segment.length == 1:  # it attends to all positions, or to the window: no mask
         begin, mask, is_causal = 0 if window is None else max(0, segment.end - window), None, False
     else:
         begin, mask = 0, step.segment_mask(segment, window)
@@ -153,15 +166,15 @@ def _attend_batch(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Sequences that decode, at once: [tokens of the step, heads, head size] in, those of the batch's tokens out."""
-    keys, values = batch.of(keys), batch.of(values)
+    """Attend with decoding sequences in one call: [tokens of the step, heads, head size] in, the batch's tokens out."""
+    keys, values = batch.select(keys), batch.select(values)
     if batch.most_tokens == 1:
         queries = query[: len(batch.tokens)] if batch.is_plain else query[batch.tokens[:, 0]]
         output = scaled_dot_product_attention(
             queries[:, :, None], keys, values, attn_mask=batch.mask(window, 1), scale=scaling, enable_gqa=True
         )[:, :, 0]
         return output if batch.is_plain else output[batch.rows]
-    # All queries that read the same keys side by side: the heads of a group, and the tokens of a sequence.
+    # Queries that read the same keys are adjacent: the heads of a group, and the tokens of a sequence.
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     group = query.shape[1] // num_kv_heads
     queries = query[batch.tokens].view(*batch.tokens.shape, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
@@ -173,15 +186,15 @@ def _attend_batch(
         scale=scaling,
     )
     output = output.view(queries.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return output[batch.rows, batch.places]
+    return output[batch.rows, batch.columns]
 
 
 def register() -> None:
-    """Make the function known to transformers under `ATTENTION_NAME`."""
+    """Register the function with transformers as `ATTENTION_NAME`."""
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Transformers asks for a mask for the whole packed row; `StepLayout` makes its own."""
+    """Return no mask. Transformers calls this for a mask of the packed row; `StepLayout` makes its own."""
     return None

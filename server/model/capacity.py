@@ -1,4 +1,4 @@
-"""How the memory for keys and values is divided: how long sequences may be, and what is kept of those that ended."""
+"""Division of the memory for keys and values: the longest sequence, and the size of the prefix cache."""
 
 from __future__ import annotations
 
@@ -20,25 +20,30 @@ logger = logging.getLogger(__name__)
 
 
 _PREFIX_SHARE = 10
-"""The prefix cache takes one part in so many, unless the operator says how much."""
+"""The prefix cache takes 1 / `_PREFIX_SHARE` of the memory, unless the operator sets its size."""
 
 
 class CacheTooLarge(StartError):
-    """The cache that was asked for does not fit. The message says what would."""
+    """The requested cache does not fit into memory. The message says what would."""
 
 
 def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) -> int:
-    """The longest sequence to serve: what the operator says, else the model's length, or what fits into memory.
+    """Return the longest sequence to serve: the operator's setting, else the model's length, or what fits into memory.
+
+    Args:
+        config: with the operator's settings.
+        model: the loaded model.
+        model_len: the longest sequence that the model was trained for.
 
     Raises:
-        CacheTooLarge: the operator's length does not fit, or is longer than the model was made for.
+        CacheTooLarge: the operator's length does not fit, or is longer than `model_len`.
     """
     wanted = config.max_model_len or model_len
     if wanted > model_len:
         raise CacheTooLarge(f"--max-model-len {wanted} is longer than the model's own length, {model_len}")
     per_token = cache_shape(model, config.max_num_seqs, 1).nbytes(model.dtype)
     free = _free_bytes(model.device)
-    fits = (_room(config, free) - _prefix_cache_bytes(config, free)) // per_token
+    fits = (_cache_bytes(config, free) - _prefix_cache_bytes(config, free)) // per_token
     if wanted <= fits:
         return wanted
     if config.max_model_len is not None or fits < 1:
@@ -60,34 +65,36 @@ def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) 
 
 
 def prefix_cache_blocks(config: ServerConfig, model: PreTrainedModel, model_len: int) -> int:
-    """How many blocks the prefix cache may hold: what fits into its memory, and not more than the slots hold.
+    """Return the number of blocks of the prefix cache: what fits into its memory, at most what the slots hold.
 
     Args:
+        config: with the operator's settings.
+        model: the loaded model.
         model_len: the longest sequence that is served.
     """
     fits = _prefix_cache_bytes(config, _free_bytes(model.device)) // block_bytes(cache_shape(model, 1, 1), model.dtype)
     return min(fits, config.max_num_seqs * model_len // BLOCK_SIZE)
 
 
-def _room(config: ServerConfig, free: float) -> int:
-    """Bytes for keys and values."""
+def _cache_bytes(config: ServerConfig, free: float) -> int:
+    """Return the bytes for keys and values."""
     return int(free * config.mem_fraction_static)
 
 
 def _prefix_cache_bytes(config: ServerConfig, free: float) -> int:
     given = config.prefix_cache_bytes
-    return _room(config, free) // _PREFIX_SHARE if given is None else given
+    return _cache_bytes(config, free) // _PREFIX_SHARE if given is None else given
 
 
 def _free_bytes(device: torch.device) -> int | float:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    return min(_available_memory(Path("/proc/meminfo")), _room_in_cgroup(Path("/sys/fs/cgroup")))
+    return min(_available_memory(Path("/proc/meminfo")), _free_in_cgroup(Path("/sys/fs/cgroup")))
 
 
 def _available_memory(meminfo: Path) -> int:
-    """Memory that the machine can give without swapping: free, or a cache of files."""
+    """Return the bytes available without swapping: free memory, and the page cache."""
     for line in meminfo.read_text().splitlines():
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
@@ -95,8 +102,8 @@ def _available_memory(meminfo: Path) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _room_in_cgroup(folder: Path) -> int | float:
-    """What the container's memory limit leaves (cgroup v2), its cache of files not counted as used; inf: no limit."""
+def _free_in_cgroup(folder: Path) -> int | float:
+    """Return the bytes below the container's memory limit (cgroup v2), page cache counted as free; inf: no limit."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())

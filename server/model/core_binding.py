@@ -1,9 +1,9 @@
-"""Cores of their own for the threads that compute a forward pass.
+"""Binds each thread that computes a forward pass to its own core.
 
-PyTorch divides an operation among a team of OpenMP threads: the one that calls, and workers that sleep when nothing has
-come for some milliseconds. Linux often wakes a worker on the core of the thread that wakes it, which then waits for the
-worker and keeps it from running: until the system notices, 10 to 40 ms are gone. On a machine with many other things to
-do, that is the first step after each pause.
+PyTorch divides an operation among a team of OpenMP threads: the calling thread, and workers that sleep after some idle
+milliseconds. Linux often wakes a worker on the core of the thread that wakes it. That thread then spins while it waits,
+and the worker cannot run until the system migrates it after 10 to 40 ms. On a busy machine, this slows the first step
+after each pause.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 _TASKS = Path("/proc/self/task")
 _MARK = "omp-team"
 _DIVIDED = 1 << 20
-"""Numbers in a tensor of which PyTorch gives a part to each thread."""
+"""Number of elements at which PyTorch divides an operation among all threads."""
 
 
 class CoreBinding:
-    """Binds the thread that makes it, while in a `with` block, and its OpenMP workers for good.
+    """Binds the thread that creates it inside a `with` block, and its OpenMP workers permanently.
 
-    Only in the block, because threads and processes inherit from who starts them: nothing starts any in a forward pass.
-    Does nothing where the team does not fill all the cores that this process may use. Somebody else would have to say
-    which of them are free: two servers would choose the same.
+    The thread is bound in the block only, because new threads and processes inherit its affinity; a forward pass starts
+    none. Does nothing if the team is smaller than the number of cores that this process may use: it cannot know which
+    cores are free, and two servers would choose the same.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class CoreBinding:
 
 
 def _workers() -> list[int]:
-    """Thread ids of the calling thread's OpenMP workers.
+    """Return the thread ids of the calling thread's OpenMP workers.
 
-    A thread inherits the name of the one that starts it. So this one has another name while it does what needs the
-    team, for the first time: workers that were there before are not found.
+    A thread inherits the name of the thread that starts it. So this thread is renamed during its first operation that
+    needs the team. Workers that were started before are not found.
     """
     own = threading.get_native_id()
     name = _TASKS / str(own) / "comm"

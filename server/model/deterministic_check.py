@@ -1,4 +1,4 @@
-"""Tries at start whether a model computes each token by itself, to the last bit."""
+"""Test at start that a model is batch-invariant: that it computes each token independently, to the last bit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from logitship.server.refusals import StartError
 from .model_runner import Chunk, ModelRunner
 
 _LENGTHS = (41, 12, 5)
-"""Of the sequences that are computed, in tokens: together some tiles, and more than a thread takes at a time."""
+"""Tokens of the test sequences: together several tiles, and more than one thread's share."""
 
 _LONGEST_CHUNK = 9
 _LONGEST_DECODE = 4
-"""Longer chunks of a sequence that has begun are handed to the model as chunks of a prompt."""
+"""Longer chunks of a started sequence are computed as prompt chunks."""
 
 Step = list[tuple[int, int]]
 """The chunks of a forward pass: (sequence, number of tokens)."""
 
 
 class NotDeterministic(StartError):
-    """Something made a logit differ. The message says what."""
+    """A logit depends on the rest of the batch. The message says on what."""
 
 
 def check_determinism(runner: ModelRunner) -> None:
-    """Compute random tokens in one pass, then in other company, chunks, order and slots, and compare the bits.
+    """Compute random tokens in one pass, then in other batches, chunks, orders and slots, and compare the bits.
 
-    Leaves the keys and values of these tokens behind in the cache. Takes some ten forward passes.
+    Overwrites the keys and values in the cache. Takes about ten forward passes.
 
     Raises:
         NotDeterministic: a logit of some token differs.
@@ -44,7 +44,7 @@ def check_determinism(runner: ModelRunner) -> None:
     expected = _logits(runner, sequences, slots, [whole])
     ways: dict[str, list[Step]] = {
         "each sequence by itself": [[chunk] for chunk in whole],
-        "in other chunks and other company": [*_random_steps(lengths, rng)],
+        "in other chunks and batches": [*_random_steps(lengths, rng)],
     }
     for way, steps in ways.items():
         slots = slots[1:] + slots[:1]
@@ -55,7 +55,7 @@ def check_determinism(runner: ModelRunner) -> None:
 
 
 def _logits(runner: ModelRunner, sequences: list[list[int]], slots: list[int], steps: list[Step]) -> list[torch.Tensor]:
-    """Of each sequence, the logits of all its tokens: float32 [tokens, vocab]."""
+    """Return the logits of all tokens of each sequence: float32 [tokens, vocab]."""
     done = [0] * len(sequences)
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
@@ -66,21 +66,21 @@ def _logits(runner: ModelRunner, sequences: list[list[int]], slots: list[int], s
             for chunks in (decode, prefill)
         )
         counts = [count for _, count in (*decode, *prefill)]
-        # Asked for in reverse, so that a token's place in the LM head is not that in the layers.
+        # In reverse order, so that a token's row in the LM head differs from its row in the layers.
         logits = runner.forward(of_decode, of_prefill, [*reversed(range(sum(counts)))]).flip(0)
         for (i, count), part in zip((*decode, *prefill), torch.split(logits, counts), strict=True):
             parts[i].append(part)
             done[i] += count
-    return [torch.cat(of_sequence) for of_sequence in parts]
+    return [torch.cat(each) for each in parts]
 
 
 def _random_steps(lengths: list[int], rng: random.Random) -> Iterator[Step]:
-    """Chunks of random lengths, in random order, until all tokens are computed. Some sequences pause in between."""
+    """Yield chunks of random lengths in random order until all tokens are computed. Some sequences skip steps."""
     left = list(lengths)
     while any(left):
-        going = [i for i, tokens in enumerate(left) if tokens and (rng.random() < 0.7 or tokens == sum(left))]
-        rng.shuffle(going)
-        step = [(i, rng.randint(1, min(_LONGEST_CHUNK, left[i]))) for i in going]
+        running = [i for i, tokens in enumerate(left) if tokens and (rng.random() < 0.7 or tokens == sum(left))]
+        rng.shuffle(running)
+        step = [(i, rng.randint(1, min(_LONGEST_CHUNK, left[i]))) for i in running]
         for i, count in step:
             left[i] -= count
         if step:
@@ -90,8 +90,8 @@ def _random_steps(lengths: list[int], rng: random.Random) -> Iterator[Step]:
 def _message(runner: ModelRunner, way: str, differing: list[int], difference: float) -> str:
     return (
         f"--enable-deterministic-inference: {type(runner.model).__name__} in {runner.dtype} on {runner.device}, with "
-        f"{torch.get_num_threads()} threads, cannot be served so. The logits of {len(differing)} tokens (the first at "
-        f"position {differing[0]} of its sequence) are others when computed {way} than all in one pass: they differ "
-        f"by up to {difference:.1e}. Leave the flag out, or try another --dtype, or another number of threads "
+        f"{torch.get_num_threads()} threads, is not batch-invariant. The logits of {len(differing)} tokens (the first "
+        f"at position {differing[0]} of its sequence) differ when computed {way} instead of in one pass, by "
+        f"up to {difference:.1e}. Leave the flag out, or try another --dtype, or another number of threads "
         "(OMP_NUM_THREADS)"
     )

@@ -1,9 +1,9 @@
 """The forward pass of Llama-like models on a CPU, with fewer and larger operations than transformers' own code.
 
-For a few tokens, a decoder layer of transformers is some fifty operations on small tensors, and seven matrices that are
-read one by one. Here it is four multiplications with packed weights, of which two also add the residual, and some
-fifteen small operations. The factors of each norm stand in the weights behind it. The model's embedding and rotary
-positions are used as they are.
+For a few tokens, a decoder layer of transformers is about fifty operations on small tensors, and seven separate
+matrices. Here it is four multiplications with packed weights, two of which also add the residual, and about fifteen
+small operations. The weights of each norm are folded into the following matrix. The model's embedding and rotary
+positions are used unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ARCHITECTURES = (
     "qwen2.Qwen2ForCausalLM",
     "qwen3.Qwen3ForCausalLM",
 )
-"""Of `transformers.models`. They differ in biases, norms of queries and keys, and sliding windows."""
+"""Classes in `transformers.models`. They differ in biases, norms of queries and keys, and sliding windows."""
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` knows the model: one of those architectures, nothing in it exchanged, silu between."""
+    """Return whether `FusedDecoder` supports the model: a known architecture, unmodified, with silu activations."""
     package = type(model).__module__.rpartition(".")[0]
     family = package.removeprefix("transformers.models.")
     return (
@@ -41,22 +41,22 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Neither a stand-in for a layer, as quantization and adapters use them, nor one that somebody listens to."""
-    of_library = type(module) in (nn.Linear, nn.Embedding) or type(module).__module__.startswith(
+    """Return False for replaced layers, as quantization and adapters make them, and for modules with hooks."""
+    is_original = type(module) in (nn.Linear, nn.Embedding) or type(module).__module__.startswith(
         ("transformers.", "torch.")
     )
-    own = all(
+    is_float32 = all(
         type(parameter) is nn.Parameter and parameter.dtype == torch.float32
         for parameter in module.parameters(recurse=False)
     )
-    return of_library and own and not module._forward_hooks and not module._forward_pre_hooks
+    return is_original and is_float32 and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class FusedDecoder:
-    """The layers of a model, ready to run. The model itself stays as it is, and may be used beside.
+    """The fused layers of a model. The model itself does not change and can still be used.
 
     Args:
-        model: of which `can_fuse` is true.
+        model: a model for which `can_fuse` is true.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -65,14 +65,15 @@ class FusedDecoder:
         self._rotary = decoder.rotary_emb
         self._layers = [FusedLayer(layer, model.config) for layer in decoder.layers]
         self._norm = _RMSNorm(decoder.norm)
-        self._lm_head = PackedLinear.of(model.lm_head, scale=self._norm.factors)
+        self._lm_head = PackedLinear.of(model.lm_head, scale=self._norm.weight)
 
     def forward(self, token_ids: torch.Tensor, step: StepLayout, keep: torch.Tensor) -> torch.Tensor:
         """Compute the tokens of a step.
 
         Args:
-            token_ids: int64 [tokens], packed as `step` says.
-            keep: int64 [any], the tokens whose logits are wanted.
+            token_ids: int64 [tokens], packed as in `step`.
+            step: layout of the forward pass.
+            keep: int64 [any], the tokens whose logits are returned.
 
         Returns:
             float32 [len(keep), vocab].
@@ -98,23 +99,21 @@ class FusedLayer:
         self._head_dim = attention.head_dim
         self._window = _window(attention, config)
         self._input_norm = _RMSNorm(layer.input_layernorm)
-        self._qkv = PackedLinear.of(
-            attention.q_proj, attention.k_proj, attention.v_proj, scale=self._input_norm.factors
-        )
+        self._qkv = PackedLinear.of(attention.q_proj, attention.k_proj, attention.v_proj, scale=self._input_norm.weight)
         self._head_norm = _HeadNorm(attention, config) if hasattr(attention, "q_norm") else None
         self._output = PackedLinear.of(attention.o_proj)
         self._mlp_norm = _RMSNorm(layer.post_attention_layernorm)
-        self._gate_up = PackedLinear.of(mlp.gate_proj, mlp.up_proj, scale=self._mlp_norm.factors)
+        self._gate_up = PackedLinear.of(mlp.gate_proj, mlp.up_proj, scale=self._mlp_norm.weight)
         self._down = PackedLinear.of(mlp.down_proj)
 
     def __call__(self, hidden: torch.Tensor, rotation: _Rotation, step: StepLayout) -> torch.Tensor:
-        """Float32 [tokens, hidden size] to the same."""
+        """Compute float32 [tokens, hidden size] to the same shape."""
         hidden = self._output.add(self._attend(self._input_norm(hidden), rotation, step), hidden)
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
         return self._down.add(silu(gate).mul_(up), hidden)
 
     def _attend(self, hidden: torch.Tensor, rotation: _Rotation, step: StepLayout) -> torch.Tensor:
-        """Float32 [tokens, hidden size] to [tokens, heads * head size]."""
+        """Compute float32 [tokens, hidden size] to [tokens, heads * head size]."""
         heads = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotated, value = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
         if self._head_norm is not None:
@@ -128,33 +127,34 @@ class _Rotation:
     """Rotary positions, RoPE (Su et al., 2021), of the tokens of a step: the same in all layers.
 
     Args:
-        cos: float32 [1, tokens, head size]; sin: the same.
+        cos: float32 [1, tokens, head size].
+        sin: as `cos`.
     """
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         first, second = sin[0].chunk(2, dim=-1)
         self._cos = cos[0, :, None]
-        self._sin = torch.cat([-first, second], dim=-1)[:, None]  # the sign is that of `rotate_half`, moved here
+        self._sin = torch.cat([-first, second], dim=-1)[:, None]  # the sign of `rotate_half`, applied here
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Float32 [tokens, heads, head size] to the same."""
+        """Rotate float32 [tokens, heads, head size]."""
         halves_swapped = heads.view(*heads.shape[:-1], 2, -1).flip(-2).view(heads.shape)
         return torch.addcmul(heads * self._cos, halves_swapped, self._sin)
 
 
 class _RMSNorm:
-    """Root mean square normalisation (Zhang and Sennrich, 2019), but for its factors: whoever reads it has them."""
+    """Root mean square normalization (Zhang and Sennrich, 2019) without its weights: the next matrix contains them."""
 
     def __init__(self, norm: Any) -> None:
-        self.factors: torch.Tensor = norm.weight.detach()
+        self.weight: torch.Tensor = norm.weight.detach()
         self._eps = norm.variance_epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.factors.shape, None, self._eps)
+        return rms_norm(x, self.weight.shape, None, self._eps)
 
 
 class _HeadNorm:
-    """The norms of Qwen3's queries and keys, which stand side by side here."""
+    """The norms of Qwen3's queries and keys, in one operation."""
 
     def __init__(self, attention: Any, config: PreTrainedConfig) -> None:
         query, key = attention.q_norm, attention.k_norm
@@ -169,7 +169,7 @@ class _HeadNorm:
 
 
 def _window(attention: Any, config: PreTrainedConfig) -> int | None:
-    """Each layer of Qwen has its own window, or none; those of Mistral share the model's; Llama has none."""
+    """Return the sliding window of a layer: each Qwen layer has its own or none, Mistral has one, Llama none."""
     if hasattr(attention, "sliding_window"):
         window: int | None = attention.sliding_window
         return window

@@ -1,14 +1,14 @@
-"""Keys and values of the running sequences: one slot a sequence, allocated once.
+"""KV cache of the running sequences: one slot per sequence, allocated once.
 
 Assumptions:
 * A slot belongs to one sequence from `allocate` to `free`.
-* Positions are written in order, and nothing at or beyond a sequence's length is attended to.
+* Positions are written in order, and positions at or beyond a sequence's length are not attended to.
 
 Guarantees:
 * Storage never moves: attention reads a view of it.
-* `allocate` gives the lowest free slot, so that the slots in use stay close together.
-* What stands beyond a sequence's length is finite: zeros, or what an earlier sequence left. (Attention multiplies it
-  by a weight of zero, which would turn a NaN into a NaN.)
+* `allocate` returns the lowest free slot, so that the slots in use stay close together.
+* Values beyond a sequence's length are finite: zeros, or those of an earlier sequence. (Attention multiplies them by a
+  weight of zero, and zero times NaN is NaN.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of the cache: [layers][slots, key-value heads, positions, head size], once for keys, once for values."""
+    """Shape of the cache: [layers][slots, key-value heads, positions, head size], once for keys, once for values."""
 
     num_layers: int
     num_slots: int
@@ -33,13 +33,13 @@ class CacheShape:
     head_dim: int
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes that the whole cache takes."""
+        """Return the size of the whole cache in bytes."""
         elements = self.num_layers * self.num_slots * self.num_kv_heads * self.max_len * self.head_dim
         return 2 * elements * dtype.itemsize
 
 
 class SlotCache:
-    """See the module's text."""
+    """Keys and values of all layers, and the free slots."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -50,40 +50,40 @@ class SlotCache:
 
     @property
     def num_free(self) -> int:
-        """Slots that no sequence holds."""
+        """Number of free slots."""
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take the lowest free slot.
+        """Allocate the lowest free slot.
 
         Raises:
-            IndexError: all slots are taken.
+            IndexError: no slot is free.
         """
         return heapq.heappop(self._free)
 
     def free(self, slot: int) -> None:
-        """Give a slot back."""
+        """Free a slot."""
         heapq.heappush(self._free, slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a slot's first positions to another slot: tokens that both sequences begin with."""
+        """Copy a slot's first positions to another slot: a prefix that both sequences share."""
         for layer in (*self.keys, *self.values):
             layer[target, :, :length].copy_(layer[source, :, :length])
 
     def wipe(self, slot: int, length: int) -> None:
-        """Zero a slot's first positions. Needed when its sequence may have left something that is not finite."""
+        """Zero a slot's first positions. Needed if its sequence may have written values that are not finite."""
         for layer in (*self.keys, *self.values):
             layer[slot, :, :length].zero_()
 
 
 def allocate_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, which on a CPU take memory only where they are written to."""
+    """Return zeros. On a CPU, their pages take memory only once they are written to."""
     if device.type != "cpu" or 0 in size:
         return torch.zeros(size, dtype=dtype, device=device)
-    # `torch.zeros` writes the zeros, and so takes the memory at once. A new mapping is zero without that: the kernel
-    # hands out its pages when they are first written. Small pages: with huge ones, the first token of each head in each
-    # slot would take, and clear, two megabytes.
+    # `torch.zeros` writes the zeros, which takes the memory at once. A new mapping is zero already: the kernel provides
+    # its pages when they are first written. Small pages: with huge ones, the first token of each head in each slot
+    # would take, and clear, two megabytes.
     memory = mmap.mmap(-1, max(1, math.prod(size) * dtype.itemsize))
-    with contextlib.suppress(OSError):  # a kernel without huge pages has nothing to switch off
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(size)).view(size)

@@ -1,4 +1,4 @@
-"""From what the operator wrote as `--model-path` to a model and its tokenizer."""
+"""Loads the model and the tokenizer of `--model-path`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        eos_token_ids: the tokens that end an answer.
-        max_len: the longest sequence that the model was made for, in tokens.
+        eos_token_ids: the tokens that end a sequence.
+        max_len: the longest sequence that the model was trained for, in tokens.
     """
 
     model: PreTrainedModel
@@ -52,10 +52,10 @@ def load_model(config: ServerConfig) -> LoadedModel:
     """Load the model that `config` names.
 
     Raises:
-        ModelLoadError: it is not there, or is not a causal language model.
+        ModelLoadError: it does not exist, or is not a causal language model.
         ModelFetchError: it is the default model, and could not be fetched.
     """
-    # The weights are mapped into memory, not read: the bar would only flicker. Downloads have bars of their own.
+    # The weights are mapped into memory, not read: the bar would only flicker. Downloads have their own bars.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     source = _source(config.model_path, config.trust_remote_code)
     tokenizer_source = _source(config.tokenizer_path, config.trust_remote_code) if config.tokenizer_path else source
@@ -63,8 +63,14 @@ def load_model(config: ServerConfig) -> LoadedModel:
         hf_tokenizer = AutoTokenizer.from_pretrained(tokenizer_source.name, **tokenizer_source.options)
         hf_config = AutoConfig.from_pretrained(source.name, **source.options)
         model = AutoModelForCausalLM.from_pretrained(source.name, dtype=_dtype(config, hf_config), **source.options)
-        torch.nn.Module.to(model, _device(config))  # transformers' own `to` has lost its types
-    except (OSError, ValueError, ImportError, LookupError, RuntimeError) as error:  # what transformers raises for these
+        torch.nn.Module.to(model, _device(config))  # transformers' own `to` is untyped
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+    ) as error:  # raised by transformers for unusable models
         reason = f"{type(error).__name__}: {error}"
         raise ModelLoadError(f"cannot load the model {config.model_path!r}: {reason}") from error
     if config.chat_template:
@@ -107,7 +113,7 @@ def _device(config: ServerConfig) -> torch.device:
 
 
 def _dtype(config: ServerConfig, hf_config: Any) -> torch.dtype:
-    """`auto`: the checkpoint's own type on an accelerator; float32 on a CPU, where it is the fast and exact one."""
+    """Return the dtype. `auto` is the checkpoint's own on an accelerator, and on a CPU float32: fast and exact."""
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
     elif _device(config).type == "cpu":
@@ -119,7 +125,7 @@ def _dtype(config: ServerConfig, hf_config: Any) -> torch.dtype:
 
 
 def _eos_token_ids(model: PreTrainedModel, hf_tokenizer: Any) -> frozenset[int]:
-    """The generation config may know more end tokens than the tokenizer: chat models end turns with another one."""
+    """Return the end tokens of the generation config and the tokenizer: chat models end turns with another token."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     found: set[int] = set()
     for value in (getattr(generation, "eos_token_id", None), hf_tokenizer.eos_token_id):

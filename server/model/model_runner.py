@@ -1,4 +1,4 @@
-"""Runs the model: packed tokens in, logits of the wanted positions out."""
+"""Runs the model: packed tokens in, logits of the selected positions out."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ logger = logging.getLogger(__name__)
 
 _NUM_FIRST_TOKENS = 6
 _FUSED_TOLERANCE = 1e-3
-"""Of the largest logit. A wrong order of heads, say, gives wholly different ones."""
+"""Largest difference of fused layers, relative to the largest logit. An error, such as heads in wrong order, makes it
+far larger."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one sequence to compute now, beginning at position `start` of its slot."""
+    """Tokens of one sequence to compute in this pass, from position `start` of its slot."""
 
     slot: int
     start: int
@@ -50,13 +51,16 @@ class ModelRunner:
         """Prepare a model, in place, and allocate its cache.
 
         Args:
-            deterministic: compute each token as if it were alone, to the last bit.
-            fused: run it with fewer and larger operations than its own code does, if it is of a kind for which that
-                is known, and not deterministic.
-            cores: entered for each forward pass: a `CoreBinding` of the thread that calls.
+            model: the model; its modules may be replaced.
+            num_slots: sequences that the cache holds.
+            max_len: longest sequence, in tokens.
+            deterministic: batch-invariant: compute each token independently, to the last bit.
+            fused: use `FusedDecoder`, which has fewer and larger operations than the model's own code, if it supports
+                the model and `deterministic` is off.
+            cores: entered for each forward pass: a `CoreBinding` of the calling thread.
 
         Raises:
-            UnsupportedModel: its layers are not plain attention, or it fails on a first token.
+            UnsupportedModel: its layers are not plain attention, or computing a first token fails.
         """
         _require_plain_attention(model)
         if deterministic:
@@ -70,7 +74,7 @@ class ModelRunner:
         self.cache = SlotCache(cache_shape(model, num_slots, max_len), self.dtype, self.device)
         self._cores = cores or nullcontext()
         self._fused: FusedDecoder | None = None
-        self._try_out()
+        self._check_first_token()
         if fused and not deterministic and can_fuse(model):
             self._fuse()
 
@@ -79,11 +83,11 @@ class ModelRunner:
         """Compute the next tokens of some sequences.
 
         Args:
-            decode: chunks of few tokens: the last one drawn, and what is drafted behind it.
+            decode: chunks of few tokens: the last sampled token, and its draft.
             prefill: prompt chunks.
-            keep: which tokens' logits are wanted, in the order wanted; a token's number counts through `decode`, then
-                `prefill`. The hidden states are put in that order before the LM head, which is far cheaper than
-                ordering logits.
+            keep: indices of the tokens whose logits are returned, in this order; tokens are numbered through `decode`,
+                then `prefill`. The hidden states are selected before the LM head, which is far cheaper than selecting
+                logits.
 
         Returns:
             float32 [len(keep), vocab].
@@ -96,12 +100,12 @@ class ModelRunner:
         token_ids = torch.tensor(
             [token for chunk in (*decode, *prefill) for token in chunk.token_ids], device=self.device
         )
-        wanted = torch.tensor(keep, dtype=torch.long, device=self.device)
+        indices = torch.tensor(keep, dtype=torch.long, device=self.device)
         if self._fused is not None:
-            return self._fused.forward(token_ids, layout, wanted)
-        return self._forward_of_model(token_ids, layout, wanted)
+            return self._fused.forward(token_ids, layout, indices)
+        return self._forward_model(token_ids, layout, indices)
 
-    def _forward_of_model(self, token_ids: torch.Tensor, layout: StepLayout, keep: torch.Tensor) -> torch.Tensor:
+    def _forward_model(self, token_ids: torch.Tensor, layout: StepLayout, keep: torch.Tensor) -> torch.Tensor:
         output = self.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=layout.positions.unsqueeze(0),
@@ -113,35 +117,35 @@ class ModelRunner:
         return logits.float()
 
     def _fuse(self) -> None:
-        """Change over to the fused layers, if they compute the same as the model's own code, but for rounding."""
+        """Use the fused layers if their logits equal those of the model's own code up to rounding."""
         expected = self._first_logits()
         self._fused = FusedDecoder(self.model)
         found = self._first_logits()
         if not torch.allclose(found, expected, rtol=0, atol=_FUSED_TOLERANCE * float(expected.abs().max())):
             self._fused = None
             logger.warning(
-                "%s is run by transformers' own code, which is slower: fused layers gave other logits, by up to %.2g",
+                "%s runs with the slower code of transformers: the logits of fused layers differ by up to %.2g",
                 type(self.model).__name__,
                 float((found - expected).abs().max()),
             )
 
     def _first_logits(self) -> torch.Tensor:
-        """Of the tokens of a short prompt, and of one more that is decoded behind it: float32 [tokens, vocab]."""
+        """Return the logits of a short prompt and of one decoded token after it: float32 [tokens, vocab]."""
         step = self.model.config.vocab_size // _NUM_FIRST_TOKENS
         *prompt, last = range(0, step * _NUM_FIRST_TOKENS, step)
-        of_prompt = self.forward([], [Chunk(0, 0, prompt)], [*range(len(prompt))])
-        return torch.cat([of_prompt, self.forward([Chunk(0, len(prompt), [last])], [], [0])])
+        prefill = self.forward([], [Chunk(0, 0, prompt)], [*range(len(prompt))])
+        return torch.cat([prefill, self.forward([Chunk(0, len(prompt), [last])], [], [0])])
 
-    def _try_out(self) -> None:
-        """Compute one token, so that a model that cannot be served is refused now and not at the first request."""
+    def _check_first_token(self) -> None:
+        """Compute one token, so that an unsupported model is refused at start and not at the first request."""
         name = type(self.model).__name__
         try:
-            # The one token's logits, asked for twice: shows whether the model heeds `logits_to_keep`.
+            # The same index twice shows whether the model implements `logits_to_keep`.
             logits = self.forward([], [Chunk(0, 0, [0])], [0, 0])
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise UnsupportedModel(f"{name} cannot be served: its first token failed: {error}") from error
         if len(logits) != 2:
-            raise UnsupportedModel(f"{name} cannot be served: it gives logits for other tokens than those asked for")
+            raise UnsupportedModel(f"{name} cannot be served: it returns logits of other tokens than those selected")
 
 
 def _segments(chunks: list[Chunk]) -> list[Segment]:
@@ -149,7 +153,7 @@ def _segments(chunks: list[Chunk]) -> list[Segment]:
 
 
 def cache_shape(model: PreTrainedModel, num_slots: int, max_len: int) -> CacheShape:
-    """The cache that a model needs for so many sequences of such a length."""
+    """Return the shape of a model's cache for `num_slots` sequences of `max_len` tokens."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     return CacheShape(

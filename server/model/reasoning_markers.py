@@ -1,4 +1,4 @@
-"""The start and the end of the model's thinking, as tokens."""
+"""Tokens that mark the start and the end of the model's thinking."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from logitship.server.tokenizer import Tokenizer
 
 
 def resolve_reasoning_config(strings: ReasoningStrings, tokenizer: Tokenizer, vocab_size: int) -> ReasoningConfig:
-    """The markers as token ids, in vLLM's form.
+    """Return the markers as token ids, in vLLM's class.
 
     Args:
+        strings: the markers as text.
+        tokenizer: the model's.
         vocab_size: columns of the logits.
 
     Raises:
-        StartError: the model's vocabulary cannot write one of them.
+        StartError: the model's vocabulary cannot express a marker.
     """
 
     def token_ids(name: str, text: str) -> list[int]:

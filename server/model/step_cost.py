@@ -1,4 +1,4 @@
-"""How long a forward pass takes, by its number of tokens: measured when the engine starts."""
+"""Time of a forward pass by its number of tokens, measured when the engine starts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from .model_runner import Chunk, ModelRunner
 
 _ROUNDS = 3
-"""Each number is measured so often; the fastest counts, which other work on the machine disturbed least."""
+"""Measurements of each number of tokens. The fastest counts: other work on the machine disturbed it least."""
 _NUMBERS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 65, 129)
-"""Close together where matrix libraries change their ways: on a CPU, two or three tokens may take longer than five."""
+"""Measured numbers of tokens. Dense where matrix libraries switch kernels: on a CPU, two tokens may be slower than
+five."""
 
 
 class StepCost:
-    """The time of a pass, between and beyond the numbers of tokens that were measured.
+    """Time of a forward pass, interpolated between the measured numbers of tokens.
 
     Args:
-        seconds: number of tokens → time; at least two.
+        seconds: number of tokens → seconds; at least two entries.
     """
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
@@ -28,26 +29,27 @@ class StepCost:
         self._seconds = [seconds[number] for number in self._numbers]
 
     def __call__(self, num_tokens: int) -> float:
-        """Seconds of a pass, on the straight line through the two nearest measurements."""
+        """Return the seconds of a pass, on the line through the two nearest measurements."""
         right = min(max(bisect_left(self._numbers, num_tokens), 1), len(self._numbers) - 1)
         (x0, x1), (y0, y1) = self._numbers[right - 1 : right + 1], self._seconds[right - 1 : right + 1]
         return max(y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0), min(y0, y1))
 
 
 def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
-    """Time passes of one sequence. Takes as long as some 100 steps; nothing else may run.
+    """Measure forward passes of one sequence. Takes as long as about 100 steps; no other pass may run meanwhile.
 
     Args:
-        most_tokens: of any step.
+        runner: runs the passes.
+        most_tokens: largest number of tokens to measure.
     """
     numbers = [number for number in _NUMBERS if number <= min(most_tokens, runner.cache.shape.max_len)]
     seconds: dict[int, float] = {}
     for _ in range(_ROUNDS):
         for number in numbers:
-            began = time.perf_counter()
+            start = time.perf_counter()
             runner.forward([Chunk(0, 0, [0] * number)], [], list(range(number)))
             if runner.device.type == "cuda":
                 torch.cuda.synchronize(runner.device)
-            took = time.perf_counter() - began
+            took = time.perf_counter() - start
             seconds[number] = min(took, seconds.get(number, took))
     return StepCost(seconds)

@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass stand, and which sequences attend in one call."""
+"""Layout of a forward pass: positions of its tokens, and batches of sequences that attend in one call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from .kv_cache import SlotCache
 
-# Costs of attending, measured on a CPU, in positions of the cache that a call reads for one token of each sequence.
+# Costs of attention, measured on a CPU. The unit is one cache position read for one token of a sequence.
 _CALL_COST = 500
 _TOKEN_COST = 0.2
-"""Of a position, for each further token of the sequence."""
+"""Cost per position for each further token of the sequence."""
 _GATHER_COST = 0.5
-"""Of a position, where keys and values are copied first."""
+"""Cost per position if keys and values are copied first."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,26 @@ class Segment:
         return self.start + self.length
 
 
-Placed = tuple[int, Segment]
-"""A segment, and the number of its first token in the packed row."""
+PackedSegment = tuple[int, Segment]
+"""Index of a segment's first token in the packed row, and the segment."""
 
 
 class StepLayout:
-    """Where the tokens of one forward pass stand, with what all layers share computed once.
+    """Layout of one forward pass, with tensors that all layers share.
 
     Args:
-        decode: segments of few tokens, at the beginning of the packed row.
-        prefill: the other segments, in the order in which they follow.
+        decode: segments of few tokens, first in the packed row.
+        prefill: the other segments, in their order.
+        cache: the KV cache.
+        dtype: of the masks.
+        device: of all tensors.
 
     Attributes:
-        slots: int64 [tokens].
-        positions: int64 [tokens].
+        slots: int64 [tokens], the slot of each token.
+        positions: int64 [tokens], the position of each token in its slot.
         batches: sequences that attend in one call.
-        one_by_one: the other segments.
-        order: int64 [tokens]: where each token's output stands in those of the batches, then of the others; None if
+        unbatched: the other segments.
+        order: int64 [tokens]: index of each token's output in the outputs of `batches`, then `unbatched`; None if
             they are in order.
     """
 
@@ -67,13 +70,13 @@ class StepLayout:
         firsts = accumulate((s.length for s in segments), initial=0)
         placed = list(zip(firsts, segments, strict=False))
         batched = cheapest_batches(placed[: len(decode)])
-        self.batches = [DecodeBatch(batch, is_part, dtype, device) for batch, is_part in batched]
+        self.batches = [DecodeBatch(batch, is_subset, dtype, device) for batch, is_subset in batched]
         in_batches = {first for batch, _ in batched for first, _ in batch}
-        self.one_by_one = [(first, segment) for first, segment in placed if first not in in_batches]
-        self.order = _order([each for batch, _ in batched for each in batch] + self.one_by_one, device)
+        self.unbatched = [(first, segment) for first, segment in placed if first not in in_batches]
+        self.order = _order([each for batch, _ in batched for each in batch] + self.unbatched, device)
 
     def segment_mask(self, segment: Segment, window: int | None) -> torch.Tensor | None:
-        """Additive mask of one segment, [length, end]; None where the plain causal mask is meant."""
+        """Return the additive mask of one segment, [length, end]; None if it is the plain causal mask."""
         if (segment, window) not in self._masks:
             if segment.start == 0 and (window is None or window >= segment.end):
                 self._masks[segment, window] = None
@@ -84,53 +87,58 @@ class StepLayout:
 
 
 class DecodeBatch:
-    """Sequences of few tokens that attend in one call, all padded to the longest one and the one with most tokens.
+    """Sequences of few tokens that attend in one call, all padded to the longest cache and to the most tokens.
 
     Args:
         placed: the segments.
-        is_part: they stand among others that are not in this batch: their keys and values are copied together. Else
-            they are read where they stand, those of slots between them included, which is cheaper than closing gaps.
+        is_subset: other segments have slots between them: keys and values are copied first. Otherwise they are read in
+            place, with unused slots in between, which is cheaper than copying.
+        dtype: of the masks.
+        device: of all tensors.
 
     Attributes:
-        most_tokens: of a sequence.
-        tokens: int64 [sequences, most tokens], numbers in the packed row. Where there is none, another one's.
-        rows: int64 [tokens of the batch]: where each stands in `tokens`, in the order of the segments.
-        places: int64 [tokens of the batch], the same.
-        is_plain: all that stands in `tokens` is the first so many tokens, in order.
+        most_tokens: most tokens of a sequence.
+        tokens: int64 [sequences, most tokens], indices in the packed row; padding repeats a token.
+        rows: int64 [tokens of the batch]: row of each token in `tokens`, in the order of the segments.
+        columns: int64 [tokens of the batch]: column of each token in `tokens`.
+        is_plain: `tokens` is one column with the first tokens of the packed row, in order.
     """
 
-    def __init__(self, placed: Sequence[Placed], is_part: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, placed: Sequence[PackedSegment], is_subset: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         slots = [segment.slot for _, segment in placed]
-        row_of = {slot: row for row, slot in enumerate(slots)} if is_part else {slot: slot for slot in slots}
+        row_of = {slot: row for row, slot in enumerate(slots)} if is_subset else {slot: slot for slot in slots}
         self.most_tokens = max(segment.length for _, segment in placed)
         self._longest = max(segment.end for _, segment in placed)
-        self._slots = torch.tensor(slots, device=device) if is_part else None
+        self._slots = torch.tensor(slots, device=device) if is_subset else None
         num_rows = max(row_of.values()) + 1
-        # A slot of no sequence sees position 0 alone, and computes what nobody looks at.
+        # A slot without a sequence attends to position 0 only, and its output is not used.
         tokens = [[0] * self.most_tokens for _ in range(num_rows)]
         ends = [[1] * self.most_tokens for _ in range(num_rows)]
         for first, segment in placed:
-            places = [min(place, segment.length - 1) for place in range(self.most_tokens)]
-            tokens[row_of[segment.slot]] = [first + place for place in places]
-            ends[row_of[segment.slot]] = [segment.start + place + 1 for place in places]
+            offsets = [min(offset, segment.length - 1) for offset in range(self.most_tokens)]
+            tokens[row_of[segment.slot]] = [first + offset for offset in offsets]
+            ends[row_of[segment.slot]] = [segment.start + offset + 1 for offset in offsets]
         self.is_plain = tokens == [[token] for token in range(len(placed))]
         self.tokens = torch.tensor(tokens, device=device)
         self.rows = torch.tensor([row_of[s.slot] for _, s in placed for _ in range(s.length)], device=device)
-        self.places = torch.tensor([place for _, s in placed for place in range(s.length)], device=device)
+        self.columns = torch.tensor([column for _, s in placed for column in range(s.length)], device=device)
         self._ends = torch.tensor(ends, device=device)
         self._dtype = dtype
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
-    def of(self, cached: torch.Tensor) -> torch.Tensor:
-        """A layer's keys or values [slots, heads, positions, head size]: those that the batch reads."""
+    def select(self, cached: torch.Tensor) -> torch.Tensor:
+        """Return the part of a layer's keys or values [slots, heads, positions, head size] that the batch reads."""
         cached = cached[:, :, : self._longest]
         return cached[: len(self.tokens)] if self._slots is None else cached.index_select(0, self._slots)
 
     def mask(self, window: int | None, group: int) -> torch.Tensor:
-        """Additive mask of all queries that read the same keys, [sequences, 1, group * most tokens, longest].
+        """Return the additive mask of queries that read the same keys: [sequences, 1, group * most tokens, longest].
 
         Args:
-            group: how many heads of queries share a head of keys.
+            window: positions that a token attends to, with its own; None: all.
+            group: number of query heads per key head.
         """
         if (window, group) not in self._masks:
             mask = _additive_mask(self._ends, self._longest, window, self._dtype)
@@ -138,36 +146,36 @@ class DecodeBatch:
         return self._masks[window, group]
 
 
-Batch = tuple[list[Placed], bool]
-"""Of a `DecodeBatch`, what it is made of: the segments, and whether they are a part."""
+BatchedSegments = tuple[list[PackedSegment], bool]
+"""Arguments of a `DecodeBatch`: the segments, and `is_subset`."""
 
 
-def cheapest_batches(placed: Sequence[Placed]) -> list[Batch]:
-    """Which sequences that decode attend in one call; the others attend one by one.
+def cheapest_batches(placed: Sequence[PackedSegment]) -> list[BatchedSegments]:
+    """Return the decoding sequences that should attend in one call; the others attend one by one.
 
-    A call for each costs calls. One for all costs reading up to the longest one for each, and computing as many tokens
-    as the one with most has. So those that have drafts may get a call of their own.
+    Separate calls have an overhead each. One call for all reads as many positions as the longest sequence has, and
+    computes as many tokens as the longest draft, for each sequence. So sequences with drafts may get a separate call.
     """
     if not placed:
         return []
     single = [each for each in placed if each[1].length == 1]
     drafted = [each for each in placed if each[1].length > 1]
-    ways: list[list[Batch]] = [[(list(placed), False)]]
+    options: list[list[BatchedSegments]] = [[(list(placed), False)]]
     if single and drafted:
-        ways.append([(single, False), (drafted, True)])
-    best = min(ways, key=_cost_of_all)
+        options.append([(single, False), (drafted, True)])
+    best = min(options, key=_cost_of_all)
     alone = sum(_CALL_COST + segment.end * _cost_of_position(segment.length) for _, segment in placed)
     return best if _cost_of_all(best) <= alone else []
 
 
-def _cost_of_all(batches: Iterable[Batch]) -> float:
+def _cost_of_all(batches: Iterable[BatchedSegments]) -> float:
     return sum(_cost(*batch) for batch in batches)
 
 
-def _cost(placed: Sequence[Placed], is_part: bool) -> float:
+def _cost(placed: Sequence[PackedSegment], is_subset: bool) -> float:
     segments = [segment for _, segment in placed]
-    num_rows = len(segments) if is_part else max(segment.slot for segment in segments) + 1
-    position = _cost_of_position(max(segment.length for segment in segments)) + (_GATHER_COST if is_part else 0.0)
+    num_rows = len(segments) if is_subset else max(segment.slot for segment in segments) + 1
+    position = _cost_of_position(max(segment.length for segment in segments)) + (_GATHER_COST if is_subset else 0.0)
     return _CALL_COST + num_rows * max(segment.end for segment in segments) * position
 
 
@@ -175,19 +183,21 @@ def _cost_of_position(num_tokens: int) -> float:
     return 1.0 + _TOKEN_COST * (num_tokens - 1)
 
 
-def _order(placed: Iterable[Placed], device: torch.device) -> torch.Tensor | None:
-    """Where the tokens of the packed row stand, if segments stand in this order; None if nothing changes."""
-    tokens = [first + place for first, segment in placed for place in range(segment.length)]
-    where = sorted(range(len(tokens)), key=tokens.__getitem__)
-    return None if where == tokens else torch.tensor(where, device=device)
+def _order(placed: Iterable[PackedSegment], device: torch.device) -> torch.Tensor | None:
+    """Return each packed token's index in the order of these segments; None if the orders are the same."""
+    tokens = [first + offset for first, segment in placed for offset in range(segment.length)]
+    indices = sorted(range(len(tokens)), key=tokens.__getitem__)
+    return None if indices == tokens else torch.tensor(indices, device=device)
 
 
 def _additive_mask(ends: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Zero where a token sees a position, else -inf: [..., longest].
+    """Return zero where a token attends to a position, else -inf: [..., longest].
 
     Args:
         ends: int64 [...], one more than each token's own position.
-        window: how many positions it sees, with its own; None: all.
+        longest: number of positions.
+        window: positions that a token attends to, with its own; None: all.
+        dtype: of the mask.
     """
     position = torch.arange(longest, device=ends.device)
     seen = position < ends[..., None]

@@ -107,7 +107,7 @@ def _qualname(value: Any, at: str) -> str:
 def _only(entry: Mapping[str, Any], at: str, *known: str) -> None:
     unknown = sorted(set(entry) - set(known))
     if unknown:
-        raise BadRequest(f"{at}: has an unknown key {unknown[0][:80]!r} besides {', '.join(known)}", param=at)
+        raise BadRequest(f"{at}: has an unknown key {unknown[0][:80]!r}; the keys are {', '.join(known)}", param=at)
 
 
 def _parse(value: Any, limit: int, at: str) -> ProcessorString:

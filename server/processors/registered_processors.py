@@ -87,7 +87,7 @@ class RegisteredProcessors:
     def use_digest(self, digest: str, tenant: str = "") -> Registration:
         """Return a registration with this digest: the tenant's own, else another tenant's. Counts as a use.
 
-        Whoever knows the digest may use the processor.
+        Any tenant that has the digest may use the processor.
 
         Raises:
             NotRegistered: there is none, or not any more.

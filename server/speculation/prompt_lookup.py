@@ -1,4 +1,4 @@
-"""Guesses what a sequence goes on with: what followed the last time that its last tokens stood there.
+"""Prompt lookup: drafts the tokens that followed the previous occurrence of a sequence's last tokens.
 
 Summaries, edits and answers with quotations repeat long parts of their prompts. Saxena 2023, "Prompt Lookup Decoding",
 https://github.com/apoorvumang/prompt-lookup-decoding.
@@ -12,17 +12,17 @@ from itertools import islice
 from typing import Final
 
 _SIZES: Final = (4, 2)
-"""Lengths of the n-grams that are looked up, the longer first: what follows more tokens is the better guess."""
+"""Lengths of the n-grams that are looked up, longest first: a longer match predicts better."""
 _FIRST_RATES: Final = {4: 0.5, 2: 0.25}
 _FURTHER_RATE: Final = 0.8
-"""Hit rates before anything is known of a model's texts."""
+"""Initial acceptance rates, before the first observations."""
 _PRIME: Final = (1 << 61) - 1
 _FACTORS: Final = [secrets.randbelow(_PRIME - 1) + 1 for _ in range(max(_SIZES))]
-"""Of the n-grams' keys: nobody can send tokens that all have the same."""
+"""Random factors of the n-grams' keys, so that clients cannot make keys collide."""
 
 
 class AcceptanceRate:
-    """How often guesses came true of late: an exponential mean.
+    """Acceptance rate of recent predictions: an exponential mean.
 
     Attributes:
         value: between 0 and 1.
@@ -32,20 +32,22 @@ class AcceptanceRate:
         self.value = value
         self._weight = weight
 
-    def count(self, hit: bool) -> None:
-        """A guess came true, or not."""
-        self.value += self._weight * (hit - self.value)
+    def count(self, accepted: bool) -> None:
+        """Count a prediction that was accepted or not."""
+        self.value += self._weight * (accepted - self.value)
 
 
 class AcceptanceRates:
-    """Those of one sequence, or of all.
+    """Acceptance rates of one sequence, or of all sequences.
 
     Args:
-        first: by length of n-gram.
+        first: initial rates by length of the n-gram.
+        further: initial rate of `further`.
+        weight: weight of a prediction in the exponential means.
 
     Attributes:
-        first: of guesses just after an n-gram of a length was found.
-        further: of guesses after a guess that came true.
+        first: rates of the first prediction after an n-gram was found, by its length.
+        further: rate of predictions after an accepted one.
     """
 
     def __init__(
@@ -54,93 +56,94 @@ class AcceptanceRates:
         self.first = {size: AcceptanceRate(value, weight) for size, value in first.items()}
         self.further = AcceptanceRate(further, weight)
 
-    def of_sequence(self) -> AcceptanceRates:
-        """What is expected of one more sequence: the same, until it has guesses of its own."""
+    def new_sequence(self) -> AcceptanceRates:
+        """Return the rates of a new sequence: initially the same, with a larger weight for its own predictions."""
         return AcceptanceRates(
             {size: rate.value for size, rate in self.first.items()}, self.further.value, weight=1 / 8
         )
 
-    def of_guess(self, size: int | None) -> AcceptanceRate:
-        """The one that a guess belongs to: just after an n-gram of a length, or after a guess that came true (None)."""
+    def rate_of(self, size: int | None) -> AcceptanceRate:
+        """Return the rate of a prediction: after an n-gram of this length, or after an accepted prediction (None)."""
         return self.further if size is None else self.first[size]
 
 
 class PromptLookup:
-    """Follows one sequence, O(1) for each token.
+    """Predicts the next tokens of one sequence, O(1) for each token.
 
-    Every token is guessed before it is seen, whether anybody uses the guess or not: so the hit rates cost nothing, and
-    are right also where nothing is drafted.
+    Every token is predicted, drafted or not, so the acceptance rates are up to date also while nothing is drafted.
 
     Args:
-        of_all: the hit rates of all sequences, which this one begins with and adds to.
+        prompt_token_ids: the prompt.
+        output_token_ids: the sequence's live list of output tokens.
+        shared: the acceptance rates of all sequences: initial rates of this one, and updated by it.
     """
 
-    def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int], of_all: AcceptanceRates) -> None:
+    def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int], shared: AcceptanceRates) -> None:
         self._output = output_token_ids
         self._tokens = list(prompt_token_ids)
         self._num_prompt = len(prompt_token_ids)
         self._following: dict[int, int] = {}
-        """Key of an n-gram → where the token stands that last followed it."""
-        self._guess: int | None = None
-        """Where the token stands that is expected to be the next one."""
+        """Key of an n-gram → index of the token that last followed it."""
+        self._predicted: int | None = None
+        """Index of the token that is predicted to be repeated next."""
         self._size: int | None = None
-        """Of the n-gram that the guess follows; None after a guess that came true."""
-        self._of_all = of_all
-        self._own = of_all.of_sequence()
+        """Length of the n-gram before the prediction; None after an accepted prediction."""
+        self._shared = shared
+        self._rates = shared.new_sequence()
         for end in range(1, len(self._tokens)):
             self._index(end)
-        self._look_up()
+        self._find_ngram()
 
     def follow(self) -> None:
-        """Take over the tokens that came."""
+        """Append the new output tokens."""
         for token in islice(self._output, len(self._tokens) - self._num_prompt, None):
             self._append(token)
 
-    def probability(self, place: int) -> float:
-        """That the draft's token at a place, and all before it, come true; 0 if there is no draft."""
-        if self._guess is None:
+    def probability(self, index: int) -> float:
+        """Return the probability that the first `index + 1` draft tokens are accepted; 0 if there is no draft."""
+        if self._predicted is None:
             return 0.0
-        return float(self._own.of_guess(self._size).value * self._own.further.value**place)
+        return float(self._rates.rate_of(self._size).value * self._rates.further.value**index)
 
     def draft(self, count: int) -> list[int]:
-        """The next tokens, as guessed. None if nothing like the last tokens stood there before.
+        """Return `count` predicted tokens. Empty if the last tokens did not occur before.
 
-        What follows behind the end is guessed to repeat.
+        Beyond the end of the sequence, the predicted tokens repeat.
         """
-        if self._guess is None:
+        if self._predicted is None:
             return []
-        known = self._tokens[self._guess : self._guess + count]
+        known = self._tokens[self._predicted : self._predicted + count]
         while len(known) < count:
-            known.append(known[len(known) - (len(self._tokens) - self._guess)])
+            known.append(known[len(known) - (len(self._tokens) - self._predicted)])
         return known
 
     def _append(self, token: int) -> None:
-        if self._guess is not None:
-            hit = self._tokens[self._guess] == token
-            for rates in (self._own, self._of_all):
-                rates.of_guess(self._size).count(hit)
+        if self._predicted is not None:
+            accepted = self._tokens[self._predicted] == token
+            for rates in (self._rates, self._shared):
+                rates.rate_of(self._size).count(accepted)
             self._size = None
-            self._guess = self._guess + 1 if hit else None
+            self._predicted = self._predicted + 1 if accepted else None
         self._tokens.append(token)
         self._index(len(self._tokens) - 1)
-        if self._guess is None:
-            self._look_up()
+        if self._predicted is None:
+            self._find_ngram()
 
-    def _index(self, place: int) -> None:
-        """Remember what the token at a place follows."""
+    def _index(self, index: int) -> None:
+        """Index the n-grams before the token at an index."""
         for size in _SIZES:
-            if place >= size:
-                self._following[self._key(place, size)] = place
+            if index >= size:
+                self._following[self._key(index, size)] = index
 
-    def _look_up(self) -> None:
+    def _find_ngram(self) -> None:
         end = len(self._tokens)
         for size in _SIZES:
-            if end >= size and (place := self._following.get(self._key(end, size))) is not None:
-                self._guess, self._size = place, size
+            if end >= size and (index := self._following.get(self._key(end, size))) is not None:
+                self._predicted, self._size = index, size
                 return
 
     def _key(self, end: int, size: int) -> int:
-        """Of the n-gram before a place. Two that differ have the same one with a probability of 2^-61."""
+        """Return the key of the n-gram before `end`. Different n-grams have the same key with probability 2^-61."""
         key = size
         for token, factor in zip(self._tokens[end - size : end], _FACTORS, strict=False):
             key += (token + 1) * factor

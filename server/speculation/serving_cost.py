@@ -1,4 +1,4 @@
-"""How long a decoding step takes, with and without drafts: learned from the steps themselves."""
+"""Time of a decoding step, with and without drafts, learned from the steps themselves."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 @dataclass
 class _Factor:
-    """Of the steps of one kind: an exponential mean, and the number of the step that it was last learned from."""
+    """Exponential mean for steps of one kind, and the number of the last such step."""
 
     mean: float
     last_step: int
 
 
 class ServingCost:
-    """Corrects the time of a forward pass by what whole steps took.
+    """Corrects the time of a forward pass by the measured time of whole steps.
 
-    A pass that was timed alone, on one sequence, says how the time grows with the number of tokens. A step also draws
-    tokens, calls processors and delivers; with drafts it draws several times, and its sequences have different numbers
-    of tokens. So there is a factor for each size of the batch and each number of drafts (0, 1, 2 to 3, 4 to 7, ...):
-    the exponential mean of the time that such steps took over that of a pass. What is not known yet is taken to be like
-    what stands next to it.
+    A pass measured alone, on one sequence, shows how the time grows with the number of tokens. A step also samples
+    tokens, calls processors and delivers output; with drafts it samples several times, and its sequences have different
+    numbers of tokens. So there is a factor for each size of the batch and each number of drafts (0, 1, 2 to 3, 4 to 7,
+    ...): the exponential mean of the time of such steps over that of a pass. An unknown factor is that of the nearest
+    known one.
 
     Args:
         forward_cost: number of tokens → time of a forward pass.
@@ -30,20 +30,20 @@ class ServingCost:
 
     _WEIGHT = 1 / 16
     _MOST_WEIGHT = 1 / 4
-    """Of a step whose like there has not been for long: much else may have changed since."""
+    """Largest weight of a step. Steps of a kind not seen for long get more weight: the load may have changed."""
     _OUTLIER = 2.0
-    """A step that took so many times as long as usual counts as this: something else had the machine."""
-    _FORGET = 1 / 64
-    """Of what drafts cost more, goes with each step without: what was costly once is tried again."""
+    """Largest ratio of a step's time to the usual time; slower steps are clipped: something else used the machine."""
+    _DECAY = 1 / 64
+    """Share of the extra cost of drafts that decays with each step without drafts, so that they are tried again."""
 
     def __init__(self, forward_cost: Callable[[int], float]) -> None:
         self._forward_cost = forward_cost
         self._num_steps = 0
         self._factors: defaultdict[int, dict[int, _Factor]] = defaultdict(dict)
-        """By size of the batch and by number of drafts."""
+        """Factors by size of the batch and by number of drafts, both as bit lengths."""
 
     def __call__(self, num_rows: int, num_drafts: int) -> float:
-        """The time that a step of so many sequences is expected to take, if so many tokens are drafted for them."""
+        """Return the expected time of a step with `num_rows` sequences and `num_drafts` drafted tokens."""
         factors = self._factors[num_rows.bit_length()]
         wanted = num_drafts.bit_length()
         alike = [known for known in factors if bool(known) == bool(wanted)] or [*factors]
@@ -52,7 +52,7 @@ class ServingCost:
         return factor * self._forward_cost(num_rows + num_drafts)
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Learn from a step without prompts."""
+        """Update the factors with a step without prompts."""
         self._num_steps += 1
         factors = self._factors[num_rows.bit_length()]
         found = seconds / self._forward_cost(num_rows + num_drafts)
@@ -63,4 +63,4 @@ class ServingCost:
         factor.last_step = self._num_steps
         if not num_drafts:
             for drafted in factors.values():
-                drafted.mean -= self._FORGET * max(0.0, drafted.mean - factor.mean)
+                drafted.mean -= self._DECAY * max(0.0, drafted.mean - factor.mean)

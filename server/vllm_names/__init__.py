@@ -1,4 +1,4 @@
-"""vLLM's names, for plugins that import them where vLLM is not installed."""
+"""vLLM's names, for plugins that import them although vLLM is not installed."""
 
 from .import_hook import enable_vllm_names
 

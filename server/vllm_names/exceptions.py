@@ -6,11 +6,11 @@ from typing import Any
 
 
 class VLLMValidationError(ValueError):
-    """A request's parameters are refused. `validate_params` may raise this or any other `ValueError`.
+    """The parameters of a request are invalid. `validate_params` may raise this or any other `ValueError`.
 
     Attributes:
-        parameter: name of the refused parameter, if there is one to name.
-        value: what it was.
+        parameter: name of the invalid parameter; None if it is unknown.
+        value: its value.
     """
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""The one import hook: answers `import vllm` where vLLM is not installed."""
+"""Import hook for `import vllm` where vLLM is not installed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .names import HINTS, NAMES
 
 
 def enable_vllm_names() -> bool:
-    """Let plugins written for vLLM import its names here, from the modules `vllm` and below.
+    """Make vLLM's names importable from the modules `vllm` and below, for plugins written for vLLM.
 
-    They resolve to logitship's own classes, when they are first used. Does nothing where vLLM is installed, and nothing
-    when called again. Package metadata stays as it is: `importlib.metadata.version("vllm")` still finds no vLLM.
+    They resolve to logitship's own classes when they are first used. Does nothing if vLLM is installed, or if called
+    again. Package metadata does not change: `importlib.metadata.version("vllm")` still finds no vLLM.
 
     Returns:
-        True if `vllm` is ours now, False if vLLM is installed.
+        True if `vllm` is now provided by logitship, False if vLLM is installed.
     """
     if any(isinstance(finder, VllmNamesFinder) for finder in sys.meta_path):
         return True
     if _vllm_is_installed():
         return False
-    # First: a folder `vllm`, such as a clone of its repository, would be found as a package without content.
+    # First, because a folder `vllm`, such as a clone of its repository, would be found as an empty package.
     sys.meta_path.insert(0, VllmNamesFinder())
     return True
 
@@ -41,32 +41,32 @@ def _vllm_is_installed() -> bool:
 
 
 class VllmNamesFinder(MetaPathFinder, Loader):
-    """Finds the modules of the table, and says of others below `vllm` what there is."""
+    """Finds the modules in `NAMES`. For other modules below `vllm`, the error lists the available names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for a module of the table; None for what is not vLLM's.
+        """Return the spec of a module in `NAMES`; None for modules outside `vllm`.
 
         Raises:
-            ModuleNotFoundError: vLLM's, and not in the table.
+            ModuleNotFoundError: a module of vLLM that is not in `NAMES`.
         """
         parent, _, name = fullname.rpartition(".")
         if fullname in NAMES:
-            # All as packages: only of a package's missing name does `from … import` ask here, and so gets our message.
+            # All are packages: only for a missing name of a package does `from … import` call this finder again.
             return ModuleSpec(fullname, self, origin=__name__, is_package=True)
         if parent not in NAMES:
             return None
-        # Named after what is missing, as plugins look for it. Under the full name, `from vllm import x` would replace
-        # this error by its own.
+        # The name is `vllm`, which plugins check. With the full name, `from vllm import x` would replace this error by
+        # its own.
         raise ModuleNotFoundError(_missing(parent, name), name="vllm")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module, empty."""
-        return _VllmModule(spec.name, f"Stands for {spec.name}, since vLLM is not installed.")
+        """Return an empty module."""
+        return _VllmModule(spec.name, f"Replacement for {spec.name}, because vLLM is not installed.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is imported before a name is used."""
+        """Set `__all__`. Names are imported when they are first used."""
         vars(module)["__all__"] = sorted(NAMES[module.__name__])
 
 

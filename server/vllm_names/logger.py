@@ -10,9 +10,9 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of this name, with vLLM's `debug_once`, `info_once`, `warning_once` and `error_once`.
+    """Return the logger of this name, with vLLM's `debug_once`, `info_once`, `warning_once` and `error_once`.
 
-    They take `(message, *args, scope="local")`; `scope` says which of several vLLM processes speak, and here is one.
+    They take `(message, *args, scope="local")`. `scope` selects vLLM processes, and is ignored: here is only one.
     """
     logger = logging.getLogger(name)
     for level in _LEVELS:
@@ -20,6 +20,6 @@ def init_logger(name: str) -> logging.Logger:
     return logger
 
 
-@lru_cache(maxsize=1024)  # bounded, since the arguments may come from requests: a message forgotten is said again
+@lru_cache(maxsize=1024)  # bounded, because the arguments may come from requests; an evicted message is logged again
 def _log_once(logger: logging.Logger, level: int, message: str, *args: Hashable, scope: str = "local") -> None:
     logger.log(level, message, *args, stacklevel=2)

@@ -1,7 +1,7 @@
-"""Which of vLLM's modules and names there are here, and what each resolves to.
+"""Table of vLLM's modules and names that can be imported here, and the objects they resolve to.
 
-In the table is what batch processors import: those in vLLM's documentation and examples, and those on PyPI and GitHub.
-What could be imported here and not be used as in vLLM is left out: an import that fails says so at the start.
+It has the names that batch processors import in vLLM's documentation and examples, on PyPI and on GitHub. Names that
+could be imported but not used as in vLLM are omitted, so that the import fails at start.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 VLLM_VERSION = "0.32.0"
-"""The release whose names and behaviour these are; plugins choose by it where to import from."""
+"""The release that is implemented; plugins use it to choose where to import from."""
 
 _BATCH_PROCESSORS = "logitship.builtin_processors.batch_processors"
 _OFFLINE = "logitship.server.offline"
@@ -76,7 +76,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "vllm.sampling_params": {**_SAMPLING_PARAMS, **_BEAM_SEARCH, **_STRUCTURED_OUTPUTS},
     "vllm.tokenizers": _TOKENIZERS,
     "vllm.transformers_utils": {},
-    "vllm.transformers_utils.tokenizer": _TOKENIZERS,  # where they were until 0.11
+    "vllm.transformers_utils.tokenizer": _TOKENIZERS,  # their module until 0.11
     "vllm.v1": {},
     "vllm.v1.sample": {},
     "vllm.v1.sample.logits_processor": _LOGITS_PROCESSOR,
@@ -84,10 +84,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "vllm.v1.sample.logits_processor.interface": _INTERFACE,
     "vllm.v1.sample.logits_processor.state": _STATE,
 }
-"""Module -> name -> where our object is, as `module:name`."""
+"""Module -> name -> our object, as `module:name`."""
 
 HINTS: Mapping[str, str] = {
     "vllm.v1.worker": "Batch processors for vLLM's model runner V2 (vllm.v1.worker.gpu) do not run here. Those for V1 "
     "do: derive from vllm.v1.sample.logits_processor.LogitsProcessor",
 }
-"""What to say besides of a module that is not in the table."""
+"""Hints for modules that are not in the table."""

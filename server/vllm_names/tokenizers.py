@@ -22,18 +22,19 @@ def get_tokenizer(
     download_dir: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A Hugging Face tokenizer.
+    """Load a Hugging Face tokenizer.
 
     Args:
         tokenizer_name: a folder, a GGUF file or a hub name.
-        args: passed on to `AutoTokenizer.from_pretrained`, as `kwargs` are.
+        args: passed to `AutoTokenizer.from_pretrained`, as are `kwargs`.
         tokenizer_mode: "auto", "hf" or "slow".
         trust_remote_code: run the code that comes with the tokenizer.
-        revision: of a hub name.
-        download_dir: where hub files are kept.
+        revision: revision of a hub name.
+        download_dir: cache folder of hub files.
+        kwargs: see `args`.
 
     Raises:
-        ValueError: `tokenizer_mode` is one of vLLM's that Hugging Face does not have.
+        ValueError: Hugging Face does not have this mode of vLLM.
         OSError: there is no such tokenizer.
     """
     if tokenizer_mode not in _HUGGING_FACE_MODES:
@@ -55,11 +56,11 @@ def get_tokenizer(
 
 
 def cached_tokenizer_from_config(model_config: ModelConfig, **kwargs: Any) -> Any:
-    """The tokenizer of the model that is served: the engine's own object, unless `kwargs` ask for another.
+    """Return the served model's tokenizer: the engine's own object, or a new one if there are `kwargs`.
 
     Args:
         model_config: `vllm_config.model_config`.
-        kwargs: passed on to `get_tokenizer`.
+        kwargs: passed to `get_tokenizer`.
     """
     if model_config.hf_tokenizer is not None and not kwargs:
         return model_config.hf_tokenizer

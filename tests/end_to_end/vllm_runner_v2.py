@@ -135,8 +135,8 @@ class OneRank:
 
     is_first = True
 
-    def share(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """There is nobody to share with."""
+    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Do nothing: there is no other rank."""
 
 
 def config(*, speculative_config: Any = None, is_diffusion: bool = False, **parallel: Any) -> Any:

@@ -556,12 +556,8 @@ time.sleep(60)
 KILLED = r"was killed \(while it was loaded\)"
 TOO_SLOW = rf"gave no answer within {LOAD_TIMEOUT:g} s: its process {KILLED}"
 LOAD_CASES = [
-    LoadCase(
-        "loops", load_source("while True: pass"), TOO_SLOW
-    ),
-    LoadCase(
-        "sleeps", load_source("time.sleep(60)"), TOO_SLOW
-    ),
+    LoadCase("loops", load_source("while True: pass"), TOO_SLOW),
+    LoadCase("sleeps", load_source("time.sleep(60)"), TOO_SLOW),
     LoadCase("exits", load_source("os._exit(0)"), "ended its process with exit status 0"),
     LoadCase("crashes", load_source("ctypes.string_at(0)"), "ended its process: SIGSEGV"),
     LoadCase("raises", load_source("1 / 0"), "ZeroDivisionError"),

@@ -17,7 +17,7 @@ MODEL_LEN = 512
 
 @pytest.fixture
 def token_bytes(float32_model: LoadedModel) -> int:
-    """Of one position of four sequences: 2 layers, keys and values, 2 heads of 8 float32 numbers."""
+    """Bytes of one position of four sequences: 2 layers, keys and values, 2 heads of 8 float32 numbers."""
     nbytes = cache_shape(float32_model.model, 4, 1).nbytes(torch.float32)
     assert nbytes == 4 * 2 * 2 * 2 * 8 * 4
     return nbytes
@@ -29,14 +29,12 @@ def length(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, free: int, **se
     return max_model_len(config, loaded.model, MODEL_LEN)
 
 
-def test_the_models_own_length_if_it_fits(
-    float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
-) -> None:
+def test_model_length_if_it_fits(float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
     assert length(float32_model, monkeypatch, 2 * MODEL_LEN * token_bytes) == MODEL_LEN
     assert length(float32_model, monkeypatch, 2 * MODEL_LEN * token_bytes, max_model_len=100) == 100
 
 
-def test_what_fits_if_it_does_not(
+def test_length_that_fits_into_memory(
     float32_model: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
     token_bytes: int,
@@ -48,7 +46,7 @@ def test_what_fits_if_it_does_not(
     assert length(float32_model, monkeypatch, 200 * token_bytes, mem_fraction_static=1.0) == 200
 
 
-def test_an_operators_length_that_does_not_fit_is_refused(
+def test_operators_length_that_does_not_fit_is_refused(
     float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
 ) -> None:
     with pytest.raises(CacheTooLarge, match=r"--max-model-len \(at most 100\), --max-num-seqs"):
@@ -60,7 +58,7 @@ def test_not_even_one_token_fits(float32_model: LoadedModel, monkeypatch: pytest
         length(float32_model, monkeypatch, token_bytes)
 
 
-def test_the_prefix_cache_takes_its_part(
+def test_prefix_cache_reduces_the_length(
     float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, token_bytes: int
 ) -> None:
     free = 200 * token_bytes
@@ -72,7 +70,7 @@ def test_the_prefix_cache_takes_its_part(
     def blocks(**settings: int) -> int:
         return prefix_cache_blocks(ServerConfig(max_num_seqs=4, **settings), float32_model.model, 64)  # type: ignore[arg-type]
 
-    # A block holds 16 tokens of one sequence; a position of the slots, one token of each of four.
+    # A block has 16 tokens of one sequence; a position of the slots has one token of each of four.
     assert blocks(prefix_cache_bytes=8 * token_bytes) == 2
     assert blocks() == 10 * 4 // 16
     assert blocks(prefix_cache_bytes=free) == 4 * 64 // 16
@@ -83,7 +81,7 @@ def test_longer_than_the_model_is_refused(float32_model: LoadedModel, monkeypatc
         length(float32_model, monkeypatch, 1 << 40, max_model_len=513)
 
 
-def test_a_cache_of_files_counts_as_free(tmp_path: Path) -> None:
+def test_page_cache_counts_as_free(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  700 kB\n")
     assert capacity._available_memory(meminfo) == 700 * 1024
@@ -91,17 +89,17 @@ def test_a_cache_of_files_counts_as_free(tmp_path: Path) -> None:
     assert capacity._available_memory(meminfo) > 0
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert capacity._room_in_cgroup(tmp_path) == float("inf")
+def test_cgroup_limit(tmp_path: Path) -> None:
+    assert capacity._free_in_cgroup(tmp_path) == float("inf")
     (tmp_path / "memory.current").write_text("600\n")
     (tmp_path / "memory.stat").write_text("anon 450\nfile 150\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert capacity._room_in_cgroup(tmp_path) == float("inf")
+    assert capacity._free_in_cgroup(tmp_path) == float("inf")
     (tmp_path / "memory.max").write_text("1000\n")
-    assert capacity._room_in_cgroup(tmp_path) == 550
+    assert capacity._free_in_cgroup(tmp_path) == 550
     (tmp_path / "memory.max").write_text("300\n")
-    assert capacity._room_in_cgroup(tmp_path) == 0
+    assert capacity._free_in_cgroup(tmp_path) == 0
 
 
-def test_this_machine_has_memory() -> None:
+def test_free_bytes_of_this_machine() -> None:
     assert capacity._free_bytes(torch.device("cpu")) > 0

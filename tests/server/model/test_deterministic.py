@@ -1,4 +1,4 @@
-"""Each token's logits are those that it gets alone, to the last bit."""
+"""Batch-invariant inference: each token's logits equal those computed alone, to the last bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ VOCAB, MAX_LEN, SLOTS = 67, 48, 5
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 45,  # no multiple of what a vector instruction takes
+    "intermediate_size": 45,  # not a multiple of the vector width
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -99,16 +99,14 @@ def llama() -> PreTrainedModel:
     return make("llama")
 
 
-def one_by_one(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
-    """The logits of each token, computed alone in the first slot: float32 [tokens, vocab]."""
+def token_by_token(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
+    """Return the logits of each token, computed alone in the first slot: float32 [tokens, vocab]."""
     return torch.cat([runner.forward([], [Chunk(0, at, [token])], [0]) for at, token in enumerate(token_ids)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_company_chunks_drafts_and_places_change_no_bit(
-    threads: int, dtype: torch.dtype, model: PreTrainedModel
-) -> None:
+def test_logits_are_batch_invariant(threads: int, dtype: torch.dtype, model: PreTrainedModel) -> None:
     model = model.to(dtype)  # type: ignore[attr-defined]
     rng = random.Random(threads)
     before = torch.get_num_threads()
@@ -116,9 +114,9 @@ def test_company_chunks_drafts_and_places_change_no_bit(
     try:
         runner = ModelRunner(model, SLOTS, MAX_LEN, deterministic=True)
         for layer in (*runner.cache.keys, *runner.cache.values):
-            layer.normal_()  # what earlier sequences left must not matter
+            layer.normal_()  # values of earlier sequences must not matter
         known = [[rng.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(3)]
-        expected = [one_by_one(runner, token_ids) for token_ids in known]
+        expected = [token_by_token(runner, token_ids) for token_ids in known]
         computed: dict[int, tuple[int, int]] = {}  # slot → sequence, tokens computed
         for _ in range(25):
             for slot in range(SLOTS):
@@ -126,11 +124,11 @@ def test_company_chunks_drafts_and_places_change_no_bit(
                     del computed[slot]
                 elif slot not in computed and rng.random() < 0.5:
                     computed[slot] = (rng.randrange(len(known)), 0)
-            going = [slot for slot in computed if rng.random() < 0.8]
-            rng.shuffle(going)
-            decoding = [slot for slot in going if computed[slot][1] > 0 and rng.random() < 0.6]
+            running = [slot for slot in computed if rng.random() < 0.8]
+            rng.shuffle(running)
+            decoding = [slot for slot in running if computed[slot][1] > 0 and rng.random() < 0.6]
             chunks = {}
-            for slot in [*decoding, *(slot for slot in going if slot not in decoding)]:
+            for slot in [*decoding, *(slot for slot in running if slot not in decoding)]:
                 sequence, start = computed[slot]
                 length = rng.randint(1, 4 if slot in decoding else 20)  # a decoding sequence may have drafts
                 chunks[slot] = Chunk(slot, start, known[sequence][start : start + length])
@@ -149,14 +147,14 @@ def test_company_chunks_drafts_and_places_change_no_bit(
                 sequence, position = wanted[token]
                 assert torch.equal(row, expected[sequence][position])
             for slot, chunk in chunks.items():
-                # Some of the tokens were drafts that did not hold: they are computed again.
-                held = len(chunk.token_ids) if slot not in decoding else rng.randint(1, len(chunk.token_ids))
-                computed[slot] = (computed[slot][0], chunk.start + held)
+                # Some of the tokens were rejected drafts: they are computed again.
+                accepted = len(chunk.token_ids) if slot not in decoding else rng.randint(1, len(chunk.token_ids))
+                computed[slot] = (computed[slot][0], chunk.start + accepted)
     finally:
         torch.set_num_threads(before)
 
 
-def test_the_logits_are_the_models(model: PreTrainedModel) -> None:
+def test_logits_equal_those_of_the_model(model: PreTrainedModel) -> None:
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
     token_ids = list(range(2, 20))
@@ -167,13 +165,13 @@ def test_the_logits_are_the_models(model: PreTrainedModel) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_without_the_flag_the_model_stays_as_it_is(llama: PreTrainedModel) -> None:
+def test_model_is_unchanged_without_the_flag(llama: PreTrainedModel) -> None:
     before = [(name, type(module)) for name, module in llama.named_modules()]
     ModelRunner(llama, 1, MAX_LEN)
     assert [(name, type(module)) for name, module in llama.named_modules()] == before
 
 
-def test_the_parameters_stay_the_models_own() -> None:
+def test_parameters_are_unchanged() -> None:
     model = make("llama, tied weights")
     before = {id(parameter) for parameter in model.parameters()}
     make_deterministic(model)
@@ -181,14 +179,14 @@ def test_the_parameters_stay_the_models_own() -> None:
     assert model.lm_head.module.weight is model.get_input_embeddings().weight
 
 
-def test_a_model_can_serve_a_second_engine(llama: PreTrainedModel) -> None:
+def test_model_can_serve_a_second_engine(llama: PreTrainedModel) -> None:
     ModelRunner(llama, 1, MAX_LEN, deterministic=True)
     names = [name for name, _ in llama.named_modules()]
     check_determinism(ModelRunner(llama, 3, MAX_LEN, deterministic=True))
     assert [name for name, _ in llama.named_modules()] == names
 
 
-def test_all_that_rounds_by_company_is_replaced(llama: PreTrainedModel) -> None:
+def test_all_batch_dependent_modules_are_replaced(llama: PreTrainedModel) -> None:
     make_deterministic(llama)
     replaced = {
         name.removeprefix("model.layers.1."): module.size if isinstance(module, RowTiles) else 1
@@ -216,40 +214,40 @@ def test_all_that_rounds_by_company_is_replaced(llama: PreTrainedModel) -> None:
 # RowTiles and TokenByToken
 
 
-class Recorder(nn.Module):
-    """Doubles each row, and remembers the shapes and addresses that it saw."""
+class ShapeRecorder(nn.Module):
+    """Doubles each row, and records the shapes and alignments of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
-        self.misplaced = 0
+        self.misaligned = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.shapes.append(tuple(x.shape))
-        self.misplaced += x.data_ptr() % 64 != 0
+        self.misaligned += x.data_ptr() % 64 != 0
         return torch.cat([x, x], dim=-1)
 
 
 @pytest.mark.parametrize("leading", [(1,), (1, 16), (1, 17), (2, 3, 7), (33,)])
-def test_a_module_sees_tiles_of_one_shape(leading: tuple[int, ...]) -> None:
-    module = Recorder()
+def test_tiles_have_one_shape(leading: tuple[int, ...]) -> None:
+    module = ShapeRecorder()
     x = torch.randn(*leading, 5)
     assert torch.equal(RowTiles(module, TILE)(x), torch.cat([x, x], dim=-1))
     assert set(module.shapes) == {(TILE, 5)}
     assert len(module.shapes) == -(-x[..., 0].numel() // TILE)
-    assert module.misplaced == 0
+    assert module.misaligned == 0
 
 
-def test_what_is_no_view_of_rows_is_taken_too() -> None:
+def test_non_contiguous_input() -> None:
     x = torch.randn(1, 4, 20, 6).transpose(1, 2)
-    assert torch.equal(RowTiles(Recorder(), TILE)(x), torch.cat([x, x], dim=-1))
+    assert torch.equal(RowTiles(ShapeRecorder(), TILE)(x), torch.cat([x, x], dim=-1))
 
 
-def test_no_rows_are_no_rows() -> None:
+def test_empty_input() -> None:
     assert RowTiles(nn.Linear(4, 3), TILE)(torch.empty(1, 0, 4)).shape == (1, 0, 3)
 
 
-def test_positions_are_computed_one_by_one() -> None:
+def test_rotary_positions_are_computed_token_by_token() -> None:
     class ByLongest(nn.Module):
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
             return position_ids[..., None] * scale, position_ids.max().expand(*position_ids.shape, 2)
@@ -259,7 +257,7 @@ def test_positions_are_computed_one_by_one() -> None:
     assert second.tolist() == [[[4, 4], [9, 9], [2, 2]]]
 
 
-# What is refused
+# Refused layers
 
 
 class QuantizedLinear(nn.Linear):
@@ -291,7 +289,7 @@ def with_packed_parameter() -> nn.Module:
         (lambda: nn.Conv1d(32, 32, 1), "Conv1d"),
     ],
 )
-def test_other_layers_are_refused_by_name(
+def test_unsupported_layers_are_refused_by_name(
     make_layer: Callable[[], nn.Module], kind: str, llama: PreTrainedModel
 ) -> None:
     llama.model.layers[1].self_attn.o_proj = make_layer()
@@ -312,20 +310,20 @@ def test_experts_are_refused() -> None:
 # The check at start
 
 
-class LooksAround(nn.Module):
-    """A norm that lets the other rows in, by a little."""
+class DependsOnOtherRows(nn.Module):
+    """A norm that depends slightly on the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (1 + 1e-6 * x.mean())
 
 
-class LooksAtItsPlace(nn.Module):
+class DependsOnRowIndex(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.linspace(1, 1 + 1e-5, x.shape[-2])[:, None]
 
 
-class LooksAtTheCalls(nn.Module):
-    """What it computes depends on what was computed before."""
+class DependsOnCallCount(nn.Module):
+    """A norm whose output depends on the number of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,8 +334,8 @@ class LooksAtTheCalls(nn.Module):
         return x * (1 + 1e-7 * self.calls)
 
 
-@pytest.mark.parametrize("broken", [LooksAround, LooksAtItsPlace, LooksAtTheCalls])
-def test_a_layer_that_sees_others_is_noticed(broken: Callable[[], nn.Module], llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("broken", [DependsOnOtherRows, DependsOnRowIndex, DependsOnCallCount])
+def test_check_detects_batch_dependent_layers(broken: Callable[[], nn.Module], llama: PreTrainedModel) -> None:
     runner = ModelRunner(llama, SLOTS, MAX_LEN, deterministic=True)
     check_determinism(runner)
     llama.model.layers[1].post_attention_layernorm = broken()
@@ -347,17 +345,17 @@ def test_a_layer_that_sees_others_is_noticed(broken: Callable[[], nn.Module], ll
         check_determinism(runner)
 
 
-def test_the_model_as_it_was_is_noticed(llama: PreTrainedModel) -> None:
+def test_check_detects_an_unmodified_model(llama: PreTrainedModel) -> None:
     with pytest.raises(NotDeterministic, match="Leave the flag out"):
         check_determinism(ModelRunner(llama, SLOTS, MAX_LEN))
 
 
 @pytest.mark.parametrize(("slots", "max_len"), [(1, 1), (1, 7), (2, 48)])
-def test_a_small_cache_is_enough_for_the_check(slots: int, max_len: int, llama: PreTrainedModel) -> None:
+def test_check_works_with_a_small_cache(slots: int, max_len: int, llama: PreTrainedModel) -> None:
     check_determinism(ModelRunner(llama, slots, max_len, deterministic=True))
 
 
-def test_cublas_is_told_to_repeat_itself(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_workspace_is_configured(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     make_deterministic(llama)
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
@@ -369,7 +367,9 @@ def test_cublas_is_told_to_repeat_itself(llama: PreTrainedModel, monkeypatch: py
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-def test_the_flag_reaches_the_model_and_the_check(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_enables_batch_invariance_and_the_check(
+    loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: list[ModelRunner] = []
     monkeypatch.setattr("logitship.server.engine.build.check_determinism", checked.append)
     for flag in (True, False):

@@ -69,7 +69,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def make(name: str) -> PreTrainedModel:
-    """With random norms and biases too, which a new model has all alike."""
+    """Return a model with random norms and biases, which are constant in a new one."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     for parameter in model.parameters():
@@ -78,7 +78,7 @@ def make(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.usefixtures("num_calls")
-def test_it_computes_what_the_models_own_code_does(model: PreTrainedModel) -> None:
+def test_logits_equal_those_of_the_models_own_code(model: PreTrainedModel) -> None:
     runners = [ModelRunner(copy.deepcopy(model), 4, MAX_LEN, fused=fused) for fused in (True, False)]
     assert [runner._fused is not None for runner in runners] == [True, False]
     rng = random.Random(0)
@@ -88,7 +88,7 @@ def test_it_computes_what_the_models_own_code_does(model: PreTrainedModel) -> No
         ([], [Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)], [0, 7, 19, 3]),
         ([], [Chunk(3, 0, [token() for _ in range(5)])], []),
     ]
-    for position in range(4):  # decoding, with a draft, beside a prompt in pieces
+    for position in range(4):  # decoding with a draft, and a chunked prompt
         decode = [Chunk(slot, len(prompt) + position, [token()]) for slot, prompt in enumerate(prompts)]
         decode[1] = Chunk(1, len(prompts[1]) + position, [token(), token()])
         steps.append((decode, [Chunk(3, 5 + 3 * position, [token() for _ in range(3)])], [3, 0, 1, 2, 6]))
@@ -98,26 +98,26 @@ def test_it_computes_what_the_models_own_code_does(model: PreTrainedModel) -> No
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_model_stays_as_it_was(model: PreTrainedModel) -> None:
+def test_model_is_not_modified(model: PreTrainedModel) -> None:
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     ModelRunner(model, 2, MAX_LEN)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_models_that_are_left_to_their_own_code() -> None:
+def test_unsupported_models() -> None:
     assert not can_fuse(Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8)))
     assert not can_fuse(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")))
     assert not can_fuse(make("llama").to(torch.bfloat16))  # type: ignore[arg-type]
 
     class Changed(LlamaForCausalLM):
-        """Of somebody else: its layers may be other ones."""
+        """A subclass whose layers may differ."""
 
     assert not can_fuse(Changed(LlamaConfig(**SIZES)))
 
 
-def test_layers_that_somebody_exchanged_or_listens_to_are_left_alone() -> None:
+def test_modified_layers_and_hooks_are_unsupported() -> None:
     class Adapter(nn.Linear):
-        """A layer with something added, as adapters have."""
+        """A replaced layer, as adapters make them."""
 
     model = make("llama")
     assert can_fuse(model)
@@ -128,15 +128,13 @@ def test_layers_that_somebody_exchanged_or_listens_to_are_left_alone() -> None:
     assert not can_fuse(model)
 
 
-def test_other_logits_than_the_models_own_are_not_accepted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fallback_if_fused_logits_differ(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = make("llama")
     expected = ModelRunner(copy.deepcopy(model), 2, MAX_LEN, fused=False)
-    true_forward = FusedDecoder.forward
-    monkeypatch.setattr(FusedDecoder, "forward", lambda *arguments: true_forward(*arguments).flip(-1))
+    original_forward = FusedDecoder.forward
+    monkeypatch.setattr(FusedDecoder, "forward", lambda *arguments: original_forward(*arguments).flip(-1))
     with caplog.at_level(logging.WARNING):
         runner = ModelRunner(model, 2, MAX_LEN)
-    assert "LlamaForCausalLM is run by transformers' own code" in caplog.text
+    assert "LlamaForCausalLM runs with the slower code of transformers" in caplog.text
     step: tuple[list[Chunk], list[Chunk], list[int]] = ([], [Chunk(0, 0, [3, 4])], [1])
     torch.testing.assert_close(runner.forward(*step), expected.forward(*step), rtol=1e-4, atol=1e-4)

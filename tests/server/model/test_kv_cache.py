@@ -15,7 +15,7 @@ def new_cache(dtype: torch.dtype = torch.float32, shape: CacheShape = SHAPE) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_begins_as_zeros(dtype: torch.dtype) -> None:
+def test_new_cache_is_zero(dtype: torch.dtype) -> None:
     cache = new_cache(dtype)
     layers = [*cache.keys, *cache.values]
     assert len(layers) == 4
@@ -30,7 +30,7 @@ def test_layers_share_no_storage() -> None:
     assert not any(layer.any() for layer in (cache.keys[1], *cache.values))
 
 
-def test_the_lowest_free_slot_is_given_out() -> None:
+def test_allocate_returns_the_lowest_free_slot() -> None:
     rng = random.Random(0)
     cache = new_cache(shape=CacheShape(num_layers=1, num_slots=8, num_kv_heads=1, max_len=1, head_dim=1))
     free = set(range(8))
@@ -45,14 +45,14 @@ def test_the_lowest_free_slot_is_given_out() -> None:
             free.add(slot)
 
 
-def test_no_slot_is_left() -> None:
+def test_allocate_without_free_slot() -> None:
     cache = new_cache()
     assert [cache.allocate() for _ in range(3)] == [0, 1, 2]
     with pytest.raises(IndexError):
         cache.allocate()
 
 
-def test_wipe_leaves_finite_values_in_one_slot_alone() -> None:
+def test_wipe_zeros_one_slot_only() -> None:
     cache = new_cache()
     for layer in (*cache.keys, *cache.values):
         layer.fill_(float("nan"))
@@ -61,11 +61,11 @@ def test_wipe_leaves_finite_values_in_one_slot_alone() -> None:
         assert layer[1, :, :3].eq(0).all()
         assert layer[1, :, 3:].isnan().all()
         assert layer[[0, 2]].isnan().all()
-    cache.wipe(1, 100)  # more than there are: all
+    cache.wipe(1, 100)  # longer than the slot: all positions
     assert not cache.keys[0][1].any()
 
 
-def test_copy_takes_the_first_positions_of_all_layers() -> None:
+def test_copy_of_the_first_positions_of_all_layers() -> None:
     cache = new_cache()
     layers = [*cache.keys, *cache.values]
     for layer in layers:

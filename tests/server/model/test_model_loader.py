@@ -32,7 +32,7 @@ def folder(float32_model: LoadedModel, tmp_path: Path) -> Path:
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> npt.NDArray[np.float32]:
-    """A query or key projection in the order of GGUF files, where the two halves of a rotation are neighbours."""
+    """Reorder a query or key projection as in GGUF files, where the two halves of a rotation are adjacent."""
     rows, columns = weight.shape
     halves = weight.view(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns).contiguous().numpy()
@@ -40,7 +40,7 @@ def interleaved(weight: torch.Tensor, heads: int) -> npt.NDArray[np.float32]:
 
 @pytest.fixture
 def gguf_file(float32_model: LoadedModel, tmp_path: Path) -> Path:
-    """The tiny model as a GGUF file, as llama.cpp's converter would write it."""
+    """The tiny model as a GGUF file, as llama.cpp's converter writes it."""
     config, weights = float32_model.model.config, float32_model.model.state_dict()
     hf_tokenizer = float32_model.tokenizer.hf_tokenizer
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
@@ -79,8 +79,8 @@ def gguf_file(float32_model: LoadedModel, tmp_path: Path) -> Path:
     }
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for layer in range(config.num_hidden_layers):
-        for theirs, name in names.items():
-            weight = weights[f"model.layers.{layer}.{theirs}.weight"]
+        for module, name in names.items():
+            weight = weights[f"model.layers.{layer}.{module}.weight"]
             data = interleaved(weight, heads[name]) if name in heads else weight.numpy()
             writer.add_tensor(f"blk.{layer}.{name}.weight", data)
     writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"].numpy())
@@ -93,14 +93,14 @@ def gguf_file(float32_model: LoadedModel, tmp_path: Path) -> Path:
     return tmp_path / "tiny.gguf"
 
 
-def test_a_hugging_face_folder(folder: Path, float32_model: LoadedModel) -> None:
+def test_hugging_face_folder(folder: Path, float32_model: LoadedModel) -> None:
     loaded = load_model(ServerConfig(model_path=str(folder)))
     torch.testing.assert_close(logits(loaded), logits(float32_model), rtol=1e-4, atol=1e-4)
     assert (loaded.vocab_size, loaded.max_len, loaded.eos_token_ids) == (260, 512, {1})
     assert loaded.tokenizer.encode("héé") == float32_model.tokenizer.encode("héé")
 
 
-def test_a_gguf_file(gguf_file: Path, float32_model: LoadedModel) -> None:
+def test_gguf_file(gguf_file: Path, float32_model: LoadedModel) -> None:
     loaded = load_model(ServerConfig(model_path=str(gguf_file)))
     torch.testing.assert_close(logits(loaded), logits(float32_model), rtol=1e-4, atol=1e-4)
     assert (loaded.vocab_size, loaded.max_len, loaded.eos_token_ids) == (260, 512, {1})
@@ -109,12 +109,12 @@ def test_a_gguf_file(gguf_file: Path, float32_model: LoadedModel) -> None:
     assert loaded.tokenizer.apply_chat_template(messages) == float32_model.tokenizer.apply_chat_template(messages)
 
 
-def test_end_tokens_are_the_generation_configs_too(folder: Path) -> None:
+def test_end_tokens_of_the_generation_config(folder: Path) -> None:
     GenerationConfig(eos_token_id=[7, 9]).save_pretrained(folder)
     assert load_model(ServerConfig(model_path=str(folder))).eos_token_ids == {1, 7, 9}
 
 
-def test_settings_are_followed(folder: Path, tmp_path: Path) -> None:
+def test_settings(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}[{{ message['content'] }}]{% endfor %}")
     config = ServerConfig(model_path=str(folder), dtype="bfloat16", chat_template=str(template), device="cpu")
@@ -123,7 +123,7 @@ def test_settings_are_followed(folder: Path, tmp_path: Path) -> None:
     assert loaded.tokenizer.decode(loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])) == "[hi]"
 
 
-def test_the_tokenizer_may_be_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_separate_tokenizer_path(folder: Path, tmp_path: Path) -> None:
     moved = tmp_path / "tokenizer"
     moved.mkdir()
     for file in folder.glob("tokenizer*"):
@@ -133,17 +133,17 @@ def test_the_tokenizer_may_be_elsewhere(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "nowhere.gguf", "/nowhere/at/all"])
-def test_what_is_not_there_is_named(path: str) -> None:
+def test_missing_path_is_named(path: str) -> None:
     with pytest.raises(ModelLoadError, match="there is no"):
         load_model(ServerConfig(model_path=path))
 
 
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="cannot load the model"):
         load_model(ServerConfig(model_path=str(tmp_path)))
 
 
-def test_a_missing_chat_template_is_named(folder: Path) -> None:
+def test_missing_chat_template_is_named(folder: Path) -> None:
     config = ServerConfig(model_path=str(folder))
     with pytest.raises(ModelLoadError, match=r"nowhere\.jinja"):
         load_model(dataclasses.replace(config, chat_template="nowhere.jinja"))

@@ -76,7 +76,7 @@ def llama_runner(float32_model: LoadedModel) -> ModelRunner:
 
 
 class Plain:
-    """The model as transformers runs it: every sequence by itself and from the start."""
+    """The model as transformers runs it: each sequence alone and from the start."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = copy.deepcopy(model)
@@ -89,12 +89,12 @@ class Plain:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_packed_steps_compute_what_the_plain_model_does(seed: int, num_calls: int, model: PreTrainedModel) -> None:
+def test_packed_steps_match_the_plain_model(seed: int, num_calls: int, model: PreTrainedModel) -> None:
     rng = random.Random(seed)
     plain = Plain(model)
     runner = ModelRunner(model, num_slots=5, max_len=MAX_LEN)
     for layer in (*runner.cache.keys, *runner.cache.values):
-        layer.normal_()  # what earlier sequences left must not matter
+        layer.normal_()  # values of earlier sequences must not matter
     sequences: dict[int, list[int]] = {}
     computed: dict[int, int] = {}
     calls: set[int] = set()
@@ -105,7 +105,7 @@ def test_packed_steps_compute_what_the_plain_model_does(seed: int, num_calls: in
             elif slot not in sequences and rng.random() < 0.4:
                 sequences[slot] = [rng.randrange(VOCAB) for _ in range(MAX_LEN)]
                 computed[slot] = 0
-        # A sequence decodes (a token, and drafts behind it), goes on with its prompt (a chunk), or waits.
+        # A sequence decodes (a token and its draft), computes a chunk of its prompt, or waits.
         decoding = [slot for slot in sequences if computed[slot] > 0 and rng.random() < 0.6]
         prompted = [slot for slot in sequences if slot not in decoding and rng.random() < 0.6]
         rng.shuffle(decoding)
@@ -134,16 +134,16 @@ def test_packed_steps_compute_what_the_plain_model_does(seed: int, num_calls: in
     assert num_calls in calls
 
 
-def test_other_rows_change_nothing(llama_runner: ModelRunner) -> None:
-    """The same sequence, alone and beside another at work in a lower slot."""
+def test_other_sequences_do_not_change_the_logits(llama_runner: ModelRunner) -> None:
+    """Compare the same sequence alone and with another one in a lower slot."""
     prompt = [5, 9, 33, 7]
     llama_runner.forward([], [Chunk(2, 0, prompt)], [])
     alone = llama_runner.forward([Chunk(2, 4, [8])], [], [0])
-    together = llama_runner.forward([Chunk(2, 4, [8])], [Chunk(0, 0, [1, 2, 3])], [0])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    batched = llama_runner.forward([Chunk(2, 4, [8])], [Chunk(0, 0, [1, 2, 3])], [0])
+    torch.testing.assert_close(batched, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_a_slot_that_broke_does_not_spread(llama_runner: ModelRunner) -> None:
+def test_nan_in_one_slot_does_not_spread(llama_runner: ModelRunner) -> None:
     llama_runner.forward([], [Chunk(0, 0, [5, 6, 7]), Chunk(1, 0, [8, 9])], [])
     expected = llama_runner.forward([Chunk(1, 2, [4])], [], [0])
     llama_runner.cache.keys[0][0, :, :3] = float("nan")
@@ -152,7 +152,7 @@ def test_a_slot_that_broke_does_not_spread(llama_runner: ModelRunner) -> None:
     torch.testing.assert_close(got[1:], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_float32_logits_come_from_any_type(float32_model: LoadedModel) -> None:
+def test_logits_are_always_float32(float32_model: LoadedModel) -> None:
     runner = ModelRunner(copy.deepcopy(float32_model.model).to(torch.bfloat16), num_slots=1, max_len=8)
     assert runner.cache.keys[0].dtype == torch.bfloat16
     assert runner.forward([], [Chunk(0, 0, [5, 6])], [1]).dtype == torch.float32
@@ -197,18 +197,20 @@ def gpt_oss() -> PreTrainedModel:
         (gpt_oss, r"GptOssForCausalLM cannot be served: its first token failed: attention sinks \(s_aux\)"),
     ],
 )
-def test_what_the_cache_cannot_serve_is_refused_by_name(build: Callable[[], PreTrainedModel], reason: str) -> None:
+def test_unsupported_models_are_refused_by_name(build: Callable[[], PreTrainedModel], reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"^{reason}$"):
         ModelRunner(build().eval(), num_slots=1, max_len=8)
 
 
-def test_a_model_that_gives_all_logits_is_refused(float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_ignores_logits_to_keep_is_refused(
+    float32_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = copy.deepcopy(float32_model.model)
     forward = model.forward
 
-    def deaf(*args: Any, logits_to_keep: Any, **kwargs: Any) -> Any:
+    def ignore_keep(*args: Any, logits_to_keep: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(model, "forward", deaf)
-    with pytest.raises(UnsupportedModel, match="logits for other tokens than those asked for"):
+    monkeypatch.setattr(model, "forward", ignore_keep)
+    with pytest.raises(UnsupportedModel, match="logits of other tokens than those selected"):
         ModelRunner(model, num_slots=1, max_len=8)

@@ -17,7 +17,7 @@ HUGE_PAGE = 1 << 21
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @torch.no_grad()
-def test_it_computes_what_the_layers_do(rows: int, bias: bool) -> None:
+def test_output_equals_that_of_the_layers(rows: int, bias: bool) -> None:
     torch.manual_seed(rows)
     layers = [nn.Linear(48, size, bias=bias) for size in (32, 16, 16)]
     x, other = torch.randn(rows, 48), torch.randn(rows, 64)
@@ -31,7 +31,7 @@ def test_it_computes_what_the_layers_do(rows: int, bias: bool) -> None:
 
 
 @torch.no_grad()
-def test_it_leaves_its_arguments_alone() -> None:
+def test_arguments_are_not_modified() -> None:
     packed = PackedLinear.of(nn.Linear(8, 8))
     x, other = torch.randn(2, 8), torch.randn(2, 8)
     before = x.clone(), other.clone()
@@ -40,18 +40,18 @@ def test_it_leaves_its_arguments_alone() -> None:
     assert torch.equal(other, before[1])
 
 
-def test_what_gains_by_packing() -> None:
+def test_can_pack() -> None:
     assert can_pack(torch.device("cpu"), torch.float32) == torch.backends.mkldnn.is_available()
     assert not can_pack(torch.device("cpu"), torch.float16)
     assert not can_pack(torch.device("meta"), torch.float32)
 
 
-def test_what_stands_there_stays() -> None:
+def test_collapse_preserves_the_content() -> None:
     memory = mmap.mmap(-1, 4 * HUGE_PAGE)
     content = os.urandom(len(memory))
     memory[:] = content
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    # Not on a border: both ends lie within a page.
+    # Not aligned: both ends are inside a page.
     moved = collapse(start + 5000, len(memory) - 10_000)
     assert moved % HUGE_PAGE == 0
     assert 0 <= moved <= len(memory) + HUGE_PAGE
@@ -59,5 +59,5 @@ def test_what_stands_there_stays() -> None:
 
 
 @pytest.mark.parametrize(("address", "nbytes"), [(0, 0), (0, 1), (1 << 46, HUGE_PAGE)])
-def test_memory_that_is_not_there_is_left_alone(address: int, nbytes: int) -> None:
+def test_collapse_ignores_unmapped_memory(address: int, nbytes: int) -> None:
     assert collapse(address, nbytes) == 0

@@ -1,4 +1,4 @@
-"""The prefix cache: on its own against a plain model of it, then under the real engine."""
+"""The prefix cache, alone against a simple reference, and in the engine."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def slots(count: int = 2) -> SlotCache:
 
 
 def compute(cache: SlotCache, slot: int, tokens: list[int], start: int = 0) -> None:
-    """As a model would: a token's key depends on all tokens up to it."""
-    for place in range(start, len(tokens)):
-        number = float(hash(tuple(tokens[: place + 1])) % 10007)
-        for number_of_layer, layer in enumerate((*cache.keys, *cache.values)):
-            layer[slot, :, place] = number + number_of_layer
+    """Write keys and values as a model does: those of a token depend on all tokens up to it."""
+    for position in range(start, len(tokens)):
+        number = float(hash(tuple(tokens[: position + 1])) % 10007)
+        for offset, layer in enumerate((*cache.keys, *cache.values)):
+            layer[slot, :, position] = number + offset
 
 
 def contents(cache: SlotCache, slot: int, length: int) -> list[torch.Tensor]:
     return [layer[slot, :, :length].clone() for layer in (*cache.keys, *cache.values)]
 
 
-class PlainModel:
-    """Which beginnings are known, kept as whole lists of tokens: the least recently used block goes first."""
+class ReferenceCache:
+    """Reference with whole prefixes as keys; the least recently used block is evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.known: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
 
-    def _beginnings(self, tenant: str, tokens: list[int]) -> list[tuple[str, tuple[int, ...]]]:
+    def _prefixes(self, tenant: str, tokens: list[int]) -> list[tuple[str, tuple[int, ...]]]:
         whole = len(tokens) // BLOCK_SIZE
         return [(tenant, tuple(tokens[: (block + 1) * BLOCK_SIZE])) for block in range(whole)]
 
     def restore(self, tenant: str, tokens: list[int]) -> int:
         found = []
-        for each in self._beginnings(tenant, tokens):
+        for each in self._prefixes(tenant, tokens):
             if each not in self.known:
                 break
             found.append(each)
@@ -60,7 +60,7 @@ class PlainModel:
         return len(found) * BLOCK_SIZE
 
     def keep(self, tenant: str, tokens: list[int]) -> None:
-        wanted = self._beginnings(tenant, tokens)[: self.capacity]
+        wanted = self._prefixes(tenant, tokens)[: self.capacity]
         for each in wanted:
             self.known.setdefault(each)
         for each in reversed(wanted):
@@ -71,13 +71,13 @@ class PlainModel:
 
 @pytest.mark.parametrize("capacity", [0, 1, 3, 8, 100])
 @pytest.mark.parametrize("seed", range(3))
-def test_against_a_plain_model(capacity: int, seed: int) -> None:
+def test_cache_matches_the_reference(capacity: int, seed: int) -> None:
     rng = random.Random(seed)
     cache = slots()
-    prefixes, model = PrefixCache(cache, capacity), PlainModel(capacity)
+    prefixes, model = PrefixCache(cache, capacity), ReferenceCache(capacity)
     for _ in range(200):
         tenant = rng.choice(["", "other"])
-        # Few different blocks, so that beginnings are often shared, and sometimes a part of one.
+        # Few different blocks, so that prefixes are often shared, and sometimes a partial one.
         tokens = [token for _ in range(rng.randint(0, 5)) for token in [rng.randint(0, 2)] * BLOCK_SIZE]
         tokens += [7] * rng.randint(0, BLOCK_SIZE - 1)
         computed = rng.choice([0, 0, rng.randint(0, len(tokens))])
@@ -92,10 +92,10 @@ def test_against_a_plain_model(capacity: int, seed: int) -> None:
         model.keep(tenant, tokens)
         assert prefixes.stats().blocks == len(model.known) <= capacity
         for layer in (*cache.keys, *cache.values):
-            layer[0].fill_(-1.0)  # the next one finds nothing that it did not restore
+            layer[0].fill_(-1.0)  # overwrite the slot: the next sequence has only what it restores
 
 
-def test_clear_forgets_everything_and_gives_the_room_back() -> None:
+def test_clear_evicts_all_blocks() -> None:
     cache = slots()
     prefixes = PrefixCache(cache, 4)
     tokens = [1] * (4 * BLOCK_SIZE)
@@ -132,7 +132,7 @@ def tokens_of(chunks: list[GenerationChunk], index: int = 0) -> list[int]:
     return [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
 
 
-def test_a_prompt_that_begins_the_same_is_not_computed_again(engine: AsyncEngine) -> None:
+def test_shared_prefix_is_not_computed_again(engine: AsyncEngine) -> None:
     async def main() -> None:
         first = await run(engine, [*SYSTEM, 5])
         second = await run(engine, [*SYSTEM, 6])
@@ -143,11 +143,11 @@ def test_a_prompt_that_begins_the_same_is_not_computed_again(engine: AsyncEngine
     asyncio.run(main())
 
 
-def test_the_answer_is_kept_for_the_next_turn(engine: AsyncEngine) -> None:
+def test_output_is_cached_for_the_next_turn(engine: AsyncEngine) -> None:
     async def main() -> None:
         answer = tokens_of(await run(engine, SYSTEM))
         turn = await run(engine, [*SYSTEM, *answer, 7, 8, 9])
-        # 40 of the prompt and 7 of the answer, whose last token was drawn and not computed: one too few for 3 blocks.
+        # 40 of the prompt and 7 of the output, whose last token was sampled and not computed: one too few for 3 blocks.
         assert turn[-1].cached_tokens == 32
         longer = tokens_of(turn)
         last = await run(engine, [*SYSTEM, *answer, 7, 8, 9, *longer, 3])
@@ -156,7 +156,7 @@ def test_the_answer_is_kept_for_the_next_turn(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_the_whole_prompt_is_known_but_its_last_token_is_computed(engine: AsyncEngine) -> None:
+def test_last_token_of_a_cached_prompt_is_computed(engine: AsyncEngine) -> None:
     async def main() -> None:
         prompt = SYSTEM[:32]
         first, second = await run(engine, prompt), await run(engine, prompt)
@@ -166,16 +166,16 @@ def test_the_whole_prompt_is_known_but_its_last_token_is_computed(engine: AsyncE
     asyncio.run(main())
 
 
-def test_requests_that_come_together_share_what_the_first_computes(engine: AsyncEngine) -> None:
+def test_concurrent_requests_share_the_prefix(engine: AsyncEngine) -> None:
     async def main() -> None:
         answers = await asyncio.gather(*(run(engine, [*SYSTEM, last]) for last in range(5, 9)))
-        # The second had computed 7 tokens in the step in which the first was done with its prompt.
+        # The second had computed 7 tokens in the step in which the first completed its prompt.
         assert [chunks[-1].cached_tokens for chunks in answers] == [0, 25, 32, 32]
 
     asyncio.run(main())
 
 
-def test_a_tenant_finds_only_its_own(engine: AsyncEngine) -> None:
+def test_tenants_do_not_share_prefixes(engine: AsyncEngine) -> None:
     async def main() -> None:
         await run(engine, SYSTEM, tenant="one")
         assert (await run(engine, SYSTEM, tenant="other"))[-1].cached_tokens == 0
@@ -184,14 +184,14 @@ def test_a_tenant_finds_only_its_own(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_prompt_logprobs_are_computed(engine: AsyncEngine) -> None:
+def test_prompt_logprobs_are_not_cached(engine: AsyncEngine) -> None:
     async def main() -> None:
-        def asking(start: int) -> SamplingParams:
+        def params(start: int) -> SamplingParams:
             return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start)
 
-        first = await run(engine, SYSTEM, sampling_params=asking(0))
-        second = await run(engine, SYSTEM, sampling_params=asking(0))
-        late = await run(engine, SYSTEM, sampling_params=asking(20))
+        first = await run(engine, SYSTEM, sampling_params=params(0))
+        second = await run(engine, SYSTEM, sampling_params=params(0))
+        late = await run(engine, SYSTEM, sampling_params=params(20))
         assert [chunks[-1].cached_tokens for chunks in (first, second, late)] == [0, 0, 16]
         whole = [position for chunk in first for position in chunk.prompt_logprobs]
         tail = [position for chunk in late for position in chunk.prompt_logprobs]
@@ -219,7 +219,7 @@ def test_with_several_continuations_and_beams(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_flushing_forgets(engine: AsyncEngine) -> None:
+def test_flush_cache(engine: AsyncEngine) -> None:
     async def main() -> None:
         await run(engine, SYSTEM)
         assert engine.stats().prefix_blocks > 0
@@ -229,7 +229,7 @@ def test_flushing_forgets(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_it_can_be_switched_off(make_engine: MakeEngine) -> None:
+def test_cache_can_be_disabled(make_engine: MakeEngine) -> None:
     engine = make_engine(prefix_cache_bytes=0)
 
     async def main() -> None:

@@ -10,7 +10,7 @@ from logitship.server.refusals import StartError
 from logitship.server.tokenizer import Tokenizer
 
 
-def test_the_markers_as_tokens(tokenizer: Tokenizer) -> None:
+def test_markers_as_tokens(tokenizer: Tokenizer) -> None:
     strings = ReasoningStrings("qwen3", "<think>", "end</think>", "</think>")
     resolved = resolve_reasoning_config(strings, tokenizer, 260)
     assert resolved.reasoning_start_token_ids == [2]
@@ -20,15 +20,13 @@ def test_the_markers_as_tokens(tokenizer: Tokenizer) -> None:
     assert (resolved.reasoning_end_str, resolved.enabled) == ("end</think>", True)
 
 
-def test_markers_that_the_vocabulary_cannot_write(tokenizer: Tokenizer) -> None:
+def test_markers_outside_the_vocabulary_are_refused(tokenizer: Tokenizer) -> None:
     strings = ReasoningStrings("", "<think>", "zzz", "zzz")
     with pytest.raises(StartError, match="reasoning_config: the model has no tokens for the end 'zzz'"):
         resolve_reasoning_config(strings, tokenizer, max(tokenizer.encode("zzz")))
-    knows_little = Tokenizer(
-        SimpleNamespace(unk_token_id=0, encode=lambda text, **_: [0] if text == "<think>" else [5])
-    )
+    few_tokens = Tokenizer(SimpleNamespace(unk_token_id=0, encode=lambda text, **_: [0] if text == "<think>" else [5]))
     with pytest.raises(StartError, match="no tokens for the start '<think>'"):
-        resolve_reasoning_config(strings, knows_little, 10)
-    mute = Tokenizer(SimpleNamespace(unk_token_id=None, encode=lambda text, **_: []))
+        resolve_reasoning_config(strings, few_tokens, 10)
+    no_tokens = Tokenizer(SimpleNamespace(unk_token_id=None, encode=lambda text, **_: []))
     with pytest.raises(StartError, match="no tokens for the start ' '"):
-        resolve_reasoning_config(ReasoningStrings("", " ", "b", "b"), mute, 10)
+        resolve_reasoning_config(ReasoningStrings("", " ", "b", "b"), no_tokens, 10)

@@ -51,7 +51,7 @@ def test_missing_params_default_to_those_of_the_request() -> None:
         ({}, "", "has neither 'processor' nor 'qualname'"),
         ({"processor": None}, "", "has neither"),
         ({"processor": SOURCE, "param": {}}, "", "unknown key 'param'"),
-        ({"processor": SOURCE, "qualname": "a.b"}, "", "unknown key 'processor' besides qualname"),
+        ({"processor": SOURCE, "qualname": "a.b"}, "", "unknown key 'processor'; the keys are qualname"),
         ({"processor": SOURCE, "params": []}, ".params", "must be an object"),
         ({"processor": SOURCE, "params": {"__req__": 1}}, ".params", "the server's own"),
         ({"processor": 5}, ".processor", "must be a processor string"),

@@ -20,7 +20,7 @@ def sequence(tokenizer: Tokenizer, prompt: list[int], output: list[int], max_tok
 
 
 def cost(fixed: float) -> Callable[[int], float]:
-    """Of steps: something fixed, and 1 for each token."""
+    """Return the cost of a step: a fixed part, and 1 for each token."""
     return lambda num_tokens: fixed + num_tokens
 
 
@@ -29,30 +29,30 @@ def repeating(tokenizer: Tokenizer) -> Sequence:
     return sequence(tokenizer, [10, 11, 12, 13, 14, 15] * 4, [10, 11, 12, 13, 14, 15] * 4)
 
 
-def test_drafts_go_where_they_are_likely(tokenizer: Tokenizer, repeating: Sequence) -> None:
+def test_likely_sequence_gets_the_drafts(tokenizer: Tokenizer, repeating: Sequence) -> None:
     plain = sequence(tokenizer, list(range(10, 50)), [50])
     drafts = NGramSpeculation(8, cost(12.0)).drafts([plain, repeating])
     assert list(drafts) == [repeating]
     assert drafts[repeating] == [10, 11, 12, 13, 14, 15, 10, 11]
 
 
-def test_a_sequence_is_not_drafted_beyond_its_end(tokenizer: Tokenizer) -> None:
+def test_no_draft_beyond_the_end(tokenizer: Tokenizer) -> None:
     for left in range(1, 6):
         almost_done = sequence(tokenizer, [10, 11, 12] * 9, [10, 11], 2 + left)
         drafts = NGramSpeculation(8, cost(100.0)).drafts([almost_done])
         assert len(drafts.get(almost_done, [])) == left - 1
 
 
-def test_a_full_batch_has_fewer_drafts(tokenizer: Tokenizer) -> None:
-    # Each of the first tokens comes true in two of five cases: worth it where a step costs far more than a token.
+def test_full_batch_has_fewer_drafts(tokenizer: Tokenizer) -> None:
+    # Each first token is accepted in two of five cases: useful where a step costs far more than a token.
     half_likely = [sequence(tokenizer, [10, 11, 12 + row, 13, 10, 11], []) for row in range(32)]
     assert all(NGramSpeculation(4, cost(12.0)).drafts(half_likely[:1]).values())
     assert NGramSpeculation(4, cost(12.0)).drafts(half_likely) == {}
     assert len(NGramSpeculation(4, cost(1000.0)).drafts(half_likely)) == 32
 
 
-def test_tokens_are_drafted_while_they_raise_the_rate(tokenizer: Tokenizer, repeating: Sequence) -> None:
-    """Against all ways to draft for two sequences."""
+def test_number_of_drafts_maximizes_the_rate(tokenizer: Tokenizer, repeating: Sequence) -> None:
+    """Compare with all numbers of drafts for two sequences."""
     other = sequence(tokenizer, [20, 21, 22, 23, 20, 21], [])
     for free in (1.0, 3.0, 12.0, 50.0):
         speculation = NGramSpeculation(6, cost(free))
@@ -60,9 +60,9 @@ def test_tokens_are_drafted_while_they_raise_the_rate(tokenizer: Tokenizer, repe
 
         def rate(first: int, second: int, speculation: NGramSpeculation = speculation, free: float = free) -> float:
             chances = [
-                speculation.lookup(each).probability(place)
+                speculation.lookup(each).probability(index)
                 for each, count in ((repeating, first), (other, second))
-                for place in range(count)
+                for index in range(count)
             ]
             return (2 + sum(chances)) / (free + 2 + len(chances))
 
@@ -70,15 +70,15 @@ def test_tokens_are_drafted_while_they_raise_the_rate(tokenizer: Tokenizer, repe
         assert rate(len(drafts.get(repeating, [])), len(drafts.get(other, []))) == pytest.approx(best)
 
 
-def test_numbers_of_tokens_that_take_long_are_left_out(tokenizer: Tokenizer) -> None:
-    """As on a CPU, whose matrix library is slow with two or three rows."""
+def test_slow_numbers_of_tokens_are_avoided(tokenizer: Tokenizer) -> None:
+    """As on a CPU, where matrix libraries are slow with two or three rows."""
     repeating = sequence(tokenizer, [10, 11, 12, 13] * 8, [])
     seconds = {1: 1.0, 2: 4.0, 3: 4.0, 4: 1.2, 5: 1.2, 6: 9.0}
     drafts = NGramSpeculation(8, lambda num_tokens: seconds.get(num_tokens, 9.0)).drafts([repeating])
     assert len(drafts[repeating]) == 4
 
 
-def test_drafts_that_cost_more_than_a_forward_pass_says_are_given_up_and_tried_again(tokenizer: Tokenizer) -> None:
+def test_costly_drafts_stop_and_are_tried_again(tokenizer: Tokenizer) -> None:
     likely = [sequence(tokenizer, [10, 11, 12 + row, 13, 10, 11], []) for row in range(4)]
     speculation = NGramSpeculation(1, cost(1000.0))
     assert len(speculation.drafts(likely)) == 4
@@ -95,7 +95,7 @@ def test_drafts_that_cost_more_than_a_forward_pass_says_are_given_up_and_tried_a
     assert len(speculation.drafts(likely[:1])) == 1, "another size of the batch"
 
 
-def test_one_slow_step_does_not_end_drafts(tokenizer: Tokenizer) -> None:
+def test_one_slow_step_does_not_stop_drafts(tokenizer: Tokenizer) -> None:
     likely = sequence(tokenizer, [10, 11, 12, 13, 10, 11], [])
     speculation = NGramSpeculation(1, cost(1000.0))
     for _ in range(20):
@@ -105,8 +105,8 @@ def test_one_slow_step_does_not_end_drafts(tokenizer: Tokenizer) -> None:
     assert len(speculation.drafts([likely])) == 1
 
 
-def test_drafts_that_promise_little_are_left_out_now_and_then(tokenizer: Tokenizer) -> None:
-    """So that a machine that has become faster is noticed: without, only what steps with drafts take would be known."""
+def test_some_steps_are_plain_if_drafts_promise_little(tokenizer: Tokenizer) -> None:
+    """Otherwise a machine that has become faster would not be noticed: only steps with drafts would be measured."""
     likely = [sequence(tokenizer, [10, 11, 12 + row, 13, 10, 11], []) for row in range(4)]
     speculation = NGramSpeculation(1, cost(100.0))
 
@@ -123,7 +123,7 @@ def test_drafts_that_promise_little_are_left_out_now_and_then(tokenizer: Tokeniz
     assert after[-100:].count(0) > 90
 
 
-def test_drafts_that_promise_much_are_always_there(tokenizer: Tokenizer, repeating: Sequence) -> None:
+def test_every_step_has_drafts_if_they_promise_much(tokenizer: Tokenizer, repeating: Sequence) -> None:
     speculation = NGramSpeculation(8, cost(100.0))
     for _ in range(100):
         num_drafts = sum(map(len, speculation.drafts([repeating]).values()))
@@ -131,7 +131,7 @@ def test_drafts_that_promise_much_are_always_there(tokenizer: Tokenizer, repeati
         speculation.observe(1, num_drafts, num_drafts, 101.0 + num_drafts)
 
 
-def test_drafts_that_come_true_less_often_than_expected_are_left_out_and_tried_again(tokenizer: Tokenizer) -> None:
+def test_rejected_drafts_stop_and_are_tried_again(tokenizer: Tokenizer) -> None:
     likely = [sequence(tokenizer, [10, 11, 12 + row, 13, 10, 11], []) for row in range(4)]
     speculation = NGramSpeculation(1, cost(100.0))
     drafted = []
@@ -143,12 +143,12 @@ def test_drafts_that_come_true_less_often_than_expected_are_left_out_and_tried_a
     assert len(speculation.drafts(likely[:1])) == 1, "another size of the batch"
 
 
-def test_the_cost_between_and_beyond_what_was_measured() -> None:
+def test_step_cost_is_interpolated() -> None:
     seconds = StepCost({1: 1.0, 3: 3.0, 5: 2.0, 9: 4.0})
     assert [seconds(number) for number in (1, 2, 3, 4, 5, 7, 9, 13)] == [1.0, 2.0, 3.0, 2.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def test_the_cost_of_a_model_is_measured(loaded_model: LoadedModel) -> None:
+def test_measure_step_cost(loaded_model: LoadedModel) -> None:
     runner = ModelRunner(loaded_model.model, 2, 40)
     seconds = measure_step_cost(runner, 1000)
     assert all(0 < seconds(number) < 10 for number in (1, 2, 8, 33, 40, 400))

@@ -5,38 +5,40 @@ import random
 from logitship.server.speculation.prompt_lookup import AcceptanceRates, PromptLookup
 
 
-def slow_guess(tokens: list[int]) -> int | None:
-    """Where the token stands that followed the last four tokens, or else two, the last time before."""
+def slow_prediction(tokens: list[int]) -> int | None:
+    """Return the index of the token after the previous occurrence of the last four tokens, else two."""
     for size in (4, 2):
         ending = tokens[len(tokens) - size :]
-        for place in range(len(tokens) - 1, size - 1, -1):
-            if len(tokens) >= size and tokens[place - size : place] == ending:
-                return place
+        for index in range(len(tokens) - 1, size - 1, -1):
+            if len(tokens) >= size and tokens[index - size : index] == ending:
+                return index
     return None
 
 
 class SlowLookup:
-    """What `PromptLookup` guesses, from the whole history in each step."""
+    """Reference for `PromptLookup` that searches the whole history in each step."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        self.guess = slow_guess(tokens)
+        self.prediction = slow_prediction(tokens)
 
     def append(self, token: int) -> None:
-        hit = self.guess is not None and self.tokens[self.guess] == token
+        accepted = self.prediction is not None and self.tokens[self.prediction] == token
         self.tokens = [*self.tokens, token]
-        self.guess = self.guess + 1 if hit and self.guess is not None else slow_guess(self.tokens)
+        self.prediction = (
+            self.prediction + 1 if accepted and self.prediction is not None else slow_prediction(self.tokens)
+        )
 
     def draft(self, count: int) -> list[int]:
-        if self.guess is None:
+        if self.prediction is None:
             return []
         tokens = self.tokens.copy()
-        for place in range(self.guess, self.guess + count):
-            tokens.append(tokens[place])
+        for index in range(self.prediction, self.prediction + count):
+            tokens.append(tokens[index])
         return tokens[len(self.tokens) :]
 
 
-def test_it_guesses_what_a_search_of_the_whole_history_finds() -> None:
+def test_draft_matches_a_search_of_the_whole_history() -> None:
     generator = random.Random(0)
     for _ in range(60):
         letters = generator.choice([2, 3, 8])
@@ -54,7 +56,7 @@ def test_it_guesses_what_a_search_of_the_whole_history_finds() -> None:
             lookup.follow()
 
 
-def test_what_repeats_is_drafted_again_and_again() -> None:
+def test_draft_repeats_beyond_the_end() -> None:
     output: list[int] = []
     lookup = PromptLookup([5, 7, 9, 5, 7, 9, 5, 7], output, AcceptanceRates())
     assert lookup.draft(7) == [9, 5, 7, 9, 5, 7, 9]
@@ -62,7 +64,7 @@ def test_what_repeats_is_drafted_again_and_again() -> None:
     assert PromptLookup([], [], AcceptanceRates()).draft(3) == []
 
 
-def test_the_probability_follows_the_hits() -> None:
+def test_probability_follows_the_acceptance_rate() -> None:
     output: list[int] = []
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, output, AcceptanceRates())
     first = lookup.probability(0)
@@ -71,7 +73,7 @@ def test_the_probability_follows_the_hits() -> None:
         lookup.follow()
         assert lookup.probability(0) > first
         assert lookup.probability(3) < lookup.probability(0)
-    for token in range(100, 130):  # what follows the two is another one each time
+    for token in range(100, 130):  # the token after these two differs each time
         output += [2, 3]
         lookup.follow()
         last = lookup.probability(0)
@@ -79,15 +81,15 @@ def test_the_probability_follows_the_hits() -> None:
     assert last < 0.1 < first
 
 
-def test_a_sequence_begins_with_what_became_of_the_others() -> None:
-    of_all = AcceptanceRates()
+def test_new_sequence_starts_with_the_shared_rates() -> None:
+    shared = AcceptanceRates()
     expected = []
-    for hit in (True, False):
+    for accepted in (True, False):
         for _ in range(60):
             output: list[int] = []
-            lookup = PromptLookup([1, 2, 3, 4, 5, 1, 2], output, of_all)
+            lookup = PromptLookup([1, 2, 3, 4, 5, 1, 2], output, shared)
             before = lookup.probability(0)
-            output += [3, 4] if hit else [9]
+            output += [3, 4] if accepted else [9]
             lookup.follow()
         expected.append(before)
     assert expected[0] > 0.5 > 0.3 > expected[1]

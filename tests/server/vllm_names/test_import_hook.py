@@ -139,7 +139,7 @@ TURN_ON = "from logitship.server.vllm_names import enable_vllm_names\nassert ena
 
 
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as a program of its own, whose folder is the first to import from."""
+    """Run a script in a subprocess, with its folder first in the import path."""
     (folder / "script.py").write_text(textwrap.dedent(script))
     command = [sys.executable, "-W", "error", "script.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
@@ -151,22 +151,22 @@ def output_of(folder: Path, script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_plugin_needs_the_hook(tmp_path: Path) -> None:
+def test_plugin_needs_the_hook(tmp_path: Path) -> None:
     (tmp_path / "target_token.py").write_text(TARGET_TOKEN)
     done = run(tmp_path, "import logitship, logitship.server.vllm_names\nimport target_token")
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'vllm'"
 
 
-def test_a_batch_processor_written_for_vllm(tmp_path: Path) -> None:
+def test_batch_processor_written_for_vllm(tmp_path: Path) -> None:
     (tmp_path / "target_token.py").write_text(TARGET_TOKEN)
     assert output_of(tmp_path, TURN_ON + RUN_TARGET_TOKEN) == ["[1, 4]", "[4, 1]"]
 
 
-def test_a_request_level_callable_wrapped_for_vllm(tmp_path: Path) -> None:
+def test_request_level_callable_wrapped_for_vllm(tmp_path: Path) -> None:
     assert output_of(tmp_path, TURN_ON + ADAPTER) == ["[0, 2]", "[0, 3]"]
 
 
-def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
+def test_names_are_imported_lazily(tmp_path: Path) -> None:
     script = """
     import sys
     before = set(sys.modules)
@@ -183,14 +183,14 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     assert torch == "False"
 
 
-def test_transformers_takes_no_notice(tmp_path: Path) -> None:
+def test_transformers_does_not_import_vllm(tmp_path: Path) -> None:
     script = "import sys, transformers.generation.utils\nprint([name for name in sys.modules if name[:4] == 'vllm'])"
     assert output_of(tmp_path, TURN_ON + script) == ["[]"]
 
 
-def test_vllm_itself_comes_first(tmp_path: Path) -> None:
+def test_installed_vllm_takes_precedence(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text("SamplingParams = 'of the real one'")
+    (tmp_path / "vllm" / "__init__.py").write_text("SamplingParams = 'installed'")
     script = """
     import sys
     from logitship.server.vllm_names import enable_vllm_names
@@ -200,17 +200,17 @@ def test_vllm_itself_comes_first(tmp_path: Path) -> None:
     print(SamplingParams)
     print(enable_vllm_names(), sys.meta_path == finders)
     """
-    assert output_of(tmp_path, script) == ["False True False", "of the real one", "False True"]
+    assert output_of(tmp_path, script) == ["False True False", "installed", "False True"]
 
 
-def test_a_folder_that_is_called_vllm_is_not_vllm(tmp_path: Path) -> None:
-    """In the folder above a clone of vLLM, `import vllm` finds the clone's folder, with nothing in it."""
+def test_folder_named_vllm_is_not_vllm(tmp_path: Path) -> None:
+    """In the folder above a clone of vLLM, `import vllm` finds the clone's folder as an empty package."""
     (tmp_path / "vllm").mkdir()
     script = TURN_ON + "from vllm.v1.sample.logits_processor import LogitsProcessor\nprint(LogitsProcessor.__module__)"
     assert output_of(tmp_path, script) == ["logitship.sampler.batch_processors.interface"]
 
 
-def test_it_is_there_once(hook_is_on: None) -> None:
+def test_hook_is_installed_once(hook_is_on: None) -> None:
     module = import_module("vllm.config")
     assert enable_vllm_names() is True
     assert sum(isinstance(finder, VllmNamesFinder) for finder in sys.meta_path) == 1
@@ -224,14 +224,14 @@ def test_star_import(hook_is_on: None) -> None:
     assert namespace["LogitsProcessor"] is LogitsProcessor
 
 
-def test_submodules_are_there_without_an_import_of_their_own(hook_is_on: None) -> None:
+def test_submodules_are_attributes(hook_is_on: None) -> None:
     vllm = import_module("vllm")
     assert vllm.config.VllmConfig is VllmConfig
     assert vllm.v1.sample.logits_processor.interface.LogitsProcessor is LogitsProcessor
     assert {"SamplingParams", "config", "v1"} <= set(dir(vllm))
 
 
-def test_pickles_made_with_vllm_load_and_ours_do_not_name_it(hook_is_on: None) -> None:
+def test_pickles_made_with_vllm_load(hook_is_on: None) -> None:
     by_vllm = b"cvllm.v1.sample.logits_processor.interface\nMoveDirectionality\n."
     assert pickle.loads(by_vllm) is MoveDirectionality
     assert b"vllm" not in pickle.dumps(import_module("vllm.v1.sample.logits_processor").LogitsProcessor)
@@ -245,7 +245,7 @@ def test_metadata_and_specs(hook_is_on: None) -> None:
         importlib.metadata.version("vllm")
 
 
-def test_other_modules_are_not_its_business() -> None:
+def test_other_modules_are_ignored() -> None:
     finder = VllmNamesFinder()
     assert [finder.find_spec(name, None) for name in ("vllmlp", "torch.nothing", "vllm.nothing.at_all")] == [None] * 3
 
@@ -258,7 +258,7 @@ def test_other_modules_are_not_its_business() -> None:
         "from vllm.PoolingParams import x",
     ],
 )
-def test_an_import_that_fails_says_what_there_is(statement: str, hook_is_on: None) -> None:
+def test_import_error_lists_the_available_names(statement: str, hook_is_on: None) -> None:
     with pytest.raises(ModuleNotFoundError) as caught:
         exec(statement)
     assert caught.value.name == "vllm"
@@ -268,18 +268,18 @@ def test_an_import_that_fails_says_what_there_is(statement: str, hook_is_on: Non
     )
 
 
-def test_a_name_that_fails_in_a_module_without_submodules(hook_is_on: None) -> None:
+def test_import_error_in_a_module_without_submodules(hook_is_on: None) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"no 'LoRAConfig' in 'vllm.config', only: DeviceConfig, "):
         exec("from vllm.config import LoRAConfig")
 
 
-def test_an_attribute_that_fails_is_an_attribute_error(hook_is_on: None) -> None:
+def test_missing_attribute_is_an_attribute_error(hook_is_on: None) -> None:
     vllm = import_module("vllm")
     assert not hasattr(vllm, "PoolingParams")
     with pytest.raises(AttributeError, match=r"vLLM is not installed, .* no 'PoolingParams' in 'vllm', only: "):
         _ = vllm.PoolingParams
 
 
-def test_plugins_for_model_runner_v2_are_told(hook_is_on: None) -> None:
+def test_model_runner_v2_plugins_get_a_hint(hook_is_on: None) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"model runner V2 .* derive from vllm.v1.sample.logits_processor"):
         import_module("vllm.v1.worker.gpu.sample.logits_processor")

@@ -8,11 +8,11 @@ import pytest
 from logitship.server.vllm_names.logger import init_logger
 
 
-def test_it_is_the_standard_logger_of_that_name() -> None:
+def test_init_logger_returns_the_standard_logger() -> None:
     assert init_logger("plugin.one") is logging.getLogger("plugin.one")
 
 
-def test_once_is_once_for_each_logger_level_and_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_once_is_per_logger_level_and_message(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     one: Any = init_logger("plugin.two")
     other: Any = init_logger("plugin.three")
@@ -32,7 +32,7 @@ def test_once_is_once_for_each_logger_level_and_message(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
-def test_the_callers_line_is_named(level: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_record_has_the_callers_line(level: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     getattr(init_logger("plugin.four"), f"{level}_once")("here")
     assert caplog.records[0].filename == "test_logger.py"

@@ -31,7 +31,7 @@ ALL_OF_VLLM_0_32 = {
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
-def test_every_name_is_the_object_that_the_table_says(module: str, name: str, hook_is_on: None) -> None:
+def test_every_name_resolves_to_the_object_in_the_table(module: str, name: str, hook_is_on: None) -> None:
     assert getattr(import_module(module), name) is resolve_name(NAMES[module][name])
 
 
@@ -40,7 +40,7 @@ def test_every_module_has_its_parent() -> None:
     assert not set(HINTS) & set(NAMES)
 
 
-def test_all_that_vllm_exports_for_batch_processors() -> None:
+def test_all_exports_of_vllm_for_batch_processors() -> None:
     assert set(NAMES["vllm.v1.sample.logits_processor"]) > ALL_OF_VLLM_0_32
 
 
@@ -57,23 +57,23 @@ def test_all_that_vllm_exports_for_batch_processors() -> None:
         ("vllm.config", VllmConfig),
     ],
 )
-def test_there_is_one_class_and_no_copy(module: str, cls: type, hook_is_on: None) -> None:
+def test_classes_are_not_copies(module: str, cls: type, hook_is_on: None) -> None:
     assert getattr(import_module(module), cls.__name__) is cls
 
 
-def test_the_request_level_type_has_two_names(hook_is_on: None) -> None:
-    """Plugins import it from either place."""
+def test_request_level_type_has_two_names(hook_is_on: None) -> None:
+    """Plugins import it from either module."""
     here: Any = import_module("vllm.v1.sample.logits_processor")
     there: Any = import_module("vllm.logits_process")
     assert here.RequestLogitsProcessor is there.LogitsProcessor
 
 
-def test_sampling_params_of_the_engine_are_read_by_the_same_names(hook_is_on: None) -> None:
+def test_sampling_params_have_the_same_fields(hook_is_on: None) -> None:
     params = import_module("vllm").SamplingParams(temperature=0, extra_args={"target_token": 7})
     assert (params.temperature, params.extra_args) == (0, {"target_token": 7})
 
 
-def test_the_sentences_are_vllms(hook_is_on: None) -> None:
+def test_messages_are_those_of_vllm(hook_is_on: None) -> None:
     module: Any = import_module("vllm.v1.sample.logits_processor")
     assert module.LOGITSPROCS_GROUP == "vllm.logits_processors"
     assert module.STR_POOLING_REJECTS_LOGITSPROCS == "Pooling models do not support custom logits processors."

@@ -24,7 +24,7 @@ def model_config(folder: Path) -> ModelConfig:
     )
 
 
-def test_as_plugins_call_it(model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+def test_get_tokenizer_as_plugins_call_it(model_config: ModelConfig, tokenizer: Tokenizer) -> None:
     loaded = get_tokenizer(
         model_config.tokenizer,
         tokenizer_mode=model_config.tokenizer_mode,
@@ -34,11 +34,11 @@ def test_as_plugins_call_it(model_config: ModelConfig, tokenizer: Tokenizer) -> 
     assert loaded.encode("a</think>") == tokenizer.encode("a</think>")
 
 
-def test_a_folder_as_a_path_and_options_of_hugging_face(folder: Path) -> None:
+def test_get_tokenizer_with_a_path_and_options(folder: Path) -> None:
     assert get_tokenizer(folder, padding_side="left").padding_side == "left"
 
 
-def test_a_gguf_file_is_looked_for_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_tokenizer_with_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, object]] = []
 
     def from_pretrained(name: object, **options: object) -> None:
@@ -49,12 +49,12 @@ def test_a_gguf_file_is_looked_for_in_its_folder(tmp_path: Path, monkeypatch: py
     assert calls == [(tmp_path, "model.gguf")]
 
 
-def test_modes_that_only_vllm_has(folder: Path) -> None:
+def test_unsupported_tokenizer_modes(folder: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer_mode 'mistral' needs vLLM; logitship has 'auto', 'hf', 'slow'"):
         get_tokenizer(folder, tokenizer_mode="mistral")
 
 
-def test_the_engines_tokenizer_is_not_loaded_again(model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+def test_engine_tokenizer_is_reused(model_config: ModelConfig, tokenizer: Tokenizer) -> None:
     model_config = dataclasses.replace(model_config, hf_tokenizer=tokenizer.hf_tokenizer)
     assert cached_tokenizer_from_config(model_config) is tokenizer.hf_tokenizer
     left = cached_tokenizer_from_config(model_config, padding_side="left")
@@ -62,7 +62,7 @@ def test_the_engines_tokenizer_is_not_loaded_again(model_config: ModelConfig, to
     assert left.padding_side == "left"
 
 
-def test_without_the_engines_it_is_loaded_once(model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+def test_tokenizer_is_cached(model_config: ModelConfig, tokenizer: Tokenizer) -> None:
     loaded = cached_tokenizer_from_config(model_config)
     assert loaded.encode("a") == tokenizer.encode("a")
     assert cached_tokenizer_from_config(model_config) is loaded
