@@ -139,7 +139,7 @@ class ProcessorCache:
         while entries > self._max_entries or nbytes > self._max_bytes:
             if evicted == len(idle):
                 raise ProcessorCacheFull(
-                    "the server's processor cache is full and all its processors are in use: retry later"
+                    "the server's processor cache is full and all its processors are in use: try again later"
                 )
             entries, nbytes = entries - 1, nbytes - self._entries[idle[evicted]].size
             evicted += 1

@@ -50,7 +50,7 @@ def processors(load: Load) -> list[LoadedProcessor]:
 def test_rows_of_a_stage(
     names: str, expected: dict[str, list[int]], more_rows: int, processors: Sequence[LoadedProcessor]
 ) -> None:
-    """Adjacent rows are the batch's own memory, whatever stands between the groups."""
+    """Adjacent rows share the batch's memory, regardless of rows between the groups."""
     rows = {row: [member(processors["ABC".index(name)])] for row, name in enumerate(names) if name != "."}
     logits = torch.arange(4.0 * (len(names) + more_rows)).view(-1, 4)
     (stage,) = group_rows(rows, ignore)
@@ -73,21 +73,21 @@ def use_of(group: ProcessorGroup, place: int) -> ProcessorUse:
 
 
 def test_calls_are_counted_once_and_failures_skipped(processors: Sequence[LoadedProcessor]) -> None:
-    told: list[tuple[int, float]] = []
+    observed: list[tuple[int, float]] = []
     rows = {row: [member(processors[0])] for row in range(4)}
-    (stage,) = group_rows(rows, lambda processor: lambda num_rows, seconds: told.append((num_rows, seconds)))
+    (stage,) = group_rows(rows, lambda processor: lambda num_rows, seconds: observed.append((num_rows, seconds)))
     (group,) = stage.groups
     uses = [use_of(group, place) for place in range(4)]
     group.count(RunOutcome(8.0))
     group.count(RunOutcome(4.0, MappingProxyType({1: ProcessorFault("no", digest="", name="A", kind="exception")})))
     (some,) = stage.at({0: 0, 3: 1}).groups
     some.count(RunOutcome(2.0))
-    assert told == [(4, 8.0), (4, 4.0), (2, 2.0)]
+    assert observed == [(4, 8.0), (4, 4.0), (2, 2.0)]
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]
     assert [use.count.seconds for use in uses] == [4.0, 2.0, 3.0, 4.0]
     for use in uses:
         use.merge_shared_counts()
-    group.count(RunOutcome(8.0))  # another batch's: nobody is in this group any more
+    group.count(RunOutcome(8.0))  # of an earlier batch: the group has no members any more
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]
 
 
