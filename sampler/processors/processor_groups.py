@@ -88,7 +88,7 @@ class ProcessorGroup:
             if place not in faults:
                 member.use.own_count.add(steps, seconds)
 
-    def at(self, places: Mapping[int, int]) -> ProcessorGroup | None:
+    def select(self, places: Mapping[int, int]) -> ProcessorGroup | None:
         """Return the group of the rows that have a place, renumbered by their places; None if no row has one."""
         members = {places[row]: member for row, member in zip(self.rows, self.members, strict=True) if row in places}
         return ProcessorGroup(self.processor, self.again, members, self.observe_call) if members else None
@@ -127,11 +127,11 @@ class GroupStage:
 
     def without(self, rows: Container[int]) -> GroupStage:
         """Return the stage without some rows."""
-        return self.at({row: row for group in self.groups for row in group.rows if row not in rows})
+        return self.select({row: row for group in self.groups for row in group.rows if row not in rows})
 
-    def at(self, places: Mapping[int, int]) -> GroupStage:
+    def select(self, places: Mapping[int, int]) -> GroupStage:
         """Return the stage of the rows that have a place, renumbered by their places."""
-        return GroupStage(there for group in self.groups if (there := group.at(places)) is not None)
+        return GroupStage(there for group in self.groups if (there := group.select(places)) is not None)
 
 
 def group_rows(

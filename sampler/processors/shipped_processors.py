@@ -119,7 +119,7 @@ class ShippedProcessors(LogitsProcessor):
         """
         rows = rows_of_drafts(num_draft_tokens)
         places = {row: place for place, row in enumerate(rows)}
-        self._run([stage.at(places) for stage in self._stages], logits)
+        self._run([stage.select(places) for stage in self._stages], logits)
         self._faults = {rows[place]: fault for place, fault in self._faults.items()}
         return logits
 
@@ -128,7 +128,7 @@ class ShippedProcessors(LogitsProcessor):
         self._trace = trace
 
     def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor) -> None:
-        self._faults = {}  # a step that failed elsewhere may have left some
+        self._faults = {}  # drop the faults of a step that failed elsewhere
         for stage in stages:
             if self._faults:
                 stage = stage.without(self._faults)

@@ -254,7 +254,7 @@ def test_input_ids_are_the_whole_history() -> None:
 def test_input_ids_are_extended_in_place() -> None:
     """O(new tokens) per step: each token is read once, and only moves when the buffer grows."""
     read: list[int] = []
-    seen: list[torch.Tensor] = []  # all kept, so that no address is used twice
+    seen: list[torch.Tensor] = []  # all kept alive, so that no address is reused
 
     class Output(list[int]):
         def __getitem__(self, place: Any) -> Any:

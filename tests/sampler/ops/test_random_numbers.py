@@ -45,7 +45,7 @@ def test_range_and_uniformity() -> None:
         observed, _ = np.histogram(numbers, bins=100, range=(0, 1))
         # Chi-square with 99 degrees of freedom: mean 99, standard deviation 14.
         assert ((observed - 1000) ** 2 / 1000).sum() < 99 + 5 * 14
-        # Neighbours are not correlated: a standard deviation is 0.003.
+        # Adjacent numbers are not correlated: one standard deviation is 0.003.
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.016
 
 

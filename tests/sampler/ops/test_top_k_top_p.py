@@ -115,7 +115,7 @@ def test_few_candidates_decide() -> None:
     logits[0, 5] = 50.0  # one certain token
     logits[1] = 1.0  # everything tied
     logits[2, :10] = 9.0  # top-k within, ties complete
-    logits[3, :100] = 9.0  # the tie of the k-th token is larger than what was asked for, and complete
+    logits[3, :100] = 9.0  # the tie of the k-th token exceeds k, and is complete
     logits[4, 1:] = -math.inf  # fewer tokens left than k
     logits[5] = torch.linspace(3, -3, 1000)  # flat: top-p needs more
     settings = [(0, 0.9), (0, 0.9), (4, 1.0), (4, 1.0), (20, 1.0), (0, 0.9)]

@@ -87,7 +87,7 @@ def test_edits_of_the_view_are_copied(load: Callable[..., LoadedProcessor]) -> N
     fork_output: list[int] = []
     fork = row.fork(fork_output)
     fork_output.append(3)
-    with pytest.raises(AssertionError):  # it deletes what it has deleted already
+    with pytest.raises(AssertionError):  # it deletes an attribute twice
         call(processor, fork)
     assert outputs == [[], [3]]
 
@@ -102,7 +102,9 @@ def test_prepared_parameters_are_shared(load: Callable[..., LoadedProcessor]) ->
         return logits
 
     processor = load(keep, "Keep")
-    row = attach(processor, [], prepared, big=threading.Lock())  # a lock cannot be copied, and need not be
+    row = attach(
+        processor, [], prepared, big=threading.Lock()
+    )  # a lock cannot be copied, but prepared parameters are shared
     call(processor, row)
     fork = row.fork([])
     call(processor, fork)
@@ -135,7 +137,7 @@ def test_uncopyable_state_is_a_fault(load: Callable[..., LoadedProcessor], value
     fault = raised.value
     assert (fault.kind, fault.name, fault.digest) == ("uncopyable", "Keep", processor.digest)
     assert f"which beam search requires: {reason}" in fault.message
-    call(processor, row)  # nothing happened to the other one
+    call(processor, row)  # the original still works
 
 
 class Counts:
@@ -246,5 +248,5 @@ def test_unused_fork_is_closed_once(load: Callable[..., LoadedProcessor]) -> Non
     forked.drop_fork()
     forked.drop_fork()
     assert row.closed == 1
-    use.drop_fork()  # it was not forked: its row is the batch's to close
+    use.drop_fork()  # not a fork: the batch closes its row
     assert use.executor_row.closed == 0

@@ -136,7 +136,7 @@ def test_processor_in_use_is_never_evicted() -> None:
         cache.acquire(string("C"))
     assert cache.acquire(string("A")) is first
     cache.release(first)
-    with pytest.raises(ProcessorCacheFull):  # used twice, given back once
+    with pytest.raises(ProcessorCacheFull):  # acquired twice, released once
         cache.acquire(string("C"))
     cache.release(second)
     cache.acquire(string("C"))

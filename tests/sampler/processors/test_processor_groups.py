@@ -65,7 +65,7 @@ def test_rows_of_a_stage(
 def test_stage_of_some_rows(processors: Sequence[LoadedProcessor]) -> None:
     (stage,) = group_rows({row: [member(processors[row // 2])] for row in range(6)}, ignore)
     assert [group.rows for group in stage.without({1, 2, 3}).groups] == [[0], [4, 5]]
-    assert [group.rows for group in stage.at({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
+    assert [group.rows for group in stage.select({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
 
 
 def use_of(group: ProcessorGroup, place: int) -> ProcessorUse:
@@ -80,7 +80,7 @@ def test_calls_are_counted_once_and_failures_skipped(processors: Sequence[Loaded
     uses = [use_of(group, place) for place in range(4)]
     group.count(RunOutcome(8.0))
     group.count(RunOutcome(4.0, MappingProxyType({1: ProcessorFault("no", digest="", name="A", kind="exception")})))
-    (some,) = stage.at({0: 0, 3: 1}).groups
+    (some,) = stage.select({0: 0, 3: 1}).groups
     some.count(RunOutcome(2.0))
     assert observed == [(4, 8.0), (4, 4.0), (2, 2.0)]
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]

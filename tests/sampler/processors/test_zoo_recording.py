@@ -119,7 +119,7 @@ def call_of(step: dict[str, Any], row: int) -> Call:
     return Call(
         step["output_ids"][row],
         as_logits(step["logits_in"][row]),
-        step.get("clock", 0.0),  # chains have none: nothing in them looks at it
+        step.get("clock", 0.0),  # chains have no clock: none of their processors reads it
         None if raises else as_logits(step["expected_logits"][row]),
         f"{raises['type']}: {raises['message']}" if raises else "",
     )
