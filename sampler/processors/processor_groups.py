@@ -19,7 +19,7 @@ ObserveCall: TypeAlias = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
-class GroupMember:
+class GroupRow:
     """One row of a group.
 
     Attributes:
@@ -51,7 +51,7 @@ class ProcessorGroup:
     """
 
     def __init__(
-        self, processor: LoadedProcessor, again: bool, members: Mapping[int, GroupMember], observe_call: ObserveCall
+        self, processor: LoadedProcessor, again: bool, members: Mapping[int, GroupRow], observe_call: ObserveCall
     ) -> None:
         self.processor = processor
         self.again = again
@@ -135,7 +135,7 @@ class GroupStage:
 
 
 def group_rows(
-    rows: Mapping[int, Sequence[GroupMember]], observer: Callable[[LoadedProcessor], ObserveCall]
+    rows: Mapping[int, Sequence[GroupRow]], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> list[GroupStage]:
     """Return the stages in run order. A request's first processor is in stage (False, 0).
 
@@ -143,7 +143,7 @@ def group_rows(
         rows: members of each row, in run order.
         observer: returns the observer of a processor's calls.
     """
-    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, GroupMember]]]
+    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, GroupRow]]]
     stages = defaultdict(lambda: defaultdict(dict))
     for row, members in sorted(rows.items()):
         for stage, member in _stages(members):
@@ -156,7 +156,7 @@ def group_rows(
 
 
 def _group(
-    again: bool, members: Mapping[int, GroupMember], observer: Callable[[LoadedProcessor], ObserveCall]
+    again: bool, members: Mapping[int, GroupRow], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> ProcessorGroup:
     processor = next(iter(members.values())).use.processor
     group = ProcessorGroup(processor, again, members, observer(processor))
@@ -164,7 +164,7 @@ def _group(
     return group
 
 
-def _stages(members: Sequence[GroupMember]) -> Iterator[tuple[tuple[bool, int], GroupMember]]:
+def _stages(members: Sequence[GroupRow]) -> Iterator[tuple[tuple[bool, int], GroupRow]]:
     """Yield the members that run on a row, each with its stage.
 
     Args:

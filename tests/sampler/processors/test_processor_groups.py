@@ -9,7 +9,7 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor, RunOutcome
-from logitship.sampler.processors.processor_groups import GroupMember, ProcessorGroup, group_rows
+from logitship.sampler.processors.processor_groups import GroupRow, ProcessorGroup, group_rows
 from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
@@ -17,10 +17,10 @@ from logitship.sampler.sampling_params import SamplingParams
 Load = Callable[..., LoadedProcessor]
 
 
-def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupMember:
+def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupRow:
     use = ProcessorUse(processor, {}, "r")
     sequence = ExecutorSequence("r", {}, [], [], SamplingParams(), ModelView(4, frozenset(), None))
-    return GroupMember(use, processor.executor.attach(processor, sequence), (), is_last)
+    return GroupRow(use, processor.executor.attach(processor, sequence), (), is_last)
 
 
 def ignore(processor: LoadedProcessor) -> Callable[[int, float], None]:
