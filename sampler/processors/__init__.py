@@ -1,1 +1,1 @@
-"""Processors that come with requests: groups, executors, and the calls into author code."""
+"""The requests' own processors: executors, groups of rows, and the batch processor that runs them."""

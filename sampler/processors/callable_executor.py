@@ -66,6 +66,5 @@ class _SequenceCallable:
         return self._bound(logits[0]).unsqueeze(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SequenceCallable:
-        return _SequenceCallable(
-            duplicate_callable(self._function)
-        )  # bound on its first call, to the copied view's tokens
+        # Unbound: its first call binds it to the copied view's tokens.
+        return _SequenceCallable(duplicate_callable(self._function))

@@ -82,7 +82,7 @@ class ProcessorCache:
         key = (tenant, runnable.digest)
         entry = self._enter(key, _size(runnable))
         try:
-            with entry.lock:  # the first loads, the others wait for it
+            with entry.lock:  # the first caller loads, the others wait
                 if entry.processor is None:
                     self._unload(entry.displaced)
                     entry.processor = self._load(key, runnable)
@@ -139,7 +139,7 @@ class ProcessorCache:
         while entries > self._max_entries or nbytes > self._max_bytes:
             if evicted == len(idle):
                 raise ProcessorCacheFull(
-                    "the server's processor cache is full and all its processors are in use: retry later"
+                    "the server's processor cache is full and all its processors are in use: try again later"
                 )
             entries, nbytes = entries - 1, nbytes - self._entries[idle[evicted]].size
             evicted += 1
@@ -169,7 +169,7 @@ class ProcessorCache:
 
     def _drop(self, key: Key) -> LoadedProcessor:
         processor = self._remove(key).processor
-        assert processor is not None  # one that is being loaded is in use
+        assert processor is not None  # a processor that is being loaded has users
         return processor
 
     def _remove(self, key: Key) -> _Entry:

@@ -19,7 +19,7 @@ ObserveCall: TypeAlias = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
-class GroupMember:
+class GroupRow:
     """One row of a group.
 
     Attributes:
@@ -51,7 +51,7 @@ class ProcessorGroup:
     """
 
     def __init__(
-        self, processor: LoadedProcessor, again: bool, members: Mapping[int, GroupMember], observe_call: ObserveCall
+        self, processor: LoadedProcessor, again: bool, members: Mapping[int, GroupRow], observe_call: ObserveCall
     ) -> None:
         self.processor = processor
         self.again = again
@@ -88,7 +88,7 @@ class ProcessorGroup:
             if place not in faults:
                 member.use.own_count.add(steps, seconds)
 
-    def at(self, places: Mapping[int, int]) -> ProcessorGroup | None:
+    def select(self, places: Mapping[int, int]) -> ProcessorGroup | None:
         """Return the group of the rows that have a place, renumbered by their places; None if no row has one."""
         members = {places[row]: member for row, member in zip(self.rows, self.members, strict=True) if row in places}
         return ProcessorGroup(self.processor, self.again, members, self.observe_call) if members else None
@@ -127,15 +127,15 @@ class GroupStage:
 
     def without(self, rows: Container[int]) -> GroupStage:
         """Return the stage without some rows."""
-        return self.at({row: row for group in self.groups for row in group.rows if row not in rows})
+        return self.select({row: row for group in self.groups for row in group.rows if row not in rows})
 
-    def at(self, places: Mapping[int, int]) -> GroupStage:
+    def select(self, places: Mapping[int, int]) -> GroupStage:
         """Return the stage of the rows that have a place, renumbered by their places."""
-        return GroupStage(there for group in self.groups if (there := group.at(places)) is not None)
+        return GroupStage(there for group in self.groups if (there := group.select(places)) is not None)
 
 
 def group_rows(
-    rows: Mapping[int, Sequence[GroupMember]], observer: Callable[[LoadedProcessor], ObserveCall]
+    rows: Mapping[int, Sequence[GroupRow]], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> list[GroupStage]:
     """Return the stages in run order. A request's first processor is in stage (False, 0).
 
@@ -143,7 +143,7 @@ def group_rows(
         rows: members of each row, in run order.
         observer: returns the observer of a processor's calls.
     """
-    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, GroupMember]]]
+    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, GroupRow]]]
     stages = defaultdict(lambda: defaultdict(dict))
     for row, members in sorted(rows.items()):
         for stage, member in _stages(members):
@@ -156,7 +156,7 @@ def group_rows(
 
 
 def _group(
-    again: bool, members: Mapping[int, GroupMember], observer: Callable[[LoadedProcessor], ObserveCall]
+    again: bool, members: Mapping[int, GroupRow], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> ProcessorGroup:
     processor = next(iter(members.values())).use.processor
     group = ProcessorGroup(processor, again, members, observer(processor))
@@ -164,7 +164,7 @@ def _group(
     return group
 
 
-def _stages(members: Sequence[GroupMember]) -> Iterator[tuple[tuple[bool, int], GroupMember]]:
+def _stages(members: Sequence[GroupRow]) -> Iterator[tuple[tuple[bool, int], GroupRow]]:
     """Yield the members that run on a row, each with its stage.
 
     Args:

@@ -20,7 +20,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
-from .processor_groups import GroupMember, GroupStage, ObserveCall, ProcessorGroup, group_rows
+from .processor_groups import GroupRow, GroupStage, ObserveCall, ProcessorGroup, group_rows
 from .processor_use import ProcessorUse, in_run_order, uses_of
 from .request_view import ModelView
 
@@ -73,8 +73,8 @@ class ShippedProcessors(LogitsProcessor):
         self._is_kept = is_kept
         self._on_call = on_call
         self._check_last = check_last
-        self._rows: BatchRows[list[GroupMember]] = BatchRows(self._attach)
-        self._members: dict[ProcessorUse, GroupMember] = {}
+        self._rows: BatchRows[list[GroupRow]] = BatchRows(self._attach)
+        self._members: dict[ProcessorUse, GroupRow] = {}
         self._stages: list[GroupStage] = []
         self._faults: dict[int, ProcessorFault] = {}
         self._trace = StepTrace({})
@@ -119,7 +119,7 @@ class ShippedProcessors(LogitsProcessor):
         """
         rows = rows_of_drafts(num_draft_tokens)
         places = {row: place for place, row in enumerate(rows)}
-        self._run([stage.at(places) for stage in self._stages], logits)
+        self._run([stage.select(places) for stage in self._stages], logits)
         self._faults = {rows[place]: fault for place, fault in self._faults.items()}
         return logits
 
@@ -128,7 +128,7 @@ class ShippedProcessors(LogitsProcessor):
         self._trace = trace
 
     def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor) -> None:
-        self._faults = {}  # a step that failed elsewhere may have left some
+        self._faults = {}  # drop the faults of a step that failed elsewhere
         for stage in stages:
             if self._faults:
                 stage = stage.without(self._faults)
@@ -160,18 +160,18 @@ class ShippedProcessors(LogitsProcessor):
 
     def _attach(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-    ) -> list[GroupMember] | None:
+    ) -> list[GroupRow] | None:
         uses = in_run_order(self._uses(params))
         masks = [use for use in uses if use.processor.is_mask]
         # Masks run again after the other processors, and the sampler's own mask comes last.
         is_edited_later = 0 < len(masks) < len(uses) or params.allowed_token_ids is not None
-        rows: list[GroupMember] = []
+        rows: list[GroupRow] = []
         before = [*params.forbidding_fields]
         for use in uses:
             if use not in self._members:
                 executor_row = self._row_at_executor(use, params, prompt_token_ids, output_token_ids)
                 is_last = use is uses[-1] and not is_edited_later
-                self._members[use] = GroupMember(use, executor_row, tuple(before), is_last)
+                self._members[use] = GroupRow(use, executor_row, tuple(before), is_last)
             rows.append(self._members[use])
             before.append(use.processor.name)
         return rows or None
@@ -227,6 +227,6 @@ class ShippedProcessors(LogitsProcessor):
                 rows[place] = 0.0
 
 
-def _non_finite_fault(logits: torch.Tensor, member: GroupMember) -> ProcessorFault:
+def _non_finite_fault(logits: torch.Tensor, member: GroupRow) -> ProcessorFault:
     processor = member.use.processor
     return non_finite_fault(logits, name=processor.name, digest=processor.digest, before=member.before)

@@ -1,4 +1,4 @@
-"""Stand-ins for what the sampler sits between: requests that hold rows, and processors without a string."""
+"""Fakes for the sampler's tests: requests with rows, and processors without a processor string."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]
 
 @dataclass(eq=False)
 class Request:
-    """The least that can hold a row of the persistent batch."""
+    """A minimal request for the persistent batch."""
 
     name: str = ""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
@@ -33,13 +33,13 @@ class Request:
 
 @pytest.fixture
 def new_request() -> Callable[..., Request]:
-    """Makes requests; the fields of `Request` as arguments."""
+    """Factory of requests; takes the fields of `Request`."""
     return Request
 
 
 @pytest.fixture
 def load() -> Callable[..., LoadedProcessor]:
-    """A processor from a function, as if it had been loaded: `load(call, "Name")`."""
+    """Factory of loaded processors from functions: `load(call, "Name")`."""
     executor = InProcessExecutor({})
 
     def loaded(call: Call, name: str) -> LoadedProcessor:
@@ -50,7 +50,7 @@ def load() -> Callable[..., LoadedProcessor]:
 
 @pytest.fixture
 def shipping(new_request: Callable[..., Request]) -> Callable[..., Request]:
-    """A request that carries processors: `shipping("name", (processor, params), …)`."""
+    """Factory of requests with processors: `shipping("name", (processor, params), …)`."""
 
     def make(name: str, *uses: tuple[LoadedProcessor, dict[str, Any]], prompt: Sequence[int] = ()) -> Request:
         processors = tuple(ProcessorUse(processor, params, name) for processor, params in uses)

@@ -37,7 +37,7 @@ def builtin_processors() -> list[LogitsProcessor]:
 def make_sampler(
     vocab_size: int, *extra: LogitsProcessor, shipped: ShippedStage | None = None, rows: list[SamplingParams]
 ) -> Sampler:
-    """A sampler with these requests at rows 0, 1, ...: no prompts, no outputs."""
+    """Create a sampler with these requests at rows 0, 1, ..., without prompts and outputs."""
     sampler = Sampler(vocab_size, CPU, LogitsProcessors([*builtin_processors(), *extra]), shipped)
     sampler.update_state(BatchUpdate(len(rows), [], [(row, params, [], []) for row, params in enumerate(rows)], []))
     return sampler
@@ -46,7 +46,7 @@ def make_sampler(
 def sample_alone(
     logits: torch.Tensor, params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None
 ) -> SamplerOutput:
-    """One step of one request in a batch of its own."""
+    """Sample one step of one request in a batch of its own."""
     sampler = Sampler(len(logits), CPU, LogitsProcessors(builtin_processors()), None)
     sampler.update_state(BatchUpdate(1, [], [(0, params, prompt, output or [])], []))
     return sampler.sample(logits[None].clone())
@@ -72,7 +72,7 @@ class Edit(LogitsProcessor):
 
 
 class Forcing(Edit, ForcingLogitsProcessor):
-    """The same at step 4."""
+    """Calls a function at step 4."""
 
 
 class Shipped(Edit):
@@ -106,13 +106,13 @@ def force(row: int, token: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return edit
 
 
-# ---- the whole pipeline, against a plain loop
+# ---- the whole pipeline, compared with a plain loop
 
 
 def reference_processed_logprobs(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]
 ) -> list[float]:
-    """Steps 1 to 9 in Python numbers, token by token."""
+    """Compute steps 1 to 9 with Python numbers, token by token."""
     vocab = range(len(logits))
     logits = list(logits)
     forbidden = set() if params.allowed_token_ids is None else set(vocab) - params.allowed_token_ids
@@ -191,7 +191,7 @@ Request = tuple[SamplingParams, list[int], list[int]]
 
 
 def change_batch(rng: random.Random, batch: list[Request], vocab_size: int) -> BatchUpdate:
-    """Let some requests go, others come, the gaps close and two rows swap; `batch` follows."""
+    """Remove and add requests, close the gaps and swap two rows; apply the same changes to `batch`."""
     gaps = sorted(rng.sample(range(len(batch)), rng.randint(0, min(2, len(batch)))))
     added = []
     for _ in range(rng.randint(0, 2)):
@@ -223,7 +223,7 @@ def change_batch(rng: random.Random, batch: list[Request], vocab_size: int) -> B
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_are_batch_invariant(seed: int) -> None:
-    """Random schedules of arrivals, departures and moves: each row equals, bit for bit, a fresh batch of one."""
+    """In random schedules, each row equals a fresh batch of one bit for bit."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab_size = 150
@@ -244,7 +244,7 @@ def test_rows_are_batch_invariant(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_subsets_of_rows_are_batch_invariant(seed: int) -> None:
-    """As speculative decoding asks for them: fewer rows from depth to depth, whose outputs grow in between."""
+    """As in speculative decoding: fewer rows at each position, with outputs that grow in between."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab_size = 150
@@ -306,7 +306,7 @@ def test_empty_batch() -> None:
 
 
 def test_sampled_tokens_follow_distribution() -> None:
-    """Chi-square over many seeds, temperature and top-k included."""
+    """Chi-square test over many seeds, with temperature and top-k."""
     torch.manual_seed(0)
     logits = torch.randn(30)
     count = 4000
@@ -444,7 +444,7 @@ def test_shipped_stage_reports_faults() -> None:
 
 @pytest.mark.parametrize("rows", [None, [0, 2]])
 def test_shipped_stage_identifies_faulty_processor(rows: list[int] | None) -> None:
-    """It may leave its last look at a row to step 6."""
+    """The shipped stage may leave the last check of a row to step 6."""
     fault = ProcessorFault("broke", digest="sha256:0", name="Broken", kind="non_finite")
 
     class Asked(Shipped):
@@ -487,7 +487,7 @@ def test_batch_updates_reach_every_stage() -> None:
     assert installed.updated is shipped.updated is None
 
 
-# ---- numbers at the edge
+# ---- extreme numbers
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5, 100.0, 1e300])

@@ -1,4 +1,4 @@
-"""Traces of a step, against what each stage was seen to make of the rows."""
+"""Traces of a step, compared with the logits recorded at each stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Load = Callable[..., LoadedProcessor]
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingParams], among: Sequence[int] | None = None) -> SamplerOutput:
-    """One step of a batch; of some of its rows, if `among` says which."""
+    """Sample one step of a batch, or of the rows `among`."""
     shipped = ShippedProcessors(None, CPU, False, model=ModelView(VOCAB, frozenset({1}), "tokenizer"))
     edits = LogitsProcessors([LogitBiasLogitsProcessor(None, CPU, False), MinPLogitsProcessor(None, CPU, False)])
     sampler = Sampler(VOCAB, CPU, edits, shipped)
@@ -38,7 +38,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingParams], among: Sequence
     return sampler.sample(logits.clone(), among)
 
 
-def carrying(*processors: LoadedProcessor, **params: Any) -> SamplingParams:
+def params_with(*processors: LoadedProcessor, **params: Any) -> SamplingParams:
     uses = tuple(ProcessorUse(processor, {}, "r") for processor in processors)
     return SamplingParams(processors=uses, **{"temperature": 0, "trace": 3, **params})
 
@@ -57,14 +57,14 @@ def fail(logits: torch.Tensor, params: Any) -> torch.Tensor:
 
 
 def numbers(logits: torch.Tensor, trace: RowTrace) -> list[float | None]:
-    """What a stage of the trace must say of these logits."""
+    """Return the expected trace stage for these logits."""
     of_candidates = logits.log_softmax(-1)[list(trace.candidates)].tolist()
     return [None if logprob == -INF else pytest.approx(logprob, abs=1e-6) for logprob in of_candidates]
 
 
 def test_every_stage_shows_its_logits(load: Load) -> None:
     logits = torch.tensor([0.0, 1.0, 5.0, 2.0, 4.0, 3.0, -1.0, -2.0])
-    params = carrying(
+    params = params_with(
         load(ban_2, "Ban"), load(double, "Double"), temperature=0.5, top_k=2, seed=1, logit_bias={3: 1.5}, trace=2
     )
     output = sample(logits[None], [params])
@@ -76,9 +76,9 @@ def test_every_stage_shows_its_logits(load: Load) -> None:
     banned = requested.clone()
     banned[2] = -INF
     doubled = banned * 2
-    drawn_from = doubled / 0.5
-    drawn_from[[token for token in range(VOCAB) if token not in (3, 4)]] = -INF
-    seen = [logits, requested, banned, doubled, drawn_from]
+    sampling = doubled / 0.5
+    sampling[[token for token in range(VOCAB) if token not in (3, 4)]] = -INF
+    seen = [logits, requested, banned, doubled, sampling]
     assert [(stage.stage, stage.name) for stage in trace.stages] == [
         ("model", None),
         ("request", None),
@@ -86,7 +86,7 @@ def test_every_stage_shows_its_logits(load: Load) -> None:
         ("processor", "Double"),
         ("sampling", None),
     ]
-    # The two best of each stage: 2 and 4, 2 and 4, 4 and 3, 4 and 3. In the order of the model.
+    # The top two of each stage: 2 and 4, 2 and 4, 4 and 3, 4 and 3. In the model's order.
     assert trace.candidates == (2, 4, 3)
     for stage, row in zip(trace.stages, seen, strict=True):
         assert list(stage.logprobs) == numbers(row, trace)
@@ -96,7 +96,7 @@ def test_every_stage_shows_its_logits(load: Load) -> None:
 
 
 def test_greedy_row_samples_from_one_token(load: Load) -> None:
-    (trace,) = sample(torch.arange(8.0)[None], [carrying(load(ban_2, "Ban"))]).traces
+    (trace,) = sample(torch.arange(8.0)[None], [params_with(load(ban_2, "Ban"))]).traces
     assert trace is not None
     assert trace.token_id == 7
     assert trace.stages[-1] == TraceStage("sampling", logprobs=(0.0, None, None), num_allowed=1)
@@ -104,13 +104,13 @@ def test_greedy_row_samples_from_one_token(load: Load) -> None:
 
 def test_unlikely_sampled_token_is_a_candidate() -> None:
     logits = torch.linspace(0.1, 0, VOCAB)
-    drawn = set()
+    sampled = set()
     for seed in range(40):
         (trace,) = sample(logits[None], [SamplingParams(seed=seed, trace=1)]).traces
         assert trace is not None
         assert set(trace.candidates) == {0, trace.token_id}
-        drawn.add(trace.token_id)
-    assert len(drawn) > 4
+        sampled.add(trace.token_id)
+    assert len(sampled) > 4
 
 
 def test_fewer_allowed_tokens_than_requested() -> None:
@@ -125,7 +125,7 @@ def test_fewer_allowed_tokens_than_requested() -> None:
 
 def test_mask_appears_before_and_after_other_processors(load: Load) -> None:
     mask = LoadedProcessor("sha256:mask", "Mask", InProcessExecutor({}), ban_2, is_mask=True)
-    (trace,) = sample(torch.arange(8.0)[None], [carrying(load(double, "Double"), mask)]).traces
+    (trace,) = sample(torch.arange(8.0)[None], [params_with(load(double, "Double"), mask)]).traces
     assert trace is not None
     shown = [(stage.name, stage.again) for stage in trace.stages if stage.stage == "processor"]
     assert shown == [("Mask", False), ("Double", False), ("Mask", True)]
@@ -133,9 +133,9 @@ def test_mask_appears_before_and_after_other_processors(load: Load) -> None:
 
 def test_untraced_and_failed_rows_have_no_trace(load: Load) -> None:
     rows = [
-        carrying(load(double, "Double"), trace=None),
-        carrying(load(fail, "Fail")),
-        carrying(load(double, "Double")),
+        params_with(load(double, "Double"), trace=None),
+        params_with(load(fail, "Fail")),
+        params_with(load(double, "Double")),
     ]
     output = sample(torch.randn(3, VOCAB), rows)
     assert [trace is None for trace in output.traces] == [True, True, False]
@@ -150,8 +150,8 @@ def test_trace_does_not_change_results(load: Load) -> None:
             for row in range(6)
         ]
         processor = load(ban_2, "Ban")
-        plain = sample(logits, [carrying(processor, **each, trace=None) for each in params])
-        traced = sample(logits, [carrying(processor, **each) for each in params])
+        plain = sample(logits, [params_with(processor, **each, trace=None) for each in params])
+        traced = sample(logits, [params_with(processor, **each) for each in params])
         assert traced.token_ids == plain.token_ids
         assert traced.logprobs == plain.logprobs
         assert plain.traces == [None] * 6
@@ -161,7 +161,7 @@ def test_trace_does_not_change_results(load: Load) -> None:
 def test_draft_rows_have_same_trace_as_whole_batch(among: list[int], load: Load) -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, VOCAB)
-    rows = [carrying(load(ban_2, "Ban")), carrying(load(double, "Double")), carrying(load(ban_2, "Ban"))]
+    rows = [params_with(load(ban_2, "Ban")), params_with(load(double, "Double")), params_with(load(ban_2, "Ban"))]
     whole = sample(logits, rows).traces
     some = sample(logits[among], rows, among).traces
     assert some == [whole[row] for row in among]

@@ -14,7 +14,7 @@ from logitship.sampler.author_code.callable_factory import CallableFactory
 
 
 class Tokenizer:
-    """As much of one as tells that it is one. Copying it fails a test."""
+    """The methods by which a tokenizer is recognized. Copying it fails the test."""
 
     def encode(self, text: str) -> list[int]:
         return [len(text)]
@@ -45,7 +45,7 @@ class Counter:
 
 
 class Phrase:
-    """With the constructor of logits-processor-zoo's."""
+    """Has the constructor of logits-processor-zoo's classes."""
 
     def __init__(self, phrase: str, tokenizer: Any, batch_size: int, strict: bool = False) -> None:
         self.phrase = tokenizer.encode(phrase)
@@ -260,7 +260,7 @@ def test_abstract_class_is_a_load_error() -> None:
 
 
 def test_class_without_signature() -> None:
-    """Classes written in C may have none: they are called with what was given."""
+    """Classes written in C may have no signature: they are called with the given arguments."""
     made: Any = CallableFactory(partial, (plain,))()
     assert made.func is plain
 

@@ -1,4 +1,4 @@
-"""What goes beyond `InProcessExecutor`, whose tests cover the rest: single rows, and functions without an identity."""
+"""Calls on single rows and of functions without a digest. The tests of `InProcessExecutor` cover the rest."""
 
 from __future__ import annotations
 

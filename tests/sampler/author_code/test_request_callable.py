@@ -173,7 +173,7 @@ def test_missing_prompt_is_rejected(function: Any) -> None:
 
 
 def conventions(edit: Callable[[torch.Tensor], Any]) -> list[Any]:
-    """A function of a tensor's last dimension, in the three conventions."""
+    """Return a function of a tensor's last dimension in the three conventions."""
     return [
         lambda past, row: edit(row),
         lambda prompt, past, row: edit(row),
@@ -229,7 +229,7 @@ def test_hugging_face_results_have_batch_dimension() -> None:
 
 
 def test_input_ids_are_the_whole_history() -> None:
-    """Random lengths against a tensor made anew; tensors of earlier steps keep what they held."""
+    """Random lengths, compared with a new tensor; tensors of earlier steps keep their tokens."""
     rng = random.Random(0)
     for _ in range(30):
         prompt = [rng.randrange(1000) for _ in range(rng.randrange(70))]
@@ -252,9 +252,9 @@ def test_input_ids_are_the_whole_history() -> None:
 
 
 def test_input_ids_are_extended_in_place() -> None:
-    """O(new tokens) a step: each token is read once, and lies where it lay but for a few moves to a larger place."""
+    """O(new tokens) per step: each token is read once, and only moves when the buffer grows."""
     read: list[int] = []
-    seen: list[torch.Tensor] = []  # all kept, so that no address is used twice
+    seen: list[torch.Tensor] = []  # all kept alive, so that no address is reused
 
     class Output(list[int]):
         def __getitem__(self, place: Any) -> Any:
@@ -277,7 +277,7 @@ def test_input_ids_are_extended_in_place() -> None:
 
 
 def test_hugging_face_processors_run() -> None:
-    """Against the same list on tensors that are made anew at each step."""
+    """Compared with the same processors on new tensors in each step."""
     processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(6, 1)])
     rng = random.Random(0)
     output: list[int] = []

@@ -1,7 +1,7 @@
-"""Whatever happens to the batch, every batch processor's state follows: thousands of random steps against a reference.
+"""The state of every batch processor follows the batch, in thousands of random steps compared with a reference.
 
-The reference knows no rows and no updates. It works out what a request's logits must become from that request alone,
-anew in each step.
+The reference has no rows and no updates. It computes a request's logits from that request alone,
+from scratch in each step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Tokens = Sequence[int]
 
 
 class TargetToken(LogitsProcessor):
-    """The example of vLLM's documentation: a dict by row; only the target token may be drawn."""
+    """The example of vLLM's documentation: a dict by row; only the target token is allowed."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.targets: dict[int, int] = {}
@@ -78,8 +78,9 @@ class TargetToken(LogitsProcessor):
 
 
 class NoRepeat(LogitsProcessor):
-    """Forbids what the output holds. Processes additions first, as vLLM's own processors do, and keeps every request's
-    output list from when it came.
+    """Forbids the tokens of the output.
+
+    Processes additions first, as vLLM's own processors do, and keeps a reference to each request's output list.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -110,7 +111,7 @@ class NoRepeat(LogitsProcessor):
 
 
 class Adapted(AdapterLogitsProcessor):
-    """Callables of two and of three parameters, of the requests that want one."""
+    """Callables of two and of three parameters, for the requests that ask for one."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -128,10 +129,10 @@ def roll_by_history(prompt_token_ids: list[int], output_token_ids: list[int], lo
     return logits.roll(3 * sum(prompt_token_ids) + sum(output_token_ids))
 
 
-# --- shipped processors: functions of one row, which the reference calls as well ---
+# --- shipped processors: functions of one row, called by the reference too ---
 
 RowFunction = Callable[[torch.Tensor, int, Tokens, Tokens, int], torch.Tensor]
-"""(logits of the row, parameter, prompt, output, steps that it ran before) to logits."""
+"""(logits of the row, parameter, prompt, output, number of earlier steps) to logits."""
 
 
 def roll(row: torch.Tensor, value: int, prompt: Tokens, output: Tokens, steps: int) -> torch.Tensor:
@@ -175,7 +176,7 @@ def new_shipped() -> ShippedProcessors:
     return ShippedProcessors(None, CPU, False, model=ModelView(VOCAB, frozenset({1}), None))
 
 
-# --- the reference: what one row must become, from its request alone ---
+# --- the reference: the expected logits of one row, from its request alone ---
 
 
 def after_min_tokens(request: Any, row: torch.Tensor, steps: int) -> torch.Tensor:
@@ -223,7 +224,7 @@ def after_shipped(request: Any, row: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 Reference = Callable[[Any, torch.Tensor, int], torch.Tensor]
-"""(request, logits of its row, steps that it took before) to logits."""
+"""(request, logits of its row, number of earlier steps) to logits."""
 
 CASES: list[tuple[Callable[[], LogitsProcessor], Reference]] = [
     (lambda: MinTokensLogitsProcessor(None, CPU, False), after_min_tokens),
@@ -240,7 +241,7 @@ CASES: list[tuple[Callable[[], LogitsProcessor], Reference]] = [
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    """Each feature in about half of the requests."""
+    """Create a request. Each feature is in about half of the requests."""
 
     def tokens(most: int) -> list[int]:
         return rng.sample(range(VOCAB), rng.randint(0, most))
@@ -269,7 +270,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 @dataclass
 class Schedule:
-    """Requests that come and go at random."""
+    """Requests that are added and removed at random."""
 
     rng: random.Random
     batch: PersistentBatch[Any]
@@ -277,10 +278,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         self.steps: dict[Any, int] = {}
-        """The requests of the batch, and how many steps each took."""
+        """The requests of the batch and their numbers of steps."""
 
     def change_batch(self) -> BatchUpdate | None:
-        """Finish or abort some requests, add some, and put the rows into another order."""
+        """Finish or abort some requests, add some, and reorder the rows."""
         rng, batch = self.rng, self.batch
         if rng.random() < 0.02:
             batch.clear()
@@ -310,7 +311,7 @@ class Schedule:
                 self.batch.swap(row_1, row_2)
 
     def grow_outputs(self) -> None:
-        """Mostly a token for each request; sometimes several, as with drafts that are accepted."""
+        """Append mostly one token to each request, sometimes several, as with accepted drafts."""
         for request in self.steps:
             self.steps[request] += 1
             count = self.rng.choice([1, 1, 1, 3])
@@ -319,7 +320,7 @@ class Schedule:
 
 @pytest.fixture
 def new_schedule(new_request: NewRequest) -> Callable[[int], Schedule]:
-    """A schedule of a seed."""
+    """Factory of schedules from seeds."""
 
     def make(seed: int) -> Schedule:
         return Schedule(random.Random(seed), PersistentBatch([1, 3, 9][seed % 3]), new_request)
@@ -354,7 +355,7 @@ def test_every_processor_state_follows_batch(seed: int, new_schedule: Callable[[
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sampler_is_batch_invariant(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
-    """All of a step together, with the sampler's own state: penalties, bad words, temperatures, seeds."""
+    """A whole step with the sampler's own state: penalties, bad words, temperatures, seeds."""
 
     def new_sampler() -> Sampler:
         builtin = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor)

@@ -59,7 +59,7 @@ def test_next_step_accepts_removals(end: str) -> None:
 
 
 def test_peeking_without_removals_does_not_count_as_read() -> None:
-    """So that an addition at the end of the batch does not forbid a removal, as in vLLM."""
+    """An addition at the end of the batch must not prevent a later removal, as in vLLM."""
     builder = BatchUpdateBuilder()
     assert builder.peek_removed() is None
     assert builder.pop_removed() is None

@@ -20,7 +20,7 @@ TRACES: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / 
 
 
 def follow(rows: dict[int, list[int]], update: BatchUpdate | None) -> dict[int, list[int]]:
-    """What a batch processor makes of an update, as slowly and plainly as the contract says it: row to live output."""
+    """Apply an update literally as the contract defines it: row to live output."""
     if update is None:
         return rows
     rows = dict(rows)
@@ -48,7 +48,7 @@ def test_updates_locate_every_request(seed: int, new_request: NewRequest) -> Non
         if rng.random() < 0.05:
             batch.clear()
             update = batch.commit()
-            # It may remove rows that are free already, and must remove all that are not.
+            # It may remove rows that are already free, and must remove all others.
             removed = set(update.removed) if update else set()
             assert set(followed) <= removed <= set(range(capacity))
             assert update is None or (update.batch_size, list(update.added), list(update.moved)) == (0, [], [])
@@ -81,7 +81,7 @@ def test_updates_locate_every_request(seed: int, new_request: NewRequest) -> Non
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"seed{trace['seed']}")
 def test_matches_vllm_recording(trace: dict[str, Any], new_request: NewRequest) -> None:
-    """Every step of `tests/data/vllm_batch.json`, recorded from vLLM's `InputBatch`."""
+    """Replay every step of `tests/data/vllm_batch.json`, recorded from vLLM's `InputBatch`."""
     batch: PersistentBatch[Any] = PersistentBatch(trace["max_num_seqs"])
     requests: dict[str, Any] = {}
     for step in trace["steps"]:
@@ -144,7 +144,7 @@ def test_removals_must_precede_additions_and_moves(new_request: NewRequest) -> N
 
 
 def test_removal_after_condense_is_rejected(new_request: NewRequest) -> None:
-    """Also where nothing had to move: which rows are free was looked at."""
+    """Even if no row moved: `condense` has read the removals."""
     batch: PersistentBatch[Any] = PersistentBatch(3)
     requests = [new_request() for _ in range(3)]
     for request in requests:
@@ -206,7 +206,7 @@ def test_swap_requires_condensed_batch(new_request: NewRequest) -> None:
 
 
 def test_clear_removes_rows_of_lagging_processors(new_request: NewRequest) -> None:
-    """A batch processor that missed the update before the failure still holds the rows from before it."""
+    """A batch processor that missed the last update before the failure still has state for the earlier rows."""
     batch: PersistentBatch[Any] = PersistentBatch(4)
     requests = [new_request() for _ in range(4)]
     for request in requests:

@@ -34,7 +34,7 @@ def test_follows_growing_output() -> None:
 
 def test_reads_only_new_tokens() -> None:
     class Reads(list[int]):
-        """A list that remembers how many items were read."""
+        """A list that counts the items that were read."""
 
         read = 0
 

@@ -62,7 +62,7 @@ CALLABLES: dict[str, Any] = {
 
 
 class Adapter(AdapterLogitsProcessor):
-    """Written as vLLM's documentation has it: `extra_args` says which callable."""
+    """As in vLLM's documentation: `extra_args` names the callable."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -81,7 +81,7 @@ class Adapter(AdapterLogitsProcessor):
 
 @pytest.fixture
 def asking(new_request: NewRequest) -> NewRequest:
-    """A request for a callable by its name: `asking("history", prompt)`."""
+    """Factory of requests for a callable by name: `asking("history", prompt)`."""
 
     def make(name: str | None, prompt: list[int] | None = None) -> Any:
         params = SamplingParams(extra_args=None if name is None else {"callable": name})
@@ -96,7 +96,7 @@ def adapter() -> Adapter:
 
 
 class Batch:
-    """A persistent batch that one batch processor follows."""
+    """A persistent batch with one batch processor."""
 
     def __init__(self, processor: AdapterLogitsProcessor, *requests: Any) -> None:
         self.rows: PersistentBatch[Any] = PersistentBatch(16)
@@ -114,7 +114,7 @@ def logits_of(rows: int) -> torch.Tensor:
 
 
 def expected_row(request: Any, row: torch.Tensor) -> torch.Tensor:
-    """What a request's callable does, done by hand on a copy."""
+    """Apply a request's callable by hand to a copy."""
     row = row.clone()
     match request.name:
         case "history":
@@ -127,7 +127,7 @@ def expected_row(request: Any, row: torch.Tensor) -> torch.Tensor:
 
 
 def test_random_schedules(asking: NewRequest) -> None:
-    """Requests come, go and change places; each row is edited by its own request's callable, with its own tokens."""
+    """Each row is edited by its own request's callable with its own tokens, while requests come, go and move."""
     rng = random.Random(0)
     moves = 0
     for _ in range(20):
@@ -231,7 +231,7 @@ def test_any_exception_becomes_a_fault(error: BaseException, when: str, new_requ
 
 
 def test_fault_of_constructor_is_reported_without_apply(adapter: Adapter, asking: NewRequest) -> None:
-    """A step without a random row runs no argmax-invariant processor, but asks all of them for faults."""
+    """A step without random rows runs no argmax-invariant processor, but collects the faults of all of them."""
     batch = Batch(adapter, asking("length"), asking("unmakable"), asking("history"))
     batch.rows.swap(1, 2)
     adapter.update_state(batch.rows.commit())
@@ -258,7 +258,7 @@ def test_missing_prompt_token_ids_are_a_fault(adapter: Adapter, asking: NewReque
 
 
 def test_falsy_callable_runs(new_request: NewRequest) -> None:
-    """`LogitsProcessorList` is one while it is empty, and so is any callable with a length of 0."""
+    """An empty `LogitsProcessorList` is falsy, and so is any callable with a length of 0."""
 
     class Falsy(list[Any]):
         def __call__(self, past: list[int], row: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def test_one_way_move_clears_source() -> None:
 
 
 def test_process_dict_updates_keeps_falsy_state() -> None:
-    """State that is false, such as 0 or an empty list, is state."""
+    """Falsy state, such as 0 or an empty list, is state."""
     entries: dict[int, int] = {}
     assert not process_dict_updates(entries, None, seed_if_even)
     assert process_dict_updates(entries, BatchUpdate(2, [], [added(0, 0), added(1, 1)], []), seed_if_even)

@@ -17,7 +17,7 @@ VOCAB = 4
 
 
 class Plugin(LogitsProcessor):
-    """Adds the number of output tokens to a column, and fails where the request says so, having done half its work."""
+    """Adds the number of output tokens to a column. Fails halfway if a request asks for it."""
 
     def __init__(self) -> None:
         self.rows: BatchRows[tuple[dict[str, Any], list[int]]] = BatchRows(
@@ -110,7 +110,7 @@ def test_moves_after_a_failure() -> None:
     guarded = GuardedProcessor(Plugin(), "shift")
     guarded.update_state(added(params(), params(fail="update"), params(column=3)))
     assert [row for row, _ in guarded.take_faults()] == [1]
-    # The request at fault leaves; the last one takes its row, then changes places with the first.
+    # The request at fault is removed; the last one moves to its row and is swapped with the first.
     moves = [(2, 1, MoveDirectionality.UNIDIRECTIONAL), (0, 1, MoveDirectionality.SWAP)]
     guarded.update_state(BatchUpdate(2, [], [], moves))
     assert guarded.apply(torch.zeros(2, VOCAB)).tolist() == [expected(1, 3), expected(1)]

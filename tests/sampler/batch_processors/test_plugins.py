@@ -61,7 +61,7 @@ number = 5
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of an importable module with the text above."""
+    """Name of an importable module with the source above."""
     (tmp_path / "my_plugins.py").write_text(MODULE)
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -151,7 +151,7 @@ def test_batch_processor_object_is_rejected(module: str) -> None:
 def test_class_of_real_vllm_is_rejected() -> None:
     real = type("LogitsProcessor", (), {"__module__": "vllm.v1.sample.logits_processor.interface"})
     plugin = type("Mine", (real,), {"__module__": "mine"})
-    with pytest.raises(PluginLoadError, match="mine:Mine: derives from the class of the vLLM that is installed"):
+    with pytest.raises(PluginLoadError, match="mine:Mine: derives from the LogitsProcessor of the installed vLLM"):
         load_plugin(plugin)
 
 

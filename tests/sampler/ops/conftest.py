@@ -1,4 +1,4 @@
-"""Top-k and top-p by sorting the vocabulary, slow and plain, to compare with."""
+"""Reference implementation of top-k and top-p that sorts the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from logitship.sampler.ops.top_k_top_p import UNIT_WEIGHT
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
-DrawBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
+SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
 
 
 def _keep_by_sorting(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float) -> dict[int, int]:
@@ -22,7 +22,7 @@ def _keep_by_sorting(logits: torch.Tensor, weights: torch.Tensor, top_k: int, to
     if 0 < top_k < len(values):
         ranking = [token for token in ranking if values[token] >= values[ranking[top_k - 1]]]
         total = sum(amounts[token] for token in ranking)
-    # Rounded once, as float64 multiplies: a border between two tokens may lie that close.
+    # Rounded once, as a float64 product: a border between two tokens may be that close.
     needed = math.ceil(Fraction(float(total) * top_p)) if top_p < 1 else math.inf
     kept: dict[int, int] = {}
     mass = 0
@@ -36,15 +36,15 @@ def _keep_by_sorting(logits: torch.Tensor, weights: torch.Tensor, top_k: int, to
 
 @pytest.fixture(scope="session")
 def keep_by_sorting() -> KeepBySorting:
-    """(logits, integer weights, top_k, top_p) → the kept tokens in their ranking, and their weights."""
+    """(logits, integer weights, top_k, top_p) → kept tokens in ranking order, with their weights."""
     return _keep_by_sorting
 
 
 @pytest.fixture(scope="session")
-def draw_by_sorting() -> DrawBySorting:
-    """The same and a number in [0, 1) → the token at which the kept tokens' running share exceeds the number."""
+def sample_by_sorting() -> SampleBySorting:
+    """(…, number in [0, 1)) → token at which the kept tokens' cumulative share exceeds the number."""
 
-    def draw(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, number: float) -> int:
+    def sample(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, number: float) -> int:
         kept = _keep_by_sorting(logits, weights, top_k, top_p)
         target = int(number * sum(kept.values()))
         reached = 0
@@ -54,4 +54,4 @@ def draw_by_sorting() -> DrawBySorting:
                 return token
         raise AssertionError("the numbers are below 1")
 
-    return draw
+    return sample

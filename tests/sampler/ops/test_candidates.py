@@ -26,13 +26,13 @@ def test_top_candidates_match_sorting(vocab_size: int, width: int, distinct: int
         assert row_values.tolist() == row[expected].tolist()
         assert row[row_ids].tolist() == row_values.tolist()
         assert len(set(row_ids.tolist())) == len(row_ids)
-        # Complete and in order above the last value; with the whole vocabulary, altogether.
+        # Complete and in order above the last value; with the whole vocabulary, entirely.
         certain = len(expected) if width >= vocab_size else int((row_values > row_values[-1]).sum())
         assert row_ids[:certain].tolist() == expected[:certain]
 
 
 def test_rows_of_a_wider_matrix() -> None:
-    """A slice whose rows are not adjacent in memory."""
+    """The rows of a slice are not contiguous in memory."""
     matrix = torch.randn(6, 3000)[::2, :2000]
     values, token_ids = top_candidates(matrix, 64)
     for row, row_values, row_ids in zip(matrix, values, token_ids, strict=True):

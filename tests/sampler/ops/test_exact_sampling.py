@@ -19,13 +19,13 @@ from logitship.sampler.ops.sample_tokens import random_sample, top_k_top_p_sampl
 from logitship.sampler.ops.top_k_top_p import integer_weights
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
-DrawBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
+SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
 
 ALMOST_ONE = 1 - 2.0**-53
 
 
-def draw_row(logits: torch.Tensor, top_k: int, top_p: float, numbers: torch.Tensor) -> torch.Tensor:
-    """Draw from one row once for each number."""
+def sample_row(logits: torch.Tensor, top_k: int, top_p: float, numbers: torch.Tensor) -> torch.Tensor:
+    """Sample from one row once per number."""
     count = len(numbers)
     probabilities = logits.softmax(-1).expand(count, -1)
     p = torch.full((count,), top_p, dtype=torch.float64)
@@ -60,26 +60,26 @@ TOP_P = [1e-12, 0.1, 0.5, 0.9, 1 - 1e-7, 1.0]
 @pytest.mark.parametrize(("name", "vocab_size"), ROWS)
 @pytest.mark.parametrize("top_p", TOP_P)
 def test_same_number_samples_same_token_as_sorting(
-    name: str, vocab_size: int, top_p: float, draw_by_sorting: DrawBySorting
+    name: str, vocab_size: int, top_p: float, sample_by_sorting: SampleBySorting
 ) -> None:
     logits = adversarial_rows(vocab_size)[name]
     weights = integer_weights(logits.softmax(-1))
     numbers = [0.0, 2.0**-53, *torch.rand(5, dtype=torch.float64).tolist(), ALMOST_ONE]
     for top_k in (0, 1, 2, 40, 64, 600, vocab_size, vocab_size + 1):
-        drawn = draw_row(logits, top_k, top_p, torch.tensor(numbers, dtype=torch.float64))
-        assert drawn.tolist() == [draw_by_sorting(logits, weights, top_k, top_p, number) for number in numbers]
+        sampled = sample_row(logits, top_k, top_p, torch.tensor(numbers, dtype=torch.float64))
+        assert sampled.tolist() == [sample_by_sorting(logits, weights, top_k, top_p, number) for number in numbers]
 
 
-def drawn_shares(draw_numbers: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Fraction]:
-    """The share of [0, 1) that draws each token, found by bisection between the numbers that draw two tokens.
+def sampled_shares(sample_numbers: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Fraction]:
+    """Return the share of [0, 1) that samples each token, by bisection between numbers that sample different tokens.
 
-    Each token has one interval of numbers. What is narrower than 2**-36 may be missed, and each border is off by at
+    Each token has one interval of numbers. Intervals below 2**-36 may be missed, and each border is off by at
     most that.
     """
     low, high = torch.tensor([0], dtype=torch.int64), torch.tensor([2**36 - 1], dtype=torch.int64)
 
     def tokens(units: torch.Tensor) -> torch.Tensor:
-        return draw_numbers(units.to(torch.float64) * 2.0**-36)
+        return sample_numbers(units.to(torch.float64) * 2.0**-36)
 
     borders = {0: int(tokens(low)), 2**36: -1}
     at_low, at_high = tokens(low), tokens(high)
@@ -130,11 +130,11 @@ def drawn_shares(draw_numbers: Callable[[torch.Tensor], torch.Tensor]) -> dict[i
 def test_probabilities_match_sorting(
     name: str, vocab_size: int, top_k: int, top_p: float, keep_by_sorting: KeepBySorting
 ) -> None:
-    """Not a sample: the share of all numbers that draws each token."""
+    """Exact, not statistical: compares the shares of all numbers that sample each token."""
     logits = adversarial_rows(vocab_size)[name]
     kept = keep_by_sorting(logits, integer_weights(logits.softmax(-1)), top_k, top_p)
     total = sum(kept.values())
-    shares = drawn_shares(lambda numbers: draw_row(logits, top_k, top_p, numbers))
+    shares = sampled_shares(lambda numbers: sample_row(logits, top_k, top_p, numbers))
     expected = {token: Fraction(weight, total) for token, weight in kept.items()}
     assert set(shares) <= set(expected)
     for token, share in expected.items():
@@ -144,7 +144,7 @@ def test_probabilities_match_sorting(
 def test_probabilities_without_top_k_and_top_p() -> None:
     logits = adversarial_rows(700)["ordinary"]
     weights = integer_weights(logits.softmax(-1)).tolist()
-    shares = drawn_shares(lambda numbers: random_sample(logits.softmax(-1).expand(len(numbers), -1), numbers))
+    shares = sampled_shares(lambda numbers: random_sample(logits.softmax(-1).expand(len(numbers), -1), numbers))
     for token, weight in enumerate(weights):
         assert abs(shares.get(token, Fraction(0)) - Fraction(weight, sum(weights))) <= Fraction(2, 2**36)
 
@@ -152,7 +152,7 @@ def test_probabilities_without_top_k_and_top_p() -> None:
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (20, 1.0), (50, 0.7), (0, 0.05)])
 def test_kept_tokens_match_hugging_face(scale: float, top_k: int, top_p: float, keep_by_sorting: KeepBySorting) -> None:
-    """An implementation that is not ours, and says where sorting itself could be misread."""
+    """An independent implementation, which checks the interpretation of the sorting reference."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from transformers import TopKLogitsWarper, TopPLogitsWarper
@@ -175,19 +175,19 @@ def test_chi_square_of_thousands_of_samples(top_k: int, top_p: float, keep_by_so
     kept = keep_by_sorting(logits, integer_weights(logits.softmax(-1)), top_k, top_p)
     seeds = np.arange(count, dtype=np.uint64)
     numbers = torch.from_numpy(uniform_numbers(seeds, np.zeros(count, dtype=np.int64)))
-    hits = torch.bincount(draw_row(logits, top_k, top_p, numbers), minlength=400)
+    hits = torch.bincount(sample_row(logits, top_k, top_p, numbers), minlength=400)
     tokens = list(kept)
     expected = torch.tensor([kept[token] for token in tokens], dtype=torch.float64)
     expected *= count / expected.sum()
     assert int(hits[tokens].sum()) == count
     freedom = len(tokens) - 1
     chi_square = float(((hits[tokens] - expected) ** 2 / expected).sum())
-    # Mean `freedom`, variance 2 * `freedom`; a cell of few expected hits adds to the variance, hence 6.
+    # Mean `freedom`, variance 2 * `freedom`; a cell with few expected hits adds to the variance, hence 6.
     assert abs(chi_square - freedom) < 6 * math.sqrt(2 * freedom)
 
 
 class Orderings(TorchDispatchMode):
-    """Notes how many numbers at a time PyTorch and NumPy sort, and from how many they select the largest."""
+    """Records the sizes of the arrays that PyTorch and NumPy sort or select the largest values from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ VOCAB_SIZE = 50_000
 
 def orderings(logits: torch.Tensor, top_k: int, top_p: float) -> Orderings:
     with Orderings() as noted:
-        draw_row(logits, top_k, top_p, torch.tensor([0.7], dtype=torch.float64))
+        sample_row(logits, top_k, top_p, torch.tensor([0.7], dtype=torch.float64))
     return noted
 
 

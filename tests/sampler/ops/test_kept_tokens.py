@@ -27,5 +27,5 @@ def test_kept_tokens_match_sorting(vocab_size: int, seed: int, keep_by_sorting: 
             for top_k in (-1, 0, 1, 2, 7, vocab_size, vocab_size + 3):
                 expected = set(keep_by_sorting(logits, weights, top_k, top_p))
                 kept = set(kept_tokens(logits, top_k, top_p).nonzero().flatten().tolist())
-                # The reference also lists forbidden tokens, which weigh nothing and are never drawn.
+                # The reference also lists forbidden tokens, which have weight 0 and are never sampled.
                 assert kept == {token for token in expected if logits[token] > -math.inf}

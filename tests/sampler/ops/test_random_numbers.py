@@ -5,7 +5,7 @@ import pytest
 
 from logitship.sampler.ops.random_numbers import UniformNumbers, philox4x32, uniform_numbers
 
-# The known answers that come with Random123, the authors' own implementation (kat_vectors, philox4x32 with 10 rounds).
+# Known answers from Random123, the authors' implementation (kat_vectors, philox4x32 with 10 rounds).
 KNOWN_ANSWERS = [
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -45,7 +45,7 @@ def test_range_and_uniformity() -> None:
         observed, _ = np.histogram(numbers, bins=100, range=(0, 1))
         # Chi-square with 99 degrees of freedom: mean 99, standard deviation 14.
         assert ((observed - 1000) ** 2 / 1000).sum() < 99 + 5 * 14
-        # Neighbours are not correlated: a standard deviation is 0.003.
+        # Adjacent numbers are not correlated: one standard deviation is 0.003.
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.016
 
 
@@ -61,5 +61,5 @@ def test_precomputed_numbers_are_the_same(count: int) -> None:
     positions = rng.integers(0, 2**40, count)
     for step in range(400):
         assert numbers.at(positions).tolist() == uniform_numbers(seeds, positions).tolist()
-        # Mostly a token each; sometimes several, none, or back.
+        # Mostly one token each; sometimes several, none, or a step back.
         positions = positions + (rng.integers(-3, 5, count) if step % 7 == 6 else 1)

@@ -46,8 +46,8 @@ def test_zero_probability_is_never_sampled(vocab_size: int, scale: float) -> Non
         for top_k, top_p in [(0, 0.999999999), (3, 1.0), (vocab_size, 0.5), (70, 0.99), (0, 1e-12), (0, 1.0)]:
             p = torch.full((4,), top_p, dtype=torch.float64)
             tokens.append(top_k_top_p_sample(logits, probabilities, torch.full((4,), top_k), p, uniform))
-        for drawn in tokens:
-            assert (probabilities.gather(-1, drawn[:, None]) > 0).all()
+        for sampled in tokens:
+            assert (probabilities.gather(-1, sampled[:, None]) > 0).all()
 
 
 def test_chi_square_with_random_numbers() -> None:
@@ -63,7 +63,7 @@ def test_chi_square_with_random_numbers() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sampling_is_batch_invariant(seed: int) -> None:
-    """Bit for bit: alone, and among rows of every kind in another order."""
+    """Equal bit for bit alone, among rows of every kind, and in another order."""
     torch.manual_seed(seed)
     rows, vocab_size = 24, 1501
     logits = torch.randn(rows, vocab_size) * torch.logspace(-2, 2, rows)[:, None]
@@ -74,14 +74,14 @@ def test_sampling_is_batch_invariant(seed: int) -> None:
     top_p = torch.tensor([1.0, 0.5, 0.9, 0.999, 0.01, 0.7], dtype=torch.float64).repeat(4)
     uniform = torch.rand(rows, dtype=torch.float64)
 
-    def drawn(order: torch.Tensor) -> list[int]:
+    def sampled(order: torch.Tensor) -> list[int]:
         part = logits[order]
         return top_k_top_p_sample(part, part.softmax(-1), top_k[order], top_p[order], uniform[order]).tolist()
 
-    together = drawn(torch.arange(rows))
-    assert [drawn(torch.tensor([row]))[0] for row in range(rows)] == together
+    together = sampled(torch.arange(rows))
+    assert [sampled(torch.tensor([row]))[0] for row in range(rows)] == together
     order = torch.randperm(rows)
-    assert drawn(order) == [together[row] for row in order.tolist()]
+    assert sampled(order) == [together[row] for row in order.tolist()]
     plain = random_sample(logits.softmax(-1), uniform).tolist()
     assert [
         random_sample(logits[row : row + 1].softmax(-1), uniform[row : row + 1]).item() for row in range(rows)

@@ -14,11 +14,11 @@ def rows(scratch: Scratch, start: int, count: int, columns: int) -> torch.Tensor
 
 def test_rows_are_separate_and_reused() -> None:
     scratch = Scratch()
-    room = rows(scratch, 0, 5, 7).fill_(0.0)
+    whole = rows(scratch, 0, 5, 7).fill_(0.0)
     first, second = rows(scratch, 0, 2, 7).fill_(1.0), rows(scratch, 2, 3, 7).fill_(2.0)
-    assert room.tolist() == [*[[1.0] * 7] * 2, *[[2.0] * 7] * 3]
+    assert whole.tolist() == [*[[1.0] * 7] * 2, *[[2.0] * 7] * 3]
     assert (first.shape, second.shape) == ((2, 7), (3, 7))
-    assert rows(scratch, 0, 5, 7).data_ptr() == room.data_ptr()
+    assert rows(scratch, 0, 5, 7).data_ptr() == whole.data_ptr()
     assert rows(scratch, 0, 7, 5).is_contiguous()
 
 

@@ -15,7 +15,7 @@ from logitship.sampler.ops.top_k_top_p import (
     sample_from_candidates,
 )
 
-DrawBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
+SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
 
 NUMBERS = (0.0, 0.37, 0.81, 1 - 2.0**-53)
 
@@ -33,20 +33,20 @@ def distributions(vocab_size: int) -> torch.Tensor:
     return rows
 
 
-def candidate_draw(
+def sample_candidates(
     logits: torch.Tensor, width: int, top_k: int, top_p: float, number: float = 0.0
 ) -> tuple[CandidateSample, int | None]:
-    """The draw from the candidates of a row, and the token that it comes to if it decides."""
+    """Sample from the candidates of a row; return the result and the token, None if undecided."""
     token_ids, all_finite = row_candidates(logits.numpy(), width)
     weights = integer_weights(logits.softmax(-1))[token_ids].tolist()
     complete = all_finite or weights[-1:] == [0]
-    drawn = sample_from_candidates(logits[token_ids].tolist(), weights, complete, top_k, top_p, number)
-    return drawn, None if drawn.position is None else int(token_ids[drawn.position])
+    sampled = sample_from_candidates(logits[token_ids].tolist(), weights, complete, top_k, top_p, number)
+    return sampled, None if sampled.position is None else int(token_ids[sampled.position])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 1500])
 @pytest.mark.parametrize("seed", range(4))
-def test_sample_from_all_matches_sorting(vocab_size: int, seed: int, draw_by_sorting: DrawBySorting) -> None:
+def test_sample_from_all_matches_sorting(vocab_size: int, seed: int, sample_by_sorting: SampleBySorting) -> None:
     torch.manual_seed(seed)
     logits = distributions(vocab_size)
     weights = integer_weights(logits.softmax(-1))
@@ -54,12 +54,12 @@ def test_sample_from_all_matches_sorting(vocab_size: int, seed: int, draw_by_sor
         top_k = torch.tensor([0, 1, 2, 3, 7, 50, vocab_size, vocab_size + 3])[torch.randperm(8)].tolist()
         for row in range(8):
             number = NUMBERS[row % len(NUMBERS)]
-            expected = draw_by_sorting(logits[row], weights[row], top_k[row], top_p, number)
+            expected = sample_by_sorting(logits[row], weights[row], top_k[row], top_p, number)
             assert sample_from_all(logits[row], weights[row], top_k[row], top_p, number) == expected
 
 
 LARGE = 3000
-"""Tokens enough that a bucket of them is not sorted but divided again."""
+"""Number of tokens for which a bucket is not sorted but divided again."""
 
 
 def hard_rows() -> dict[str, torch.Tensor]:
@@ -82,13 +82,13 @@ def hard_rows() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", hard_rows())
-def test_sample_from_all_with_large_buckets(name: str, draw_by_sorting: DrawBySorting) -> None:
+def test_sample_from_all_with_large_buckets(name: str, sample_by_sorting: SampleBySorting) -> None:
     logits = hard_rows()[name]
     weights = integer_weights(logits.softmax(-1))
     settings = [(0, 0.5), (0, 1 - 1e-7), (600, 0.5), (2000, 1.0), (LARGE - 1, 0.9), (0, 1.0)]
     for top_k, top_p in settings:
         for number in NUMBERS:
-            expected = draw_by_sorting(logits, weights, top_k, top_p, number)
+            expected = sample_by_sorting(logits, weights, top_k, top_p, number)
             assert sample_from_all(logits, weights, top_k, top_p, number) == expected
 
 
@@ -103,7 +103,7 @@ def test_candidates_agree_with_whole_vocabulary(width: int, seed: int) -> None:
         top_k = torch.tensor([0, 1, 2, 3, 7, 30, 50, 63])[torch.randperm(8)].tolist()
         for number in NUMBERS:
             for row in range(8):
-                _, token = candidate_draw(logits[row], width, top_k[row], top_p, number)
+                _, token = sample_candidates(logits[row], width, top_k[row], top_p, number)
                 if token is not None:
                     assert token == sample_from_all(logits[row], weights[row], top_k[row], top_p, number)
                     decided += 1
@@ -115,29 +115,29 @@ def test_few_candidates_decide() -> None:
     logits[0, 5] = 50.0  # one certain token
     logits[1] = 1.0  # everything tied
     logits[2, :10] = 9.0  # top-k within, ties complete
-    logits[3, :100] = 9.0  # the tie of the k-th token is larger than what was asked for, and complete
+    logits[3, :100] = 9.0  # the tie of the k-th token exceeds k, and is complete
     logits[4, 1:] = -math.inf  # fewer tokens left than k
     logits[5] = torch.linspace(3, -3, 1000)  # flat: top-p needs more
     settings = [(0, 0.9), (0, 0.9), (4, 1.0), (4, 1.0), (20, 1.0), (0, 0.9)]
-    drawn = [candidate_draw(row, 64, k, p)[0] for row, (k, p) in zip(logits, settings, strict=True)]
-    assert [each.position is not None for each in drawn] == [True, False, True, True, True, False]
+    sampled = [sample_candidates(row, 64, k, p)[0] for row, (k, p) in zip(logits, settings, strict=True)]
+    assert [each.position is not None for each in sampled] == [True, False, True, True, True, False]
 
 
 def test_minimum_candidates_needed() -> None:
-    """Of 1000 nearly equal tokens, 0.9 of the mass is 900 of them. In a steep row, the next ones may do."""
+    """0.9 of the mass of 1000 nearly equal tokens is 900 tokens. In a steep row, a few more may be enough."""
     nearly_equal, steep = torch.linspace(1e-3, 0, 1000), torch.linspace(60, 0, 1000)
-    flat, _ = candidate_draw(nearly_equal, 64, 0, 0.9)
+    flat, _ = sample_candidates(nearly_equal, 64, 0, 0.9)
     assert flat.position is None
     assert flat.candidates_needed == pytest.approx(900, abs=1)
-    short, _ = candidate_draw(steep, 64, 0, 0.99)
+    short, _ = sample_candidates(steep, 64, 0, 0.99)
     assert short.position is None
     assert 64 < short.candidates_needed < 77
-    wider, _ = candidate_draw(steep, 80, 0, 0.99)
+    wider, _ = sample_candidates(steep, 80, 0, 0.99)
     assert wider.position is not None
 
 
 def kept(logits: list[float], top_k: int, top_p: float) -> list[int]:
-    """The tokens that some number draws."""
+    """Return the tokens that some number samples."""
     row = torch.tensor(logits)
     weights = integer_weights(row.softmax(-1))
     return sorted({sample_from_all(row, weights, top_k, top_p, number / 1000) for number in range(1000)})

@@ -1,4 +1,4 @@
-"""The sampler's numbers for a row are the same bits alone, in company, in another order and as a draft."""
+"""Batch invariance: a row's results are bitwise equal alone, in any batch, in any order and as a draft."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from logitship.sampler.sampling_params import SamplingParams
 CPU = torch.device("cpu")
 ROWS = 19
 VOCABS = (77, 1003, 49152)
-"""Two of them leave something over behind the last vector instruction, and let rows begin at odd addresses."""
+"""Two of them are no multiple of the vector width, so rows start at unaligned addresses."""
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -34,7 +34,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the batch, and its logits."""
+    """A row of the batch with its logits."""
 
     params: SamplingParams
     prompt: list[int]
@@ -74,11 +74,11 @@ def sampler_of(rows: list[Row], vocab_size: int) -> Sampler:
     return sampler
 
 
-Drawn = list[tuple[int, RowLogprobs | None]]
-"""Of each row, the token and the record of its log-probabilities: floats that are compared exactly."""
+Sampled = list[tuple[int, RowLogprobs | None]]
+"""Token and log-probabilities of each row, compared exactly."""
 
 
-def sample(rows: list[Row], chosen: list[int] | None = None) -> Drawn:
+def sample(rows: list[Row], chosen: list[int] | None = None) -> Sampled:
     vocab_size = len(rows[0].logits)
     logits = torch.stack([rows[number].logits for number in chosen or range(len(rows))])
     result = sampler_of(rows, vocab_size).sample(logits, chosen)
@@ -117,7 +117,7 @@ def test_prompt_logprobs_are_independent_of_chunks(vocab_size: int, threads: int
 
 
 def test_logprobs_are_independent_of_other_rows_top(threads: int) -> None:
-    """How many of the most likely tokens are looked at is decided for all rows together."""
+    """The number of most likely tokens to compute is chosen for all rows together."""
     torch.manual_seed(0)
     logits = torch.randn(3, 5000).mul(4).round() / 4  # with ties
     [few] = token_logprobs(logits[:1], [3], [2])

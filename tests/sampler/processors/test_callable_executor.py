@@ -26,12 +26,12 @@ def executor() -> CallableExecutor:
 
 
 def loaded(executor: CallableExecutor, function: Any, name: str = "callable") -> LoadedProcessor:
-    """All of one digest, as the sequences of one request are."""
+    """Create a processor. All have the same digest, as the sequences of one request."""
     return LoadedProcessor(f"sha256:{name}", name, executor, function, per_sequence=True)
 
 
 class Batch:
-    """Requests with shipped processors, step by step."""
+    """Runs requests with shipped processors step by step."""
 
     def __init__(self, *requests: Any) -> None:
         self.rows: PersistentBatch[Any] = PersistentBatch(8)
@@ -60,7 +60,7 @@ def recall_ids(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_each_sequence_has_its_own_callable_and_tokens(executor: CallableExecutor, shipping: NewRequest) -> None:
-    """Three sequences whose processors have one digest: not a group, because each callable holds its own state."""
+    """Sequences with the same digest are not a group, because each callable has its own state."""
     functions = (count, recall, recall_ids)
     requests = [
         shipping(str(number), (loaded(executor, function), {}), prompt=[number + 5])

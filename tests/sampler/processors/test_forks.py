@@ -1,4 +1,4 @@
-"""A sequence that goes on from another one's history: what a processor keeps of it is copied, and goes its own way."""
+"""Forks of sequences: a processor's state is copied and independent from then on."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def test_fork_has_history_and_copy_of_state(load: Callable[..., LoadedProcessor]
         return logits
 
     processor = load(watch, "Watch")
-    ours: list[int] = []
+    output: list[int] = []
     words = ["a"]
-    row = attach(processor, ours, log=[], words=words)
+    row = attach(processor, output, log=[], words=words)
     call(processor, row)
-    ours.append(5)
+    output.append(5)
     call(processor, row)
 
-    theirs = [5]
-    twin = row.fork(theirs)
-    ours.append(6)
-    theirs.append(7)
-    for each in (row, twin):
+    fork_output = [5]
+    fork = row.fork(fork_output)
+    output.append(6)
+    fork_output.append(7)
+    for each in (row, fork):
         call(processor, each)
     assert seen[2:] == [([5, 6], [0, 1, 2], ["a"], True, True), ([5, 7], [0, 1, 2], ["a"], True, True)]
-    theirs.append(8)
-    call(processor, twin)
+    fork_output.append(8)
+    call(processor, fork)
     call(processor, row)
     assert [(output, log) for output, log, *_ in seen[4:]] == [([5, 7, 8], [0, 1, 2, 3]), ([5, 6], [0, 1, 2, 2])]
 
@@ -84,11 +84,11 @@ def test_edits_of_the_view_are_copied(load: Callable[..., LoadedProcessor]) -> N
     processor = load(careless, "Careless")
     row = attach(processor, [])
     call(processor, row)
-    theirs: list[int] = []
-    twin = row.fork(theirs)
-    theirs.append(3)
-    with pytest.raises(AssertionError):  # it deletes what it has deleted already
-        call(processor, twin)
+    fork_output: list[int] = []
+    fork = row.fork(fork_output)
+    fork_output.append(3)
+    with pytest.raises(AssertionError):  # it deletes an attribute twice
+        call(processor, fork)
     assert outputs == [[], [3]]
 
 
@@ -102,10 +102,12 @@ def test_prepared_parameters_are_shared(load: Callable[..., LoadedProcessor]) ->
         return logits
 
     processor = load(keep, "Keep")
-    row = attach(processor, [], prepared, big=threading.Lock())  # a lock cannot be copied, and need not be
+    row = attach(
+        processor, [], prepared, big=threading.Lock()
+    )  # a lock cannot be copied, but prepared parameters are shared
     call(processor, row)
-    twin = row.fork([])
-    call(processor, twin)
+    fork = row.fork([])
+    call(processor, fork)
     call(processor, row)
     assert kept[0][:2] == kept[1][:2]
     assert kept[0][1] is prepared
@@ -134,12 +136,12 @@ def test_uncopyable_state_is_a_fault(load: Callable[..., LoadedProcessor], value
         row.fork([])
     fault = raised.value
     assert (fault.kind, fault.name, fault.digest) == ("uncopyable", "Keep", processor.digest)
-    assert f"beam search needs it: {reason}" in fault.message
-    call(processor, row)  # nothing happened to the other one
+    assert f"which beam search requires: {reason}" in fault.message
+    call(processor, row)  # the original still works
 
 
 class Counts:
-    """A request-level callable with state, and a tokenizer that is not to be copied."""
+    """A request-level callable with state and a tokenizer that must not be copied."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -153,30 +155,30 @@ class Counts:
 
 
 class Clones(Counts):
-    """One that says itself how it is copied, and cannot be copied otherwise."""
+    """A callable with `clone()` that cannot be copied otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
 
     def clone(self) -> Clones:
-        twin = Clones()
-        twin.calls, twin.lengths = self.calls, list(self.lengths)
-        return twin
+        fork = Clones()
+        fork.calls, fork.lengths = self.calls, list(self.lengths)
+        return fork
 
 
 @pytest.mark.parametrize("target", [Counts, Clones])
 def test_forked_callable_has_its_own_state(target: type[Counts]) -> None:
     processor = LoadedProcessor("sha256:0", "Counts", CallableExecutor(), CallableFactory(target)(), per_sequence=True)
-    ours = [4]
-    row = attach(processor, ours)
+    output = [4]
+    row = attach(processor, output)
     assert call(processor, row)[0][:2] == [1, 1]
-    theirs = [4]
-    twin = row.fork(theirs)
-    ours.append(5)
-    theirs += [6, 7]
+    fork_output = [4]
+    fork = row.fork(fork_output)
+    output.append(5)
+    fork_output += [6, 7]
     assert call(processor, row)[0][:2] == [2, 3]
-    assert call(processor, twin)[0][:2] == [2, 4]
+    assert call(processor, fork)[0][:2] == [2, 4]
     assert call(processor, row)[0][:2] == [3, 5]
 
 
@@ -186,19 +188,19 @@ def test_fork_of_hugging_face_callable_has_its_own_tokens() -> None:
         return scores
 
     processor = LoadedProcessor("sha256:0", "last", CallableExecutor(), last, per_sequence=True)
-    ours = [4]
-    row = attach(processor, ours)
+    output = [4]
+    row = attach(processor, output)
     assert call(processor, row)[0][:2] == [4, 3]
-    theirs = [4]
-    twin = row.fork(theirs)
-    ours.append(5)
-    theirs += [6, 7]
-    assert call(processor, twin)[0][:2] == [7, 5]
+    fork_output = [4]
+    fork = row.fork(fork_output)
+    output.append(5)
+    fork_output += [6, 7]
+    assert call(processor, fork)[0][:2] == [7, 5]
     assert call(processor, row)[0][:2] == [5, 4]
 
 
 class Closing:
-    """A executor_row row that tells whether it was closed."""
+    """An executor row that counts how often it was closed."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -231,7 +233,7 @@ def test_added_row_uses_its_fork(load: Callable[..., LoadedProcessor]) -> None:
     stage.update_state(BatchUpdate(2, [], [(1, SamplingParams(processors=(forked,)), [1], [3, 4])], []))
     assert stage.apply(torch.zeros(2, VOCAB))[:, 0].tolist() == [2, 2]
     assert (use.count.steps, forked.count.steps) == (2, 2)
-    # Another request begins anew.
+    # Another request starts from scratch.
     other = SamplingParams(processors=(ProcessorUse(use.processor, {}, "s"),))
     stage.update_state(BatchUpdate(2, [], [(1, other, [1], [])], []))
     assert stage.apply(torch.zeros(2, VOCAB))[:, 0].tolist() == [3, 1]
@@ -246,5 +248,5 @@ def test_unused_fork_is_closed_once(load: Callable[..., LoadedProcessor]) -> Non
     forked.drop_fork()
     forked.drop_fork()
     assert row.closed == 1
-    use.drop_fork()  # it was not forked: its row is the batch's to close
+    use.drop_fork()  # not a fork: the batch closes its row
     assert use.executor_row.closed == 0

@@ -24,7 +24,7 @@ Load = Callable[..., LoadedProcessor]
 
 
 def source(body: str) -> SourceProcessor:
-    """A class whose `__call__` has this body."""
+    """Return the source of a class whose `__call__` has this body."""
     lines = "".join(f"        {line}\n" for line in body.splitlines())
     header = "from logitship import CustomLogitProcessor\n\nclass Shipped(CustomLogitProcessor):\n"
     return SourceProcessor(f"{header}    def __call__(self, logits, custom_param_list=None):\n{lines}", "Shipped")
@@ -60,8 +60,8 @@ def test_digest_is_that_of_the_running_code() -> None:
 
 def test_class_description_is_loaded() -> None:
     string = source("return logits")
-    says = "class Shipped(CustomLogitProcessor):\n    'Does it.'\n    params_schema = {'type': 'object'}\n\n"
-    described = string.source.replace("class Shipped(CustomLogitProcessor):\n", says)
+    header = "class Shipped(CustomLogitProcessor):\n    'Does it.'\n    params_schema = {'type': 'object'}\n\n"
+    described = string.source.replace("class Shipped(CustomLogitProcessor):\n", header)
     loaded = InProcessExecutor({}).load(replace(string, source=described))
     assert (loaded.description, loaded.params_schema) == ("Does it.", {"type": "object"})
     assert InProcessExecutor({}).load(string).description == ""
@@ -251,7 +251,7 @@ def test_async_call_is_rejected() -> None:
     executor = InProcessExecutor({})
     with pytest.raises(ProcessorFault, match="returned a coroutine, not a tensor: __call__ must not be async"):
         executor.run(executor.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
-    gc.collect()  # a coroutine that nobody awaited would warn now
+    gc.collect()  # a coroutine that was never awaited would warn now
 
 
 def test_replaced_storage_is_copied_back() -> None:
@@ -302,7 +302,7 @@ def test_returning_the_logits_themselves(load: Load) -> None:
     ],
 )
 def test_overlapping_view_is_copied(returned: str, expected: list[list[float]], load: Load) -> None:
-    """The caller copies the result into the logits: the two must not overlap."""
+    """The caller copies the result into the logits, so the two must not overlap."""
     logits = torch.arange(4.0).view(2, 2)
     processor = load(eval(f"lambda logits, params: {returned}"), "View")
     result = InProcessExecutor({}).run(processor, logits, [{}, {}])
@@ -325,7 +325,7 @@ def test_gradients_are_dropped(load: Load) -> None:
 
 
 def test_fault_does_not_keep_processor_alive(load: Load) -> None:
-    """Faults are kept by their requests: they must not hold tensors through a traceback."""
+    """Requests keep their faults, which must not reference tensors through a traceback."""
     made: list[weakref.ref[torch.Tensor]] = []
 
     def fail(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
@@ -341,7 +341,7 @@ def test_fault_does_not_keep_processor_alive(load: Load) -> None:
 
 
 def test_processor_cannot_forge_a_fault() -> None:
-    """What it says of itself is not believed: the digest and the kind are the server's."""
+    """The server sets digest and kind, even if the processor raises a fault of its own."""
     body = "from logitship.client.errors import ProcessorFault\n"
     fault = fault_of(body + "raise ProcessorFault('mine', digest='', name='Other', kind='odd')")
     assert fault.kind == "exception"

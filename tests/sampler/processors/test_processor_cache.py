@@ -14,7 +14,7 @@ from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCa
 
 
 class CountingExecutor:
-    """Loads nothing: a processor's size is the length of its source."""
+    """An executor that loads nothing and counts its calls."""
 
     def __init__(self) -> None:
         self.loads: list[str] = []
@@ -25,7 +25,7 @@ class CountingExecutor:
         self.ensured: list[LoadedProcessor] = []
         self.unloaded: list[str] = []
         self.most = 0
-        """Most processors that it held at one time, those that it was loading included."""
+        """Maximum number of processors held at a time, including those being loaded."""
         self._held = 0
         self._lock = threading.Lock()
 
@@ -136,7 +136,7 @@ def test_processor_in_use_is_never_evicted() -> None:
         cache.acquire(string("C"))
     assert cache.acquire(string("A")) is first
     cache.release(first)
-    with pytest.raises(ProcessorCacheFull):  # used twice, given back once
+    with pytest.raises(ProcessorCacheFull):  # acquired twice, released once
         cache.acquire(string("C"))
     cache.release(second)
     cache.acquire(string("C"))
@@ -218,7 +218,7 @@ def test_cache_hit_calls_ensure() -> None:
 
 
 def test_failed_ensure_keeps_entry() -> None:
-    """The next who asks tries again, and those who hold it give it back as ever."""
+    """The next user tries again, and current users release it as usual."""
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
     processor = cache.acquire(string("A"))
@@ -228,7 +228,7 @@ def test_failed_ensure_keeps_entry() -> None:
     assert cache.acquire(string("A")) is processor
     cache.release(processor)
     cache.release(processor)
-    use_once(cache, "B")  # its users were counted right: it makes way
+    use_once(cache, "B")  # its users were counted correctly: it can be evicted
     assert executor.unloaded == ["A"]
 
 
@@ -261,7 +261,7 @@ def test_evicted_processor_is_unloaded_before_load() -> None:
         for _ in "AB":
             assert executor.loading.acquire(timeout=60)
         assert executor.unloaded == ["A"]
-        with pytest.raises(ProcessorCacheFull):  # the place is taken
+        with pytest.raises(ProcessorCacheFull):  # its entry is reserved
             cache.acquire(string("C"))
         executor.may_load.set()
         loading.result()

@@ -9,7 +9,7 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor, RunOutcome
-from logitship.sampler.processors.processor_groups import GroupMember, ProcessorGroup, group_rows
+from logitship.sampler.processors.processor_groups import GroupRow, ProcessorGroup, group_rows
 from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
@@ -17,10 +17,10 @@ from logitship.sampler.sampling_params import SamplingParams
 Load = Callable[..., LoadedProcessor]
 
 
-def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupMember:
+def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupRow:
     use = ProcessorUse(processor, {}, "r")
     sequence = ExecutorSequence("r", {}, [], [], SamplingParams(), ModelView(4, frozenset(), None))
-    return GroupMember(use, processor.executor.attach(processor, sequence), (), is_last)
+    return GroupRow(use, processor.executor.attach(processor, sequence), (), is_last)
 
 
 def ignore(processor: LoadedProcessor) -> Callable[[int, float], None]:
@@ -50,7 +50,7 @@ def processors(load: Load) -> list[LoadedProcessor]:
 def test_rows_of_a_stage(
     names: str, expected: dict[str, list[int]], more_rows: int, processors: Sequence[LoadedProcessor]
 ) -> None:
-    """Adjacent rows are the batch's own memory, whatever stands between the groups."""
+    """Adjacent rows share the batch's memory, regardless of rows between the groups."""
     rows = {row: [member(processors["ABC".index(name)])] for row, name in enumerate(names) if name != "."}
     logits = torch.arange(4.0 * (len(names) + more_rows)).view(-1, 4)
     (stage,) = group_rows(rows, ignore)
@@ -65,7 +65,7 @@ def test_rows_of_a_stage(
 def test_stage_of_some_rows(processors: Sequence[LoadedProcessor]) -> None:
     (stage,) = group_rows({row: [member(processors[row // 2])] for row in range(6)}, ignore)
     assert [group.rows for group in stage.without({1, 2, 3}).groups] == [[0], [4, 5]]
-    assert [group.rows for group in stage.at({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
+    assert [group.rows for group in stage.select({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
 
 
 def use_of(group: ProcessorGroup, place: int) -> ProcessorUse:
@@ -73,21 +73,21 @@ def use_of(group: ProcessorGroup, place: int) -> ProcessorUse:
 
 
 def test_calls_are_counted_once_and_failures_skipped(processors: Sequence[LoadedProcessor]) -> None:
-    told: list[tuple[int, float]] = []
+    observed: list[tuple[int, float]] = []
     rows = {row: [member(processors[0])] for row in range(4)}
-    (stage,) = group_rows(rows, lambda processor: lambda num_rows, seconds: told.append((num_rows, seconds)))
+    (stage,) = group_rows(rows, lambda processor: lambda num_rows, seconds: observed.append((num_rows, seconds)))
     (group,) = stage.groups
     uses = [use_of(group, place) for place in range(4)]
     group.count(RunOutcome(8.0))
     group.count(RunOutcome(4.0, MappingProxyType({1: ProcessorFault("no", digest="", name="A", kind="exception")})))
-    (some,) = stage.at({0: 0, 3: 1}).groups
+    (some,) = stage.select({0: 0, 3: 1}).groups
     some.count(RunOutcome(2.0))
-    assert told == [(4, 8.0), (4, 4.0), (2, 2.0)]
+    assert observed == [(4, 8.0), (4, 4.0), (2, 2.0)]
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]
     assert [use.count.seconds for use in uses] == [4.0, 2.0, 3.0, 4.0]
     for use in uses:
         use.merge_shared_counts()
-    group.count(RunOutcome(8.0))  # another batch's: nobody is in this group any more
+    group.count(RunOutcome(8.0))  # of an earlier batch: the group has no members any more
     assert [use.count.steps for use in uses] == [3, 1, 2, 3]
 
 

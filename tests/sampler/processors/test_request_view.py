@@ -66,7 +66,7 @@ def test_edits_do_not_affect_the_engine() -> None:
     output.append(6)
     follower.sync()
     assert (prompt, output, eos) == ([3, 4], [5, 6], frozenset({1}))
-    # The processor keeps what it wrote, and still gets every new token once.
+    # The processor keeps its edits and still gets every new token once.
     assert view.output_ids == [5, 90, 91, 6]
 
 
@@ -103,14 +103,14 @@ def test_copies_of_view_and_follower_are_independent(is_used: bool) -> None:
     follower = OutputFollower(view, output)
     if is_used:
         view.output_ids.append(90)
-    twin_view, twin = copy.deepcopy((view, follower), {id(output): output})
-    twin.follow(other)
+    view_copy, fork = copy.deepcopy((view, follower), {id(output): output})
+    fork.follow(other)
     output.append(6)
-    for each in (follower, twin):
+    for each in (follower, fork):
         each.sync()
     added = [90] if is_used else []
     assert view.output_ids == [5, *added, 6]
-    assert twin_view.output_ids == [5, *added, 9]
+    assert view_copy.output_ids == [5, *added, 9]
 
 
 @pytest.mark.parametrize("edit", ["view.output_ids = None", "view.output_ids = (5,)", "del view.output_ids"])

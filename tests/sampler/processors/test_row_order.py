@@ -27,14 +27,14 @@ def after(keys: Sequence[GroupKey], swaps: list[tuple[int, int]]) -> list[GroupK
 
 
 def groups_are_adjacent(keys: Sequence[GroupKey]) -> bool:
-    """For each beginning of a key, the rows that share it follow one another."""
+    """Check that rows which share a prefix of their keys are adjacent."""
     beginnings = {key[:length] for key in keys for length in range(1, len(key) + 1)}
     rows_of = [[row for row, key in enumerate(keys) if key[: len(begin)] == begin] for begin in beginnings]
     return all(rows[-1] - rows[0] + 1 == len(rows) for rows in rows_of)
 
 
 def least_swaps(keys: tuple[GroupKey, ...]) -> int:
-    """Tries all orders that one swap leads to, then all that two lead to, …"""
+    """Return the minimum number of swaps by breadth-first search."""
     seen = reached = {keys}
     count = 0
     while not any(groups_are_adjacent(order) for order in reached):
@@ -47,7 +47,7 @@ def least_swaps(keys: tuple[GroupKey, ...]) -> int:
 
 
 def small_batches() -> Iterator[tuple[GroupKey, ...]]:
-    """All batches of up to six rows with up to three groups, but for the groups' names."""
+    """Return all batches of up to six rows with up to three groups, up to the groups' names."""
     for rows in range(7):
         for keys in product((NONE, A, B, C), repeat=rows):
             names = [key for key in dict.fromkeys(keys) if key]
@@ -86,12 +86,12 @@ def test_each_swap_places_a_row_and_the_last_one_two(keys: list[GroupKey]) -> No
 
 
 def test_swaps_are_close_to_the_minimum() -> None:
-    ours = least = 0
+    total = least = 0
     for keys in small_batches():
         swaps, fewest = len(adjacent_swaps(keys)), least_swaps(keys)
         assert fewest <= swaps <= fewest + 2
-        ours, least = ours + swaps, least + fewest
-    assert ours < 1.25 * least
+        total, least = total + swaps, least + fewest
+    assert total < 1.25 * least
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_swaps_are_close_to_the_minimum() -> None:
         ([NONE, NONE], []),
         ([A, NONE, NONE, B, B, NONE], []),
         ([A, B, A], [(1, 2)]),
-        # Both rows come right at once.
+        # One swap puts both rows in place.
         ([A, A, B, A, B, B], [(2, 3)]),
         ([A, A, A, B, B, A, B, A, B, B], [(3, 7), (4, 5)]),
-        # A row without a group makes room for one that came at the end.
+        # A row without a group is swapped with one that was added at the end.
         ([A, A, NONE, NONE, B, B, NONE, C, C, A], [(2, 9)]),
-        # One row of B filled a gap among those of A: the others stay where they are.
+        # One row of B filled a gap within group A: the others stay where they are.
         ([A, B, A, A, B, B, B], [(1, 3)]),
         ([B, A, A, A, NONE, B, B, B], [(0, 4)]),
         # Second processors: adjacent within the rows that share the first.

@@ -33,7 +33,7 @@ def new_shipped() -> NewShipped:
 
 
 class Batch:
-    """A persistent batch with `ShippedProcessors` behind it."""
+    """A persistent batch with its `ShippedProcessors`."""
 
     def __init__(self, shipped: ShippedProcessors, *requests: Any, max_num_seqs: int = 16) -> None:
         self.rows: PersistentBatch[Any] = PersistentBatch(max_num_seqs)
@@ -63,7 +63,7 @@ def in_float64(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
 
 
 def shifted_by_history(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
-    """A row's result depends on its whole history, and on how often the processor saw the sequence."""
+    """Edit rows depending on their whole history and on the number of earlier calls."""
     rows = []
     for row, param in zip(logits, params, strict=True):
         request = param["__req__"]
@@ -90,9 +90,9 @@ def test_rows_without_processor_are_unchanged(new_shipped: NewShipped, shipping:
 
 
 @pytest.mark.parametrize("call", [add_by, in_float64, doubled])
-@pytest.mark.parametrize("carrying", [[0, 1, 2], [2, 3], [0, 2, 4], [1, 4], [3]])
+@pytest.mark.parametrize("attached_rows", [[0, 1, 2], [2, 3], [0, 2, 4], [1, 4], [3]])
 def test_group_sees_only_its_rows(
-    call: Any, carrying: list[int], new_shipped: NewShipped, shipping: Shipping, load: Load
+    call: Any, attached_rows: list[int], new_shipped: NewShipped, shipping: Shipping, load: Load
 ) -> None:
     seen: list[tuple[torch.Tensor, list[str]]] = []
 
@@ -103,17 +103,17 @@ def test_group_sees_only_its_rows(
         return result
 
     processor = load(watched, "Watched")
-    uses = [((processor, {"by": float(row)}),) if row in carrying else () for row in range(5)]
+    uses = [((processor, {"by": float(row)}),) if row in attached_rows else () for row in range(5)]
     batch = Batch(new_shipped(), *(shipping(f"r{row}", *use) for row, use in enumerate(uses)))
     logits = logits_of(5)
     before = logits.clone()
     result, faults = batch.step(logits)
     assert faults == {}
     assert len(seen) == 1
-    assert torch.equal(seen[0][0], before[carrying])
-    assert seen[0][1] == [f"r{row}" for row in carrying]
+    assert torch.equal(seen[0][0], before[attached_rows])
+    assert seen[0][1] == [f"r{row}" for row in attached_rows]
     expected = before.clone()
-    for row in carrying:
+    for row in attached_rows:
         expected[row] = before[row] * 2 if call is doubled else before[row] + float(row)
     torch.testing.assert_close(result, expected)
 
@@ -145,7 +145,7 @@ def test_processors_run_in_list_order(new_shipped: NewShipped, shipping: Shippin
 
 
 def test_same_class_twice_is_two_uses(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
-    """Each with its parameters, its state and its receipt."""
+    """Each use has its own parameters, state and receipt."""
     states: list[Any] = []
 
     def watched(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_broken_view_affects_no_other_row(edit: str, new_shipped: NewShipped, sh
 
 
 def test_edited_params_are_per_sequence(new_shipped: NewShipped, shipping: Shipping, load: Load) -> None:
-    """Two continuations of one request share what it sent; a processor may keep its state in there."""
+    """Two continuations share the request's parameters, in which a processor may keep state."""
 
     def take_one(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
         for row, param in zip(logits, params, strict=True):
@@ -287,7 +287,7 @@ def test_non_finite_row_ends_alone(
     assert list(faults) == [bad_row]
     assert faults[bad_row].kind == "non_finite"
     assert faults[bad_row].message == f"processor Spoil {found}"
-    # A row that failed is not shown to the processors after it.
+    # Later processors do not get a row that failed.
     assert stage_1_saw == ["r0", "r2"]
     assert result[bad_row].eq(0).all()
     others = [row for row in range(len(requests)) if row != bad_row]
@@ -323,7 +323,7 @@ def test_faults_are_per_step(new_shipped: NewShipped, shipping: Shipping, load: 
     batch = Batch(shipped, shipping("a", (load(sometimes, "Sometimes"), {})))
     shipped.update_state(batch.rows.commit())
     shipped.apply(torch.zeros(1, VOCAB))
-    # Nobody took the faults: the step failed elsewhere. The row is applied to again all the same.
+    # The faults were not taken, because the step failed elsewhere. The row runs again nevertheless.
     result, faults = batch.step(torch.zeros(1, VOCAB))
     assert faults == {}
     assert result.eq(1).all()
@@ -357,7 +357,7 @@ def test_receipts_count_applied_steps(new_shipped: NewShipped, shipping: Shippin
 
 
 def test_custom_lookup_of_uses(load: Load) -> None:
-    """A executor engine whose sampling params have no field for them finds them its own way."""
+    """An engine whose sampling params have no field for processors can pass its own lookup."""
     use = ProcessorUse(load(add_by, "Add"), {"by": 1.0}, "r")
     shipped = ShippedProcessors(
         None, torch.device("cpu"), False, model=ModelView(VOCAB, frozenset(), None), uses=lambda params: [use]
@@ -368,7 +368,7 @@ def test_custom_lookup_of_uses(load: Load) -> None:
 
 
 def test_preempted_sequence_keeps_its_state(load: Load) -> None:
-    """It loses its row, gets another one later, and goes for good when nobody keeps it any more."""
+    """It is removed from its row, added to another one later, and closed when it is no longer kept."""
     calls: list[int] = []
 
     def counted(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
@@ -401,14 +401,14 @@ def test_empty_batch(new_shipped: NewShipped) -> None:
 
 
 class Reference:
-    """One request, processed by itself: no groups, no batch."""
+    """One request processed by itself, without groups and batch."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.calls = 0
 
     def apply(self, row: torch.Tensor) -> torch.Tensor | None:
-        """The row's logits after its processors, or None if one of them fails."""
+        """Return the row's logits after its processors, or None if one of them fails."""
         self.calls += 1
         request = self.request
         for use in request.sampling_params.processors:
@@ -450,7 +450,7 @@ def test_random_schedules_match_each_request_alone(
             batch.rows.remove(request)
             del alone[request]
         for number in range(rng.randint(0, min(3, capacity - len(alone)))):
-            # "History" at most once: its state counts one call a step.
+            # "History" at most once: its state counts one call per step.
             names = rng.sample(sorted(calls), rng.choice([0, 1, 1, 2, 3]))
             uses = [(processors[name], {"by": rng.uniform(-3, 3), "step": rng.randint(1, 9)}) for name in names]
             request = shipping(f"{step}.{number}", *uses, prompt=[rng.randrange(VOCAB) for _ in range(3)])
@@ -478,7 +478,7 @@ def test_random_schedules_match_each_request_alone(
 
 
 def only(*token_ids: int) -> Any:
-    """A mask that leaves these tokens."""
+    """Return a mask that allows only these tokens."""
 
     def mask(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
         forbidden = torch.ones(VOCAB, dtype=torch.bool)
@@ -499,7 +499,7 @@ def forcing(token_id: int) -> Any:
 
 @pytest.fixture
 def load_mask(load: Load) -> Load:
-    """A mask, or with `is_mask=False` another processor that comes with logitship."""
+    """Load a trusted processor: a mask, or with `is_mask=False` another one."""
 
     def loaded(call: Any, name: str, is_mask: bool = True) -> LoadedProcessor:
         return replace(load(call, name), is_mask=is_mask, is_trusted=True)
@@ -528,7 +528,7 @@ def test_masks_run_before_and_after_other_processors(
     assert faults == {}
     assert seen == [[2, 5]]
     assert [left(row) for row in result] == [[2, 5], [2, 5], list(range(VOCAB))]
-    # A step counts once, however often a mask runs in it.
+    # A step counts once, even if a mask runs twice in it.
     uses = request.sampling_params.processors
     assert {use.processor.name: use.count.steps for use in uses} == {"Mask": 1, "Raise": 1}
 
@@ -593,7 +593,7 @@ def test_observer_gets_each_call_with_its_rows(load: Load, shipping: Shipping) -
 def test_unchecked_row_is_attributed_by_fault_of(
     bad: float, found: str, shipping: Shipping, load: Load, load_mask: Load
 ) -> None:
-    """Only what no other processor gets to see afterwards is left to the caller."""
+    """Only rows that no later processor gets are left for the caller to check."""
 
     def spoil(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
         return logits.fill_(bad)

@@ -1,7 +1,7 @@
-"""logits-processor-zoo's own classes in the batch contract, against what they did alone: `tests/data/zoo.json`.
+"""logits-processor-zoo's own classes as batch processors, compared with the recording `tests/data/zoo.json`.
 
-Each recorded script is a request, and each of its rows a sequence. The sequences join and leave one persistent batch at
-random steps, so that they change rows while they run.
+Each recorded script is a request, and each of its rows a sequence. Sequences are added to and removed from one batch at
+random steps, so that their rows change while they run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TIME_MODULES = [f"{variant}.{module}" for variant in VARIANTS for module in ("ma
 
 
 class Clock(SimpleNamespace):
-    """Stands where the zoo's modules have `time`."""
+    """Replaces the `time` module in the zoo's modules."""
 
     now = 0.0
 
@@ -66,9 +66,9 @@ class Call:
     logits: torch.Tensor
     clock: float
     expected: torch.Tensor | None
-    """None where the original raised."""
+    """None if the original raised."""
     raises: str
-    """What it raised then: `Type: message`."""
+    """The original's exception: `Type: message`."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Sequence:
         return self.calls[self.done]
 
     def advance(self) -> bool:
-        """Take the tokens of the next call; False if there is none."""
+        """Append the tokens of the next call; return False if there is none."""
         self.done += 1
         if self.done == len(self.calls):
             return False
@@ -101,7 +101,7 @@ class Sequence:
 
 
 def sequences_of(script: Script) -> list[Sequence]:
-    """The sequences of a script. A new prompt within it is a new request here: an object is never used for two."""
+    """Return the sequences of a script. A new prompt within it is a new request: an object serves only one."""
     sequences = []
     for row in range(len(script["prompt_ids"])):
         prompt: list[int] | None = None
@@ -119,7 +119,7 @@ def call_of(step: dict[str, Any], row: int) -> Call:
     return Call(
         step["output_ids"][row],
         as_logits(step["logits_in"][row]),
-        step.get("clock", 0.0),  # chains have none: nothing in them looks at it
+        step.get("clock", 0.0),  # chains have no clock: none of their processors reads it
         None if raises else as_logits(step["expected_logits"][row]),
         f"{raises['type']}: {raises['message']}" if raises else "",
     )
@@ -144,7 +144,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[bool | None, Any]:
-    """The recording's tokenizer, by its `add_prefix_space`, which tells the zoo how strict to be."""
+    """The recording's tokenizers by `add_prefix_space`, which determines the strictness of the zoo's classes."""
     recorded = RECORDING["tokenizer"]
     tokenizers = {}
     for add_prefix_space in (False, None):
@@ -162,7 +162,7 @@ def tokenizers() -> dict[bool | None, Any]:
 
 
 def factory_of(script: Script, stage: int, tokenizers: dict[bool | None, Any]) -> CallableFactory:
-    """As an operator names it: the class with its arguments, without what the factory fills in."""
+    """Return the factory as an operator specifies it: class and arguments, without those that the factory fills in."""
     recorded = processors_of(script)[stage]
     module = importlib.import_module(f"logits_processor_zoo.{script['variant']}")
     cls = getattr(module, recorded["processor"])
@@ -174,7 +174,7 @@ def factory_of(script: Script, stage: int, tokenizers: dict[bool | None, Any]) -
 
 
 class ZooAdapter(AdapterLogitsProcessor):
-    """Runs the processor at one place of each script's chain, with the script's clock."""
+    """Runs the processor at one position of each script's chain, with the script's clock."""
 
     def __init__(self, stage: int, tokenizers: dict[bool | None, Any], clock: Clock) -> None:
         super().__init__(None, torch.device("cpu"), False)
@@ -209,7 +209,7 @@ def replayed() -> list[Script]:
 
 
 def schedule(waiting: list[Sequence], rng: random.Random) -> Iterator[tuple[PersistentBatch[Any], list[Any]]]:
-    """A batch at each of its steps, with its members by row. After a step each member advances, or leaves."""
+    """Yield a batch at each step with its members by row. After a step each member advances or is removed."""
     batch: PersistentBatch[Any] = PersistentBatch(12)
     ended: list[Sequence] = []
     while waiting or len(batch) > len(ended):
@@ -251,7 +251,7 @@ def test_recording_is_reproduced(seed: int, clock: Clock, tokenizers: dict[bool 
 
 
 def check(sequence: Sequence, row: torch.Tensor, fault: ProcessorFault | None) -> str:
-    """Compare one row with the recording. What comes of it, by kind."""
+    """Compare one row with the recording and return the kind of outcome."""
     call, name = sequence.call, (sequence.script["name"], sequence.script["variant"])
     if call.expected is None:
         assert fault is not None, name
