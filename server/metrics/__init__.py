@@ -1,0 +1,1 @@
+"""Prometheus metrics of the engine, its requests and its processors."""
