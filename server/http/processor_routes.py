@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.processor_info import ProcessorInfo
+from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import ProcessorString, RegisteredProcessor
 from logitship.server.engine.async_engine import AsyncEngine
@@ -18,6 +17,7 @@ from logitship.server.schemas.processor_schemas import (
     PROCESSOR_SCHEMA,
     DeletedProcessor,
     ProcessorDetailsObject,
+    ProcessorForm,
     ProcessorList,
     ProcessorObject,
 )
@@ -42,7 +42,8 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
     async def processors(request: Request) -> Response:
         """List the installed processors and those registered with this API key, with their parameters' schemas."""
         found = engine.processors.list_all(caller_of(request).tenant)
-        return JSONResponse({"object": "list", "data": [_object(each) for each in found]})
+        body: ProcessorList = {"object": "list", "data": [_processor_object(each) for each in found]}
+        return JSONResponse(body)
 
     @router.post("", openapi_extra=operation(body=PROCESSOR_SCHEMA, response=ProcessorObject))
     async def register(request: Request, name: Name = None) -> Response:
@@ -56,12 +57,12 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
         check_key_may_ship(caller)
         string = _parse(await read_bytes(request, engine.config.max_processor_size))
         check_may_ship(engine, caller, string)
-        return JSONResponse(_object(await engine.register(string, caller.tenant, name)))
+        return JSONResponse(_processor_object(await engine.register(string, caller.tenant, name)))
 
     @router.get("/{id:path}", openapi_extra=operation(response=ProcessorDetailsObject))
     async def processor(request: Request, id: ProcessorId) -> Response:
         """Show a processor with its source, by name (the newest version), by `name@version`, or by digest."""
-        return JSONResponse(_object(engine.processors.details(id, caller_of(request).tenant)))
+        return JSONResponse(_details_object(engine.processors.details(id, caller_of(request).tenant)))
 
     @router.delete("/{id:path}", openapi_extra=operation(response=DeletedProcessor))
     async def delete(request: Request, id: ProcessorId) -> Response:
@@ -73,8 +74,31 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
     return router
 
 
-def _object(info: ProcessorInfo) -> dict[str, Any]:
-    return {"object": "processor", **asdict(info)}
+def _processor_object(info: ProcessorInfo) -> ProcessorObject:
+    return {
+        "object": "processor",
+        "id": info.id,
+        "kind": info.kind,
+        "name": info.name,
+        "version": info.version,
+        "digest": info.digest,
+        "description": info.description,
+        "params_schema": None if info.params_schema is None else dict(info.params_schema),
+        "is_mask": info.is_mask,
+        "form": cast("ProcessorForm | None", info.form),
+        "python": info.python,
+        "size": info.size,
+        "created": info.created,
+    }
+
+
+def _details_object(info: ProcessorDetails) -> ProcessorDetailsObject:
+    return {
+        **_processor_object(info),
+        "source": info.source,
+        "class_name": info.class_name,
+        "source_note": info.source_note,
+    }
 
 
 def _check_query(request: Request) -> None:

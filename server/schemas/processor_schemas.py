@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -70,6 +70,8 @@ PROCESSOR_SCHEMA: dict[str, Any] = {
     ],
 }
 
+ProcessorForm: TypeAlias = Literal["pickled", "source", "installed"]
+
 _INFO: dict[str, object] = {
     "object": "processor",
     "id": "NoComma@2",
@@ -109,7 +111,7 @@ class ProcessorObject(TypedDict):
     """JSON Schema of its parameters; null if its class has none."""
     is_mask: bool
     """Whether it only forbids tokens. A mask runs before and after the request's other processors."""
-    form: Literal["pickled", "source", "installed"] | None
+    form: ProcessorForm | None
     """Form in which it was registered; null for an installed processor."""
     python: str | None
     """Python version of its bytecode; null if any version can run it."""

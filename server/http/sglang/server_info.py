@@ -51,7 +51,33 @@ def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
         **settings,
         **model_info_of(engine),
         "version": version("logitship"),
-        "internal_states": [asdict(engine.stats())],
+        "internal_states": [internal_state_of(engine)],
+    }
+
+
+def internal_state_of(engine: AsyncEngine) -> InternalState:
+    """Describe the engine's state."""
+    stats = engine.stats()
+    return {
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "steps": stats.steps,
+        "accepting": stats.accepting,
+        "processor_cache_hits": stats.processor_cache_hits,
+        "processor_cache_misses": stats.processor_cache_misses,
+        "processor_cache_evictions": stats.processor_cache_evictions,
+        "processor_cache_entries": stats.processor_cache_entries,
+        "processor_cache_bytes": stats.processor_cache_bytes,
+        "prefix_tokens_asked": stats.prefix_tokens_asked,
+        "prefix_tokens_found": stats.prefix_tokens_found,
+        "prefix_blocks": stats.prefix_blocks,
+        "prefix_blocks_capacity": stats.prefix_blocks_capacity,
+        "registered_processors": stats.registered_processors,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "sandboxes": stats.sandboxes,
+        "sandboxes_started": stats.sandboxes_started,
+        "sandboxes_ended": dict(stats.sandboxes_ended),
     }
 
 

@@ -73,20 +73,20 @@ async def parse_generate_request(engine: AsyncEngine, caller: Caller, body: Gene
     Raises:
         RequestRefused: names the field.
     """
-    reader = _GenerateReader(engine, caller, body)
-    reader.check_lists()
-    samplings = reader.samplings()
+    parser = _GenerateParser(engine, caller, body)
+    parser.check_lists()
+    samplings = parser.samplings()
     n = samplings[0].n
-    rids = reader.rids()
+    rids = parser.rids()
     return ParsedGenerateRequest(
-        submissions=[await reader.submission(i, samplings[i], rids[i]) for i in range(len(samplings))],
+        submissions=[await parser.submission(i, samplings[i], rids[i]) for i in range(len(samplings))],
         rids=rids if n == 1 else [f"{rid}_{j}" for rid in rids for j in range(n)],
-        many=reader.is_batch or n > 1,
+        many=parser.is_batch or n > 1,
         texts_in_logprobs=body.return_text_in_logprobs,
     )
 
 
-class _GenerateReader:
+class _GenerateParser:
     """Parses one body, prompt by prompt."""
 
     def __init__(self, engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> None:

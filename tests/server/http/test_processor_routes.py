@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -144,6 +145,11 @@ def test_refused(body: bytes, says: str, shipping_client: Any, shipping_engine: 
     assert says in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert not shipping_engine.registered
+
+
+def test_details_have_all_fields(client: Any, engine: Any) -> None:
+    details = engine.processors.details("Mine@1", "")
+    assert client.http.get("/v1/processors/Mine@1").json() == {"object": "processor", **asdict(details)}
 
 
 def test_size_limit(shipping_client: Any) -> None:

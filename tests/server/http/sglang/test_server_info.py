@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from logitship.server.config import ServerConfig
@@ -22,6 +22,11 @@ def test_settings_without_the_keys(make_fake_engine: Callable[..., FakeEngine]) 
 def test_schema_matches_the_response(engine: FakeEngine) -> None:
     schema = server_info_schema()
     assert set(schema["properties"]) == set(server_info_of(engine)) == set(schema["required"])
+
+
+def test_internal_state_has_all_stats(engine: FakeEngine) -> None:
+    (state,) = server_info_of(engine)["internal_states"]
+    assert state == asdict(engine.stats())
 
 
 def test_model_info_matches_the_model(engine: FakeEngine) -> None:
