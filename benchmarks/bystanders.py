@@ -63,9 +63,9 @@ def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
     shipping = [*common, "--enable-custom-logit-processor"]
     with served(common, shipping, [*shipping, "--processor-isolation", "none"]) as (off, sandboxes, in_process):
         sides = {
-            "others use one, in a sandbox": lambda: between_tokens(sandboxes, mixed),
-            "nobody does, though all may": lambda: between_tokens(sandboxes, plain),
-            "others use one, in process": lambda: between_tokens(in_process, mixed),
+            "other requests use a sandboxed processor": lambda: between_tokens(sandboxes, mixed),
+            "the flag is on, no request uses it": lambda: between_tokens(sandboxes, plain),
+            "other requests use a processor in the server's process": lambda: between_tokens(in_process, mixed),
             "off": lambda: between_tokens(off, plain),
         }
         comparison.in_turns(list(sides.values()), 1)  # the first turn computes the prompts

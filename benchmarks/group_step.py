@@ -56,7 +56,7 @@ from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.step_clock import StepClock
 
 PEERS = Path(__file__).parents[1] / "tests" / "peers"
-BENCHMARK = "group in process"
+BENCHMARK = "processors without a sandbox"
 NUM_FORBIDDEN = 100
 GROUPS = (1, 4, 32)
 
@@ -207,11 +207,11 @@ def measure(case: Case, peer: Any, turns: int) -> Iterator[Comparison]:
     for theirs in sglang:
         target = at_least(10) if case.rows >= 32 else None
         yield compare(BENCHMARK, str(case), ours, theirs, unit="µs", peer_name="SGLang", kind=OF_OURS, target=target)
-    title = f"{case}, over calls"
+    title = f"{case}, vs. bare calls"
     yield compare(BENCHMARK, title, ours, calls, unit="µs", peer_name="bare calls", kind=OF_PEER, target=at_most(1.1))
     if case.rows == case.groups:
-        beyond = [(one - other) / case.groups for one, other in zip(ours, calls, strict=True)]
-        yield alone(BENCHMARK, f"{case}, beyond calls", beyond, unit="µs/group")
+        added = [(one - other) / case.groups for one, other in zip(ours, calls, strict=True)]
+        yield alone(BENCHMARK, f"{case}, on top of bare calls", added, unit="µs/group")
 
 
 def cases(processors: Iterable[type[Any]], all_rows: Sequence[int], vocab_sizes: Sequence[int]) -> Iterator[Case]:

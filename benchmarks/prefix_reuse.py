@@ -80,7 +80,7 @@ def memory(server: Server, prompts: Prompts, options: argparse.Namespace) -> Ite
     for count in (options.prompts // 2, options.prompts):
         yield comparison.alone(
             BENCHMARK,
-            f"memory gained over its limit, {count} prompts",
+            f"memory growth over the limit, {count} prompts",
             [grown[count - 1]],
             unit="×",
             target=comparison.at_most(1.1),

@@ -25,7 +25,7 @@ from logitship.server.model.capacity import max_model_len
 from logitship.server.model.model_loader import load_model
 from logitship.server.model.model_runner import Chunk, ModelRunner
 
-BENCHMARK = "server's own cost"
+BENCHMARK = "server overhead"
 PROMPT_TOKENS = 17
 """A block of the prefix cache and the token behind it: after the first turn, nobody waits for prompts."""
 _PHASE = 'logitship_step_phase_duration_seconds_sum{phase="'
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
                 target=comparison.at_most(1.1),
             )
         yield comparison.alone(
-            BENCHMARK, "the engine's time outside the forward pass", [outside_the_forward_pass(server)], unit="%"
+            BENCHMARK, "engine time outside the forward pass", [outside_the_forward_pass(server)], unit="%"
         )
 
 
