@@ -167,6 +167,16 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def print_machine(threads: int) -> dict[str, str]:
+    """Set the number of PyTorch threads; print and return the facts about the machine."""
+    import torch  # late: other benchmarks import this module in processes without torch
+
+    torch.set_num_threads(threads)
+    facts = machine(threads)
+    print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
+    return facts
+
+
 def report(comparisons: Iterable[Comparison], file: Path | None) -> list[Comparison]:
     """Print each comparison as soon as it is measured, then write all of them to the file, if one is given."""
     print(f"{'case':<52} {'logitship':>10} {'peer':>10} {'unit':<9} {'ratio':>8} {'quartiles':>17} {'target':>8}")

@@ -13,7 +13,7 @@ _GREY = "#7b838c"
 _MET, _MISSED = "#2f81f7", "#e8710a"
 
 
-def draw(comparisons: Sequence[Comparison], file: Path) -> None:
+def plot(comparisons: Sequence[Comparison], file: Path) -> None:
     """Plot each case that has a target as a dot with its quartiles: 1 is the target, more is better.
 
     Args:

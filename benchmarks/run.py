@@ -1,4 +1,4 @@
-"""Run every benchmark that has a target, and print the targets beside what was measured.
+"""Run every benchmark that has a target, and print the targets next to the results.
 
     python benchmarks/run.py --vllm-python PATH_OF_A_PYTHON_THAT_HAS_VLLM
 
@@ -69,7 +69,7 @@ def write(comparisons: Sequence[Comparison], facts: dict[str, str], root: Path =
     figures = {"machine": facts, "comparisons": [asdict(each) for each in comparisons]}
     (root / "docs" / "performance.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     write_tables(comparisons, facts, root)
-    performance_plot.draw(comparisons, root / "docs" / "images" / "performance.svg")
+    performance_plot.plot(comparisons, root / "docs" / "images" / "performance.svg")
 
 
 def write_tables(comparisons: Sequence[Comparison], facts: dict[str, str], root: Path = ROOT) -> None:
