@@ -1,4 +1,4 @@
-"""What the built-in batch processors take of a step while requests come, go and move, beside vLLM's own three.
+"""Step time of the built-in batch processors while requests are added, removed and moved, compared with vLLM's three.
 
     python benchmarks/batch_processors.py --vllm-python PATH_OF_A_PYTHON_THAT_HAS_VLLM
 
@@ -32,7 +32,7 @@ CHANGES_EVERY = 4
 
 @dataclass(eq=False)
 class Request:
-    """A member of the batch.
+    """Request in the batch.
 
     Attributes:
         fields: of its `SamplingParams`.
@@ -45,7 +45,7 @@ class Request:
 
 
 def request(rng: random.Random, vocab_size: int, share: float) -> Request:
-    """One that uses each processor with a probability of `share`."""
+    """Return a request that uses each processor with a probability of `share`."""
     fields: dict[str, Any] = {"max_tokens": 200}
     if rng.random() < share:
         fields["min_p"] = rng.choice((0.02, 0.05, 0.1))
@@ -57,9 +57,9 @@ def request(rng: random.Random, vocab_size: int, share: float) -> Request:
 
 
 def life_of_a_batch(rows: int, vocab_size: int, share: float, steps: int) -> list[dict[str, Any] | None]:
-    """The updates of `batch_processors_worker.Order`.
+    """Return the updates of `batch_processors_worker.Order`.
 
-    The batch is always full: every fourth step, an eighth of its requests end, others come, and two change places.
+    The batch is always full: every fourth step, an eighth of its requests end, others are added, and two are swapped.
     """
     rng = random.Random(rows)
     batch: PersistentBatch[Request] = PersistentBatch(rows)
@@ -94,7 +94,7 @@ def _as_json(update: BatchUpdate, batch: PersistentBatch[Request]) -> dict[str, 
 
 
 def measure(ours: WorkerProcess, peer: WorkerProcess | None, options: Namespace) -> Iterator[Comparison]:
-    """Time each case, the sides in turns."""
+    """Time each case, with the sides in turns."""
     for vocab_size, rows, share in itertools.product(options.vocab, options.rows, options.shares):
         # Copying the logits, which is not timed, takes a second for this many numbers.
         affordable = 10**9 // (rows * vocab_size) // CHANGES_EVERY * CHANGES_EVERY
@@ -120,7 +120,7 @@ def comparison(ours: WorkerProcess, peer: WorkerProcess | None, case: str, order
 
 
 def parse_arguments(given: Sequence[str] | None) -> Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = arguments(__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[49152, 151936], help="vocabulary sizes")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256], help="rows of the batch")

@@ -42,7 +42,7 @@ CLASSES = {
 
 
 class Step(TypedDict):
-    """What happens to the batch before a step.
+    """Change of the batch before a step.
 
     Attributes:
         size: rows after it.
@@ -58,7 +58,7 @@ class Step(TypedDict):
 
 
 class Order(TypedDict):
-    """What to time.
+    """Case to time.
 
     Attributes:
         vocab_size: width of the logits.

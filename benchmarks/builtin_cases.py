@@ -1,4 +1,4 @@
-"""What `builtin_step.py` times: built-in processors, each with parameters and with histories that keep it busy."""
+"""Cases of `builtin_step.py`: built-in processors with parameters and histories that give them work."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Names the line."""
+        """Title of the row."""
         return f"{self.processor}, {self.says}" if self.says else self.processor
 
     def tokens(self, row: int, length: int) -> list[int]:
-        """The tokens of a row, one after the other."""
+        """Return the tokens of a row."""
         generator = random.Random(row)
         begin = self.history(row)
         if self.repeats is not None:
@@ -65,7 +65,7 @@ class Case:
 
 
 def random_tokens(row: int) -> list[int]:
-    """Tokens to disallow."""
+    """Return random tokens to disallow."""
     return random.Random(-1 - row).sample(range(VOCAB_SIZE), NUM_DISALLOWED)
 
 

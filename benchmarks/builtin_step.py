@@ -1,4 +1,4 @@
-"""What a step of the built-in processors costs as the history grows, beside SGLang's own code.
+"""Step time of the built-in processors as the history grows, compared with SGLang's own code.
 
     python benchmarks/builtin_step.py
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from builtin_cases import CASES, TOKENIZER, VOCAB_SIZE, Case
-from comparison import machine
+from comparison import print_machine
 
 from logitship.builtin_processors import installed_processors
 from logitship.builtin_processors.base import BuiltinProcessor
@@ -60,7 +60,7 @@ class Histories:
         self._new = iter(list(zip(*(row[length:] for row in tokens), strict=True)))
 
     def next_tokens(self) -> tuple[int, ...]:
-        """What the rows gain in a step."""
+        """Tokens that the rows gain in a step."""
         return next(self._new)
 
 
@@ -215,9 +215,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print as it goes, and write the figures."""
     options = parse_arguments(arguments)
-    torch.set_num_threads(options.threads)
-    facts = machine(options.threads)
-    print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
+    facts = print_machine(options.threads)
     print(f"\nmicroseconds of a step of {options.rows} rows, medians of {options.rounds * options.calls}, by history")
     print(f"growth: the longest history's over the shortest's\n\n{heading(options.lengths)}")
     ours: dict[str, MakeStep] = {"logitship": logitship_step}

@@ -1,10 +1,10 @@
-"""What requests without a processor notice of others that have one.
+"""Time between tokens of requests without a processor, while other requests have one.
 
     python benchmarks/bystanders.py
 
-Servers take turns, each with as many streams, of which half are bystanders: one that runs no shipped processors; one
-that runs them in sandboxes, with a processor for all others, and, in turns of its own, for nobody; and one that runs
-them in its process. Compared is the time between two tokens of the bystanders.
+Servers take turns with the same number of streams, half of which have no processor (the bystanders): one server does
+not run shipped processors; one runs them in sandboxes, with a processor for the other half, or, in separate turns, for
+no request; and one runs them in its own process. The time between two tokens of the bystanders is compared.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from logitship.server.config import DEFAULT_MODEL
 
 BENCHMARK = "bystanders"
 PROMPT_TOKENS = 17
-"""A block of the prefix cache and the token behind it: after the first turn, nobody waits for prompts."""
+"""A block of the prefix cache and the token after it: from the second turn on, no request waits for a prompt."""
 NUM_BANNED = 100
 
 
 def request(stream: int, tokens: int) -> dict[str, Any]:
-    """The body of a request without a processor; another one for each stream."""
+    """Return the body of a request without a processor, different for each stream."""
     return {
         "input_ids": [1000 + 97 * stream + place for place in range(PROMPT_TOKENS)],
         "sampling_params": {
@@ -42,13 +42,13 @@ def request(stream: int, tokens: int) -> dict[str, Any]:
 
 
 def with_processor(body: dict[str, Any], processor: str, stream: int) -> dict[str, Any]:
-    """The same request with a processor, and parameters of its own."""
+    """Return the same request with a processor, and parameters of its own."""
     sampling = {**body["sampling_params"], "custom_params": {"banned": list(range(stream, stream + NUM_BANNED))}}
     return {**body, "sampling_params": sampling, "custom_logit_processor": processor}
 
 
 def between_tokens(server: Server, requests: list[dict[str, Any]]) -> float:
-    """Seconds between the tokens of the first half of the requests, while all run: the median."""
+    """Return the median seconds between tokens of the first half of the requests, while all are running."""
     gaps = gaps_while_all_run(server.stream("/generate", requests))
     return statistics.median(chain.from_iterable(gaps[: len(gaps) // 2]))
 
@@ -63,9 +63,9 @@ def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
     shipping = [*common, "--enable-custom-logit-processor"]
     with served(common, shipping, [*shipping, "--processor-isolation", "none"]) as (off, sandboxes, in_process):
         sides = {
-            "others use one, in a sandbox": lambda: between_tokens(sandboxes, mixed),
-            "nobody does, though all may": lambda: between_tokens(sandboxes, plain),
-            "others use one, in process": lambda: between_tokens(in_process, mixed),
+            "other requests use a sandboxed processor": lambda: between_tokens(sandboxes, mixed),
+            "the flag is on, no request uses it": lambda: between_tokens(sandboxes, plain),
+            "other requests use a processor in the server's process": lambda: between_tokens(in_process, mixed),
             "off": lambda: between_tokens(off, plain),
         }
         comparison.in_turns(list(sides.values()), 1)  # the first turn computes the prompts

@@ -1,4 +1,4 @@
-"""Two sides of a benchmark in turns, and what one says of them.
+"""Comparisons of two sides that take turns, and their report.
 
 Absolute times mean little on a shared machine: what counts is the ratio of two sides that ran one after the other. So
 each turn gives a ratio of its own, and a comparison is the median of those, with the quartiles as the spread.
@@ -26,13 +26,13 @@ RatioKind = Literal["ours / peer", "peer / ours"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a ratio should be: at least, or at most, so much."""
+    """Bound that a ratio should reach."""
 
     bound: float
     at_least: bool
 
     def is_met(self, ratio: float) -> bool:
-        """Whether a ratio reaches it."""
+        """Return whether a ratio reaches the bound."""
         return ratio >= self.bound if self.at_least else ratio <= self.bound
 
     def __str__(self) -> str:
@@ -40,12 +40,12 @@ class Target:
 
 
 def at_least(bound: float) -> Target:
-    """The ratio should be so much or more."""
+    """Return the target of a ratio that should be `bound` or more."""
     return Target(bound, at_least=True)
 
 
 def at_most(bound: float) -> Target:
-    """The ratio should be so much or less."""
+    """Return the target of a ratio that should be `bound` or less."""
     return Target(bound, at_least=False)
 
 
@@ -54,17 +54,17 @@ class Comparison:
     """One case of a benchmark.
 
     Attributes:
-        benchmark: which line of the summary it belongs to.
+        benchmark: name of the benchmark, under which the tables group the cases.
         case: what was measured, in a few words.
         unit: of `ours` and `peer`.
-        ours: median of the turns.
-        peer: the same, of the other side; None if there is none, and the target is about `ours` itself.
-        peer_name: who that is.
-        kind: how the two make the ratio.
+        ours: logitship's median over the turns.
+        peer: the peer's; None if there is no peer and the target is about `ours` itself.
+        peer_name: name of the peer.
+        kind: which of the two is divided by the other.
         ratio: median of the turns' ratios; `ours` where there is no peer.
-        low: their lower quartile.
-        high: their upper quartile.
-        turns: how many there were.
+        low: lower quartile of the ratios.
+        high: upper quartile of the ratios.
+        turns: number of turns.
         target: None: for information.
     """
 
@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is; None without one."""
+        """Whether the target is met; None without a target."""
         return None if self.target is None else self.target.is_met(self.ratio)
 
 
@@ -98,7 +98,7 @@ def compare(
     kind: RatioKind,
     target: Target | None = None,
 ) -> Comparison:
-    """What the turns of two sides say: the two sequences have a value a turn."""
+    """Compare two sides, each given as one value per turn."""
     pairs = zip(ours, peer, strict=True)
     ratios = [a / b if kind == OF_PEER else b / a for a, b in pairs]
     low, high = _quartiles(ratios)
@@ -109,7 +109,7 @@ def compare(
 
 
 def alone(benchmark: str, case: str, ours: Sequence[float], *, unit: str, target: Target | None = None) -> Comparison:
-    """What one side's turns say, where a promise is a figure of its own."""
+    """Make a comparison without a peer, for a target that is an absolute figure."""
     low, high = _quartiles(ours)
     median = statistics.median(ours)
     return Comparison(benchmark, case, unit, median, None, "", OF_PEER, median, low, high, len(ours), target)
@@ -123,12 +123,14 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def seconds_of(call: Callable[[], object], calls: int = 1, prepare: Callable[[], object] | None = None) -> float:
-    """How long a call takes: the median of so many. Garbage is collected before, not meanwhile.
+    """Return the median duration of several calls. Garbage is collected before them and not during them.
 
     Args:
+        call: is timed.
+        calls: number of calls.
         prepare: called before each, and not timed.
     """
-    taken = []
+    durations = []
     gc.collect()
     gc.disable()
     try:
@@ -137,37 +139,47 @@ def seconds_of(call: Callable[[], object], calls: int = 1, prepare: Callable[[],
                 prepare()
             began = time.perf_counter()
             call()
-            taken.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - began)
     finally:
         gc.enable()
-    return statistics.median(taken)
+    return statistics.median(durations)
 
 
 def in_turns(sides: Sequence[Callable[[], float]], turns: int) -> list[list[float]]:
-    """Let the sides take turns, beginning with another one each time: what ran before may have left the machine busy.
+    """Let the sides take turns, each time in a different order: the side before may have left the machine busy.
 
     Returns:
-        For each side, what it said in each turn.
+        For each side, its value in each turn.
     """
-    said: list[list[float]] = [[] for _ in sides]
+    values: list[list[float]] = [[] for _ in sides]
     for turn in range(turns):
-        for place in range(len(sides)):
-            side = (turn + place) % len(sides)
-            said[side].append(sides[side]())
-    return said
+        for offset in range(len(sides)):
+            side = (turn + offset) % len(sides)
+            values[side].append(sides[side]())
+    return values
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks understand."""
+    """Return a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--vllm-python", metavar="PATH", help="a Python that has vLLM 0.32.0")
     return parser
 
 
+def print_machine(threads: int) -> dict[str, str]:
+    """Set the number of PyTorch threads; print and return the facts about the machine."""
+    import torch  # late: other benchmarks import this module in processes without torch
+
+    torch.set_num_threads(threads)
+    facts = machine(threads)
+    print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
+    return facts
+
+
 def report(comparisons: Iterable[Comparison], file: Path | None) -> list[Comparison]:
-    """Print each comparison as it comes, then write all of them to a file, if there is one."""
-    print(f"{'case':<52} {'ours':>10} {'peer':>10} {'unit':<9} {'ratio':>8} {'quartiles':>17} {'target':>8}")
+    """Print each comparison as soon as it is measured, then write all of them to the file, if one is given."""
+    print(f"{'case':<52} {'logitship':>10} {'peer':>10} {'unit':<9} {'ratio':>8} {'quartiles':>17} {'target':>8}")
     made = list(_printed(comparisons))
     if file is not None:
         file.write_text(json.dumps([asdict(each) for each in made], indent=1) + "\n")
@@ -187,20 +199,21 @@ def _printed(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
 
 
 def read(file: Path) -> list[Comparison]:
-    """What `report` wrote."""
-    return [_comparison(each) for each in json.loads(file.read_text())]
+    """Read a file that `report` wrote."""
+    return [from_json(each) for each in json.loads(file.read_text())]
 
 
-def _comparison(fields: dict[str, Any]) -> Comparison:
-    target = fields.pop("target")
-    return Comparison(**fields, target=None if target is None else Target(**target))
+def from_json(fields: dict[str, Any]) -> Comparison:
+    """Make a comparison from its JSON object."""
+    target = fields["target"]
+    return Comparison(**{**fields, "target": None if target is None else Target(**target)})
 
 
 def machine(threads: int | None = None) -> dict[str, str]:
-    """What figures depend on.
+    """Return the facts about the machine that the figures depend on.
 
     Args:
-        threads: that PyTorch had; None: it depends on the benchmark.
+        threads: number of PyTorch threads; None if that depends on the benchmark.
     """
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []

@@ -1,9 +1,9 @@
-"""What `--enable-deterministic-inference` costs: a step's forward pass with it and without.
+"""Cost of `--enable-deterministic-inference`: a step's forward pass with and without it.
 
     python benchmarks/deterministic_inference.py
 
 Two copies of the model, one of them prepared for deterministic inference, take turns in this process. A step decodes
-some rows, each with a history, or computes a piece of a prompt. What a step does besides, drawing the tokens, is
+some rows, each with a history, or computes a piece of a prompt. The rest of a step, sampling the tokens, is
 the same on both sides and is not timed.
 """
 

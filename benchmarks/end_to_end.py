@@ -1,4 +1,4 @@
-"""Output tokens per second, and the time between tokens, of whole servers: logitship's beside vLLM's.
+"""Output tokens per second, and the time between tokens, of whole servers: logitship compared with vLLM.
 
     python benchmarks/end_to_end.py --vllm-python PATH_OF_A_PYTHON_THAT_HAS_VLLM
 
@@ -19,25 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from comparison import OF_PEER, Comparison, arguments, at_least, at_most, compare, in_turns, report
+from processors import SOURCE
 from served import COMMAND, Server, listening
 
 from logitship.server.model.default_model import default_model_folder
 
 PROMPT = "The moon is"
-SOURCE = """
-from logitship import CustomLogitProcessor
-class BanSome(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            row[params["banned"]] = -float("inf")
-        return logits
-"""
 TARGETS = {1: at_least(1.3), 8: at_least(2), 32: at_least(2)}
 MAX_MODEL_LEN = "1024"
 
 
 def with_processor(side: str, banned: list[int]) -> dict[str, Any]:
-    """What a request carries so that it forbids some tokens."""
+    """Return the fields of a request that forbid some tokens."""
     if side == "vllm":
         return {"vllm_xargs": {"banned": banned}}
     string = json.dumps({"source": SOURCE, "class_name": "BanSome"})
@@ -45,7 +38,7 @@ def with_processor(side: str, banned: list[int]) -> dict[str, Any]:
 
 
 def bodies(side: str, model: str, streams: int, tokens: int) -> list[dict[str, Any]]:
-    """The requests of a turn, one a stream."""
+    """Return the requests of a turn, one per stream."""
     return [
         {
             "model": model,
@@ -62,7 +55,7 @@ def bodies(side: str, model: str, streams: int, tokens: int) -> list[dict[str, A
 
 
 class Side:
-    """One server with its requests; `seconds_between` are the times between tokens of the last turn."""
+    """A server and its requests; `seconds_between` has the times between tokens of the last turn."""
 
     def __init__(self, name: str, server: Server) -> None:
         self._name = name
@@ -71,7 +64,7 @@ class Side:
         self.seconds_between: list[float] = []
 
     def tokens_per_second(self, streams: int, tokens: int) -> float:
-        """Run a turn: prompts and outputs."""
+        """Run a turn, with prompts and outputs, and return its output tokens per second."""
         arrivals = self._server.stream("/v1/completions", bodies(self._name, self._model, streams, tokens))
         self.seconds_between = [b - a for each in arrivals for a, b in itertools.pairwise(each[1:])]
         began = min(each[0] for each in arrivals)
@@ -79,20 +72,20 @@ class Side:
 
 
 def p99(values: list[float]) -> float:
-    """The 99th percentile."""
+    """Return the 99th percentile."""
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
 def measure(
     sides: Mapping[str, Side], servers: Mapping[str, Server], options: argparse.Namespace
 ) -> Iterator[Comparison]:
-    """For each number of streams: tokens per second, and the 99th percentile of the time between tokens."""
+    """Measure tokens per second and the 99th percentile of the time between tokens, for each number of streams."""
     for streams in options.streams:
         between: dict[str, list[float]] = {name: [] for name in sides}
 
         def turn(name: str, other: str, streams: int = streams, between: dict[str, list[float]] = between) -> float:
             with servers[other].paused():
-                sides[name].tokens_per_second(streams, 2)  # what its last turn left in caches is gone
+                sides[name].tokens_per_second(streams, 2)  # evicts what its last turn left in caches
                 speed = sides[name].tokens_per_second(streams, options.tokens)
             between[name].append(1e3 * p99(sides[name].seconds_between))
             return speed
@@ -105,7 +98,7 @@ def measure(
 
 
 def vllm_command(python: str, model: Path) -> tuple[list[str], dict[str, str]]:
-    """The command that serves the model with vLLM, and its environment."""
+    """Return the command that serves the model with vLLM, and its environment."""
     flags = [
         "--dtype",
         "float32",

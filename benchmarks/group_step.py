@@ -1,4 +1,4 @@
-"""What a step of shipped processors costs in this process, beside SGLang's step and beside bare calls.
+"""Step time of shipped processors in this process, compared with SGLang's step and with bare calls.
 
     python benchmarks/group_step.py
 
@@ -56,7 +56,7 @@ from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.step_clock import StepClock
 
 PEERS = Path(__file__).parents[1] / "tests" / "peers"
-BENCHMARK = "group in process"
+BENCHMARK = "processors without a sandbox"
 NUM_FORBIDDEN = 100
 GROUPS = (1, 4, 32)
 
@@ -64,7 +64,7 @@ MODEL = ModelInfo("model", "model", 0, 0, frozenset({0}), "float32", "cpu", "Mod
 
 
 class ForbidTokens(CustomLogitProcessor):
-    """One indexed write for all rows: hardly any processor does less."""
+    """One indexed write for all rows: almost the least that a processor can do."""
 
     def __init__(self) -> None:
         self._token_ids: torch.Tensor | None = None
@@ -100,17 +100,17 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The processor's, in short."""
+        """Short name of the processor."""
         return self.processor.__name__.partition("Tokens")[0].lower()
 
     def group_of(self, row: int) -> int:
-        """Whose the row of an arrival is."""
+        """Return the group of the request that arrives at this position."""
         return row % self.groups if self.interleaved else row * self.groups // self.rows
 
 
 @dataclass
 class Request:
-    """A member of the persistent batch."""
+    """Request in the persistent batch."""
 
     sampling_params: SamplingParams
     prompt_token_ids: list[int]
@@ -188,14 +188,14 @@ class Sides:
         return StepSide(step, outputs)
 
     def _request_params(self) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """What SGLang's processors get for each row, and the rows' outputs."""
+        """Return the parameters that SGLang's processors get for each row, and the rows' outputs."""
         requests = [SimpleNamespace(origin_input_ids=[1, 2, 3], output_ids=[4]) for _ in self._params]
         params = [{**sent, "__req__": request} for sent, request in zip(self._params, requests, strict=True)]
         return params, [request.output_ids for request in requests]
 
 
 def measure(case: Case, peer: Any, turns: int) -> Iterator[Comparison]:
-    """Time a case; without a peer, beside bare calls alone."""
+    """Time a case; without a peer, compared with bare calls only."""
     sides = Sides(case)
     all_sides = [sides.logitship(), sides.calls()] + ([sides.sglang(peer)] if peer else [])
     for side in all_sides:
@@ -207,15 +207,15 @@ def measure(case: Case, peer: Any, turns: int) -> Iterator[Comparison]:
     for theirs in sglang:
         target = at_least(10) if case.rows >= 32 else None
         yield compare(BENCHMARK, str(case), ours, theirs, unit="µs", peer_name="SGLang", kind=OF_OURS, target=target)
-    title = f"{case}, over calls"
+    title = f"{case}, vs. bare calls"
     yield compare(BENCHMARK, title, ours, calls, unit="µs", peer_name="bare calls", kind=OF_PEER, target=at_most(1.1))
     if case.rows == case.groups:
-        beyond = [(one - other) / case.groups for one, other in zip(ours, calls, strict=True)]
-        yield alone(BENCHMARK, f"{case}, beyond calls", beyond, unit="µs/group")
+        added = [(one - other) / case.groups for one, other in zip(ours, calls, strict=True)]
+        yield alone(BENCHMARK, f"{case}, on top of bare calls", added, unit="µs/group")
 
 
 def cases(processors: Iterable[type[Any]], all_rows: Sequence[int], vocab_sizes: Sequence[int]) -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases."""
     for processor, vocab_size, rows, groups in product(processors, vocab_sizes, all_rows, GROUPS):
         if groups <= rows:
             yield Case(processor, rows, vocab_size, groups)

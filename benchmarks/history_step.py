@@ -1,4 +1,4 @@
-"""What a step of the processors that look at the history costs as it grows, beside SGLang's step with its own.
+"""Step time of processors that read the history, as it grows, compared with SGLang's step and processors.
 
     python benchmarks/history_step.py
 
@@ -60,7 +60,7 @@ def logitship_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequenc
 
 
 def sglang_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[int]], peer: Any) -> StepSide:
-    """The same with SGLang's processor and SGLang's step."""
+    """Return the same step with SGLang's processor and code."""
     assert case.sglang_class is not None
     processor = getattr(peer.custom_logit_processor, case.sglang_class)()
     requests = [
@@ -77,7 +77,7 @@ def sglang_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[i
 
 
 def measure(case: Case, logits: torch.Tensor, lengths: Sequence[int], turns: int, peer: Any) -> Iterator[Comparison]:
-    """Time a case: each length beside SGLang, if that is there, and the longest history beside the shortest."""
+    """Time a case: each length compared with SGLang, if available, and the longest history with the shortest."""
     histories = {length: [case.tokens(row, length) for row in range(len(logits))] for length in lengths}
     ours = {length: logitship_side(case, logits, histories[length]) for length in lengths}
     theirs = {length: sglang_side(case, logits, histories[length], peer) for length in lengths if peer}

@@ -1,4 +1,4 @@
-"""How long a step's metrics take: the clock of its phases, and what is observed of its rows and processors.
+"""Time that the metrics of a step take: the clock of its phases, and the observations per row and processor.
 
     python benchmarks/metrics_step.py
 
@@ -23,7 +23,7 @@ MODEL = ModelInfo("model", "model", 49152, 8192, frozenset({2}), "float32", "cpu
 
 
 def step(num_rows: int, num_processors: int) -> Callable[[], None]:
-    """What a step of so many rows does for its metrics, each row a request's and each with a new token."""
+    """Update the metrics as a step with this many rows does, each with a request of its own and a new token."""
     metrics = EngineMetrics(MODEL, {})
     clock = StepClock()
     meters = [RequestMeter(metrics.requests) for _ in range(num_rows)]

@@ -1,4 +1,4 @@
-"""What `n` continuations of one prompt cost, beside as many requests with one continuation each.
+"""Time of `n` continuations of one prompt, compared with `n` requests with one continuation each.
 
     python benchmarks/parallel_samples.py
 
@@ -69,8 +69,8 @@ def seconds(llm: LLM, prompts: list[list[int]], n: int, output_tokens: int) -> f
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     took = time.perf_counter() - began
-    drawn = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    assert drawn == len(prompts) * n * output_tokens
+    sampled = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    assert sampled == len(prompts) * n * output_tokens
     return took
 
 

@@ -1,4 +1,4 @@
-"""Draws what `run.py` measured: how far each case is from its target."""
+"""Plot of how far each case that `run.py` measured is from its target."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 from comparison import Comparison
 
 _GREY = "#7b838c"
-"""Of all that is no data: it can be read on white and on black, and the background is the page's own."""
+"""Color of everything but the data: readable on white and on black, as the background is transparent."""
 _MET, _MISSED = "#2f81f7", "#e8710a"
 
 
-def draw(comparisons: Sequence[Comparison], file: Path) -> None:
-    """A dot for each case that has a target, with its quartiles: 1 is the target, more is better.
+def plot(comparisons: Sequence[Comparison], file: Path) -> None:
+    """Plot each case that has a target as a dot with its quartiles: 1 is the target, more is better.
 
     Args:
-        file: an SVG.
+        comparisons: cases without a target are left out.
+        file: SVG file to write.
     """
     import matplotlib as mpl
 
@@ -32,8 +33,8 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> None:
         figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.42 * len(names)), layout="constrained")
         for line, name in enumerate(names):
             cases = [each for each in with_target if _label(each) == name]
-            for place, case in enumerate(cases):
-                height = line + 0.6 * ((place + 0.5) / len(cases) - 0.5)
+            for position, case in enumerate(cases):
+                height = line + 0.6 * ((position + 0.5) / len(cases) - 0.5)
                 color = _MET if case.is_met else _MISSED
                 axes.plot([_margin(case, case.low), _margin(case, case.high)], [height] * 2, color=color, linewidth=1)
                 axes.plot(_margin(case, case.ratio), height, "o", color=color, markersize=3.5)
@@ -49,7 +50,7 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> None:
 
 
 def _label(comparison: Comparison) -> str:
-    peer = f" beside {comparison.peer_name}" if comparison.peer_name else ""
+    peer = f" vs. {comparison.peer_name}" if comparison.peer_name else ""
     return f"{comparison.benchmark}{peer}, {comparison.target}"
 
 

@@ -1,10 +1,10 @@
-"""What it saves to keep what prompts begin with, and what it takes.
+"""Time that the prefix cache saves, and memory that it needs.
 
     python benchmarks/prefix_reuse.py
 
-Requests with the same system prompt and a question of their own wait for their first token: at a server that keeps
-prefixes, at one that keeps none, and, for what the question alone costs, without the system prompt. Then the first
-server gets far more different prompts than it may keep.
+Requests with the same system prompt and different questions are timed up to their first token: with a prefix cache,
+without one, and, to find the cost of the question alone, without the system prompt. Then the first server gets far more
+different prompts than its cache can hold.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FIRST_TOKEN = 1000
 
 
 class Prompts:
-    """Token ids. What makes them differ stands first, so that no two share a block."""
+    """Distinct prompts of token ids. They differ in their first token, so that no two share a block."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
     def next(self, length: int) -> list[int]:
-        """A new one."""
+        """Return a new prompt."""
         return [_FIRST_TOKEN + next(self._numbers), *range(_FIRST_TOKEN, _FIRST_TOKEN + length - 1)]
 
 
 def first_token(server: Server, prompt: list[int]) -> float:
-    """Seconds from the request to its token."""
+    """Return the seconds from the request to its first token."""
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     sent, token, *_ = server.stream("/generate", [body])[0]
     return token - sent
@@ -45,7 +45,7 @@ def first_token(server: Server, prompt: list[int]) -> float:
 def shared_part(
     keeping: Server, computing: Server, prompts: Prompts, options: argparse.Namespace
 ) -> comparison.Comparison:
-    """Milliseconds for the system prompt, with and without reuse."""
+    """Compare the milliseconds for the system prompt with and without reuse."""
     system = prompts.next(options.shared_tokens)
 
     def question() -> list[int]:
@@ -71,7 +71,7 @@ def shared_part(
 
 
 def memory(server: Server, prompts: Prompts, options: argparse.Namespace) -> Iterator[comparison.Comparison]:
-    """What the server's memory grows by with so many prompts, and with half of them, over what it may keep."""
+    """Measure the server's memory growth with all prompts, and with half of them, relative to the cache's limit."""
     before = server.resident_bytes()
     grown = []
     for _ in range(options.prompts):
@@ -80,7 +80,7 @@ def memory(server: Server, prompts: Prompts, options: argparse.Namespace) -> Ite
     for count in (options.prompts // 2, options.prompts):
         yield comparison.alone(
             BENCHMARK,
-            f"memory gained over its limit, {count} prompts",
+            f"memory growth over the limit, {count} prompts",
             [grown[count - 1]],
             unit="×",
             target=comparison.at_most(1.1),

@@ -1,8 +1,17 @@
-"""A processor as people ship them."""
+"""A typical shipped processor, as a class and as source code."""
 
 from __future__ import annotations
 
 from logitship import CustomLogitProcessor
+
+SOURCE = """
+from logitship import CustomLogitProcessor
+class BanSome(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            row[params["banned"]] = -float("inf")
+        return logits
+"""
 
 
 class BanSome(CustomLogitProcessor):

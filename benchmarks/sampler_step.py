@@ -1,4 +1,4 @@
-"""How long a step of the sampler takes, from logits to tokens, beside vLLM's own on the same logits and threads.
+"""Step time of the sampler, from logits to tokens, compared with vLLM's on the same logits and threads.
 
     python benchmarks/sampler_step.py --vllm-python PATH_OF_A_PYTHON_THAT_HAS_VLLM
 
@@ -29,7 +29,7 @@ ZIPF_EXPONENTS = (2.0, 3.5, 1.5, 2.5)
 
 @dataclass(frozen=True)
 class Setting:
-    """What all requests of a batch ask for; see `sampler_worker.Order`."""
+    """Sampling parameters of all requests of a batch; see `sampler_worker.Order`."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -72,7 +72,7 @@ class Case:
 
 
 def make_logits(shape: str, rows: int, vocab_size: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Logits as a language model gives them, or nearly equal ones: float32 [rows, vocab].
+    """Return logits like those of a language model, or nearly equal ones: float32 [rows, vocab].
 
     "peaked": the probabilities of the tokens, in random order, fall with a power of their rank, and have noise.
     """
@@ -93,7 +93,7 @@ def measure(ours: WorkerProcess, peer: WorkerProcess | None, options: Namespace)
         for vocab_size, rows, shape in itertools.product(options.vocab, options.rows, options.shapes):
             np.save(logits, make_logits(shape, rows, vocab_size))
             for name, seeded in itertools.product(options.settings, (False, True)):
-                # Without a draw there is nothing to seed.
+                # Greedy rows need no seed.
                 if not (seeded and (SETTINGS[name].temperature == 0 or peer is None)):
                     yield comparison(ours, peer, Case(name, seeded, vocab_size, rows, shape), logits, options)
 

@@ -23,7 +23,7 @@ Step = Callable[[torch.Tensor], object]
 
 
 class Order(TypedDict):
-    """What to time.
+    """Case to time.
 
     Attributes:
         logits: file with float32 [rows, vocab], as `numpy.save` writes it.
@@ -115,7 +115,7 @@ SIDES: dict[str, Callable[[Order, int, int], Step]] = {"logitship": logitship_st
 
 
 def seconds_of_steps(step: Step, logits: torch.Tensor, seconds: float) -> float:
-    """How long a step takes: the median of as many as fit into a time, and three at least.
+    """Return the median time of a step, of as many as fit into the given time, and at least three.
 
     The copy of the logits that a step may edit is made before it.
     """

@@ -74,7 +74,7 @@ class _Recorder:
 
     Attributes:
         spans: when the calls of each function in this step began and ended, in nanoseconds.
-        messages: kind and body of all that the sandbox was told.
+        messages: kind and body of each message to the sandbox.
     """
 
     def __init__(self) -> None:
@@ -137,10 +137,12 @@ def _of_step(recorder: _Recorder, step: Step, logits: torch.Tensor, model: Model
 
 
 def _of_worker(messages: Sequence[tuple[Command, bytes]], logits: torch.Tensor, model: Model) -> tuple[float, float]:
-    """Microseconds that a sandbox's program takes before the call and after it. Measured here, where no clock travels.
+    """Microseconds that a sandbox's program takes before and after the call.
+
+    Measured here, since no clock is sent along.
 
     Args:
-        messages: what the sandbox was told.
+        messages: messages to the sandbox.
     """
     worker = Worker(logits, ModelView(logits.shape[1], frozenset({0}), None), {})
     before, after = [], []
@@ -157,6 +159,6 @@ def _of_worker(messages: Sequence[tuple[Command, bytes]], logits: torch.Tensor, 
 
 
 def _clocks(logits: torch.Tensor) -> tuple[int, int]:
-    """What the processor told: when it was called, and when it was done."""
+    """Times at which the processor was called and returned."""
     called, called_low, done, done_low = (int(each) for each in logits[0, :4].tolist())
     return called << 22 | called_low, done << 22 | done_low

@@ -1,4 +1,4 @@
-"""What a step costs when the processor runs in a sandbox, beside the same processor in the server's process.
+"""Step time of a processor in a sandbox, compared with the same processor in the server's process.
 
     python benchmarks/sandbox_step.py
 
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from comparison import machine
+from comparison import print_machine
 from sandbox_parts import PARTS, time_parts
 from sandbox_workload import BODIES, Model, Step, copies_step, sandbox_executor, shipped_step, source
 
@@ -157,9 +157,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print as it goes, and write the figures."""
     options = parse_arguments(arguments)
-    torch.set_num_threads(options.threads)
-    facts = machine(options.threads)
-    print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
+    facts = print_machine(options.threads)
     print(f"\nmicroseconds, median and 99th percentile of {options.rounds * options.calls} steps")
     print(f"overhead: sandbox - in process - two copies; promised: {ALLOWED_OVERHEAD:g}\n\n{HEADING}")
     results: list[Result] = []

@@ -1,9 +1,9 @@
-"""What a server loses when every request has a processor in a sandbox.
+"""Throughput of a server whose requests all have a processor in a sandbox.
 
     python benchmarks/sandbox_throughput.py
 
 Two engines with the same model take turns in one run: one runs shipped processors in its own process
-(`--processor-isolation none`), the other in sandboxes. All requests carry the same class, with parameters of their own.
+(`--processor-isolation none`), the other in sandboxes. All requests have the same class, with parameters of their own.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def tokens_per_second(llm: LLM, streams: int, tokens: int) -> float:
     began = time.perf_counter()
     outputs = llm.generate([PROMPT] * streams, requests(streams, tokens), use_tqdm=False)
     seconds = time.perf_counter() - began
-    drawn = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert drawn == streams * tokens
-    return drawn / seconds
+    sampled = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert sampled == streams * tokens
+    return sampled / seconds
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What `sandbox_step.py` and `sandbox_throughput.py` run: processors, the parameters of their rows, and steps."""
+"""Workload of `sandbox_step.py` and `sandbox_throughput.py`: processors, parameters of their rows, and steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def source(body: str, number: int = 0) -> SourceProcessor:
 
 
 def request_params(body: str, row: int, vocab_size: int) -> dict[str, Any]:
-    """What a request sends along, other things for each row."""
+    """Return the parameters of a request, different for each row."""
     tokens = torch.randint(vocab_size, (NUM_BANNED,), generator=torch.Generator().manual_seed(row)).tolist()
     if body == "ban":
         return {"banned": tokens}

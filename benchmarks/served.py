@@ -1,4 +1,4 @@
-"""Real servers as child processes, and a client that takes next to nothing of the cores that they share with it."""
+"""Real servers as child processes, and a client that needs almost no CPU time."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Client:
-    """Talks with a server on a port of this machine."""
+    """Client of a server on a port of this machine."""
 
     def __init__(self, port: int) -> None:
         self._address = ("127.0.0.1", port)
 
     def metrics(self) -> dict[str, float]:
-        """What `/metrics` says, by name and labels."""
+        """Return the values of `/metrics` by name and labels."""
         lines = (line.rpartition(" ") for line in self.get("/metrics").splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in lines}
 
     def get(self, path: str) -> str:
-        """The body of an answer."""
+        """Return the body of the response."""
         with socket.create_connection(self._address, ANSWER_TIMEOUT) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -53,7 +53,7 @@ class Client:
         Events are counted and not read: the server should have the cores for itself.
 
         Args:
-            at_a_time: so many; each that ends makes way for another. None: all.
+            at_a_time: number of concurrent requests; None: all.
 
         Returns:
             Of each request, on the clock of `time.perf_counter`: when it was sent, then the arrival of each event but
@@ -88,12 +88,12 @@ class Client:
 
 
 class Server(Client):
-    """A server in processes of its own, which may not answer yet.
+    """Server in processes of its own, which may not answer yet.
 
     Args:
         command: starts it, but for `--port`.
-        environment: what it has beside this process's.
-        log: takes what it writes.
+        environment: variables in addition to this process's.
+        log: receives its output.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> None:
@@ -110,7 +110,7 @@ class Server(Client):
         )
 
     def wait(self) -> None:
-        """Until it answers.
+        """Wait until it answers.
 
         Raises:
             RuntimeError: it does not.
@@ -126,7 +126,7 @@ class Server(Client):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep it from running, whatever it does while it waits for requests."""
+        """Stop its processes for the duration of the block, including its background work."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
             yield
@@ -134,7 +134,7 @@ class Server(Client):
             os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it, and what it leaves of its processes."""
+        """Terminate it and all of its processes."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT)
@@ -143,12 +143,12 @@ class Server(Client):
         self._process.wait()
 
     def resident_bytes(self) -> int:
-        """Memory of its process."""
+        """Return the resident memory of its process."""
         return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Stream:
-    """An answer that arrives event by event."""
+    """Streaming response."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -161,7 +161,7 @@ class _Stream:
         self.connection.sendall(message)
 
     def read(self) -> bool:
-        """Take what is there. False at the end."""
+        """Read what has arrived; return False at the end."""
         data = self.connection.recv(1 << 16)
         # An event ends with an empty line, which its JSON cannot have. Two reads may have a half of it each.
         ended = data.count(b"\n\n") + (self._last.endswith(b"\n") and data.startswith(b"\n"))
@@ -187,7 +187,7 @@ def _post(path: str, body: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def listening(*commands: tuple[Sequence[str], Mapping[str, str]]) -> Iterator[list[Server]]:
-    """Servers, one for each command and environment, until the end of the block.
+    """Run servers, one for each command and environment, until the end of the block.
 
     Raises:
         RuntimeError: one does not start.
@@ -205,12 +205,12 @@ def listening(*commands: tuple[Sequence[str], Mapping[str, str]]) -> Iterator[li
 
 
 def served(*flags: Sequence[str]) -> contextlib.AbstractContextManager[list[Server]]:
-    """A `logitship serve` for each list of flags. See `listening`."""
+    """Run a `logitship serve` for each list of flags; see `listening`."""
     return listening(*(((*COMMAND, *of_one), {}) for of_one in flags))
 
 
 def gaps_while_all_run(arrivals: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Seconds between the tokens of each stream, while each has begun and none has ended.
+    """Return the seconds between the tokens of each stream, while all streams are running.
 
     Args:
         arrivals: as `Server.stream` returns them.

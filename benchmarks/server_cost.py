@@ -1,4 +1,4 @@
-"""What the server adds to the model: HTTP, tokenizing, scheduling, sampling, detokenizing and streaming.
+"""Overhead of the server over the model: HTTP, tokenizing, scheduling, sampling, detokenizing and streaming.
 
     python benchmarks/server_cost.py
 
@@ -25,14 +25,14 @@ from logitship.server.model.capacity import max_model_len
 from logitship.server.model.model_loader import load_model
 from logitship.server.model.model_runner import Chunk, ModelRunner
 
-BENCHMARK = "server's own cost"
+BENCHMARK = "server overhead"
 PROMPT_TOKENS = 17
-"""A block of the prefix cache and the token behind it: after the first turn, nobody waits for prompts."""
+"""A block of the prefix cache and the token after it: from the second turn on, no request waits for a prompt."""
 _PHASE = 'logitship_step_phase_duration_seconds_sum{phase="'
 
 
 class BareLoop:
-    """The model alone.
+    """Loop of forward passes without a server.
 
     Args:
         prompts: token ids, all as many.
@@ -49,7 +49,7 @@ class BareLoop:
         self._positions = range(len(prompts[0]), len(prompts[0]) + tokens)
 
     def seconds_per_step(self) -> float:
-        """Median of a turn's steps, which begin behind the prompts again."""
+        """Return the median step time of a turn; each turn restarts after the prompts."""
         token_ids, taken = self._first, []
         rows = list(range(len(token_ids)))
         for position in self._positions:
@@ -61,12 +61,12 @@ class BareLoop:
 
 
 def completion(prompt: list[int], tokens: int) -> dict[str, Any]:
-    """The body of `/v1/completions`."""
+    """Return the body for `/v1/completions`."""
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
 def generation(prompt: list[int], tokens: int) -> dict[str, Any]:
-    """The body of `/generate`, whose events repeat what came before."""
+    """Return the body for `/generate`, whose events repeat the previous text."""
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return {"input_ids": prompt, "sampling_params": sampling}
 
@@ -75,13 +75,13 @@ ROUTES = {"/v1/completions": completion, "/generate": generation}
 
 
 def streams_step(server: Server, route: str, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds from one token to the next, where all prompts are streamed at the same time: the median."""
+    """Return the median seconds from one token to the next, with all prompts streaming."""
     arrivals = server.stream(route, [ROUTES[route](prompt, tokens + 1) for prompt in prompts])
     return statistics.median(chain.from_iterable(gaps_while_all_run(arrivals)))
 
 
 def outside_the_forward_pass(server: Server) -> float:
-    """Percent of the engine's time so far: in its thread, without what the event loop does meanwhile."""
+    """Return the percentage of the engine thread's time that was not spent in the forward pass."""
     phases = {name: value for name, value in server.metrics().items() if name.startswith(_PHASE)}
     return 100 * (1 - phases[f'{_PHASE}forward"}}'] / sum(phases.values()))
 
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
                 target=comparison.at_most(1.1),
             )
         yield comparison.alone(
-            BENCHMARK, "the engine's time outside the forward pass", [outside_the_forward_pass(server)], unit="%"
+            BENCHMARK, "engine time outside the forward pass", [outside_the_forward_pass(server)], unit="%"
         )
 
 

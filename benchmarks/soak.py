@@ -1,14 +1,14 @@
-"""A server under 20,000 requests of every kind: nothing may be lost, and nothing left over.
+"""Soak test: a server under 20,000 requests of every kind must lose nothing and leak nothing.
 
     python benchmarks/soak.py --json soak.json --plot docs/images/soak.svg
 
-A real `logitship serve` with sandboxes gets requests of all routes and kinds, drawn from a seed, so many at a time that
-some always wait: processors that come and go, that raise, loop, exit and allocate without end; clients that go away;
-nonsense. Each outcome is held against what its kind must give.
+A real `logitship serve` with sandboxes gets requests of all routes and kinds, chosen at random from a seed, with so
+many in flight that some always wait: processors that are loaded and evicted, that raise, loop, exit and allocate
+without end; clients that disconnect; invalid requests. Each outcome is compared with the expected one of its kind.
 
-Every 1,000 requests the server may finish what it has. Then as many sandboxes as there may be are alive, the same
-classes in them each time, and what the server takes is comparable: memory may not drift after the first 2,000 requests
-(by 2 % at most, of the server's process and of all processes together), and nothing else may grow at all.
+Every 1,000 requests the server may finish all running ones. Then the maximum number of sandboxes is alive, with the
+same classes each time, so the server's resources are comparable: after the first 2,000 requests, memory may grow by
+at most 2 % (of the server's process, and of all processes together), and nothing else may grow at all.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import soak_faults
 import soak_plain
 import soak_processed
-import soak_trouble
-from soak_plot import draw
+from soak_plot import plot
 from soak_processed import json_schema, regex
 from soak_processors import counting, forcing
 from soak_report import MEMORY, Sample, first_of, grown, memory_drift
-from soak_requests import KINDS, Answers, Draw, Kind, learn, name_of
+from soak_requests import KINDS, Answers, Kind, RequestContext, learn, name_of
 from soak_server import (
     SHARED_MEMORY,
     SoakServer,
@@ -50,7 +50,7 @@ from logitship import AsyncClient
 from logitship.server.engine.engine_thread import IDLE
 from logitship.server.model.default_model import default_model_folder
 
-MIX = (soak_plain, soak_processed, soak_trouble)
+MIX = (soak_plain, soak_processed, soak_faults)
 """The modules that enter kinds of requests."""
 LONGEST_REQUEST = 600.0
 """Seconds. One that takes longer counts as lost, even on a machine that stands still now and then."""
@@ -107,10 +107,10 @@ class Soak:
 
     async def _request(self, number: int, client: AsyncClient, http: httpx.AsyncClient) -> None:
         own = random.Random(f"{self.options.seed} {number}")
-        kind = drawn_kind(own, self.options.only)
+        kind = choose_kind(own, self.options.only)
         try:
             async with asyncio.timeout(LONGEST_REQUEST):
-                await kind(Draw(number, own, client, http, self.answers))
+                await kind(RequestContext(number, own, client, http, self.answers))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is not what the kind must give
             self.failures.append(f"request {number}, {name_of(kind)}: {type(error).__name__}: {error}")
             print(self.failures[-1], file=sys.stderr, flush=True)
@@ -141,7 +141,7 @@ class Soak:
         await self._sample(quiet=True)
 
     def _left(self) -> str:
-        """What a server that has finished still holds, in words."""
+        """Describe what a finished server still holds."""
         engine = self.server.state()
         held = {name: engine[name] for name in ("running", "waiting", "registered_processors") if engine[name]}
         if engine["sandboxes"] != self.options.sandboxes:
@@ -155,7 +155,7 @@ class Soak:
         print(sample, flush=True)
 
 
-def drawn_kind(own: random.Random, only: Sequence[str]) -> Kind:
+def choose_kind(own: random.Random, only: Sequence[str]) -> Kind:
     """One of the kinds, or of those with these names, as often as each is to come."""
     kinds = {one: weight for one, weight in KINDS.items() if not only or one.__name__ in only}
     return own.choices(list(kinds), list(kinds.values()))[0]
@@ -174,7 +174,7 @@ def _client(server: SoakServer) -> AsyncClient:
 
 
 def _residents(sandboxes: int) -> Iterator[str]:
-    """Processors that fill all sandboxes: those that are always in use, and as many that nobody else asks for."""
+    """Processors that fill all sandboxes: those that are always in use, and as many that no other request uses."""
     yield from (counting(number) for number in range(4))
     yield from (forcing(3_000_000 + number) for number in range(sandboxes - 4))
 
@@ -228,7 +228,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--model", default="tiny", help="a folder; default: the default model; tiny: random weights, made here"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as SVG (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot them to this SVG file (needs matplotlib)")
     return parser.parse_args(arguments)
 
 
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if options.plot:
-        draw(figures, options.plot)
+        plot(figures, options.plot)
     print(f"{sum(figures['outcomes'].values())} of {options.requests} requests ended as they must")
     print(", ".join(f"{name} grew by {drift:.2%}" for name, drift in figures["drift"].items()))
     print("\n".join(f"BROKEN: {each}" for each in figures["broken"]) or "all promises are kept")

@@ -6,18 +6,18 @@ import math
 from contextlib import aclosing
 from typing import Any
 
-from soak_requests import GREEDY, MOST_TOKENS, Draw, conversation, expect, kind, same
+from soak_requests import GREEDY, MOST_TOKENS, RequestContext, conversation, expect, kind, same
 
 
 @kind(110)
-async def generate(at: Draw) -> None:
+async def generate(at: RequestContext) -> None:
     """Plain, on SGLang's route."""
     known = at.known()
     same(await at.client.generate(known.prompt, **GREEDY, max_new_tokens=known.tokens), known)
 
 
 @kind(80)
-async def generate_stream(at: Draw) -> None:
+async def generate_stream(at: RequestContext) -> None:
     """The same, streamed."""
     known, text, ids = at.known(), "", list[int]()
     stream = at.client.generate_stream(known.prompt, **GREEDY, max_new_tokens=known.tokens)
@@ -28,14 +28,14 @@ async def generate_stream(at: Draw) -> None:
 
 
 @kind(50)
-async def completions(at: Draw) -> None:
+async def completions(at: RequestContext) -> None:
     """OpenAI's completions."""
     known = at.known()
     same(await at.client.completions(known.prompt, **GREEDY, max_tokens=known.tokens), known)
 
 
 @kind(40)
-async def completions_stream(at: Draw) -> None:
+async def completions_stream(at: RequestContext) -> None:
     """The same, streamed."""
     known, text = at.known(), ""
     async with aclosing(at.client.completions_stream(known.prompt, **GREEDY, max_tokens=known.tokens)) as chunks:
@@ -45,14 +45,14 @@ async def completions_stream(at: Draw) -> None:
 
 
 @kind(50)
-async def chat(at: Draw) -> None:
+async def chat(at: RequestContext) -> None:
     """OpenAI's chat completions."""
     known = at.known_chat()
     same(await at.client.chat(conversation(known.prompt), **GREEDY, max_tokens=known.tokens), known)
 
 
 @kind(40)
-async def chat_stream(at: Draw) -> None:
+async def chat_stream(at: RequestContext) -> None:
     """The same, streamed."""
     known, text = at.known_chat(), ""
     async with aclosing(at.client.chat_stream(conversation(known.prompt), **GREEDY, max_tokens=known.tokens)) as chunks:
@@ -62,7 +62,7 @@ async def chat_stream(at: Draw) -> None:
 
 
 @kind(30)
-async def several_continuations(at: Draw) -> None:
+async def several_continuations(at: RequestContext) -> None:
     """`n` above 1: greedy ones are all the same."""
     known, n = at.known(), at.random.randint(2, 4)
     results = await at.client.generate(known.prompt, n=n, **GREEDY, max_new_tokens=known.tokens)
@@ -72,7 +72,7 @@ async def several_continuations(at: Draw) -> None:
 
 
 @kind(15)
-async def batch(at: Draw) -> None:
+async def batch(at: RequestContext) -> None:
     """Several prompts in one request."""
     knowns = [at.known() for _ in range(3)]
     tokens = min(known.tokens for known in knowns)
@@ -82,8 +82,8 @@ async def batch(at: Draw) -> None:
 
 
 @kind(100)
-async def sampled(at: Draw) -> None:
-    """New prompts, drawn at random, with all that a sampler does."""
+async def sampled(at: RequestContext) -> None:
+    """Sample from random new prompts, with all sampling parameters."""
     tokens = at.random.randint(1, MOST_TOKENS)
     options: dict[str, Any] = {"temperature": at.random.uniform(0.5, 1.5), "ignore_eos": True, "seed": at.number}
     options |= {"top_p": at.random.choice([1.0, 0.95, 0.7]), "top_k": at.random.choice([-1, 50, 5])}
@@ -95,7 +95,7 @@ async def sampled(at: Draw) -> None:
 
 
 @kind(25)
-async def logprobs(at: Draw) -> None:
+async def logprobs(at: RequestContext) -> None:
     """Log-probabilities of the output and of the prompt."""
     known = at.known()
     result = await at.client.generate(
@@ -114,7 +114,7 @@ async def logprobs(at: Draw) -> None:
 
 
 @kind(15)
-async def chat_logprobs(at: Draw) -> None:
+async def chat_logprobs(at: RequestContext) -> None:
     """The same in OpenAI's words."""
     known = at.known_chat()
     result = await at.client.chat(
@@ -125,15 +125,15 @@ async def chat_logprobs(at: Draw) -> None:
 
 
 @kind(10)
-async def beam_search(at: Draw) -> None:
-    """Beams branch off, and are given up."""
+async def beam_search(at: RequestContext) -> None:
+    """Run a beam search, in which beams fork and are dropped."""
     extra = {"num_beams": 3, "n": 2, "max_new_tokens": 6, "ignore_eos": True}
     response = await at.post("/generate", {"text": at.known().prompt, "sampling_params": extra})
     expect(response.status_code == 200 and len(response.json()) == 2, response.text)
 
 
 @kind(10)
-async def trace(at: Draw) -> None:
+async def trace(at: RequestContext) -> None:
     """A trace of each token."""
     known = at.known()
     result = await at.client.generate(known.prompt, **GREEDY, max_new_tokens=known.tokens, trace={"top": 5})

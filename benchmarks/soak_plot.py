@@ -1,4 +1,4 @@
-"""Draws what `soak.py` wrote.
+"""Plot of the figures that `soak.py` wrote.
 
 python benchmarks/soak_plot.py soak.json docs/images/soak.svg
 """
@@ -20,7 +20,7 @@ _COUNTS = {
 }
 
 
-def draw(figures: dict[str, Any], file: Path) -> None:
+def plot(figures: dict[str, Any], file: Path) -> None:
     """Memory and what else is counted, over the requests: lines while it runs, dots where the server had finished.
 
     Args:
@@ -76,4 +76,4 @@ def _lines(axes: Any, samples: list[dict[str, Any]], series: dict[str, tuple[str
 
 
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    plot(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

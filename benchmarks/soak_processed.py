@@ -8,7 +8,7 @@ import re
 from contextlib import aclosing
 
 from soak_processors import FIRST_TOKEN, counting, forced_token, forcing, forcing_class
-from soak_requests import GREEDY, MOST_TOKENS, Draw, expect, kind
+from soak_requests import GREEDY, MOST_TOKENS, RequestContext, expect, kind
 
 from logitship import NotFoundError
 from logitship.client.records import Generation
@@ -34,7 +34,7 @@ def _one_step_a_token(result: Generation, tokens: int, processors: int = 1) -> N
 
 
 @kind(15)
-async def grammar_regex(at: Draw) -> None:
+async def grammar_regex(at: RequestContext) -> None:
     """A regular expression, another one for each request."""
     pattern = regex(at.number)
     result = await at.client.generate(at.known().prompt, regex=pattern, max_new_tokens=40, temperature=0)
@@ -42,7 +42,7 @@ async def grammar_regex(at: Draw) -> None:
 
 
 @kind(15)
-async def grammar_json(at: Draw) -> None:
+async def grammar_json(at: RequestContext) -> None:
     """A JSON schema, another one for each request."""
     result = await at.client.generate(
         at.known().prompt, json_schema=json_schema(at.number), max_new_tokens=120, temperature=0
@@ -54,7 +54,7 @@ async def grammar_json(at: Draw) -> None:
 
 
 @kind(15)
-async def grammar_choice(at: Draw) -> None:
+async def grammar_choice(at: RequestContext) -> None:
     """One of a few texts, by the built-in processor's name."""
     result = await at.client.generate(
         at.known().prompt, processor="grammar", params={"choice": list(_CHOICES)}, max_new_tokens=20, temperature=0
@@ -63,7 +63,7 @@ async def grammar_choice(at: Draw) -> None:
 
 
 @kind(30)
-async def disallowed_tokens(at: Draw) -> None:
+async def disallowed_tokens(at: RequestContext) -> None:
     """A built-in processor that forbids what would come."""
     known = at.known()
     result = await at.client.generate(
@@ -78,7 +78,7 @@ async def disallowed_tokens(at: Draw) -> None:
 
 
 @kind(20)
-async def no_repeat_ngram(at: Draw) -> None:
+async def no_repeat_ngram(at: RequestContext) -> None:
     """A built-in processor that keeps what it has seen."""
     result = await at.client.generate(
         at.new_prompt(),
@@ -91,7 +91,7 @@ async def no_repeat_ngram(at: Draw) -> None:
 
 
 @kind(90)
-async def shipped_source(at: Draw) -> None:
+async def shipped_source(at: RequestContext) -> None:
     """A class as source: classes come and go."""
     number, tokens = at.class_number(), at.random.randint(1, 6)
     result = await at.client.generate(at.known().prompt, processor=forcing(number), max_new_tokens=tokens)
@@ -100,7 +100,7 @@ async def shipped_source(at: Draw) -> None:
 
 
 @kind(30)
-async def shipped_pickle(at: Draw) -> None:
+async def shipped_pickle(at: RequestContext) -> None:
     """A class as a pickle."""
     number, tokens = at.class_number(), at.random.randint(1, 6)
     result = await at.client.generate(at.known().prompt, processor=forcing_class(number), max_new_tokens=tokens)
@@ -108,7 +108,7 @@ async def shipped_pickle(at: Draw) -> None:
 
 
 @kind(60)
-async def shipped_with_state(at: Draw) -> None:
+async def shipped_with_state(at: RequestContext) -> None:
     """Classes that always are in use, with something kept of each sequence, streamed."""
     first, tokens = FIRST_TOKEN + at.random.randrange(40_000), at.random.randint(1, 8)
     ids: list[int] = []
@@ -126,7 +126,7 @@ async def shipped_with_state(at: Draw) -> None:
 
 
 @kind(20)
-async def shipped_several_continuations(at: Draw) -> None:
+async def shipped_several_continuations(at: RequestContext) -> None:
     """Each continuation has its own state."""
     first = FIRST_TOKEN + at.random.randrange(40_000)
     results = await at.client.completions(
@@ -142,7 +142,7 @@ async def shipped_several_continuations(at: Draw) -> None:
 
 
 @kind(20)
-async def two_processors(at: Draw) -> None:
+async def two_processors(at: RequestContext) -> None:
     """A shipped class and a built-in processor in one request."""
     number = at.class_number()
     result = await at.client.generate(
@@ -158,7 +158,7 @@ async def two_processors(at: Draw) -> None:
 
 
 @kind(25)
-async def registered(at: Draw) -> None:
+async def registered(at: RequestContext) -> None:
     """Register a class, use it by its digest and by its name, delete it, and ask for it once more."""
     name, prompt = f"soak{at.number}", at.known().prompt
     uploaded = await at.client.register(forcing(1_000_000 + at.number), name=name)

@@ -62,22 +62,22 @@ the class may find it gone before it finds out by itself."""
 
 
 def forced_token(number: int) -> int:
-    """The token that `forcing` and `ForcingClass` of this number draw."""
+    """Return the token that `forcing` and `ForcingClass` of this number force."""
     return FIRST_TOKEN + number * 7919 % 40_000
 
 
 def forcing(number: int) -> str:
-    """A processor string: draws one token and no other. Another class for each number."""
+    """Return a processor string that forces one token; a different class for each number."""
     name = f"Force{number}"
     return to_text(SourceProcessor(_HEAD.format(name=name) + _FORCE.format(token=forced_token(number)), name))
 
 
 def forcing_class(number: int) -> type[CustomLogitProcessor]:
-    """The same as a class, which travels as a pickle."""
+    """Return the same as a class, which is sent as a pickle."""
     token = forced_token(number)
 
     class Forcing(CustomLogitProcessor):
-        """Draws one token and no other."""
+        """Forces one token."""
 
         def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
             forced = torch.full_like(logits, -torch.inf)
@@ -88,7 +88,7 @@ def forcing_class(number: int) -> type[CustomLogitProcessor]:
 
 
 def counting(number: int = 0) -> str:
-    """A processor string: draws `params["first"]` and the tokens after it, and raises at `params["fail_at"]`."""
+    """Return a processor string that forces `params["first"]` and the tokens after it, and raises at `fail_at`."""
     name = f"Count{number}"
     return to_text(SourceProcessor(_HEAD.format(name=name) + _COUNT, name))
 

@@ -1,4 +1,4 @@
-"""What the soak notes of a server, and what it concludes."""
+"""Measurements of the server during the soak test, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from soak_server import Taken
 
 MEMORY = ("server_pss", "tree_pss")
-_NEVER_MORE = ("descriptors", "threads", "processes", "zombies", "files")
+_MUST_NOT_GROW = ("descriptors", "threads", "processes", "zombies", "files")
 _WINDOW = 5
 """Quiet samples that one median is taken of: what the allocator keeps comes and goes by some megabytes."""
 
@@ -44,14 +44,14 @@ class Sample:
 
 
 def first_of(what: str, them: Sequence[str]) -> list[str]:
-    """How many there are of what there should be none of, and the first in full; nothing if there are none."""
+    """Describe things of which there should be none: their number, and the first in full; empty if there are none."""
     return [f"{len(them)} {what}, such as: {them[0]}"] if them else []
 
 
 def grown(quiet: Sequence[Sample], max_drift: float) -> Iterator[str]:
-    """What there is more of at the last quiet point than at the first, in words."""
+    """Describe the resources that grew between the first and the last idle point."""
     first, last = quiet[0], quiet[-1]
-    for name in _NEVER_MORE:
+    for name in _MUST_NOT_GROW:
         before, after = getattr(first.taken, name), getattr(last.taken, name)
         if after > before:
             yield f"{name}: {before} after {first.requests} requests, {after} after {last.requests}"
@@ -61,7 +61,7 @@ def grown(quiet: Sequence[Sample], max_drift: float) -> Iterator[str]:
 
 
 def memory_drift(quiet: Sequence[Sample], name: str) -> float:
-    """How much more memory there is at the end, as a share: medians of the first and of the last quiet points."""
+    """Return the relative growth of memory between the medians of the first and of the last idle points."""
     sizes = [getattr(sample.taken, name) for sample in quiet]
     count = min(_WINDOW, len(sizes) // 2)
     return float(statistics.median(sizes[-count:]) / statistics.median(sizes[:count]) - 1)

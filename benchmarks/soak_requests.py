@@ -1,4 +1,4 @@
-"""What a request of the soak needs, and what it must give: the ground on which its kinds stand."""
+"""Requests of the soak test: their context, their expected results, and the registry of kinds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPTS = (
 MOST_TOKENS = 10
 """Output tokens of most requests: what a soak wears out is what begins and ends."""
 NEAR_TIE = 0.01
-"""Two tokens whose log-probabilities are closer may change places in other company, where rounding differs."""
+"""Two tokens whose log-probabilities are closer may swap ranks in another batch, due to rounding."""
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -69,14 +69,14 @@ class Known:
 
 @dataclass(frozen=True)
 class Answers:
-    """What each of the `PROMPTS` gives, as a text and as a message of a conversation."""
+    """Expected answers to each of the `PROMPTS`, as a text and as a message of a conversation."""
 
     texts: Sequence[Known]
     chats: Sequence[Known]
 
 
 @dataclass
-class Draw:
+class RequestContext:
     """One request: what it goes through, and what it is made of.
 
     Attributes:
@@ -124,7 +124,7 @@ class Draw:
             await asyncio.sleep(0.2)
 
 
-Kind: TypeAlias = Callable[[Draw], Awaitable[None]]
+Kind: TypeAlias = Callable[[RequestContext], Awaitable[None]]
 """Sends a request, or a few that belong together, and raises if the outcome is not as it must be."""
 
 KINDS: dict[Kind, float] = {}
@@ -142,7 +142,7 @@ def kind(weight: float) -> Callable[[Kind], Kind]:
 
 
 def name_of(one: Kind) -> str:
-    """What the report calls it."""
+    """Return its name in the report."""
     return getattr(one, "__name__", "?").replace("_", " ")
 
 

@@ -24,7 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Taken:
-    """What a server takes at one moment.
+    """Resources of a server at one moment.
 
     Attributes:
         server_pss: bytes of the server's own process; what it shares with others counts in part (PSS). Without pages of
@@ -34,7 +34,7 @@ class Taken:
         descriptors: open ones of the server's own process.
         threads: of the server's own process.
         processes: below the server.
-        zombies: those of them that have ended and that nobody has waited for.
+        zombies: processes that have ended and were not waited for.
         files: in the folder that the server has for temporary files.
     """
 
@@ -65,7 +65,7 @@ class SoakServer:
     log: Path
 
     def taken(self) -> Taken:
-        """What it takes now."""
+        """Measure its resources now."""
         below = list(processes_below(self.pid))
         own = proportional_bytes(self.pid)
         return Taken(
@@ -80,18 +80,18 @@ class SoakServer:
         )
 
     def state(self) -> dict[str, Any]:
-        """What the engine says of itself: `internal_states` of `/server_info`."""
+        """Return the engine's state: `internal_states` of `/server_info`."""
         answer = httpx.get(f"{self.base_url}/server_info", timeout=60)
         state: dict[str, Any] = answer.raise_for_status().json()["internal_states"][0]
         return state
 
     def errors(self) -> list[str]:
-        """What it logged of mistakes of its own, each with its traceback."""
+        """Return the internal errors that it logged, each with its traceback."""
         records = re.split(r"^(?=\d{4}-\d\d-\d\d )", self.log.read_text(errors="replace"), flags=re.MULTILINE)
         return [record.rstrip() for record in records if " ERROR " in record.partition("\n")[0]]
 
     def left_behind(self, below: Sequence[int]) -> list[str]:
-        """What is still there of a server that has ended.
+        """Return what a terminated server left behind.
 
         Args:
             below: the processes that were below it.
@@ -100,7 +100,7 @@ class SoakServer:
         return [*(f"process {pid}" for pid in below if _stat(pid)), *map(str, files)]
 
     def end_of_log(self, lines: int = 20) -> str:
-        """What it wrote last."""
+        """Return the end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
@@ -205,7 +205,7 @@ def _field(file: Path, name: str) -> int:
 
 
 def shared_memory_left(before: set[str]) -> list[str]:
-    """What is new in `/dev/shm` and belongs to no process that lives."""
+    """Return new files in `/dev/shm` that belong to no live process."""
     new = {entry.name for entry in SHARED_MEMORY.iterdir()} - before
     if not new:
         return []

@@ -1,9 +1,9 @@
-"""What prompt-lookup drafts save, and what they cost where a text does not repeat itself.
+"""Speedup of prompt-lookup drafts, and their cost where a text does not repeat itself.
 
     python benchmarks/speculative_decoding.py
 
 Two servers, one with `--speculative-algorithm NGRAM` and one without, stream the same requests in turns. Every request
-carries a processor, which runs in a sandbox. Compared is the time for a token, from the first prompt to the last token.
+has a processor, which runs in a sandbox. Compared is the time for a token, from the first prompt to the last token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ NOT_REPEATING = [
 
 
 class Softer(CustomLogitProcessor):
-    """Every request carries it: lowers what was said in the last few tokens a little."""
+    """Processor of every request: slightly lowers the logits of the last few tokens."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Edit the rows in place."""
@@ -80,7 +80,7 @@ class Softer(CustomLogitProcessor):
 
 
 def seconds_per_token(server: Server, prompts: list[str], streams: int, more: dict[str, Any]) -> float:
-    """Generate the answers, so many at a time: whoever has one makes way for the next.
+    """Generate the answers, with a fixed number of concurrent requests.
 
     They have different lengths. If all ended in the same step, those without drafts would have their prompts computed
     together, which answers of real people do not.
@@ -111,12 +111,12 @@ def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
     common = ["--model", options.model, "--max-num-seqs", str(max(options.streams)), "--max-model-len", "1024"]
     common.append("--enable-custom-logit-processor")
     drafting = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(options.num_draft_tokens)]
-    carried = {"custom_logit_processor": Softer.to_str(), "custom_params": {"by": 0.05}}
+    processor_fields = {"custom_logit_processor": Softer.to_str(), "custom_params": {"by": 0.05}}
     with served([*common, *drafting], common) as servers:
         for texts, of_kind in (("repeating", REPEATING), ("not repeating", NOT_REPEATING)):
             for streams, (name, sampling) in itertools.product(options.streams, SAMPLING.items()):
                 prompts = [of_kind[number % len(of_kind)] for number in range(max(2 * streams, len(of_kind)))]
-                body = {**carried, **sampling, "max_tokens": options.max_tokens}
+                body = {**processor_fields, **sampling, "max_tokens": options.max_tokens}
                 sides = [partial(seconds_per_token, server, prompts, streams, body) for server in servers]
                 comparison.in_turns(sides, 1)  # the first turn is to warm up
                 ours, peer = comparison.in_turns(sides, options.turns)

@@ -1,11 +1,11 @@
-"""How long one waits for what happens once: the client's import, and a processor's first use.
+"""One-time costs: the import of the client, and the first use of a processor.
 
     python benchmarks/start_times.py
 
 The import is compared with that of httpx alone, which the client needs, each in a fresh process. Then a server gets
 requests for one token in turns: without a processor, with one that it has never seen, and with one that it has. The
-processors run in sandboxes. A tiny model with the default model's vocabulary: the differences would drown in how long a
-step of a real one takes, now and then.
+processors run in sandboxes. The model is a tiny one with the default model's vocabulary: the step times of a real model
+vary by more than the differences measured here.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from logitship.server.model.default_model import default_model_folder
 
 BENCHMARK = "start"
 PAUSE = 0.15
-"""Seconds in which the server makes up for the sandbox that a new processor took. Other requests should not notice."""
+"""Seconds in which the server replaces the spare sandbox that a new processor took, so that no other request waits."""
 _IMPORT = "import time; began = time.perf_counter(); import {}; print(time.perf_counter() - began)"
 
 
-def beyond(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """Milliseconds that ours takes longer, turn by turn."""
-    return [(more - less) * 1e3 for more, less in zip(ours, peer, strict=True)]
+def added_milliseconds(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
+    """Return how much longer than the peer's each of our turns takes."""
+    return [(longer - shorter) * 1e3 for longer, shorter in zip(ours, peer, strict=True)]
 
 
 def client_import(turns: int) -> comparison.Comparison:
-    """Of the client, beyond httpx."""
+    """Measure how much the import of the client adds to that of httpx."""
     with tempfile.TemporaryDirectory() as folder:
         # With byte code, as installed packages have it.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -55,12 +55,16 @@ def client_import(turns: int) -> comparison.Comparison:
         ours, peer = comparison.in_turns(sides, turns)
     target = comparison.at_most(50)
     return comparison.alone(
-        BENCHMARK, "import of the client, beyond httpx", beyond(ours, peer), unit="ms", target=target
+        BENCHMARK,
+        "import of the client, time added to httpx's",
+        added_milliseconds(ours, peer),
+        unit="ms",
+        target=target,
     )
 
 
 def new_processors() -> Iterator[str]:
-    """Processor strings, each of a class that nobody has seen."""
+    """Yield processor strings, each of a class that is new to the server."""
     for number in itertools.count():
         new = type("BanSome", (BanSome,), {"number": number})
         assert issubclass(new, BanSome)
@@ -68,7 +72,7 @@ def new_processors() -> Iterator[str]:
 
 
 def first_token(server: Server, processor: str | None) -> float:
-    """Seconds from the request to its token."""
+    """Return the seconds from the request to its first token."""
     sampling: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0, "custom_params": {"banned": [0]}}
     body = {"input_ids": [1000, 1001], "sampling_params": sampling, "custom_logit_processor": processor}
     sent, token, *_ = server.stream("/generate", [body])[0]
@@ -76,27 +80,32 @@ def first_token(server: Server, processor: str | None) -> float:
 
 
 def first_tokens(server: Server, turns: int) -> Iterator[comparison.Comparison]:
-    """Of a warm server, and what processors add."""
+    """Time the first token of a warm server, and what processors add to it."""
     new = new_processors()
     known = next(new)
 
     def unseen_one() -> float:
         seconds = first_token(server, next(new))
         time.sleep(PAUSE)
-        first_token(server, None)  # the server is warm again for whoever comes next
+        first_token(server, None)  # warms the server up again for the next side
         return seconds
 
     sides = [lambda: first_token(server, None), unseen_one, lambda: first_token(server, known)]
     comparison.in_turns(sides, 3)
     none, unseen, seen = comparison.in_turns(sides, turns)
     yield comparison.alone(BENCHMARK, "first token of a warm server", [each * 1e3 for each in none], unit="ms")
-    for case, times, most in (("new processor", unseen, 20), ("known processor", seen, 1)):
+    for case, times, most in (
+        ("first request with a new processor", unseen, 20),
+        ("request with a known processor", seen, 1),
+    ):
         target = comparison.at_most(most)
-        yield comparison.alone(BENCHMARK, f"{case}, beyond none", beyond(times, none), unit="ms", target=target)
+        yield comparison.alone(
+            BENCHMARK, f"{case}, time added", added_milliseconds(times, none), unit="ms", target=target
+        )
 
 
 def measure(options: argparse.Namespace) -> Iterator[comparison.Comparison]:
-    """The import, then the server."""
+    """Measure the import, then the server."""
     yield client_import(options.imports)
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder, "model"), default_model_folder())
@@ -108,7 +117,7 @@ def main() -> None:
     """Measure and print."""
     parser = comparison.arguments(__doc__)
     parser.add_argument("--imports", type=int, default=25, help="turns of the import")
-    parser.add_argument("--turns", type=int, default=80, help="of the requests")
+    parser.add_argument("--turns", type=int, default=80, help="turns of the requests")
     options = parser.parse_args()
     comparison.report(measure(options), options.json)
 

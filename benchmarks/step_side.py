@@ -1,4 +1,4 @@
-"""Steps of processors, one side's: between two of them, each row gains a token."""
+"""One side of a benchmark of processor steps: each row gains a token between two steps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from comparison import seconds_of
 
 TURN_SECONDS = 0.004
-"""How long a side's turn lasts, if a step is shorter."""
+"""Duration of a turn, unless one step takes longer."""
 
 
 @dataclass
 class StepSide:
-    """One side.
+    """Side of a benchmark.
 
     Attributes:
-        step: what is timed.
-        outputs: of the rows, which grow by a token before each step.
-        calls: how many steps a turn has.
+        step: the timed call.
+        outputs: outputs of the rows, which grow by a token before each step.
+        calls: number of steps in a turn.
     """
 
     step: Callable[[], object]
@@ -27,15 +27,15 @@ class StepSide:
     calls: int = 3
 
     def turn(self) -> float:
-        """Microseconds of a step."""
+        """Run a turn and return the microseconds per step."""
         return 1e6 * seconds_of(self.step, self.calls, self._next_tokens)
 
     def choose_calls(self) -> None:
-        """So many steps a turn that it lasts `TURN_SECONDS`, if one is not longer."""
+        """Set the number of steps so that a turn lasts `TURN_SECONDS`, or a single step if that is longer."""
         self.step()
         self.calls = min(100, max(1, round(1e6 * TURN_SECONDS / self.turn())))
 
     def _next_tokens(self) -> None:
-        # Made now, as those that an engine draws: objects of long ago would lie in memory that no cache holds.
+        # Created now, like sampled tokens in an engine: older objects would not be in any cache.
         for output in self.outputs:
             output.append(random.randrange(1000, 100_000))

@@ -1,4 +1,4 @@
-"""What the plugin costs inside vLLM: loaded and not used, and used by all requests.
+"""Overhead of the plugin inside vLLM: loaded and not used, and used by all requests.
 
     tests/peers/vllm_cpu.sh VENV && VENV/bin/python benchmarks/vllm_plugin.py --model FOLDER
 
@@ -29,25 +29,18 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
 PROMPT = "The moon is"
-SOURCE = """
-from logitship import CustomLogitProcessor
-class BanSome(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            row[params["banned"]] = -float("inf")
-        return logits
-"""
 SIDES = ("alone", "loaded", "shipped", "bare")
 """vLLM alone; the plugin, unused; the plugin, by all requests; the bare V1 interface, by all requests."""
 
 
 def banned(stream: int) -> list[int]:
-    """The tokens that a request forbids: rare ones, so that all sides draw much the same."""
+    """Return the tokens that a request forbids: rare ones, so that all sides sample nearly the same output."""
     return list(range(40_000 + stream, 40_100 + stream))
 
 
 def sampling(side: str, streams: int, tokens: int) -> list[SamplingParams]:
     """The parameters of a turn's requests, one a stream."""
+    from processors import SOURCE
     from vllm import SamplingParams
 
     def extra_args(stream: int) -> dict[str, Any] | None:
@@ -63,7 +56,7 @@ def sampling(side: str, streams: int, tokens: int) -> list[SamplingParams]:
 
 
 def seconds_of(llm: LLM, params: list[SamplingParams]) -> float:
-    """How long the requests take together, prompts included."""
+    """Return the total time of the requests, prompts included."""
     began = time.perf_counter()
     outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
     seconds = time.perf_counter() - began
@@ -107,7 +100,7 @@ def main() -> None:
         turn(side)
     turns = [{side: turn(side) for side in rotated(number)} for number in range(options.rounds)]
     print(f"\n{options.streams} requests of {options.tokens} tokens, median of {options.rounds} turns")
-    print(f"{'':>8} {'tokens/s':>9} {'ms a step':>10} {'time, beside vLLM alone':>24}")
+    print(f"{'':>8} {'tokens/s':>9} {'ms a step':>10} {'time, vs. vLLM alone':>24}")
     for side in SIDES:
         seconds = statistics.median(each[side] for each in turns)
         ratio = statistics.median(each[side] / each["alone"] for each in turns)

@@ -7,7 +7,7 @@ markers of its model as text or token ids, and each may be several tokens long.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import ConfigDict, Field, model_validator
@@ -125,6 +125,7 @@ class TokenizerThinkingBudgetLogitProcessor(BuiltinProcessor):
 
     name = "thinking_budget"
     Params = TokenizerThinkingBudgetParams
+    example: ClassVar[Mapping[str, Any]] = {"thinking_budget": 2, "start": [7], "end": [8, 9], "newline": [6]}
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> MarkedThinkingBudget:
         """See `BuiltinProcessor.prepare`."""

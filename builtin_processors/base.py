@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from logitship.client.processor import CustomLogitProcessor
@@ -23,6 +24,9 @@ class BuiltinProcessor(CustomLogitProcessor):
     """The name used in a request: `{"name": "<name>"}`."""
     Params: ClassVar[type[ProcessorParams]]
     """Model of the request's `custom_params`."""
+    example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Parameters with which the tests run the processor on several small models: token ids below 14, and texts of
+    the characters `a`, `b`, `1` and `2`."""
     params_schema: ClassVar[dict[str, Any] | None]
     """JSON Schema (draft 2020-12) of `Params`."""
     is_mask: ClassVar[bool] = False

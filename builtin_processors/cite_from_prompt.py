@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,7 @@ class CiteFromPromptLogitsProcessor(BuiltinProcessor):
 
     name = "cite_from_prompt"
     Params = CiteFromPromptParams
+    example: ClassVar[Mapping[str, Any]] = {"boost_factor": 1.5, "conditional_boost_factor": 2.0}
 
     def __init__(self) -> None:
         self._cells: RowConstants[PromptTokens, _Cells] = RowConstants(_prompt_cells)

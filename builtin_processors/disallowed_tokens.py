@@ -42,6 +42,7 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
 
     name = "disallowed_tokens"
     Params = DisallowedTokensParams
+    example: ClassVar[Mapping[str, Any]] = {"token_ids": [5]}
     is_mask = True
 
     _last: _Positions | None = None  # a class attribute, because SGLang's class has no constructor to call

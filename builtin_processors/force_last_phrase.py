@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +41,7 @@ class ForceLastPhraseLogitsProcessor(PhraseProcessor):
 
     name = "force_last_phrase"
     Params = ForceLastPhraseParams
+    example: ClassVar[Mapping[str, Any]] = {"phrase": "ab"}
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> LastPhrase:
         """See `BuiltinProcessor.prepare`."""

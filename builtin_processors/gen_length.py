@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class GenLengthLogitsProcessor(BuiltinProcessor):
 
     name = "gen_length"
     Params = GenLengthParams
+    example: ClassVar[Mapping[str, Any]] = {"boost_factor": 0.5, "complete_sentences": True}
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> LengthBoost:
         """See `BuiltinProcessor.prepare`."""

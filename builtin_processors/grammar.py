@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -153,6 +153,7 @@ class GrammarProcessor(BuiltinProcessor):
 
     name = "grammar"
     Params = GrammarParams
+    example: ClassVar[Mapping[str, Any]] = {"regex": "[a-c]*d?"}
     is_mask = True
 
     def __init__(self, reasoning: ReasoningMarkers | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ class MaxTimeLogitsProcessor(BuiltinProcessor):
 
     name = "max_time"
     Params = MaxTimeParams
+    example: ClassVar[Mapping[str, Any]] = {"max_time": 0.0}
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,7 @@ class MultiSequenceLogitsProcessor(BuiltinProcessor):
 
     name = "multi_sequence"
     Params = MultiSequenceParams
+    example: ClassVar[Mapping[str, Any]] = {"eos_token_ids": [6]}
     is_mask = True
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> EndTokens:

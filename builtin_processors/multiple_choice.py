@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -97,6 +97,7 @@ class MultipleChoiceLogitsProcessor(BuiltinProcessor):
 
     name = "multiple_choice"
     Params = MultipleChoiceParams
+    example: ClassVar[Mapping[str, Any]] = {"choices": ["1", "2"], "boost_first_words": 0.5}
 
     def __init__(self) -> None:
         self._batch = RowConstants(_Batch.of)

@@ -49,6 +49,7 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
 
     name = "no_repeat_ngram"
     Params = NoRepeatNGramParams
+    example: ClassVar[Mapping[str, Any]] = {"ngram_size": 2, "window_size": 9}
     is_mask = True
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> NGramBan:

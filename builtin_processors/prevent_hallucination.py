@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class PreventHallucinationLogitsProcessor(PhraseProcessor):
 
     name = "prevent_hallucination"
     Params = PreventHallucinationParams
+    example: ClassVar[Mapping[str, Any]] = {"phrase": "ab", "minp": 0.9, "tolerate": 2}
 
     def initial_state(self, prepared: PreventHallucinationParams) -> Sequence[float]:
         """Return the index in the phrase, and the number of unsure steps."""

@@ -86,6 +86,7 @@ class ThinkModeLogitsProcessor(BuiltinProcessor):
 
     name = "think_mode"
     Params: ClassVar[type[ProcessorParams]] = ThinkModeParams
+    example: ClassVar[Mapping[str, Any]] = {"max_thinking_tokens": 3, "end_think_token_ids": [4, 5]}
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> ThinkLimit:
         """Validate the parameters, and tokenize the marker.
@@ -150,6 +151,11 @@ class StrictThinkModeLogitsProcessor(ThinkModeLogitsProcessor):
 
     name = "strict_think_mode"
     Params = StrictThinkModeParams
+    example: ClassVar[Mapping[str, Any]] = {
+        "max_thinking_tokens": 3,
+        "begin_think_token_ids": [3],
+        "end_think_token_ids": [4, 5],
+    }
 
     def _limit(self, wanted: ThinkModeParams, model: ModelFacts) -> ThinkLimit:
         assert isinstance(wanted, StrictThinkModeParams)

@@ -42,6 +42,7 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
     NEW_LINE_TOKEN_ID: ClassVar[int]
 
     Params = ThinkingBudgetParams
+    example: ClassVar[Mapping[str, Any]] = {"thinking_budget": 3}
 
     @classmethod
     def check_model(cls, model: ModelFacts) -> None:

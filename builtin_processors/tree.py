@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,9 @@ class TreeLogitsProcessor(BuiltinProcessor):
 
     name = "tree"
     Params = TreeParams
+    example: ClassVar[Mapping[str, Any]] = {
+        "tree": {"start_token_id": 7, "end_token_id": 1, "prefix_dict": {"7": [3, 4], "7_3": [3, 4], "7_3_4": [5]}}
+    }
     is_mask = True
 
     def __init__(self, trees: Mapping[str, TokenTree] | None = None) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ class TriggerPhraseLogitsProcessor(PhraseProcessor):
 
     name = "trigger_phrase"
     Params = TriggerPhraseParams
+    example: ClassVar[Mapping[str, Any]] = {"phrase": "ab", "trigger_token_phrase": "a"}
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

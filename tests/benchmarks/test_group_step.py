@@ -19,10 +19,10 @@ def test_each_arrival_is_timed(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     figures = json.loads(file.read_text())
     assert [each["case"] for each in figures] == [
-        "forbid 1×128, 1 group, over calls",
-        "forbid 1×128, 1 group, beyond calls",
-        "forbid 8×128, 1 group, over calls",
-        "forbid 8×128, 4 groups adjacent, over calls",
-        "forbid 8×128, 4 groups interleaved, over calls",
+        "forbid 1×128, 1 group, vs. bare calls",
+        "forbid 1×128, 1 group, on top of bare calls",
+        "forbid 8×128, 1 group, vs. bare calls",
+        "forbid 8×128, 4 groups adjacent, vs. bare calls",
+        "forbid 8×128, 4 groups interleaved, vs. bare calls",
     ]
     assert all(each["ours"] > 0 for each in figures if each["unit"] == "µs")

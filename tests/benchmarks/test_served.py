@@ -42,7 +42,7 @@ def test_each_token_arrives_after_the_one_before(client: Client) -> None:
     assert all(times == sorted(times) for times in arrivals)
 
 
-def test_who_has_an_answer_makes_way_for_the_next(client: Client) -> None:
+def test_next_request_is_sent_after_a_response_ends(client: Client) -> None:
     arrivals = client.stream("/generate", [generation(tokens) for tokens in (3, 5, 2)], at_a_time=1)
     assert [len(times) for times in arrivals] == [1 + 3, 1 + 5, 1 + 2]
     assert all(earlier[-1] <= later[0] for earlier, later in pairwise(arrivals))
@@ -54,7 +54,7 @@ def test_openai_events_are_counted_too(client: Client) -> None:
     assert len(arrivals) == 1 + 6
 
 
-def test_a_refused_request_is_no_figure(client: Client) -> None:
+def test_refused_request_raises(client: Client) -> None:
     with pytest.raises(RuntimeError, match="max_new_tokens"):
         client.stream("/generate", [generation(2), generation(-2)])
 
@@ -67,6 +67,6 @@ def test_metrics_by_name_and_labels(client: Client) -> None:
     assert client.metrics()[STEPS] - before in (4, 5, 6)
 
 
-def test_only_gaps_count_while_all_run() -> None:
+def test_only_gaps_while_all_streams_run_are_counted() -> None:
     arrivals = [[0.0, 1.0, 2.0, 4.0, 7.0], [0.5, 1.5, 3.5, 6.5], [0.0, 0.5, 2.5, 5.5, 8.5]]
     assert gaps_while_all_run(arrivals) == [[2.0], [2.0, 3.0], [3.0]]

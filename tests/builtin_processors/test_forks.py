@@ -22,6 +22,7 @@ from logitship.builtin_processors.no_repeat_ngram import NGramIndex
 from logitship.builtin_processors.parts.state_history import StateHistory
 from logitship.builtin_processors.registry import installed_processors
 from logitship.builtin_processors.think_mode import StrictThinkModeLogitsProcessor
+from logitship.builtin_processors.thinking_budget import ThinkingBudgetLogitProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
@@ -36,30 +37,9 @@ ReadLogits = Callable[[Any], torch.Tensor]
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "rtp_llm.json").read_text())
 VOCAB = 260
-TREE = {"start_token_id": 7, "end_token_id": 1, "prefix_dict": {"7": [3, 4], "7_3": [3, 4], "7_3_4": [5], "7_4": [4]}}
-PARAMS: dict[str, dict[str, Any]] = {
-    "cite_from_prompt": {"conditional_boost_factor": 2.0},
-    "disallowed_tokens": {"token_ids": [5]},
-    "force_last_phrase": {"phrase": "so"},
-    "gen_length": {"boost_factor": 1.0},
-    "grammar": {"regex": "[a-c]*d?"},
-    "max_time": {"max_time": 1e6},
-    "multi_sequence": {},
-    "multiple_choice": {"choices": ["1", "2"]},
-    "no_repeat_ngram": {"ngram_size": 2, "window_size": 9},
-    "prevent_hallucination": {"minp": 0.9, "tolerate": 2},
-    "think_mode": {"max_thinking_tokens": 3, "end_think_token_ids": [4, 5]},
-    "strict_think_mode": {"max_thinking_tokens": 3, "begin_think_token_ids": [3], "end_think_token_ids": [4, 5]},
-    "thinking_budget": {"thinking_budget": 2},
-    "tree": {"tree": TREE},
-    "trigger_phrase": {"phrase": "so", "trigger_token_phrase": "a"},
-}
-FOR_OTHER_MODELS = {
-    "qwen3_thinking_budget",
-    "deepseek_r1_thinking_budget",
-    "glm4_moe_thinking_budget",
-    "inkling_thinking_budget",
-}
+REGISTRY = installed_processors()
+NAMES = [name for name in REGISTRY if not issubclass(REGISTRY.get(name), ThinkingBudgetLogitProcessor)]
+"""All but those that force tokens of one model."""
 
 
 class Rows:
@@ -81,17 +61,12 @@ class Rows:
         return logits
 
 
-def test_all_processors_are_tested() -> None:
-    assert set(PARAMS) | FOR_OTHER_MODELS == set(installed_processors()) | {"tree"}
-
-
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_fork_equals_separate_sequence(name: str, tokenizer: Tokenizer) -> None:
-    registry = installed_processors()
-    processor = TreeLogitsProcessor() if name == "tree" else registry.make(name)
+    processor = REGISTRY.make(name)
     assert isinstance(processor, BuiltinProcessor)
     generator, torch_generator = random.Random(0), torch.Generator().manual_seed(0)
-    all_rows = Rows(processor, ModelView(VOCAB, frozenset({1}), tokenizer.hf_tokenizer), PARAMS[name])
+    all_rows = Rows(processor, ModelView(VOCAB, frozenset({1}), tokenizer.hf_tokenizer), dict(processor.example))
     prompt = tokenizer.encode("1. a\n2. so", add_special_tokens=False)
 
     def logits_of(step: int, count: int) -> torch.Tensor:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from logitship.builtin_processors import (
     installed_processors,
 )
 from logitship.builtin_processors.base import BuiltinProcessor
+from logitship.builtin_processors.registry import BUILTIN_PROCESSORS
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
 from logitship.sampler.processors.request_view import ModelView
@@ -21,29 +23,13 @@ from logitship.sampler.processors.request_view import ModelView
 INSTALLED = [installed_processors().get(name) for name in installed_processors()]
 
 
-def test_names() -> None:
-    assert list(installed_processors()) == [
-        "cite_from_prompt",
-        "deepseek_r1_thinking_budget",
-        "disallowed_tokens",
-        "force_last_phrase",
-        "gen_length",
-        "glm4_moe_thinking_budget",
-        "grammar",
-        "inkling_thinking_budget",
-        "max_time",
-        "multi_sequence",
-        "multiple_choice",
-        "no_repeat_ngram",
-        "prevent_hallucination",
-        "qwen3_thinking_budget",
-        "strict_think_mode",
-        "think_mode",
-        "thinking_budget",
-        "tree",
-        "trigger_phrase",
-    ]
-    assert len(installed_processors()) == len(INSTALLED)
+def test_names_are_sorted_and_documented() -> None:
+    names = list(installed_processors())
+    assert names == sorted(processor.name for processor in BUILTIN_PROCESSORS)
+    assert len(installed_processors()) == len(names) == len(BUILTIN_PROCESSORS)
+    page = (Path(__file__).parents[2] / "docs" / "builtin-processors.md").read_text()
+    summary = page.partition("## Parameters")[0]
+    assert set(re.findall(r"`(\w+)`", summary)) >= set(names)
 
 
 def test_get() -> None:
@@ -99,4 +85,3 @@ def test_exports_are_sorted_and_complete() -> None:
     exported = logitship.builtin_processors.__all__
     assert sorted(exported, key=lambda name: (not name.isupper(), name)) == exported
     assert all(hasattr(logitship.builtin_processors, name) for name in exported)
-    assert {processor.__name__ for processor in INSTALLED} <= set(exported)

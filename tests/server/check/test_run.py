@@ -21,25 +21,6 @@ from logitship.server.model.model_loader import LoadedModel
 
 Check = Callable[..., CheckReport]
 
-PARAMS: dict[str, dict[str, Any]] = {
-    "cite_from_prompt": {"boost_factor": 1.5},
-    "deepseek_r1_thinking_budget": {"thinking_budget": 3},
-    "disallowed_tokens": {"token_ids": [30]},
-    "force_last_phrase": {"phrase": "ok"},
-    "gen_length": {"boost_factor": 0.5},
-    "glm4_moe_thinking_budget": {"thinking_budget": 3},
-    "inkling_thinking_budget": {"thinking_budget": 3},
-    "max_time": {"max_time": 100},
-    "multi_sequence": {},
-    "multiple_choice": {"choices": ["1", "2"]},
-    "no_repeat_ngram": {"ngram_size": 2, "window_size": 20},
-    "prevent_hallucination": {},
-    "qwen3_thinking_budget": {"thinking_budget": 3},
-    "strict_think_mode": {"max_thinking_tokens": 6, "end_think_token_ids": [3], "begin_think_token_ids": [2]},
-    "think_mode": {"max_thinking_tokens": 3, "end_think_token_ids": [3]},
-    "thinking_budget": {"thinking_budget": 3, "thinking_start": "<think>", "thinking_end": "</think>"},
-    "trigger_phrase": {"phrase": "ok", "trigger_token_phrase": "a"},
-}
 MADE_BY_THE_SERVER = (GrammarProcessor, TreeLogitsProcessor)
 """These have what a server gives them, and are only ever asked for by name."""
 
@@ -70,7 +51,7 @@ def test_rows_get_different_params_if_the_class_takes_them(check: Check, good: t
     "cls", [cls for cls in BUILTIN_PROCESSORS if cls not in MADE_BY_THE_SERVER], ids=lambda cls: cls.name
 )
 def test_what_comes_with_logitship_passes(cls: type[BuiltinProcessor], check: Check) -> None:
-    report = check(cls, PARAMS[cls.name], max_tokens=4, batch_sizes=(1,))
+    report = check(cls, dict(cls.example), max_tokens=4, batch_sizes=(1,))
     assert [finding for finding in report.findings if finding.severity is Severity.ERROR] == []
     assert report["rows"].verdict is Verdict.PASSED
 

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from soak_processors import FAULTS, FIRST_TOKEN, counting, failing, forcing, unloadable
-from soak_requests import GREEDY, Draw, expect, kind
+from soak_requests import GREEDY, RequestContext, expect, kind
 
 from logitship import GenerationError
 
@@ -39,22 +39,22 @@ _MALFORMED: tuple[tuple[str, str, bytes, int], ...] = (
 
 
 @kind(45)
-async def malformed(at: Draw) -> None:
-    """What is refused before anything runs."""
+async def malformed(at: RequestContext) -> None:
+    """Send malformed requests, which are refused before anything runs."""
     method, path, body, status = at.random.choice(_MALFORMED)
     response = await at.http.request(method, path, content=body)
     expect(response.status_code == status and "error" in response.json(), (path, body, response.text))
 
 
 @kind(10)
-async def unloadable_class(at: Draw) -> None:
+async def unloadable_class(at: RequestContext) -> None:
     """A class that does not load is refused, with the reason."""
     body = {"text": at.known().prompt, "custom_logit_processor": unloadable(at.number)}
     response = await at.post("/generate", body)
     expect(response.status_code == 400 and f"never loads {at.number}" in response.text, response.text)
 
 
-async def _fault(at: Draw, what: str) -> None:
+async def _fault(at: RequestContext, what: str) -> None:
     processor = failing(what, at.random.choice([0, 2]), at.class_number())
     body = {
         "text": at.known().prompt,
@@ -68,31 +68,31 @@ async def _fault(at: Draw, what: str) -> None:
 
 
 @kind(30)
-async def fault(at: Draw) -> None:
+async def fault(at: RequestContext) -> None:
     """A class that breaks its contract, and leaves its process alive."""
     await _fault(at, at.random.choice(["raises", "leaves NaN", "another shape", "no tensor"]))
 
 
 @kind(6)
-async def exiting_class(at: Draw) -> None:
+async def exiting_class(at: RequestContext) -> None:
     """A class that ends its process."""
     await _fault(at, "exits")
 
 
 @kind(3)
-async def endless_loop(at: Draw) -> None:
+async def endless_loop(at: RequestContext) -> None:
     """A class that never answers: its process is killed at the deadline, for which all wait."""
     await _fault(at, "loops")
 
 
 @kind(3)
-async def memory_hog(at: Draw) -> None:
+async def memory_hog(at: RequestContext) -> None:
     """A class that allocates without end."""
     await _fault(at, "takes all memory")
 
 
 @kind(15)
-async def fault_beside_others(at: Draw) -> None:
+async def fault_beside_others(at: RequestContext) -> None:
     """A row that raises ends alone: another of the same class goes on."""
     first = FIRST_TOKEN + at.random.randrange(40_000)
     options: dict[str, Any] = {"processor": counting(at.number % 4), "max_new_tokens": 6, "ignore_eos": True}
@@ -109,8 +109,8 @@ async def fault_beside_others(at: Draw) -> None:
 
 
 @kind(8)
-async def fault_in_a_stream(at: Draw) -> None:
-    """The stream has what was drawn, and then the error."""
+async def fault_in_a_stream(at: RequestContext) -> None:
+    """Expect the sampled tokens in the stream, and then the error."""
     first, ids = FIRST_TOKEN + at.random.randrange(40_000), list[int]()
     stream = at.client.generate_stream(
         at.known().prompt, processor=counting(), params={"first": first, "fail_at": 2}, max_new_tokens=6
@@ -125,7 +125,7 @@ async def fault_in_a_stream(at: Draw) -> None:
         expect(False, ids)
 
 
-async def _cancelled(at: Draw, request: Awaitable[Any], longest: float) -> None:
+async def _cancelled(at: RequestContext, request: Awaitable[Any], longest: float) -> None:
     """Go away after a while, wherever the request then is."""
     task = asyncio.ensure_future(request)
     await asyncio.sleep(at.random.uniform(0, longest))
@@ -135,27 +135,27 @@ async def _cancelled(at: Draw, request: Awaitable[Any], longest: float) -> None:
 
 
 @kind(30)
-async def gone_early(at: Draw) -> None:
+async def gone_early(at: RequestContext) -> None:
     """The client closes the connection, mostly before the first token."""
     await _cancelled(at, at.client.generate(at.new_prompt(), **GREEDY, max_new_tokens=_LONG), 0.1)
 
 
 @kind(15)
-async def gone_while_loading(at: Draw) -> None:
-    """The same while a class that nobody else has is loaded, or after that."""
+async def gone_while_loading(at: RequestContext) -> None:
+    """Do the same while a class of its own is loaded, or after that."""
     request = at.client.generate(at.known().prompt, processor=forcing(2_000_000 + at.number), max_new_tokens=_LONG)
     await _cancelled(at, request, 0.2)
 
 
 @kind(10)
-async def several_gone(at: Draw) -> None:
+async def several_gone(at: RequestContext) -> None:
     """The same with several continuations of several prompts."""
     prompts = [at.new_prompt(), at.known().prompt]
     await _cancelled(at, at.client.generate(prompts, n=2, **GREEDY, max_new_tokens=_LONG), 0.3)
 
 
 @kind(30)
-async def gone_in_the_middle(at: Draw) -> None:
+async def gone_in_the_middle(at: RequestContext) -> None:
     """The client closes a stream after a few chunks."""
     known, wanted, ids = at.known(), at.random.randint(1, 5), list[int]()
     stream = at.client.generate_stream(known.prompt, **GREEDY, max_new_tokens=_LONG)
@@ -169,7 +169,7 @@ async def gone_in_the_middle(at: Draw) -> None:
 
 
 @kind(20)
-async def aborted(at: Draw) -> None:
+async def aborted(at: RequestContext) -> None:
     """Somebody cancels the request by its id; with a processor, or without."""
     options: dict[str, Any] = {"processor": counting(), "params": {"first": FIRST_TOKEN}} if at.number % 2 else {}
     request = asyncio.ensure_future(
