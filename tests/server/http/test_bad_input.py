@@ -67,7 +67,7 @@ def _cases() -> Iterator[Case]:
     yield Case(COMPLETIONS, {"suffix": "x"}, "suffix", says="not supported")
     for path in (COMPLETIONS, CHAT):
         yield Case(path, {"n": 3, "best_of": 2}, "best_of", says="not be smaller than n, which is 3")
-        yield Case(path, {"best_of": 2, "stream": True}, "best_of", says="without stream")
+        yield Case(path, {"best_of": 2, "stream": True}, "best_of", says="with stream")
         yield Case(path, {"best_of": 0}, "best_of", says="1 or greater")
         yield Case(path, {"best_of": 1.0}, "best_of", says="1 or greater")
         yield Case(path, {"best_of": 1000}, "best_of", says="at most")

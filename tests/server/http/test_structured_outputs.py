@@ -291,7 +291,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         GENERATE,
         {"sampling_params": {"structural_tag": "{}", "regex": "a"}},
         "sampling_params.structural_tag",
-        "has sampling_params.regex",
+        "sampling_params.regex is set too",
     ),
     (COMPLETIONS, {"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "did you mean json?"),
     (COMPLETIONS, {"json_schema": 5}, "json_schema", "must be a JSON schema"),
@@ -303,7 +303,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "sampling_params.json_schema",
         "the JSON schema cannot be used",
     ),
-    (GENERATE, {"sampling_params": {"ebnf": "x", "regex": "y"}}, "sampling_params.ebnf", "has sampling_params.regex"),
+    (
+        GENERATE,
+        {"sampling_params": {"ebnf": "x", "regex": "y"}},
+        "sampling_params.ebnf",
+        "sampling_params.regex is set too",
+    ),
     (
         GENERATE,
         {"text": ["a", "b"], "sampling_params": [{}, {"regex": "(a"}]},
