@@ -192,7 +192,7 @@ def _characters(text: str, line: int) -> Iterator[str]:
         if escaped is not None and escaped.isalnum() and escaped not in _ESCAPED:
             raise ValueError(f"line {line}: {found[0]} is not supported: write the characters that it stands for")
         if code is None:
-            yield found["plain"] or _ESCAPED.get(escaped, escaped)
+            yield found["plain"] or _ESCAPED.get(str(escaped), str(escaped))
         elif int(code, 16) > sys.maxunicode:
             raise ValueError(f"line {line}: {found[0]} is no character")
         else:

@@ -359,7 +359,7 @@ def _explained(error: ValidationError) -> str:
         before = each
     match first["type"]:
         case "union_tag_invalid":
-            reason = f"the format {shown(first['ctx']['tag'])} is not supported; known: {', '.join(_TYPES)}"
+            reason = f"the format {shown(first.get('ctx', {}).get('tag'))} is not supported; known: {', '.join(_TYPES)}"
         case "union_tag_not_found" | "model_attributes_type":
             reason = "expected a format: an object with a type"
         case "extra_forbidden":

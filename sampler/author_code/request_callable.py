@@ -116,8 +116,8 @@ def name_of(target: object) -> str:
     """Return the display name of a class, a function or an object."""
     if isinstance(target, partial):
         return name_of(target.func)
-    named = target if hasattr(target, "__qualname__") else type(target)
-    return str(named.__qualname__).rpartition("<locals>.")[2]
+    name = getattr(target, "__qualname__", type(target).__qualname__)
+    return str(name).rpartition("<locals>.")[2]
 
 
 def accepts(signature: inspect.Signature, count: int) -> bool:

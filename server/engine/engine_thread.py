@@ -29,6 +29,7 @@ class Steppable(Protocol):
 
     def step(self) -> bool:
         """Compute one step. Return False if there was nothing to do."""
+        ...
 
 
 class EngineThread:

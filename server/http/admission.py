@@ -204,7 +204,7 @@ def read_processors(
         raise BadRequest(f"{entries_at}: give either this or {single_at}, not both", param=entries_at)
     if index is not None:
         single, single_at = value_for_prompt(single, index), path_for_prompt(single, index, single_at)
-        if _is_list_of_lists(entries):
+        if entries is not None and _is_list_of_lists(entries):
             entries, entries_at = entries[index], f"{entries_at}[{index}]"
     limit = engine.config.max_processor_size
     if entries is not None:

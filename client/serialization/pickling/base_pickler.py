@@ -21,7 +21,11 @@ from logitship.client.serialization.provenance import is_installed, top_level
 PROTOCOL = 4
 
 
-class BasePickler(dill._dill.Pickler):  # type: ignore[misc]
+DillPickler: Any = dill._dill.Pickler
+"""Untyped, because typeshed does not know the methods of the pickler that is written in Python."""
+
+
+class BasePickler(DillPickler):  # type: ignore[misc]
     """dill's pickler, with error messages that say where an object is used."""
 
     def __init__(self, file: io.BytesIO, own_packages: Iterable[str] = ()) -> None:

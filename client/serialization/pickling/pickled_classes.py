@@ -98,7 +98,8 @@ def _set_attributes(pickler: BasePickler, cls: type, attributes: dict[str, Any])
 
 def _restore_abc(pickler: BasePickler, cls: abc.ABCMeta) -> None:
     pickler.call(setattr, cls, "__abstractmethods__", cls.__abstractmethods__)
-    registered = [ref() for ref in dill._dill.abc._get_dump(cls)[0]]
+    get_dump = dill._dill.abc._get_dump  # pyright: ignore[reportAttributeAccessIssue]
+    registered = [ref() for ref in get_dump(cls)[0]]
     for other in sorted(filter(None, registered), key=lambda other: (other.__module__, other.__qualname__)):
         pickler.call(abc.ABCMeta.register, cls, other)
 
