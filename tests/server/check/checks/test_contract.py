@@ -185,7 +185,9 @@ def test_argmax_invariant_class(check: Check) -> None:
 def test_false_argmax_invariance(check: Check) -> None:
     (finding,) = check(BansSeven)["argmax"].findings
     assert finding.details["before"] != finding.details["after"]
-    assert f"the most likely token was {finding.details['before']} and is now {finding.details['after']}" in finding.seen
+    assert (
+        f"the most likely token was {finding.details['before']} and is now {finding.details['after']}" in finding.seen
+    )
 
 
 @pytest.mark.parametrize("cls", [Modest])
