@@ -315,7 +315,7 @@ def test_faults_end_only_their_requests(client: Client) -> None:
 
 
 def test_two_processors_in_a_batch(client: Client) -> None:
-    """Each request starts before the other ends. Processors are loaded first: loading may take longer than an answer."""
+    """Each request starts before the other ends. Both processors are loaded first, which may take a while."""
     generate(client, tokens=1, processor=STRINGS["ForceToken"], params={"token_id": 5})
     generate(client, tokens=1, processor=COUNTS_CALLS, params={"first": FIRST})
 
