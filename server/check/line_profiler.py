@@ -31,7 +31,7 @@ _MAX_CALLS = 20
 _MAX_LINES = 2
 _MIN_SHARE = 0.1
 
-Place: TypeAlias = tuple[str, int]
+Location: TypeAlias = tuple[str, int]
 
 
 class LineProfiler:
@@ -43,8 +43,8 @@ class LineProfiler:
 
     def __init__(self, own_packages: Collection[str] = ()) -> None:
         self._own_packages = own_packages
-        self.seconds: defaultdict[Place, float] = defaultdict(float)
-        self._running: list[Place] = []
+        self.seconds: defaultdict[Location, float] = defaultdict(float)
+        self._running: list[Location] = []
         self._last = 0.0
         self._own: dict[CodeType, bool] = {}
 
@@ -143,7 +143,7 @@ def _is_own(module: str, own_packages: Collection[str]) -> bool:
     return top_level(module) in own_packages or not is_installed(module)
 
 
-def _slowest(seconds: dict[Place, float], microseconds: float, files: dict[str, str]) -> list[SlowLine]:
+def _slowest(seconds: dict[Location, float], microseconds: float, files: dict[str, str]) -> list[SlowLine]:
     """Return the slowest lines.
 
     Args:

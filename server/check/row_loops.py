@@ -34,7 +34,7 @@ class RowLoop:
     advice: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """File name and line number, for display."""
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 

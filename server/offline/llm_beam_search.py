@@ -91,7 +91,7 @@ class BeamSearchSequence:
         text: the text of `tokens`.
         finish_reason: `stop` or `length`.
         stop_reason: the stop token that ended the sequence; None for the model's own end token.
-        score: the sequence's rank is by this.
+        score: determines the rank of the sequence.
         receipts: one per processor of the prompt.
     """
 

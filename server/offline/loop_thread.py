@@ -1,4 +1,4 @@
-"""An event loop in its own thread, for callers without a loop, or that must not block theirs."""
+"""An event loop in its own thread, for callers without a loop, or with one that must not block."""
 
 from __future__ import annotations
 

@@ -48,22 +48,22 @@ def read_prompt_processors(
     one = params.custom_logit_processor
     if one is None:
         at = "logits_processors"
-        places = [f"{at}[{i}]" for i in range(len(params.logits_processors))]
-        processors = [reader.entry(*each) for each in zip(params.logits_processors, places, strict=True)]
+        fields = [f"{at}[{i}]" for i in range(len(params.logits_processors))]
+        processors = [reader.entry(*each) for each in zip(params.logits_processors, fields, strict=True)]
     else:
         at = "custom_logit_processor"
         given = one if isinstance(one, list | tuple) else [one]
-        places = [at] if given is not one else [f"{at}[{i}]" for i in range(len(given))]
-        processors = [reader.processor(*each) for each in zip(given, places, strict=True)]
-    own = [one is None and _has_own_params(params.logits_processors[i]) for i in range(len(places))]
-    params_places = [f"{place}.params" if has else "custom_params" for place, has in zip(places, own, strict=True)]
+        fields = [at] if given is not one else [f"{at}[{i}]" for i in range(len(given))]
+        processors = [reader.processor(*each) for each in zip(given, fields, strict=True)]
+    own = [one is None and _has_own_params(params.logits_processors[i]) for i in range(len(fields))]
+    params_fields = [f"{field}.params" if has else "custom_params" for field, has in zip(fields, own, strict=True)]
     if isinstance(params.structured_outputs, StructuredOutputsParams):
         constraint = params.structured_outputs.constraint
         processors.insert(0, constraint.processor)
-        places, params_places = [constraint.at, *places], [constraint.at, *params_places]
+        fields, params_fields = [constraint.at, *fields], [constraint.at, *params_fields]
     names = {"processors": at}
-    for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
-        names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
+    for i, (field, params_field) in enumerate(zip(fields, params_fields, strict=True)):
+        names |= {f"processors[{i}]": field, f"processors[{i}].params": params_field}
     return PromptProcessors(tuple(processors), names)
 
 

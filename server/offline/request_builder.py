@@ -81,8 +81,8 @@ class RequestBuilder:
         requests = []
         for index, (prompt, sampling, request_id) in enumerate(zip(prompts, samplings, request_ids, strict=False)):
             with _add_note(f"in {at}[{index}]" if len(prompts) > 1 else ""):
-                place = f"{at}[{index}]" if len(prompts) > 1 else at
-                requests.append(self._request(prompt, place, sampling, request_id))
+                location = f"{at}[{index}]" if len(prompts) > 1 else at
+                requests.append(self._request(prompt, location, sampling, request_id))
         return requests
 
     def _samplings(self, given: Any, count: int) -> list[_Sampling]:
@@ -101,11 +101,11 @@ class RequestBuilder:
         return [sampling] * count
 
     def _sampling(self, given: Any, at: str, to_string: ProcessorStrings) -> _Sampling:
-        names, places = dict(_FIELD_NAMES), dict[str, str]()
+        names, aliases = dict(_FIELD_NAMES), dict[str, str]()
         with refusals_translated():
             if isinstance(given, Mapping):
                 names |= {field: f"{at}.{name}" for field, name in SGLANG_NAMES.items()}
-                places = {place: f"{at}.{name}" for place, name in SGLANG_CONSTRAINTS.items()}
+                aliases = {location: f"{at}.{name}" for location, name in SGLANG_CONSTRAINTS.items()}
                 given = SamplingParams.from_sglang(given, at)
             if not isinstance(given, SamplingParams):
                 raise TypeError(f"{at}: expected logitship.SamplingParams or a dict, not {type(given).__name__}")
@@ -122,7 +122,7 @@ class RequestBuilder:
                     logprobs_mode=given.logprobs_mode or "processed_logprobs",
                 )
             processors = read_prompt_processors(params, to_string, self._engine.config.max_processor_size)
-        names |= {field: places.get(place, place) for field, place in processors.names.items()}
+        names |= {field: aliases.get(location, location) for field, location in processors.names.items()}
         return _Sampling(params, processors, names)
 
     def _request(self, given: PromptLike, at: str, sampling: _Sampling, request_id: str) -> OfflineRequest:

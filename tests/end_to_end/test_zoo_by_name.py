@@ -72,12 +72,12 @@ def test_same_answers_as_originals(llm: LLM) -> None:
     originals = [greedy([{"qualname": PREFIX + cls, "kwargs": params}]) for _, cls, _, params in REQUESTS]
     answers = ask(llm, questions * 3, by_name + originals + [greedy([])] * len(REQUESTS))
     count = len(REQUESTS)
-    for (name, *_), ours, theirs, plain in zip(
+    for (name, *_), builtin, original, plain in zip(
         REQUESTS, answers[:count], answers[count : 2 * count], answers[2 * count :], strict=True
     ):
-        assert ours.outputs[0].text == theirs.outputs[0].text, name
-        assert ours.outputs[0].text != plain.outputs[0].text, name
-        assert ours.outputs[0].receipts[0].name == name
+        assert builtin.outputs[0].text == original.outputs[0].text, name
+        assert builtin.outputs[0].text != plain.outputs[0].text, name
+        assert builtin.outputs[0].receipts[0].name == name
 
 
 def test_run_order(llm: LLM) -> None:

@@ -141,7 +141,7 @@ def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[RowLoop]) -> list[
         findings.append(Finding("speed", Severity.WARNING, seen, advice, {"microseconds_a_row": own}))
     for loop in loops:
         severity = Severity.WARNING if own >= COSTLY_LOOP else Severity.NOTE
-        seen = f"it loops over rows: {loop.place}\n    {loop.text}"
+        seen = f"it loops over rows: {loop.location}\n    {loop.text}"
         findings.append(Finding("speed", severity, seen, loop.advice, {"file": loop.file, "line": loop.line}))
     return findings
 

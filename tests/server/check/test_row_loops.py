@@ -80,7 +80,7 @@ def loop_of(cls: type[CustomLogitProcessor]) -> RowLoop:
 def test_loop_location_and_text() -> None:
     loop = loop_of(Enumerates)
     assert loop.text == "for row, params in enumerate(custom_param_list or []):"
-    assert loop.place.startswith("test_row_loops.py:")
+    assert loop.location.startswith("test_row_loops.py:")
     assert loop.file == __file__
 
 

@@ -73,7 +73,7 @@ def test_sglang_names(llm: LLM, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({}, "structured_outputs: give exactly one"),
         ({"json": {}, "regex": "a"}, "structured_outputs: give exactly one"),
@@ -87,10 +87,10 @@ def test_sglang_names(llm: LLM, values: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_invalid_constraints(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidSamplingParams, match=says):
+def test_invalid_constraints(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSamplingParams, match=message):
         StructuredOutputsParams(**values)
-    with pytest.raises(InvalidSamplingParams, match=says):
+    with pytest.raises(InvalidSamplingParams, match=message):
         SamplingParams(structured_outputs=values)
 
 

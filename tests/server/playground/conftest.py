@@ -94,7 +94,7 @@ class Playground:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium. Module scope: it runs an event loop in this thread, which other test files need for theirs."""
+    """Headless Chromium. Module scope: its event loop occupies this thread, where other test files run their own."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     path = subprocess.run([CHROMIUM], check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout.strip()
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []

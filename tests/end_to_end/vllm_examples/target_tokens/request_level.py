@@ -38,7 +38,7 @@ class OnlyTokenForRequests(AdapterLogitsProcessor):
         if token_id is None:
             return None
         if not isinstance(token_id, int):
-            logger.warning("only_token is %r and no token id: the request goes on without it", token_id)
+            logger.warning("only_token must be a token id, not %r: it is ignored", token_id)
             return None
         return OnlyToken(token_id, extra_args.get("only_token_steps"))
 
