@@ -1,4 +1,4 @@
-"""The cookbook's classes pass the check that it recommends: above all, no row looks at another."""
+"""The cookbook's classes pass `logitship check`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from logitship import CustomLogitProcessor
-from logitship.server.check import line_times, own_time
-from logitship.server.check.bench import Bench
+from logitship.server.check import line_profiler, local_timing
 from logitship.server.check.check_options import CheckOptions
 from logitship.server.check.checks import speed
-from logitship.server.check.run import check_on, max_rows_of
+from logitship.server.check.environment import CheckEnvironment
+from logitship.server.check.run import check_in_environment, max_batch_size
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {"batch_sizes": (1,), "ignore": frozenset({"speed"})}
 
 
 def classes_of_the_cookbook(folder: Path) -> dict[str, type[CustomLogitProcessor]]:
-    """What the page defines, without its requests. A file, because a class travels with its source."""
+    """Run the definitions of the page as a file: a class is serialized with its source."""
     blocks = re.findall(r"^```python\n(.*?)^```$", COOKBOOK.read_text(), re.MULTILINE | re.DOTALL)
     parts = [
         ast.get_source_segment(block, statement) or ""
@@ -61,23 +61,28 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, type[CustomLo
 
 
 @pytest.fixture(scope="module")
-def bench(unserved_model: LoadedModel) -> Iterator[Bench]:
-    bench = Bench(ServerConfig(model_path="tiny"), unserved_model, max_rows_of(CheckOptions(**OPTIONS)))
-    yield bench
-    bench.close()
+def environment(unserved_model: LoadedModel) -> Iterator[CheckEnvironment]:
+    environment = CheckEnvironment(
+        ServerConfig(model_path="tiny"), unserved_model, max_batch_size(CheckOptions(**OPTIONS))
+    )
+    yield environment
+    environment.close()
 
 
-def test_there_are_ten(classes: dict[str, type[CustomLogitProcessor]]) -> None:
+def test_cookbook_has_ten_classes(classes: dict[str, type[CustomLogitProcessor]]) -> None:
     assert list(classes) == list(PARAMS)
     assert len(classes) == 10
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_it_passes_the_check(
-    name: str, classes: dict[str, type[CustomLogitProcessor]], bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_cookbook_class_passes_check(
+    name: str,
+    classes: dict[str, type[CustomLogitProcessor]],
+    environment: CheckEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (line_times, own_time, speed):
+    for module in (line_profiler, local_timing, speed):
         monkeypatch.setattr(module, "SECONDS", 0.02)
-    report = check_on(bench, classes[name], CheckOptions(params=PARAMS[name], **OPTIONS))
+    report = check_in_environment(environment, classes[name], CheckOptions(params=PARAMS[name], **OPTIONS))
     assert report.ok, str(report)
     assert report["rows"].verdict.name == "PASSED", str(report)

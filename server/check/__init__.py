@@ -1,1 +1,1 @@
-"""`logitship check`: tries a processor class as a server would run it, and says what is wrong with it."""
+"""`logitship check`: tests a processor class as a server would run it, and reports what is wrong with it."""

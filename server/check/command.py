@@ -1,4 +1,4 @@
-"""The command `logitship check`. What it needs of torch is imported when it runs: the light client has none."""
+"""The command `logitship check`. Modules that need torch are imported when it runs: a client may not have torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from logitship.server.refusals import StartError
 from .check_options import CHECKS, CheckOptions, UsageError, read_params
 
 OK, FINDINGS, NOT_CHECKED = 0, 1, 2
-"""Exit statuses: nothing to mend; something is; it could not be checked."""
+"""Exit statuses: no findings that count; findings; the class could not be checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes beside the server's flags for the model and the isolation."""
+    """Add the arguments of the command, except for the server's flags for the model and the isolation."""
     default = CheckOptions()
     parser.add_argument(
         "target", metavar="TARGET", help="module:Class, path/to/file.py:Class, or a file with one class"
@@ -31,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="JSON",
-        help="custom_params as JSON, or @file; several times: rows get different ones, which finds more",
+        help="custom_params as JSON, or @file; may be repeated: rows with different parameters find more mistakes",
     )
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="for real logits; may be given several times"
+        "--prompt", action="append", default=[], metavar="TEXT", help="prompt of the sequences; may be repeated"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=default.max_tokens, metavar="N", help="tokens of a sequence (default: 8)"
+        "--max-tokens", type=int, default=default.max_tokens, metavar="N", help="tokens per sequence (default: 8)"
     )
     parser.add_argument(
         "--batch-sizes",
@@ -45,26 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(default.batch_sizes),
         metavar="N",
-        help="rows of the calls that are timed (default: 1 8 64)",
+        help="batch sizes of the timed calls (default: 1 8 64)",
     )
     parser.add_argument(
-        "--ignore", nargs="+", default=[], metavar="CHECK", help=f"checks that do not count: {', '.join(CHECKS)}"
+        "--ignore", nargs="+", default=[], metavar="CHECK", help=f"checks to ignore, of: {', '.join(CHECKS)}"
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 also for warnings")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the report as JSON")
 
 
 def run_command(options: dict[str, Any]) -> int:
-    """Check what the command line names, and print the report. Returns the exit status.
+    """Check a class, print the report, and return the exit status.
 
     Args:
-        options: what was parsed: the arguments above, and fields of `ServerConfig`.
+        options: the parsed arguments: those of `add_arguments`, and fields of `ServerConfig`.
     """
-    logging.basicConfig(level="ERROR")  # what a server's operator is told of killed sandboxes, the report says too
+    logging.basicConfig(level="ERROR")  # the report repeats the warnings about killed sandboxes
     known = {field.name for field in dataclasses.fields(ServerConfig)}
     settings = {name: value for name, value in options.items() if name in known}
     try:
-        # The author's module may print: that must not get into the report.
+        # The author's module may print; its output must not mix with the report.
         with contextlib.redirect_stdout(sys.stderr):
             report = _check(ServerConfig(**settings), options)
     except (UsageError, StartError, ValueError) as error:
@@ -79,10 +79,10 @@ def run_command(options: dict[str, Any]) -> int:
 
 
 def _check(config: ServerConfig, options: dict[str, Any]) -> CheckReport:
+    from .class_import import import_class
     from .run import run_check
-    from .target import load_target
 
-    asked = CheckOptions(
+    check_options = CheckOptions(
         params=[read_params(text) for text in options["params"]],
         prompts=options["prompt"] or CheckOptions().prompts,
         max_tokens=options["max_tokens"],
@@ -90,7 +90,7 @@ def _check(config: ServerConfig, options: dict[str, Any]) -> CheckReport:
         ignore=frozenset(options["ignore"]),
     )
     target = options["target"]
-    return run_check(load_target(target), asked, config, target=target)
+    return run_check(import_class(target), check_options, config, target=target)
 
 
 def _shows_unicode() -> bool:

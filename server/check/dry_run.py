@@ -1,7 +1,7 @@
-"""Calls a processor in this process, where its exceptions, its attributes and its lines can be looked at.
+"""Dry run: calls to a processor in this process, where its exceptions, attributes and lines can be inspected.
 
-What it does is judged in the sandbox. This only explains it, and runs after the sandbox found nothing that hangs. The
-class is the one that travelled: a copy, so that the author's own keeps its attributes.
+The verdicts come from the sandbox. The dry run only explains them, and starts after no call hung in the sandbox. It
+uses a deserialized copy of the class, so that the author's own class keeps its attributes.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.group_snapshot import GroupSnapshot
 from logitship.sampler.sandbox.worker import SequenceState
 
-from .recording import Recording
+from .replay import Recording
 
 
 @dataclass(frozen=True)
-class GroupError:
-    """What a call of several rows raised."""
+class CallError:
+    """The exception of a call with several rows."""
 
     text: str
     traceback: str
 
 
 @dataclass
-class Facts:
-    """What a rehearsal of a few steps with all sequences showed.
+class DryRunFacts:
+    """Facts from a dry run of a few steps with all sequences.
 
     Attributes:
-        dtype: of the tensor that was returned; None if there was none.
-        error: what a call raised, or None.
-        changed: attributes of `self` and of the class, and globals, that a later call changed.
-        unplain: a sequence's state or parameters hold what cannot be restored after another row's failure.
+        dtype: of the returned tensor; None if no tensor was returned.
+        error: the exception of a call, or None.
+        changed: attributes of `self` and of the class, and globals, that changed after the first call.
+        has_unrestorable_state: the state or parameters of a sequence cannot be restored when another row fails.
     """
 
     dtype: torch.dtype | None = None
-    error: GroupError | None = None
+    error: CallError | None = None
     changed: list[str] = field(default_factory=list)
-    unplain: bool = False
+    has_unrestorable_state: bool = False
 
 
 class DryRun:
-    """A processor in this process, and sequences to play with.
+    """A processor in this process.
 
     Args:
-        string: of the class; what it runs is the author's own.
+        string: the parsed processor string. Loading it runs the author's own code.
+        model: the model as processors see it.
     """
 
     def __init__(self, string: PickledProcessor, model: ModelView) -> None:
@@ -69,49 +70,49 @@ class DryRun:
         self._model = model
 
     def members(self, recordings: Sequence[Recording]) -> list[SequenceState]:
-        """Sequences with the parameters and the prompts of recorded ones."""
+        """Return new sequences with the parameters and prompts of the recordings."""
         members = []
-        for trial in (recording.trial for recording in recordings):
+        for case in (recording.case for recording in recordings):
             view = RequestView(
-                rid=trial.rid,
-                prompt_token_ids=list(trial.prompt_token_ids),
+                rid=case.rid,
+                prompt_token_ids=list(case.prompt_token_ids),
                 output_token_ids=[],
                 sampling_params=SamplingParams(),
                 model=self._model,
             )
-            params = {**copy.deepcopy(dict(trial.params)), "__req__": view}
+            params = {**copy.deepcopy(dict(case.params)), "__req__": view}
             members.append(SequenceState(params, view, view.output_ids))
         return members
 
     def call(self, members: Sequence[SequenceState], logits: torch.Tensor) -> Any:
-        """What the processor returns for some rows. Raises what it raises."""
+        """Call the processor for some rows, and return its result. Its exceptions propagate."""
         with contextlib.redirect_stdout(io.StringIO()):
             return self.processor(logits, [member.params for member in members])
 
-    def facts(self, recordings: Sequence[Recording]) -> Facts:
-        """Play all sequences as a batch, as long as all last."""
-        facts = Facts()
+    def facts(self, recordings: Sequence[Recording]) -> DryRunFacts:
+        """Run all sequences as a batch, until the first one ends."""
+        facts = DryRunFacts()
         members = self.members(recordings)
         before: dict[str, bytes] | None = None
         for step in range(min((recording.steps for recording in recordings), default=0)):
             try:
                 result = self.call(members, torch.stack([recording.inputs[step] for recording in recordings]))
             except BaseException as error:  # noqa: BLE001  # the author's code may raise anything
-                facts.error = GroupError(error_text(error), author_traceback(error))
+                facts.error = CallError(error_text(error), author_traceback(error))
                 break
             facts.dtype = result.dtype if isinstance(result, torch.Tensor) else None
             for member, recording in zip(members, recordings, strict=True):
                 member.extend([recording.tokens[step]])
-            now = self._kept()
-            # What the first call makes is a table. What changes after it is what goes from call to call.
+            now = self._attributes_and_globals()
+            # The first call may fill tables. Later changes are state that is kept from call to call.
             if before is not None:
                 facts.changed += [name for name in now if now[name] != before.get(name) and name not in facts.changed]
             before = now
-        facts.unplain = len(GroupSnapshot(members)) < len(members)
+        facts.has_unrestorable_state = len(GroupSnapshot(members)) < len(members)
         return facts
 
-    def _kept(self) -> dict[str, bytes]:
-        """What the processor keeps beside its sequences: names, and what stands for the values."""
+    def _attributes_and_globals(self) -> dict[str, bytes]:
+        """Return fingerprints of the attributes and globals that the processor uses, by name."""
         cls = type(self.processor)
         kept = {f"self.{name}": value for name, value in vars(self.processor).items()}
         kept |= {f"{cls.__name__}.{name}": value for name, value in vars(cls).items() if _is_data(name, value)}
@@ -129,5 +130,5 @@ def _is_data(name: str, value: Any) -> bool:
 def _fingerprint(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception:  # noqa: BLE001  # nobody promises that it can be pickled
+    except Exception:  # noqa: BLE001  # the value may not be picklable
         return str(id(value)).encode()

@@ -1,4 +1,4 @@
-"""What `CustomLogitProcessor.check()` calls."""
+"""Implementation of `CustomLogitProcessor.check()`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.server.config import ServerConfig
 
 from .check_options import CheckOptions
+from .class_import import require_processor_class
 from .run import run_check
-from .target import checked_class
 
 
 def check_class(
@@ -24,16 +24,16 @@ def check_class(
     ignore: Sequence[str],
     settings: Mapping[str, Any],
 ) -> CheckReport:
-    """See `CustomLogitProcessor.check`.
+    """Check a class. See `CustomLogitProcessor.check`.
 
     Raises:
-        UsageError: what was asked for cannot be checked.
-        StartError: the model cannot be loaded, or no sandbox can be made.
-        TypeError: `settings` has a name that is no setting of a server.
+        UsageError: an option is invalid, or the class cannot be checked.
+        StartError: the model cannot be loaded, or no sandbox can be started.
+        TypeError: `settings` has a name that is not a setting of the server.
     """
     sets = [] if params is None else [params] if isinstance(params, Mapping) else list(params)
     prompts = CheckOptions().prompts if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
     options = CheckOptions(
         params=sets, prompts=prompts, max_tokens=max_tokens, batch_sizes=batch_sizes, ignore=frozenset(ignore)
     )
-    return run_check(checked_class(cls, cls.__qualname__), options, ServerConfig(**settings))
+    return run_check(require_processor_class(cls, cls.__qualname__), options, ServerConfig(**settings))

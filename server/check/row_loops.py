@@ -1,4 +1,4 @@
-"""Finds loops over rows in an author's source, and says how each could be written for all rows at once."""
+"""Search for loops over rows in the author's source, with advice on how to vectorize them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _TO_PYTHON = frozenset({"item", "tolist", "numpy", "cpu"})
 
 @dataclass(frozen=True)
 class RowLoop:
-    """A loop.
+    """A loop over rows.
 
     Attributes:
+        file: path of the source file.
+        line: line number of the loop.
         text: its first line.
-        advice: how to do without it, or with less in it.
+        advice: how to remove it, or do less in it.
     """
 
     file: str
@@ -32,15 +34,15 @@ class RowLoop:
     advice: str
 
     @property
-    def place(self) -> str:
-        """File and line, for people."""
+    def location(self) -> str:
+        """File name and line number, for display."""
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
 def find_row_loops(cls: type[CustomLogitProcessor]) -> list[RowLoop]:
-    """The loops over rows in `__call__`; none where there is no source.
+    """Return the loops over rows in `__call__`; none if there is no source.
 
-    A loop is one over rows if what it goes through mentions the parameters' list or the logits.
+    A loop is over rows if its iterable mentions the parameter list or the logits.
     """
     function = cls.__call__
     if not isinstance(function, FunctionType):
@@ -70,11 +72,11 @@ def _described(file: SourceFile, loop: ast.For, logits: str) -> RowLoop:
 
 
 def _advice(loop: ast.For, logits: str) -> Iterator[str]:
-    """What helps, the most expensive first. Each kind once."""
-    said: set[str] = set()
+    """Yield advice, the most expensive problem first, each kind once."""
+    kinds: set[str] = set()
     for line, kind, text in sorted(_hints(loop, logits), key=lambda hint: (_ORDER.index(hint[1]), hint[0])):
-        if kind not in said:
-            said.add(kind)
+        if kind not in kinds:
+            kinds.add(kind)
             yield f"Line {line}: {text}"
 
 
@@ -82,7 +84,7 @@ _ORDER = ("tokenizer", "history", "make", "python", "write")
 
 
 def _hints(loop: ast.For, logits: str) -> Iterator[tuple[int, str, str]]:
-    """(line, kind, text)."""
+    """Yield a line number, a kind and a text for each problem."""
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in (inner for statement in loop.body for inner in ast.walk(statement)):
         match node:
@@ -102,15 +104,17 @@ def _hints(loop: ast.For, logits: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _is_tokenizer(function: ast.expr) -> bool:
-    """True for `….tokenizer.decode`, `tok.encode`, and the like: what is called belongs to something with that name."""
+    """Return whether this is a tokenizer's method, judging by the object's name: `….tokenizer.decode`, `tok.encode`."""
     return isinstance(function, ast.Attribute) and "tok" in ast.unparse(function.value).lower()
 
 
 def _is_row_write(target: ast.Subscript, logits: str, rows: set[str]) -> bool:
-    """True for `logits[…] = `, and for `row[…] = ` where the loop goes through the logits. False for `params["x"] = `.
+    """Return whether this writes logits: `logits[…] = `, or `row[…] = ` in a loop over the logits.
 
     Args:
-        rows: the loop's variables.
+        target: the assignment's target.
+        logits: name of the logits.
+        rows: the loop's variables. `params["x"] = ` does not count.
     """
     if not isinstance(target.value, ast.Name):
         return False
@@ -119,22 +123,22 @@ def _is_row_write(target: ast.Subscript, logits: str, rows: set[str]) -> bool:
 
 
 _TOKENIZER_HINT = (
-    "the tokenizer's {}() for each row and step. Look tokens up once, in a table on self; read of the history only "
-    "what is new, and keep in __req__.state how far you have read."
+    "the tokenizer's {}() for each row and step. Look tokens up once, in a table on self; read only the new tokens of "
+    "the history, and keep your position in __req__.state."
 )
 _HISTORY_HINT = (
-    "goes through all of {} in each step, which takes longer and longer. Keep in __req__.state what you found, and how "
-    "far you have read."
+    "reads all of {} in each step, which gets slower with every token. Keep the result and your position in "
+    "__req__.state."
 )
 _MAKE_HINT = (
-    "torch.{}() makes a tensor for each row and step. Keep it on self in a dict, by the parameters it depends on."
+    "torch.{}() makes a tensor for each row and step. Cache it in a dict on self, keyed by the parameters it uses."
 )
-_PYTHON_HINT = ".{}() brings values back to Python for each row. Compute with tensors for all rows, and ask once."
+_PYTHON_HINT = ".{}() copies values to Python for each row. Compute with tensors for all rows, and copy once."
 _COLLECT = "one write for each row. Collect in the loop, and write once after it:\n"
 
 
 def _write_hint(node: ast.Assign | ast.AugAssign, target: ast.Subscript, logits: str) -> str:
-    """The rewriting, with the author's own names."""
+    """Return the vectorized write, with the names of the author's code."""
     value, is_same = ast.unparse(node.value), _is_same_for_all(node.value)
     match node.value:
         case ast.Call(func=ast.Attribute(attr="masked_fill" | "masked_fill_"), args=[mask, filling]):
@@ -158,6 +162,6 @@ def _write_hint(node: ast.Assign | ast.AugAssign, target: ast.Subscript, logits:
 
 
 def _is_same_for_all(value: ast.expr) -> bool:
-    """True for numbers, and what is made of numbers, `torch` and `float`."""
+    """Return whether the expression uses only numbers, `torch`, `math`, `np` and `float`."""
     names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     return names <= {"float", "torch", "math", "np"}

@@ -1,4 +1,4 @@
-"""A check from beginning to end."""
+"""Run all checks of a processor class."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from logitship.client.check_report import BatchTiming, CheckReport, CheckResult,
 from logitship.client.errors import ProcessorFault
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor
-from logitship.server.check.checks.argmax import check_argmax
-from logitship.server.check.checks.contract import check_contract, check_finite
-from logitship.server.check.checks.determinism import check_determinism
-from logitship.server.check.checks.params_check import Params, given_params, with_a_variant
-from logitship.server.check.checks.rows_check import check_rows
-from logitship.server.check.checks.serializability import NotSerializable, check_serializability, shipped, try_to_load
+from logitship.server.check.checks.contract import check_argmax, check_contract, check_finite
+from logitship.server.check.checks.replays import check_determinism, check_rows, check_state
+from logitship.server.check.checks.serializability import (
+    NotSerializable,
+    check_serializability,
+    require_loadable,
+    serialized,
+)
 from logitship.server.check.checks.speed import check_speed
-from logitship.server.check.checks.state import check_state
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel, load_model
 
-from .bench import Bench
+from .case_params import Params, add_variant, params_to_check
+from .cases import NUM_CASES, CheckCase, make_cases
 from .check_options import CHECKS, CheckOptions
-from .dry_run import DryRun, Facts
-from .recording import Recording, record
-from .replay import replay, together
-from .result import not_checked, result
-from .test_cases import NUM_TRIALS, Trial, make_trials
+from .dry_run import DryRun, DryRunFacts
+from .environment import CheckEnvironment
+from .findings import not_checked, result
+from .replay import Recording, batched, record, replay
 
-_FEWEST_RECORDINGS = 2
-"""Below that, there is nothing to compare."""
+_MIN_RECORDINGS = 2
+"""With fewer, there is nothing to compare."""
 _KILLED = frozenset({"deadline", "crash", "cpu_time", "protocol", "load"})
-"""Faults that end a sandbox."""
+"""Kinds of faults that end a sandbox."""
 
 
 def run_check(
@@ -44,45 +45,49 @@ def run_check(
     target: str = "",
     loaded: LoadedModel | None = None,
 ) -> CheckReport:
-    """Check a class.
+    """Check a processor class.
 
     Args:
-        config: which model; and where processors run, within which limits.
-        target: how the class was named.
-        loaded: a model that is loaded already, instead of the one that `config` names.
+        cls: the class.
+        options: parameters, prompts, and which checks to ignore.
+        config: the model, the isolation of processors and their limits.
+        target: the class as the user named it.
+        loaded: a loaded model to use instead of the one that `config` names.
 
     Raises:
         UsageError: the class needs parameters, and none are known.
-        StartError: the model cannot be loaded, or no sandbox can be made.
+        StartError: the model cannot be loaded, or no sandbox can be started.
     """
     check = _Check(cls, options, config, target)
     try:
-        shipment = shipped(cls)  # before the model is loaded, which takes longer
+        string, size = serialized(cls)  # before the model is loaded, which takes longer
     except NotSerializable as error:
-        return check.ended(error)
-    bench = Bench(config, loaded or load_model(config), max_rows_of(options))
+        return check.not_serializable(error)
+    environment = CheckEnvironment(config, loaded or load_model(config), max_batch_size(options))
     try:
-        return check.on(bench, *shipment)
+        return check.run(environment, string, size)
     finally:
-        bench.close()
+        environment.close()
 
 
-def check_on(bench: Bench, cls: type[CustomLogitProcessor], options: CheckOptions) -> CheckReport:
-    """The same on a bench that is there already, for calls of up to `max_rows_of(options)` rows."""
-    check = _Check(cls, options, bench.config, "")
+def check_in_environment(
+    environment: CheckEnvironment, cls: type[CustomLogitProcessor], options: CheckOptions
+) -> CheckReport:
+    """Check a class in an existing environment, which must take batches of `max_batch_size(options)` rows."""
+    check = _Check(cls, options, environment.config, "")
     try:
-        return check.on(bench, *shipped(cls))
+        return check.run(environment, *serialized(cls))
     except NotSerializable as error:
-        return check.ended(error)
+        return check.not_serializable(error)
 
 
-def max_rows_of(options: CheckOptions) -> int:
-    """Most rows of a call that a check makes."""
-    return max(*options.batch_sizes, NUM_TRIALS)
+def max_batch_size(options: CheckOptions) -> int:
+    """Return the number of rows of the largest call that a check makes."""
+    return max(*options.batch_sizes, NUM_CASES)
 
 
 class _Check:
-    """A check that is under way, and what is known so far."""
+    """A running check and its results so far."""
 
     def __init__(
         self, cls: type[CustomLogitProcessor], options: CheckOptions, config: ServerConfig, target: str
@@ -91,7 +96,7 @@ class _Check:
         self._options = options
         self._config = config
         self._target = target
-        self._params = given_params(cls.params_schema, options.params)
+        self._params = params_to_check(cls.params_schema, options.params)
         self._num_given = len(self._params)
         self._digest = ""
         self._vocab_size = 0
@@ -99,80 +104,87 @@ class _Check:
         self._timings: list[BatchTiming] = []
         self._slow_lines: list[SlowLine] = []
 
-    def on(self, bench: Bench, string: PickledProcessor, size: int) -> CheckReport:
-        """Make all checks.
+    def run(self, environment: CheckEnvironment, string: PickledProcessor, size: int) -> CheckReport:
+        """Run all checks.
 
         Args:
-            string: the class off the wire.
-            size: bytes of its string.
+            environment: where processors run.
+            string: the parsed processor string.
+            size: bytes of the processor string.
         """
-        self._digest, self._vocab_size = string.digest, bench.model.vocab_size
+        self._digest, self._vocab_size = string.digest, environment.model.vocab_size
         try:
-            try_to_load(bench, string)
-            self._run(bench, string, size)
+            require_loadable(environment, string)
+            self._run_checks(environment, string, size)
         except NotSerializable as error:
-            return self.ended(error)
+            return self.not_serializable(error)
         return self._report()
 
-    def ended(self, error: NotSerializable) -> CheckReport:
-        """There is nothing that could run."""
-        self._add(result("travels", "it does not reach a server", [error.finding]))
+    def not_serializable(self, error: NotSerializable) -> CheckReport:
+        """Return the report of a class that a server cannot load."""
+        self._add(result("serializable", "a server cannot load the class", [error.finding]))
         return self._report()
 
-    def _run(self, bench: Bench, string: PickledProcessor, size: int) -> None:
-        self._params = with_a_variant(self._params, lambda params: self._takes(bench, string, params))
-        trials = make_trials(bench.loaded, self._options.prompts, self._params)
-        everything = self._recordings(bench, string, trials)
-        recordings = [recording for recording in everything if recording.steps]
-        rehearsal, facts = _rehearsed(bench, string, everything)
-        self._add(check_contract(everything, facts, params_given=any(self._params)))
-        self._add(check_finite(everything))
-        if self._failed("contract") or len(recordings) < _FEWEST_RECORDINGS:
+    def _run_checks(self, environment: CheckEnvironment, string: PickledProcessor, size: int) -> None:
+        self._params = add_variant(self._params, lambda params: self._accepts(environment, string, params))
+        cases = make_cases(environment.loaded, self._options.prompts, self._params)
+        all_recordings = self._record_cases(environment, string, cases)
+        recordings = [recording for recording in all_recordings if recording.steps]
+        dry_run, facts = _dry_run(environment, string, all_recordings)
+        self._add(check_contract(all_recordings, facts, params_given=any(self._params)))
+        self._add(check_finite(all_recordings))
+        if self._failed("contract") or len(recordings) < _MIN_RECORDINGS:
             for name in CHECKS[CHECKS.index("finite") + 1 :]:
-                self._add(not_checked(name, "it fails before that could be seen"))
-            self._add(check_serializability(bench, string, size, []))
+                self._add(not_checked(name, "the processor fails before this can be checked"))
+            self._add(check_serializability(environment, string, size, []))
             return
-        self._compare(bench, string, recordings, facts)
-        self._add(check_serializability(bench, string, size, [] if self._failed("deterministic") else recordings))
-        self._add(check_argmax(rehearsal, recordings))
-        if self._failed("rows"):  # rows that want the same may do
-            recordings = [each for each in recordings if each.trial.params == recordings[0].trial.params]
-        measured = check_speed(bench, string, self._cls, recordings, rehearsal, self._options.batch_sizes)
-        self._add(measured.result)
-        self._timings, self._slow_lines = measured.timings, measured.slow_lines
+        self._run_replays(environment, string, recordings, facts)
+        comparable = [] if self._failed("deterministic") else recordings
+        self._add(check_serializability(environment, string, size, comparable))
+        self._add(check_argmax(dry_run, recordings))
+        if self._failed("rows"):  # rows with equal parameters may still work
+            recordings = [each for each in recordings if each.case.params == recordings[0].case.params]
+        speed = check_speed(environment, string, self._cls, recordings, dry_run, self._options.batch_sizes)
+        self._add(speed.result)
+        self._timings, self._slow_lines = speed.timings, speed.slow_lines
 
-    def _compare(
-        self, bench: Bench, string: PickledProcessor, recordings: list[Recording], facts: Facts | None
+    def _run_replays(
+        self,
+        environment: CheckEnvironment,
+        string: PickledProcessor,
+        recordings: list[Recording],
+        facts: DryRunFacts | None,
     ) -> None:
-        """The checks that play sequences again. Each takes for granted what the one before found out."""
-        self._add(check_determinism(bench, string, recordings))
+        self._add(check_determinism(environment, string, recordings))
         if self._failed("deterministic"):
             for name in ("state", "rows"):
-                self._add(not_checked(name, "cannot be told while the same history gives other logits"))
+                self._add(not_checked(name, "needs a deterministic processor: see deterministic"))
             return
-        self._add(check_state(bench, string, recordings, facts))
+        self._add(check_state(environment, string, recordings, facts))
         if self._failed("state"):
-            self._add(not_checked("rows", "cannot be told while a sequence depends on what others did: see state"))
+            self._add(not_checked("rows", "needs sequences that are independent of each other: see state"))
             return
-        self._add(check_rows(bench, string, recordings, facts))
+        self._add(check_rows(environment, string, recordings, facts))
 
-    def _takes(self, bench: Bench, string: PickledProcessor, params: Params) -> bool:
-        """True if a short sequence with these parameters does not fail."""
-        trial = make_trials(bench.loaded, self._options.prompts, [params])[0]
-        return self._recorded(bench, string, trial).fault is None
+    def _accepts(self, environment: CheckEnvironment, string: PickledProcessor, params: Params) -> bool:
+        """Return whether a short sequence with these parameters runs without a fault."""
+        case = make_cases(environment.loaded, self._options.prompts, [params])[0]
+        return self._record_case(environment, string, case).fault is None
 
-    def _recordings(self, bench: Bench, string: PickledProcessor, trials: Sequence[Trial]) -> list[Recording]:
-        """Of all trials; up to the first that was killed, because the others would only take as long."""
+    def _record_cases(
+        self, environment: CheckEnvironment, string: PickledProcessor, cases: Sequence[CheckCase]
+    ) -> list[Recording]:
+        """Record the cases, up to the first that is killed: the others would take as long to fail."""
         recordings: list[Recording] = []
-        for trial in trials:
-            recordings.append(self._recorded(bench, string, trial))
+        for case in cases:
+            recordings.append(self._record_case(environment, string, case))
             if _is_killed(recordings[-1].fault):
                 break
         return recordings
 
-    def _recorded(self, bench: Bench, string: PickledProcessor, trial: Trial) -> Recording:
-        with bench.stage(string) as stage:
-            return record(stage, trial, self._options.max_tokens, bench.model.eos_token_ids)
+    def _record_case(self, environment: CheckEnvironment, string: PickledProcessor, case: CheckCase) -> Recording:
+        with environment.fresh_processor(string) as processor:
+            return record(processor, case, self._options.max_tokens, environment.model.eos_token_ids)
 
     def _add(self, check: CheckResult) -> None:
         self._checks[check.name] = check
@@ -191,7 +203,7 @@ class _Check:
             versions={"logitship": version("logitship"), "python": PYTHON, "torch": torch.__version__},
             params=[dict(each) for each in self._params],
             num_given_params=self._num_given,
-            checks=[self._checks.get(name) or not_checked(name, "there is nothing to run") for name in CHECKS],
+            checks=[self._checks.get(name) or not_checked(name, "the processor does not run") for name in CHECKS],
             timings=self._timings,
             slow_lines=self._slow_lines,
             ignored=self._options.ignore,
@@ -202,19 +214,22 @@ def _is_killed(fault: ProcessorFault | None) -> bool:
     return fault is not None and fault.kind in _KILLED
 
 
-def _rehearsed(
-    bench: Bench, string: PickledProcessor, recordings: list[Recording]
-) -> tuple[DryRun | None, Facts | None]:
-    """What can be seen in this process, unless it would hang here, or end it: alone, or all rows together."""
-    playable = [recording for recording in recordings if recording.steps]
+def _dry_run(
+    environment: CheckEnvironment, string: PickledProcessor, recordings: list[Recording]
+) -> tuple[DryRun | None, DryRunFacts | None]:
+    """Run the processor in this process, unless a sandbox showed that it would hang or crash here.
+
+    It may do so alone, or only with all rows in one batch.
+    """
+    started = [recording for recording in recordings if recording.steps]
     if any(_is_killed(recording.fault) for recording in recordings):
         return None, None
-    with bench.stage(string) as stage:
-        found = replay(stage, playable, together(playable, range(len(playable))))
-    if found is not None and _is_killed(found.fault):
+    with environment.fresh_processor(string) as processor:
+        mismatch = replay(processor, started, batched(started, range(len(started))))
+    if mismatch is not None and _is_killed(mismatch.fault):
         return None, None
     try:
-        rehearsal = DryRun(string, bench.model)
-    except Exception:  # noqa: BLE001  # it loads in the sandbox: only what this process could add is missing
+        dry_run = DryRun(string, environment.model)
+    except Exception:  # noqa: BLE001  # it loads in the sandbox: the dry run only adds detail
         return None, None
-    return rehearsal, rehearsal.facts(playable)
+    return dry_run, dry_run.facts(started)

@@ -1,4 +1,4 @@
-"""`logitship.AsyncLLM`: the engine in a program with an event loop."""
+"""`logitship.AsyncLLM`: the engine in an asyncio program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .request_builder import PromptLike, SamplingParamsLike
 
 
 class AsyncLLM(EngineOwner):
-    """`LLM` for coroutines: each prompt by itself, with its output while it grows.
+    """`LLM` for asyncio: one prompt per call, with its output streamed.
 
     Args:
         model: the default model's name, a Hugging Face folder, a GGUF file, or a hub name. Loading it blocks.
-        logits_processors: batch processors to install, see `ServerConfig.logits_processors`; they see all prompts.
+        logits_processors: batch processors to install, see `ServerConfig.logits_processors`; they run for all prompts.
         **options: as for `LLM`.
 
     Raises:
@@ -32,18 +32,18 @@ class AsyncLLM(EngineOwner):
         sampling_params: SamplingParamsLike | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue one prompt.
+        """Generate continuations of one prompt.
 
-        Leave the iteration early with `contextlib.aclosing`, or by cancelling the task: that cancels the request. Where
-        more requests run than the engine takes, the next one waits.
+        To stop early, use `contextlib.aclosing` or cancel the task: either cancels the request. If the engine's queue
+        is full, the request waits.
 
         Args:
             prompt: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
             sampling_params: `SamplingParams`, or a dict in SGLang's names.
-            request_id: for `abort`; unique among those that run.
+            request_id: for `abort`; unique among running requests.
 
         Yields:
-            Everything so far, of all `n` continuations; `finished` on the last.
+            The output so far, of all `n` continuations; `finished` is True for the last one.
 
         Raises:
             ValueError, TypeError, GenerationError, ProcessorFault: as `LLM.generate`.
@@ -56,7 +56,7 @@ class AsyncLLM(EngineOwner):
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Cancel requests: the last output of each has the finish reason `abort`. Unknown ids are no error."""
+        """Cancel requests. The last output of each has the finish reason `abort`. Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             self._engine.abort(one)
 

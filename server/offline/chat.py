@@ -1,4 +1,4 @@
-"""From a conversation to a prompt."""
+"""Chat conversations, rendered to prompts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def render_conversation(
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any],
 ) -> Prompt:
-    """The prompt that the chat template makes of a conversation.
+    """Render a conversation with the chat template.
 
     Args:
         engine: its tokenizer has the template.
-        conversation: the messages, read as those of `/v1/chat/completions`.
-        at: its name in error messages.
-        add_generation_prompt: end it with the beginning of an assistant's message.
+        conversation: the messages, in the format of `/v1/chat/completions`.
+        at: name of the conversation in error messages.
+        add_generation_prompt: append the start of an assistant message.
         continue_final_message: leave the last message open.
         template_kwargs: variables for the template.
 
     Raises:
-        InvalidRequest: a message is malformed, or the template makes nothing of them.
-        ValueError: the template refuses them.
+        InvalidRequest: a message is malformed or too long.
+        ValueError: the template rejects the messages, or renders an empty prompt.
     """
     if not conversation:
-        raise ValueError(f"{at}: is an empty list: there is nothing to continue")
+        raise ValueError(f"{at}: must not be an empty list")
     with refusals_translated():
         messages = [parse_model(Message, message, f"{at}[{index}]") for index, message in enumerate(conversation)]
         characters = sum(len(message.content or "") for message in messages)
@@ -49,5 +49,5 @@ def render_conversation(
         **template_kwargs,
     )
     if not token_ids:
-        raise ValueError(f"{at}: the chat template makes an empty prompt of them")
+        raise ValueError(f"{at}: the chat template renders an empty prompt")
     return Prompt(token_ids, engine.tokenizer.decode(token_ids))

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` share: each owns an engine, and ends it."""
+"""Base class of `LLM` and `AsyncLLM`: owns an engine, and stops it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .runner import Runner
 
 
 class EngineOwner:
-    """An engine, and its end: by `shutdown()`, with the last reference to this object, or with the interpreter.
+    """Owns an engine until `shutdown()`, garbage collection of this object, or interpreter exit.
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: an option is out of its range.
-        StartError: the model or an installed processor cannot be loaded; says what to do.
+        ValueError: an option is out of range.
+        StartError: the model or an installed processor cannot be loaded; the message says what to do.
     """
 
     def __init__(
@@ -32,16 +32,18 @@ class EngineOwner:
 
     @classmethod
     def _from_engine(cls, engine: AsyncEngine) -> Self:
-        """The same on an engine that runs already, and is ended with this object."""
+        """Make an instance on a running engine, which stops with it."""
         owner = cls.__new__(cls)
         owner._own(engine)
         return owner
 
     def _own(self, engine: AsyncEngine, *, end: Callable[[], None] | None = None) -> None:
-        """Take an engine.
+        """Take ownership of an engine.
 
         Args:
-            end: ends it and what belongs to it; must not refer to this object, which would then live for ever.
+            engine: a running engine.
+            end: stops it and everything that belongs to it. Must not refer to this object, which would never be
+                collected.
         """
         self._engine = engine
         self._requests = RequestBuilder(engine)
@@ -54,7 +56,7 @@ class EngineOwner:
         return self._engine.tokenizer.hf_tokenizer
 
     def shutdown(self) -> None:
-        """End the engine and its threads. What runs ends as aborted. Harmless a second time."""
+        """Stop the engine and its threads, and abort running requests. Safe to call more than once."""
         if self._finalizer.detach() is not None:
             self._end()
 
@@ -64,7 +66,7 @@ class EngineOwner:
 
 
 def _end_from_anywhere(end: Callable[[], None]) -> None:
-    # The garbage collector may call this on one of the engine's own threads, which cannot wait for themselves.
+    # The garbage collector may call this on one of the engine's own threads, which cannot join itself.
     if threading.current_thread() is threading.main_thread():
         end()
     else:

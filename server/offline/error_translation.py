@@ -1,4 +1,4 @@
-"""The engine's refusals and failures as exceptions for the code that called `LLM` or `AsyncLLM`."""
+"""Exceptions of `LLM` and `AsyncLLM`, made from the engine's refusals and failures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from logitship.server.requests.messages import RequestError
 
 
 class InvalidRequest(ValueError):
-    """A prompt, a sampling parameter or a processor was refused: nothing of its request ran.
+    """A prompt, a sampling parameter or a processor was refused. The request did not start.
 
     Attributes:
-        message: one sentence, which begins with the field's name.
-        param: the offending argument or field; None where an installed batch processor refused.
+        message: one sentence that starts with the name of the field.
+        param: the invalid argument or field; None if an installed batch processor refused the request.
     """
 
     def __init__(self, message: str, *, param: str | None) -> None:
@@ -24,18 +24,18 @@ class InvalidRequest(ValueError):
 
 
 def error_of_refusal(refused: RequestRefused) -> Exception:
-    """The exception for a request that was not admitted."""
+    """Return the exception for a request that was not admitted."""
     if isinstance(refused, ServiceUnavailable):
         return RuntimeError(refused.message)
     return InvalidRequest(refused.message, param=refused.param)
 
 
 def error_of_failure(error: RequestError, partial: Any) -> LogitshipError:
-    """The exception for a request that was ended by an error.
+    """Return the exception for a request that ended with an error.
 
     Args:
-        error: what the engine says.
-        partial: the output up to there.
+        error: the engine's error.
+        partial: the output before the error.
     """
     if error.digest is None:
         return GenerationError(error.message, type=error.type, traceback=error.traceback, partial=partial)
@@ -47,6 +47,6 @@ def error_of_failure(error: RequestError, partial: Any) -> LogitshipError:
         traceback=error.traceback,
     )
     if error.traceback:
-        # The raising happened on the engine's thread: without this the author would not see the line in the code.
+        # The exception was raised on the engine's thread: without this note its traceback would not be shown.
         fault.add_note(f"The processor's own traceback:\n{error.traceback}")
     return fault

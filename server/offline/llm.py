@@ -1,4 +1,4 @@
-"""`logitship.LLM`: the engine in a Python program."""
+"""`logitship.LLM`: the engine in a synchronous Python program."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .request_builder import OfflineRequest, PromptLike, SamplingParamsLike
 
 
 class LLM(EngineOwner):
-    """A model that continues prompts, in vLLM's words: the server's engine without HTTP.
+    """A model for offline inference, with vLLM's interface: the server's engine without HTTP.
 
-    Works in a script, in a thread, and inside a running event loop, where it blocks. May be shared between threads.
+    Works in a script, in a thread, and inside a running event loop, which it blocks. May be shared between threads.
 
-    Processors that come with a prompt run in this process, and are on by default: it is the caller's own code. To run
-    other people's, start a server.
+    Processors that are given with a prompt run in this process and are enabled by default, because they are the
+    caller's own code. To run other people's code, start a server.
 
     Args:
         model: the default model's name, a Hugging Face folder, a GGUF file, or a hub name.
-        logits_processors: batch processors to install, see `ServerConfig.logits_processors`; they see all prompts.
-        **options: fields of `ServerConfig` that are not about HTTP, and the names that the command line has beside
-            them: `tokenizer`, `seed`, `gpu_memory_utilization`, …
+        logits_processors: batch processors to install, see `ServerConfig.logits_processors`; they run for all prompts.
+        **options: fields of `ServerConfig` that are not about HTTP, and their aliases on the command line: `tokenizer`,
+            `seed`, `gpu_memory_utilization`, …
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: an option is out of its range.
-        StartError: the model or an installed processor cannot be loaded; says what to do.
+        ValueError: an option is out of range.
+        StartError: the model or an installed processor cannot be loaded; the message says what to do.
     """
 
     def _own(self, engine: AsyncEngine, *, end: Callable[[], None] | None = None) -> None:
@@ -53,26 +53,26 @@ class LLM(EngineOwner):
         *,
         use_tqdm: UseTqdm = True,
     ) -> list[RequestOutput]:
-        """Continue prompts. Give all that you have in one call: they share the model's steps.
+        """Generate continuations of prompts. Pass all prompts in one call: they are batched.
 
-        An exception, Ctrl-C among them, cancels what still runs of this call; the next call works.
+        Any exception, including Ctrl-C, cancels the rest of this call; the object stays usable.
 
         Args:
-            prompts: a text, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of one of
-                them, of any length.
-            sampling_params: `SamplingParams`, a dict in SGLang's names, or a list of them, one a prompt.
-            use_tqdm: show a progress bar, with one tick a finished prompt; or a callable that makes one.
+            prompts: a text, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of these,
+                of any length.
+            sampling_params: `SamplingParams`, a dict in SGLang's names, or a list of them, one per prompt.
+            use_tqdm: show a progress bar that counts finished prompts; or a callable that makes one.
 
         Returns:
-            One `RequestOutput` a prompt, in the order of the prompts; a list for a single prompt, too.
+            One `RequestOutput` per prompt, in the order of the prompts; a list even for a single prompt.
 
         Raises:
             ValueError: a prompt, a parameter or a processor is refused; `InvalidRequest` and `InvalidSamplingParams`
-                name it. What can be seen without loading a processor is seen before anything runs.
-            TypeError: one of them is none of the things that it can be given as.
-            ProcessorFault: a processor failed; the other prompts are cancelled. Its `traceback` is the author's code's.
-            GenerationError: the same for any other failure; `partial` is the output up to there.
-            RuntimeError: this object was shut down, or has no room for another processor.
+                name it. All checks that need no loaded processor happen before any prompt runs.
+            TypeError: an argument has an unsupported type.
+            ProcessorFault: a processor failed; the other prompts are cancelled. `traceback` is that of the processor.
+            GenerationError: the same for any other failure; `partial` is the output before it.
+            RuntimeError: this object was shut down, or the limit of loaded processors is reached.
         """
         self._check_open()
         return self._run(self._requests.build(_listed(prompts), sampling_params, self._request_ids), use_tqdm)
@@ -91,20 +91,20 @@ class LLM(EngineOwner):
         """Answer conversations.
 
         Args:
-            messages: a conversation, which is a list of `{"role", "content"}`, or a list of conversations.
+            messages: a conversation (a list of `{"role", "content"}`), or a list of conversations.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
-            chat_template: a Jinja template instead of the model's.
-            add_generation_prompt: end the prompt with the beginning of an assistant's message.
-            continue_final_message: continue the last message instead of answering it; then give
+            chat_template: a Jinja template to use instead of the model's.
+            add_generation_prompt: append the start of an assistant message to the prompt.
+            continue_final_message: continue the last message instead of answering it; requires
                 `add_generation_prompt=False`.
             chat_template_kwargs: variables for the template.
 
         Returns:
-            One `RequestOutput` a conversation, in their order.
+            One `RequestOutput` per conversation, in the given order.
 
         Raises:
-            ValueError: as `generate`; also where the template refuses the messages.
+            ValueError: as `generate`; also if the template rejects the messages.
             TypeError, ProcessorFault, GenerationError: as `generate`.
         """
         self._check_open()
@@ -135,7 +135,7 @@ class LLM(EngineOwner):
             use_tqdm: as in `generate`.
 
         Returns:
-            One `BeamSearchOutput` a prompt, in the order of the prompts.
+            One `BeamSearchOutput` per prompt, in the order of the prompts.
 
         Raises:
             ValueError, TypeError, GenerationError: as `generate`.
@@ -154,7 +154,7 @@ class LLM(EngineOwner):
         self.shutdown()
 
     def _run(self, requests: Sequence[OfflineRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """Run requests on the other thread, and tick here: a notebook's bar belongs to the thread of its cell."""
+        """Run requests on the loop thread, and update the bar here: a notebook's bar belongs to the cell's thread."""
         outputs: dict[int, RequestOutput] = {}
         finished: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
         with Progress(use_tqdm, len(requests)) as progress:

@@ -1,4 +1,8 @@
-"""`LLM.beam_search`: its parameters and outputs, with vLLM's names."""
+"""Parameters and outputs of `LLM.beam_search`.
+
+`BeamSearchParams`, `BeamSearchSequence` and `BeamSearchOutput` stand in for vLLM's classes of the same names, so that
+programs written for vLLM work unchanged.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from .structured_outputs_params import StructuredOutputsParams
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How the beams of each prompt are searched.
+    """Parameters of a beam search. Stand-in for `vllm.sampling_params.BeamSearchParams`.
 
     Raises:
         InvalidSamplingParams: a ValueError; a value is out of range or not supported. Names the field.
@@ -27,37 +31,37 @@ class BeamSearchParams:
     beam_width: int
     """Number of beams, and of sequences in the output."""
     max_tokens: int
-    """Most tokens of the output."""
+    """Maximum number of output tokens."""
     ignore_eos: bool = False
-    """Go on after the model's end token."""
+    """Continue after the model's end token."""
     temperature: float = 0.0
-    """Only 0: nothing is drawn at random."""
+    """Must be 0: beam search does not sample."""
     length_penalty: float = 1.0
     """Sums of log-probabilities are divided by length ** `length_penalty`."""
     include_stop_str_in_output: bool = False
     """Whether the end token is among `tokens`."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    """What the outputs are constrained to."""
+    """Constraint on the outputs."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     early_stopping: EarlyStopping = False
-    """As in `SamplingParams`; vLLM does not have it."""
+    """As in `SamplingParams`; not in vLLM."""
     custom_logit_processor: Any = None
-    """As in `SamplingParams`; vLLM does not have it."""
+    """As in `SamplingParams`; not in vLLM."""
     logits_processors: Sequence[Any] = ()
-    """As in `SamplingParams`; vLLM does not have it."""
+    """As in `SamplingParams`; not in vLLM."""
     custom_params: Mapping[str, Any] | None = None
-    """As in `SamplingParams`; vLLM does not have it."""
+    """As in `SamplingParams`; not in vLLM."""
 
     def __post_init__(self) -> None:
         if type(self.beam_width) is not int or self.beam_width < 1:
             raise InvalidSamplingParams("beam_width", "must be an integer, 1 or greater")
         if self.temperature != 0:
-            raise InvalidSamplingParams("temperature", "must be 0: beam search draws nothing at random")
+            raise InvalidSamplingParams("temperature", "must be 0: beam search does not sample")
         self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:
-        """The same for `LLM.generate`."""
+        """Return the equivalent parameters for `LLM.generate`."""
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -78,17 +82,17 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """A sequence that was found.
+    """A sequence found by beam search.
 
     Attributes:
-        tokens: the prompt's and the output's.
-        logprobs: one dict for each token of the output, its end token included: its log-probability, by token id.
-        cum_logprob: their sum.
+        tokens: token ids of the prompt and the output.
+        logprobs: one dict per output token, the end token included: its log-probability, by token id.
+        cum_logprob: sum of the log-probabilities.
         text: the text of `tokens`.
         finish_reason: `stop` or `length`.
-        stop_reason: the stop token that ended it; None for the model's own end token.
-        score: what the sequences were compared by.
-        receipts: one for each processor that the prompt carried.
+        stop_reason: the stop token that ended the sequence; None for the model's own end token.
+        score: determines the rank of the sequence.
+        receipts: one per processor of the prompt.
     """
 
     tokens: list[int]
@@ -103,17 +107,17 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """What was found for a prompt.
+    """The sequences found for a prompt.
 
     Attributes:
-        sequences: the best first; `beam_width` of them, or fewer where processors allow no more.
+        sequences: the best first; `beam_width` of them, or fewer if the processors allow fewer.
     """
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
 
 
 def beam_search_output(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
-    """The output of `LLM.generate` in vLLM's form for beams."""
+    """Convert an output of `LLM.generate` to vLLM's output of a beam search."""
     sequences = []
     for one in output.outputs:
         ends_with_token = one.finish_reason == "stop" and not params.include_stop_str_in_output

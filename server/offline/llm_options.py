@@ -1,4 +1,4 @@
-"""From the keyword arguments of `LLM` and `AsyncLLM` to a `ServerConfig`."""
+"""Conversion of the keyword arguments of `LLM` and `AsyncLLM` to a `ServerConfig`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _OWN_CODE = {
     "logits_processor_pattern": ".*",
     "processor_isolation": "none",
 }
-"""Whoever calls this brings the code that runs here anyway: there is nobody to protect the process from."""
+"""Defaults: the processors are the caller's own code, so they run in this process without a sandbox."""
 
 _HTTP = "HTTP"
-"""The group of flags that has no meaning without a server."""
+"""The group of flags that only apply to a server."""
 
 
 def read_options(model: str, logits_processors: Iterable[Any] | None, options: Mapping[str, Any]) -> ServerConfig:
-    """The engine's configuration.
+    """Build the engine's configuration.
 
     Args:
         model: the model's name or path.
         logits_processors: batch processors to install.
-        options: fields of `ServerConfig` and the other spellings that the command line has for them.
+        options: fields of `ServerConfig`, or their aliases on the command line.
 
     Raises:
-        TypeError: an option is unknown, has no meaning without a server, or is given twice.
-        ValueError: a value is out of its range.
+        TypeError: an option is unknown, applies only to a server, or is given twice.
+        ValueError: a value is out of range.
     """
     fields = {
         name: flag.field
@@ -45,7 +45,7 @@ def read_options(model: str, logits_processors: Iterable[Any] | None, options: M
         if field is None:
             raise TypeError(_unknown(name, [*fields]))
         if field in values or (field == "model_path" and model != DEFAULT_MODEL):
-            raise TypeError(f"{name}: sets {field} a second time: leave one spelling out")
+            raise TypeError(f"{name}: sets {field} a second time: remove one of the two options")
         values[field] = value
     processors = tuple(logits_processors or ())
     return ServerConfig(**{**_OWN_CODE, "model_path": model, **values, "logits_processors": processors})
@@ -53,6 +53,6 @@ def read_options(model: str, logits_processors: Iterable[Any] | None, options: M
 
 def _unknown(name: str, known: list[str]) -> str:
     if any(name in flag.python_names for flag in FLAGS[_HTTP]):
-        return f"{name}: is an option of `logitship serve`: without a server it has no meaning"
+        return f"{name}: is an option of `logitship serve`, and does not apply without a server: remove it"
     close = difflib.get_close_matches(name, known, n=1)
     return f"{name}: unknown option" + (f", did you mean {close[0]}?" if close else "")

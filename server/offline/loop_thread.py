@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for code that has none, or that must not block the one it runs on."""
+"""An event loop in its own thread, for callers without a loop, or with one that must not block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for other threads until `stop()`. The thread is a daemon: it does not keep a program alive."""
+    """Runs coroutines for other threads until `stop()`. The thread is a daemon: it does not delay interpreter exit."""
 
     def __init__(self) -> None:
         self._ready = threading.Event()
@@ -21,11 +21,11 @@ class LoopThread:
         self._ready.wait()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine. Cancelling the future cancels it."""
+        """Start a coroutine. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel running coroutines, and end the thread."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
@@ -37,5 +37,5 @@ class LoopThread:
         running = asyncio.all_tasks() - {asyncio.current_task()}
         for task in running:
             task.cancel()
-        # How they end is told to whoever waits for them. `asyncio.run` would print it, too.
+        # Their results go to the futures. Without this, `asyncio.run` would also log their exceptions.
         await asyncio.gather(*running, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""From the engine's chunks to `RequestOutput`."""
+"""Conversion of the engine's chunks to `RequestOutput`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class OutputBuilder:
     """Collects the chunks of one request.
 
     Args:
-        request: what was submitted.
-        model: knows the model's own end tokens.
-        tokenizer: gives the texts of the tokens in log-probability tables.
+        request: the submitted request.
+        model: has the model's own end tokens.
+        tokenizer: decodes the tokens of log-probabilities and traces.
     """
 
     def __init__(self, request: OfflineRequest, model: ModelInfo, tokenizer: Tokenizer) -> None:
@@ -33,13 +33,13 @@ class OutputBuilder:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
 
     def add(self, chunk: GenerationChunk) -> FinishReason | None:
-        """Take a chunk.
+        """Add a chunk.
 
         Returns:
-            Why its continuation ended, if it did.
+            The finish reason of its continuation, or None if it has not ended.
         """
         continuation = self._continuations[chunk.index]
-        if chunk.prompt_logprobs and not self._prompt_logprobs:  # every continuation brings the same
+        if chunk.prompt_logprobs and not self._prompt_logprobs:  # all continuations have the same
             self._prompt_logprobs = [self._table(position) for position in chunk.prompt_logprobs]
         continuation.add(chunk)
         if self._shows_logprobs:
@@ -53,7 +53,7 @@ class OutputBuilder:
         return all(continuation.finish_reason for continuation in self._continuations)
 
     def output(self) -> RequestOutput:
-        """Everything so far. Later chunks do not change it."""
+        """Return the output so far. Later chunks do not change it."""
         request = self._request.request
         answered = best_continuations(self._continuations, request.n) if request.ranks else self._continuations
         with_prompt = request.sampling_params.prompt_logprobs is not None
@@ -72,16 +72,15 @@ class OutputBuilder:
         )
 
     def _completion(self, index: int, continuation: _Tables) -> CompletionOutput:
-        asked = self._shows_logprobs
         reason = continuation.finish_reason
         return CompletionOutput(
             index=index,
             text=continuation.text,
             token_ids=list(continuation.token_ids),
             cumulative_logprob=sum(position.logprob or 0.0 for position in continuation.logprobs)
-            if asked
+            if self._shows_logprobs
             else continuation.cumulative_logprob,
-            logprobs=list(continuation.tables) if asked else None,
+            logprobs=list(continuation.tables) if self._shows_logprobs else None,
             finish_reason=None if reason is None else reason.kind,
             stop_reason=None if reason is None or reason.matched in self._own_end_tokens else reason.matched,
             receipts=continuation.receipts,
@@ -96,7 +95,7 @@ class OutputBuilder:
         return TraceCandidate(token_id, self._tokenizer.token_text(token_id))
 
     def _table(self, position: TokenLogprobs) -> dict[int, Logprob] | None:
-        """One position as vLLM gives it: the token that stands there comes first."""
+        """Return the log-probabilities of a position in vLLM's format: the chosen token comes first."""
         if position.logprob is None:
             return None
         table = {position.token_id: self._entry(position.token_id, position.logprob, position.rank)}
@@ -110,7 +109,7 @@ class OutputBuilder:
 
 
 class _Tables(Continuation):
-    """A continuation, its log-probabilities and traces in the form of the answer. Made once a token, not an output."""
+    """A continuation with its log-probabilities and traces in vLLM's format, converted once per token."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index, prompt=0)

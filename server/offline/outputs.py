@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` give back: frozen records with vLLM's names."""
+"""Outputs of `LLM` and `AsyncLLM`: frozen records with vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm.
         rank: 1 for the most likely token.
-        decoded_token: the token as text; bytes that are no UTF-8 on their own become U+FFFD.
+        decoded_token: the token as text; bytes that are not valid UTF-8 become U+FFFD.
     """
 
     logprob: float
@@ -27,18 +27,19 @@ class CompletionOutput:
     """One continuation of a prompt.
 
     Attributes:
-        index: its place in `outputs`.
-        text: what was generated.
-        token_ids: the same as token ids, with the token that ended it.
-        cumulative_logprob: sum of the tokens' log-probabilities; None if none were asked for, except with beam search.
-        logprobs: one dict a token, by token id: the token itself, and as many of the most likely ones as were asked
-            for. None if none were.
+        index: its index in `outputs`.
+        text: the generated text.
+        token_ids: the generated tokens, including the one that ended the continuation.
+        cumulative_logprob: sum of the tokens' log-probabilities; None if they were not requested, except with beam
+            search.
+        logprobs: one dict per token, by token id: the token itself, and the requested number of most likely tokens.
+            None if not requested.
         finish_reason: `stop`, `length`, or `abort` (cancelled); None while it runs.
-        stop_reason: the stop string or the stop token that ended it; None for the model's own end token and for all
-            other reasons.
-        receipts: at the end, one for each processor that the request carried.
-        beam_score: with beam search, what the sequences were compared by; None without.
-        trace: one a token, if asked for; None if not.
+        stop_reason: the stop string or stop token that ended it; None for the model's own end token and for all other
+            reasons.
+        receipts: at the end, one per processor of the request.
+        beam_score: with beam search, the score that ranks the sequences; else None.
+        trace: one per token if requested, else None.
     """
 
     index: int
@@ -53,7 +54,7 @@ class CompletionOutput:
     trace: list[TokenTrace] | None = None
 
     def finished(self) -> bool:
-        """True once it has its finish reason."""
+        """Return whether it has a finish reason."""
         return self.finish_reason is not None
 
 
@@ -63,14 +64,14 @@ class RequestOutput:
 
     Attributes:
         request_id: id of the request.
-        prompt: its text; of a conversation, with the chat template around it. None if it came as token ids.
-        prompt_token_ids: its token ids.
-        prompt_logprobs: one dict a token, as in `CompletionOutput.logprobs`; None for the first token, which nothing
-            comes before. None if none were asked for.
-        outputs: the `n` continuations, in order of their `index`; with `best_of` the most likely first.
-            With beam search the best first, and fewer where processors allow no more.
-        finished: all of them have ended.
-        num_cached_tokens: prompt tokens whose keys and values were found in a cache, for the first continuation.
+        prompt: the text; for a conversation, as rendered by the chat template. None if given as token ids.
+        prompt_token_ids: the token ids.
+        prompt_logprobs: one dict per token, as in `CompletionOutput.logprobs`; None for the first token, which has no
+            predecessor. None if not requested.
+        outputs: the `n` continuations, in order of their `index`; with `best_of`, the most likely first. With beam
+            search, the best first, and fewer if the processors allow fewer.
+        finished: whether all continuations have ended.
+        num_cached_tokens: prompt tokens of the first continuation that were found in the prefix cache.
     """
 
     request_id: str

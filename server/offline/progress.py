@@ -10,14 +10,14 @@ from typing import Any, Self, TypeAlias
 from .outputs import RequestOutput
 
 UseTqdm: TypeAlias = bool | Callable[..., Any]
-"""True: a bar. False: none. A callable: called as `tqdm` is, such as `functools.partial(tqdm, leave=False)`."""
+"""True: show a bar. False: none. A callable that makes the bar, called like `tqdm`."""
 
 
 class Progress:
-    """A bar with one tick a finished request, and tokens per second behind it.
+    """A progress bar that counts finished requests and shows tokens per second.
 
     Args:
-        use_tqdm: whether, or what makes the bar.
+        use_tqdm: whether to show a bar, or the callable that makes it.
         total: number of requests.
     """
 
@@ -28,7 +28,7 @@ class Progress:
         self._output_tokens = 0
 
     def tick(self, output: RequestOutput) -> None:
-        """One more request is finished."""
+        """Count a finished request."""
         if self._bar is None:
             return
         self._input_tokens += len(output.prompt_token_ids)
@@ -58,7 +58,7 @@ def _make_bar(use_tqdm: UseTqdm, total: int) -> Any:
 
 
 def _tqdm() -> Any:
-    # Not at the top of the module: it looks for a notebook, and warns if that one's widgets are missing.
+    # Imported late: tqdm.auto looks for a notebook, and warns if its widgets are missing.
     from tqdm.auto import tqdm
 
     return tqdm

@@ -1,4 +1,4 @@
-"""The processors in a caller's `SamplingParams`, as the engine takes them."""
+"""Conversion of the processors in `SamplingParams` to the engine's form."""
 
 from __future__ import annotations
 
@@ -16,61 +16,63 @@ from .structured_outputs_params import StructuredOutputsParams
 
 
 @dataclass(frozen=True)
-class Carried:
-    """The processors that one prompt carries.
+class PromptProcessors:
+    """The processors of one prompt.
 
     Attributes:
         processors: in the order in which they run, not loaded yet.
-        names: the caller's names for the places that the engine's refusals name.
+        names: the caller's names for the fields that the engine's refusals name.
     """
 
     processors: tuple[AttachedProcessor, ...]
     names: Mapping[str, str]
 
 
-def read_carried(params: SamplingParams, to_string: ProcessorStrings, max_processor_size: int) -> Carried:
-    """The processors of `params`, classes turned into processor strings, nothing loaded.
+def read_prompt_processors(
+    params: SamplingParams, to_string: ProcessorStrings, max_processor_size: int
+) -> PromptProcessors:
+    """Read the processors of `params`, and serialize classes to processor strings. Nothing is loaded.
 
     Args:
-        params: holds them.
+        params: has the processors.
         to_string: serializes classes, each once for all prompts of a call.
         max_processor_size: longest processor string, in bytes.
 
     Raises:
-        RequestRefused: a processor is malformed or too large; names its place.
-        TypeError: it is none of the things that a processor can be given as.
-        ValueError: it is a dict, but none of the forms of a processor string.
-        ProcessorSerializationError: the class uses an object that cannot travel.
+        RequestRefused: a processor is malformed or too large; names the field.
+        TypeError: a processor has an unsupported type.
+        ValueError: a processor is a dict in none of the supported formats.
+        ProcessorSerializationError: a class uses an object that is not serializable.
     """
-    reader = _Reader(to_string, params.custom_params, max_processor_size)
+    reader = _ProcessorReader(to_string, params.custom_params, max_processor_size)
     one = params.custom_logit_processor
     if one is None:
         at = "logits_processors"
-        places = [f"{at}[{i}]" for i in range(len(params.logits_processors))]
-        processors = [reader.entry(*each) for each in zip(params.logits_processors, places, strict=True)]
+        fields = [f"{at}[{i}]" for i in range(len(params.logits_processors))]
+        processors = [reader.entry(*each) for each in zip(params.logits_processors, fields, strict=True)]
     else:
         at = "custom_logit_processor"
         given = one if isinstance(one, list | tuple) else [one]
-        places = [at] if given is not one else [f"{at}[{i}]" for i in range(len(given))]
-        processors = [reader.processor(*each) for each in zip(given, places, strict=True)]
-    own = [one is None and _has_own_params(params.logits_processors[i]) for i in range(len(places))]
-    params_places = [f"{place}.params" if has else "custom_params" for place, has in zip(places, own, strict=True)]
+        fields = [at] if given is not one else [f"{at}[{i}]" for i in range(len(given))]
+        processors = [reader.processor(*each) for each in zip(given, fields, strict=True)]
+    own = [one is None and _has_own_params(params.logits_processors[i]) for i in range(len(fields))]
+    params_fields = [f"{field}.params" if has else "custom_params" for field, has in zip(fields, own, strict=True)]
     if isinstance(params.structured_outputs, StructuredOutputsParams):
         constraint = params.structured_outputs.constraint
         processors.insert(0, constraint.processor)
-        places, params_places = [constraint.at, *places], [constraint.at, *params_places]
+        fields, params_fields = [constraint.at, *fields], [constraint.at, *params_fields]
     names = {"processors": at}
-    for i, (place, params_place) in enumerate(zip(places, params_places, strict=True)):
-        names |= {f"processors[{i}]": place, f"processors[{i}].params": params_place}
-    return Carried(tuple(processors), names)
+    for i, (field, params_field) in enumerate(zip(fields, params_fields, strict=True)):
+        names |= {f"processors[{i}]": field, f"processors[{i}].params": params_field}
+    return PromptProcessors(tuple(processors), names)
 
 
 def _has_own_params(entry: Any) -> bool:
     return isinstance(entry, Mapping) and entry.get("params") is not None
 
 
-class _Reader:
-    """Reads the processors of one `SamplingParams`: `custom_params` are for those without parameters of their own."""
+class _ProcessorReader:
+    """Reads the processors of one `SamplingParams`. `custom_params` apply to those without their own parameters."""
 
     def __init__(
         self, to_string: ProcessorStrings, custom_params: Mapping[str, Any] | None, max_processor_size: int
@@ -80,12 +82,12 @@ class _Reader:
         self._max_processor_size = max_processor_size
 
     def processor(self, given: Any, at: str) -> AttachedProcessor:
-        """A processor of contract 1, in any form."""
+        """Read a processor with SGLang's contract, in any form."""
         string = self._to_string(given, at)
         return read_processor(string, self._custom_params, at, max_processor_size=self._max_processor_size)
 
     def entry(self, entry: Any, at: str) -> AttachedProcessor:
-        """One entry of `logits_processors`."""
+        """Read an entry of `logits_processors`."""
         if isinstance(entry, Mapping):
             return self._mapping(entry, at)
         if isinstance(entry, str):

@@ -1,4 +1,4 @@
-"""Places in the engine's queue, for callers that would rather wait than be refused."""
+"""A semaphore for the engine's queue: callers wait for capacity instead of being refused."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Waiter:
-    places: int
+    slots: int
     loop: asyncio.AbstractEventLoop
-    entered: asyncio.Future[None]
+    acquired: asyncio.Future[None]
 
 
 class QueueSemaphore:
-    """A semaphore that gives out several places at once, first come first served.
+    """A FIFO semaphore whose callers acquire several slots at once.
 
-    Works across event loops, as `asyncio.Semaphore` does not: a program may call `asyncio.run` more than once on one
+    Unlike `asyncio.Semaphore`, it works across event loops: a program may call `asyncio.run` more than once with one
     engine, or have a loop in each of its threads.
 
     Args:
-        places: how many there are.
+        slots: total number of slots.
     """
 
-    def __init__(self, places: int) -> None:
-        self.places = places
-        self._free = places
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._free = slots
         self._waiters: deque[_Waiter] = deque()
         self._lock = threading.Lock()
 
-    async def enter(self, places: int) -> None:
-        """Take places, at most as many as there are. Waits until they are free."""
+    async def acquire(self, slots: int) -> None:
+        """Wait for free slots, and take them. `slots` must not exceed the total."""
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(places, loop, loop.create_future())
+        waiter = _Waiter(slots, loop, loop.create_future())
         with self._lock:
             self._waiters.append(waiter)
             self._admit()
         try:
-            await waiter.entered
+            await waiter.acquired
         except asyncio.CancelledError:
-            self._give_up(waiter)
+            self._remove(waiter)
             raise
 
-    def leave(self, places: int) -> None:
-        """Give places back. On any thread."""
+    def release(self, slots: int) -> None:
+        """Return slots. Thread-safe."""
         with self._lock:
-            self._free += places
+            self._free += slots
             self._admit()
 
     def _admit(self) -> None:
-        while self._waiters and self._waiters[0].places <= self._free:
+        while self._waiters and self._waiters[0].slots <= self._free:
             waiter = self._waiters.popleft()
-            self._free -= waiter.places
-            waiter.loop.call_soon_threadsafe(_settle, waiter.entered)
+            self._free -= waiter.slots
+            waiter.loop.call_soon_threadsafe(_settle, waiter.acquired)
 
-    def _give_up(self, waiter: _Waiter) -> None:
+    def _remove(self, waiter: _Waiter) -> None:
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            else:  # its places came while it was cancelled
-                self._free += waiter.places
+            else:  # it was admitted while it was cancelled
+                self._free += waiter.slots
             self._admit()
 
 

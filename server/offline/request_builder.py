@@ -1,4 +1,4 @@
-"""From prompts and sampling parameters, in all the ways in which they are given, to the engine's requests."""
+"""Conversion of prompts and sampling parameters, in all their forms, to requests for the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from logitship.server.requests.messages import GenerationRequest
 from logitship.server.requests.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
 
 from .error_translation import error_of_refusal
-from .prompt_processors import Carried, read_carried
+from .prompt_processors import PromptProcessors, read_prompt_processors
 from .sampling_params import SGLANG_CONSTRAINTS, SGLANG_NAMES, SamplingParams
 
 PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Prompt
@@ -31,9 +31,9 @@ class OfflineRequest:
     """A request for the engine.
 
     Attributes:
-        request: what to submit.
-        prompt: what it continues.
-        names: the caller's names for what the engine's refusals name, where they differ.
+        request: the request to submit.
+        prompt: its prompt.
+        names: the caller's names for the fields that the engine's refusals name, where they differ.
     """
 
     request: GenerationRequest
@@ -43,15 +43,15 @@ class OfflineRequest:
 
 @dataclass(frozen=True)
 class _Sampling:
-    """Sampling parameters, read once for all the prompts that share them."""
+    """Sampling parameters, read once for all prompts that share them."""
 
     params: SamplingParams
-    carried: Carried
+    processors: PromptProcessors
     names: Mapping[str, str]
 
 
 class RequestBuilder:
-    """Makes requests for one engine. Nothing is submitted here: a mistake anywhere in a batch shows before it runs."""
+    """Builds requests for one engine without submitting them, so that mistakes are found before any prompt runs."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -64,29 +64,29 @@ class RequestBuilder:
         *,
         at: str = "prompts",
     ) -> list[OfflineRequest]:
-        """One request a prompt.
+        """Build one request per prompt.
 
         Args:
-            prompts: what is continued.
-            sampling_params: one for all prompts, or one a prompt.
-            request_ids: at least as many.
+            prompts: the prompts.
+            sampling_params: one for all prompts, or one per prompt.
+            request_ids: at least one per prompt.
             at: name of the prompts in error messages.
 
         Raises:
-            InvalidRequest: the engine refuses one of them; names the field.
-            TypeError: a prompt or a processor is none of the things that one can be given as.
-            ValueError: the numbers of prompts and sampling parameters differ, or a value is out of its range.
+            InvalidRequest: the engine refuses a request; names the field.
+            TypeError: a prompt or a processor has an unsupported type.
+            ValueError: the numbers of prompts and sampling parameters differ, or a value is out of range.
         """
         samplings = self._samplings(sampling_params, len(prompts))
         requests = []
         for index, (prompt, sampling, request_id) in enumerate(zip(prompts, samplings, request_ids, strict=False)):
-            with _noted(f"in {at}[{index}]" if len(prompts) > 1 else ""):
-                place = f"{at}[{index}]" if len(prompts) > 1 else at
-                requests.append(self._request(prompt, place, sampling, request_id))
+            with _add_note(f"in {at}[{index}]" if len(prompts) > 1 else ""):
+                location = f"{at}[{index}]" if len(prompts) > 1 else at
+                requests.append(self._request(prompt, location, sampling, request_id))
         return requests
 
     def _samplings(self, given: Any, count: int) -> list[_Sampling]:
-        """The sampling parameters of each prompt."""
+        """Read the sampling parameters of each prompt."""
         at = "sampling_params"
         to_string = ProcessorStrings()
         if isinstance(given, list | tuple):
@@ -101,11 +101,11 @@ class RequestBuilder:
         return [sampling] * count
 
     def _sampling(self, given: Any, at: str, to_string: ProcessorStrings) -> _Sampling:
-        names, places = dict(_FIELD_NAMES), dict[str, str]()
+        names, aliases = dict(_FIELD_NAMES), dict[str, str]()
         with refusals_translated():
             if isinstance(given, Mapping):
                 names |= {field: f"{at}.{name}" for field, name in SGLANG_NAMES.items()}
-                places = {place: f"{at}.{name}" for place, name in SGLANG_CONSTRAINTS.items()}
+                aliases = {location: f"{at}.{name}" for location, name in SGLANG_CONSTRAINTS.items()}
                 given = SamplingParams.from_sglang(given, at)
             if not isinstance(given, SamplingParams):
                 raise TypeError(f"{at}: expected logitship.SamplingParams or a dict, not {type(given).__name__}")
@@ -121,9 +121,9 @@ class RequestBuilder:
                     temperature=0 if given.temperature == 1 else given.temperature,
                     logprobs_mode=given.logprobs_mode or "processed_logprobs",
                 )
-            carried = read_carried(params, to_string, self._engine.config.max_processor_size)
-        names |= {field: places.get(place, place) for field, place in carried.names.items()}
-        return _Sampling(params, carried, names)
+            processors = read_prompt_processors(params, to_string, self._engine.config.max_processor_size)
+        names |= {field: aliases.get(location, location) for field, location in processors.names.items()}
+        return _Sampling(params, processors, names)
 
     def _request(self, given: PromptLike, at: str, sampling: _Sampling, request_id: str) -> OfflineRequest:
         names = {**sampling.names, "prompt": at}
@@ -132,8 +132,8 @@ class RequestBuilder:
             request = GenerationRequest(
                 rid=request_id,
                 prompt_token_ids=prompt.token_ids,
-                sampling_params=self._ended_by_the_model(sampling.params, prompt),
-                processors=sampling.carried.processors,
+                sampling_params=self._limit_to_model_length(sampling.params, prompt),
+                processors=sampling.processors.processors,
                 n=sampling.params.n,
                 best_of=sampling.params.best_of,
                 beam_search=sampling.params.beam_search,
@@ -164,16 +164,16 @@ class RequestBuilder:
         if n > limit:
             raise BadRequest(f"asks for {n} continuations, this engine takes at most {limit}", param=param)
 
-    def _ended_by_the_model(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """As in vLLM, an output that reaches the model's length ends there, however much was asked for."""
-        room = self._engine.model.max_model_len - len(prompt.token_ids)
-        if params.max_tokens is None or params.max_tokens <= room or params.min_tokens > room or room < 1:
+    def _limit_to_model_length(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """Cap `max_tokens` at the model's length, as vLLM does."""
+        limit = self._engine.model.max_model_len - len(prompt.token_ids)
+        if params.max_tokens is None or params.max_tokens <= limit or params.min_tokens > limit or limit < 1:
             return params
-        return dataclasses.replace(params, max_tokens=room)
+        return dataclasses.replace(params, max_tokens=limit)
 
 
 def _from_mapping(given: Mapping[str, Any], at: str) -> tuple[Any, str | None]:
-    """What is continued, and the text that it was made of where both are given."""
+    """Return the prompt, and its text if both text and token ids are given."""
     if unknown := [key for key in given if key not in ("prompt", "prompt_token_ids") and given[key] is not None]:
         raise ValueError(f"{at}: {unknown[0]!r} is not supported: give 'prompt' or 'prompt_token_ids'")
     text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
@@ -191,10 +191,10 @@ def _describe(value: object) -> str:
 
 @contextmanager
 def refusals_translated(names: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Raise the engine's refusals as what they are to a Python program.
+    """Raise the engine's refusals as exceptions of a Python program.
 
     Args:
-        names: the caller's names, for refusals in the engine's words; None: they are in the caller's already.
+        names: the caller's names for fields that refusals name. None: refusals use the caller's names already.
     """
     try:
         yield
@@ -205,8 +205,8 @@ def refusals_translated(names: Mapping[str, str] | None = None) -> Iterator[None
 
 
 @contextmanager
-def _noted(note: str) -> Iterator[None]:
-    """Say which prompt of a batch an error is about."""
+def _add_note(note: str) -> Iterator[None]:
+    """Add to exceptions which prompt of a batch they are about."""
     try:
         yield
     except (TypeError, ValueError) as error:

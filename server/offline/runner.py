@@ -1,4 +1,4 @@
-"""Runs requests on an engine: no more at a time than it takes, and none longer than somebody waits for it."""
+"""Execution of requests on an engine, within the limits of its queue."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _RETRY_INTERVAL = 0.01
 class RunningRequest:
     """A request in the engine, until `aclose()`."""
 
-    def __init__(self, stream: GenerationStream, builder: OutputBuilder, leave: Callable[[], None]) -> None:
+    def __init__(self, stream: GenerationStream, builder: OutputBuilder, release: Callable[[], None]) -> None:
         self._stream = stream
         self._builder = builder
-        self._leave: Callable[[], None] | None = leave
+        self._release: Callable[[], None] | None = release
 
     async def chunks(self) -> AsyncGenerator[OutputBuilder, None]:
-        """What there is so far, each time that it has grown; the same object every time.
+        """Yield the builder after each chunk; the same object every time.
 
         Raises:
             ProcessorFault, GenerationError: an error ended a continuation; the others are cancelled.
@@ -40,7 +40,7 @@ class RunningRequest:
             yield self._builder
 
     async def finish(self) -> RequestOutput:
-        """Wait for the end of all continuations.
+        """Wait until all continuations have ended.
 
         Raises:
             ProcessorFault, GenerationError: as `chunks`.
@@ -51,26 +51,26 @@ class RunningRequest:
         return self._builder.output()
 
     async def aclose(self) -> None:
-        """Cancel what still runs. Harmless at the end, and a second time."""
-        leave, self._leave = self._leave, None
-        if leave is not None:
+        """Cancel the request if it still runs. Safe to call more than once."""
+        release, self._release = self._release, None
+        if release is not None:
             await self._stream.aclose()
-            leave()
+            release()
 
 
 class Runner:
-    """Runs the requests of one engine's owner."""
+    """Runs the requests of an `LLM` or `AsyncLLM`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._room = QueueSemaphore(engine.config.max_num_seqs + engine.config.max_queued_requests)
+        self._semaphore = QueueSemaphore(engine.config.max_num_seqs + engine.config.max_queued_requests)
 
     async def stream(self, request: OfflineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """The output of a request, each time that it has grown. Closing the generator cancels the request.
+        """Run a request, and yield its output each time it grows. Closing the generator cancels the request.
 
         Raises:
-            InvalidRequest, RuntimeError: it was not admitted.
-            ProcessorFault, GenerationError: an error ended it.
+            InvalidRequest, RuntimeError: the request was not admitted.
+            ProcessorFault, GenerationError: an error ended the request.
         """
         running = await self._start(request)
         try:
@@ -82,15 +82,15 @@ class Runner:
             await running.aclose()
 
     async def run_all(self, requests: Sequence[OfflineRequest], finished: Callable[[int, RequestOutput], None]) -> None:
-        """Run requests to their ends.
+        """Run requests until all have ended.
 
         Args:
-            requests: submitted in this order; more of them than the engine takes wait here.
-            finished: told of each output with its request's index, as they end.
+            requests: submitted in this order, as far as the engine's queue allows; the others wait.
+            finished: called with the index and the output of each request when it ends.
 
         Raises:
-            InvalidRequest, RuntimeError, ProcessorFault, GenerationError: the first that failed; the others are
-                cancelled.
+            InvalidRequest, RuntimeError, ProcessorFault, GenerationError: the error of the first request that failed;
+                the others are cancelled.
         """
         started: list[RunningRequest] = []
         try:
@@ -102,20 +102,20 @@ class Runner:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            # Not each in its own task: one that is cancelled before it starts never gets to its `finally`.
+            # Not in each task: a task that is cancelled before it starts never runs its `finally`.
             for running in started:
                 await running.aclose()
 
     async def _start(self, request: OfflineRequest) -> RunningRequest:
         n = request.request.num_slots
-        await self._room.enter(n)
+        await self._semaphore.acquire(n)
         try:
             stream = await self._submit(request)
         except BaseException:
-            self._room.leave(n)
+            self._semaphore.release(n)
             raise
         builder = OutputBuilder(request, self._engine.model, self._engine.tokenizer)
-        return RunningRequest(stream, builder, lambda: self._room.leave(n))
+        return RunningRequest(stream, builder, lambda: self._semaphore.release(n))
 
     async def _submit(self, request: OfflineRequest) -> GenerationStream:
         with refusals_translated(request.names):
@@ -123,7 +123,7 @@ class Runner:
                 try:
                     return await self._engine.submit(request.request)
                 except QueueFull:
-                    # What was cancelled has left its place here, but stays in the engine's books until its step ends.
+                    # A cancelled request has released its slots here, but the engine counts it until its step ends.
                     await asyncio.sleep(_RETRY_INTERVAL)
 
 

@@ -1,4 +1,4 @@
-"""`logitship.SamplingParams`: vLLM's constructor, on the engine's own record."""
+"""`logitship.SamplingParams`: the engine's sampling parameters with the constructor of vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ _UNSUPPORTED = {
     "trace_decode_token_ids": None,
     "watermarking": None,
 }
-"""What vLLM's class has beyond this engine, each with the only value that is taken: the one that asks for nothing."""
+"""Fields of vLLM's class that this engine does not support, with the only value that is accepted: vLLM's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(EngineSamplingParams):
-    """How a prompt is continued: vLLM's names and defaults, and the processors that the request carries.
+    """Sampling parameters of a prompt, with vLLM's names and defaults, and the processors of the request.
 
-    A list, a set, a tuple or None are taken wherever several values are meant, a single string for `stop` and
-    `bad_words`. Unlike vLLM's, it does not change: `dataclasses.replace(params, temperature=0)` makes another. What
-    cannot be honoured is refused, not dropped.
+    Stand-in for `vllm.SamplingParams`, hence the name; it extends the engine's own record of the same name,
+    `logitship.sampler.sampling_params.SamplingParams`.
+
+    Fields with several values accept a list, a set, a tuple or None; `stop` and `bad_words` also accept a single
+    string. Unlike vLLM's class, it is immutable: `dataclasses.replace(params, temperature=0)` returns a changed copy.
+    Unsupported values are refused, not ignored.
 
     Raises:
         InvalidSamplingParams: a ValueError; a value is out of range or not supported. Names the field.
@@ -50,38 +53,38 @@ class SamplingParams(EngineSamplingParams):
     n: int = 1
     """Number of independent continuations of each prompt."""
     best_of: int | None = None
-    """Number of continuations to make, of which the `n` with the highest log-probability per token come out, the
-    highest first. None: `n`."""
+    """Number of continuations to generate. The `n` with the highest log-probability per token are returned, the highest
+    first. None: `n`."""
     num_beams: int | None = None
-    """Above 1: beam search with so many beams, of which the best `n` come out, the best first."""
+    """Above 1: beam search with this number of beams. The best `n` are returned, the best first."""
     num_return_sequences: int | None = None
-    """Hugging Face's name of `n`."""
+    """Hugging Face's name for `n`."""
     use_beam_search: bool = False
-    """Beam search with `n` beams, all of which come out; with `num_beams`, the best `n` of these."""
+    """Beam search with `n` beams, all of which are returned; with `num_beams`, the best `n` of these."""
     length_penalty: float = 1.0
-    """Of beam search: sums of log-probabilities are divided by length ** `length_penalty`."""
+    """For beam search: sums of log-probabilities are divided by length ** `length_penalty`."""
     early_stopping: bool | Literal["never"] = False
-    """Of beam search: whether to stop as soon as there are as many finished sequences as beams; "never": only when no
-    beam can become better than they are."""
+    """For beam search, once there are as many finished sequences as beams. True: stop. False: stop if the best beam,
+    ended now, would not beat the worst of them. "never": stop only when no beam can become better than they are."""
     max_tokens: int | None = 16
-    """Most tokens of the output. None: up to the model's length, which always ends the output."""
+    """Maximum number of output tokens. None: up to the model's length, which always limits the output."""
     bad_words: Sequence[str] = ()
     """Texts that must not appear in the output."""
 
     logprobs_mode: LogprobsMode | None = None  # type: ignore[assignment]  # never None in the engine
-    """Log-probabilities before any edit of the logits, or after all of them. None: as `LLM` was made."""
+    """Log-probabilities before any edit of the logits, or after all of them. None: the setting of the `LLM`."""
 
     custom_logit_processor: Any = None
-    """SGLang's way: a `CustomLogitProcessor` class, a processor string or its dict, an installed processor's name, a
-    digest; or a list of them, run in this order. Each sees `custom_params`."""
+    """As in SGLang: a `CustomLogitProcessor` class, a processor string or its dict, an installed processor's name, or a
+    digest; or a list of these, run in this order. Each gets `custom_params`."""
     logits_processors: Sequence[Any] = ()
-    """Several processors with parameters of their own, run in this order. An entry is `{"processor": …, "params": {…}}`
+    """Processors with parameters of their own, run in this order. An entry is `{"processor": …, "params": {…}}`
     with a processor as above, `{"qualname": "module.Class", "args": […], "kwargs": {…}}`, a callable's qualified name,
     or the callable itself: a function of `(output_token_ids, logits)` or `(prompt_token_ids, output_token_ids, logits)`
-    as in vLLM V0, or a Hugging Face `LogitsProcessor`. A callable is made or copied anew for each continuation."""
+    as in vLLM V0, or a Hugging Face `LogitsProcessor`. Each continuation gets its own instance or copy of it."""
 
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    """What the output is constrained to: a JSON schema, a regular expression, … Also as a dict."""
+    """Constraint on the output: a JSON schema, a regular expression, … May be a dict."""
 
     detokenize: bool = True
     flat_logprobs: bool = False
@@ -96,19 +99,19 @@ class SamplingParams(EngineSamplingParams):
     watermarking: None = None
 
     def __post_init__(self) -> None:
-        for name, harmless in _UNSUPPORTED.items():
-            if getattr(self, name) is not harmless:
-                raise InvalidSamplingParams(name, f"is not supported by logitship: leave it at {harmless}")
+        for name, default in _UNSUPPORTED.items():
+            if getattr(self, name) is not default:
+                raise InvalidSamplingParams(name, f"is not supported by logitship: leave it at {default}")
         if self.num_return_sequences is not None:
             if self.n not in (1, self.num_return_sequences):
-                raise InvalidSamplingParams("num_return_sequences", f"is not the same as n, which is {self.n}")
+                raise InvalidSamplingParams("num_return_sequences", f"must be equal to n, which is {self.n}")
             object.__setattr__(self, "n", self.num_return_sequences)
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise InvalidSamplingParams("n", "must be an integer, 1 or greater")
         if self.best_of is not None and (type(self.best_of) is not int or self.best_of < self.n):
             raise InvalidSamplingParams("best_of", f"must be an integer, not smaller than n, which is {self.n}")
         if self.beam_search is not None and self.best_of not in (None, self.n):
-            raise InvalidSamplingParams("best_of", "does not go with beam search: leave it out")
+            raise InvalidSamplingParams("best_of", "cannot be combined with beam search: remove it")
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
         self._check_processors()
@@ -118,12 +121,12 @@ class SamplingParams(EngineSamplingParams):
             kind = type(self.structured_outputs).__name__
             raise InvalidSamplingParams("structured_outputs", f"must be StructuredOutputsParams or a dict, not {kind}")
         if RESERVED_KEY in (self.custom_params or {}):
-            raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is the engine's own")
+            raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is reserved: rename it")
         super().__post_init__()
 
     @property
     def beam_search(self) -> BeamSearch | None:
-        """The search that is asked for."""
+        """The requested beam search, or None."""
         return beam_search_of(self)
 
     def _check_processors(self) -> None:
@@ -138,18 +141,20 @@ class SamplingParams(EngineSamplingParams):
 
     @classmethod
     def from_sglang(cls, values: Mapping[str, Any], at: str = "sampling_params") -> Self:
-        """The same in SGLang's names, as in the body of `/generate`: `max_new_tokens` (128), `sampling_seed`, …
+        """Read parameters in SGLang's names, as in the body of `/generate`.
+
+        SGLang's defaults apply too: `max_new_tokens` is 128.
 
         Args:
             values: may also hold `custom_logit_processor`, `logits_processors` and `extra_args`.
             at: name of the dict in error messages.
 
         Raises:
-            BadRequest: a name is unknown, or its value is of another type.
+            BadRequest: a name is unknown, or its value has the wrong type.
             InvalidSamplingParams: a value is out of range.
         """
-        ours = {name: values[name] for name in _BESIDE_SGLANGS if name in values}
-        read = parse_model(SGLangSamplingParams, {k: v for k, v in values.items() if k not in ours}, at)
+        extra = {name: values[name] for name in _ADDITIONAL_NAMES if name in values}
+        read = parse_model(SGLangSamplingParams, {k: v for k, v in values.items() if k not in extra}, at)
         is_constrained = constraint_of(read, at) is not None
         shared = {field.name for field in dataclasses.fields(cls)} & set(SGLangSamplingParams.model_fields)
         return cls(
@@ -163,17 +168,17 @@ class SamplingParams(EngineSamplingParams):
             )
             if is_constrained
             else None,
-            **ours,
+            **extra,
         )
 
     def clone(self) -> Self:
-        """A copy that shares only what the processors are made of."""
+        """Return a copy that shares only the processors."""
         return dataclasses.replace(
             self, extra_args=copy.deepcopy(self.extra_args), custom_params=copy.deepcopy(self.custom_params)
         )
 
 
-_BESIDE_SGLANGS = ("custom_logit_processor", "extra_args", "logits_processors")
+_ADDITIONAL_NAMES = ("custom_logit_processor", "extra_args", "logits_processors")
 
 SGLANG_NAMES = {
     "include_stop_str_in_output": "no_stop_trim",
@@ -181,11 +186,11 @@ SGLANG_NAMES = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-"""SGLang's names of fields that it calls differently."""
+"""SGLang's names for fields that have another name here."""
 SGLANG_CONSTRAINTS = {
     "structured_outputs.json": "json_schema",
     "structured_outputs.regex": "regex",
     "structured_outputs.grammar": "ebnf",
     "structured_outputs.structural_tag": "structural_tag",
 }
-"""SGLang's names of what stands elsewhere here."""
+"""SGLang's names for the fields of `structured_outputs`."""

@@ -1,4 +1,4 @@
-"""`logitship.StructuredOutputsParams`: vLLM's constructor."""
+"""`logitship.StructuredOutputsParams`: a constraint, with the constructor of vLLM's class of the same name."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ _AT = "structured_outputs"
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What an output is constrained to: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
-    `structural_tag`, and what JSON may look like.
+    """Constraint on an output: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.
+
+    Stand-in for `vllm.sampling_params.StructuredOutputsParams`. The other fields control the whitespace in JSON.
 
     Raises:
-        InvalidSamplingParams: a ValueError; there is none or more than one, or one is of another type.
+        InvalidSamplingParams: a ValueError; no constraint or more than one is given, or one has the wrong type.
     """
 
     json: str | dict[str, Any] | bool | None = None
-    """A JSON schema, or its JSON text."""
+    """A JSON schema, as a dict or as JSON text."""
     regex: str | None = None
-    """A regular expression that the whole output matches."""
+    """A regular expression that the whole output must match."""
     choice: Sequence[str] | None = None
-    """Texts, one of which is the output."""
+    """Texts, one of which must be the output."""
     grammar: str | None = None
     """A context-free grammar: EBNF with a rule `root ::= …`, or Lark with a rule `start: …`."""
     json_object: bool | None = None
     """Any JSON object."""
     disable_any_whitespace: bool = False
-    """No white space between the parts of JSON."""
+    """Allow no whitespace between the elements of JSON."""
     disable_additional_properties: bool = False
-    """Not supported: write `"additionalProperties": false` into the schema."""
+    """Not supported: put `"additionalProperties": false` into the schema."""
     whitespace_pattern: str | None = None
-    """A regular expression for what may stand between the parts of JSON."""
+    """A regular expression for the whitespace between the elements of JSON."""
     structural_tag: str | None = None
     """A structural tag, as JSON text."""
 
     def __post_init__(self) -> None:
         if self.choice is not None and not isinstance(self.choice, str):
             object.__setattr__(self, "choice", list(self.choice))
-        # Now, where the caller's own line is in the traceback.
+        # Validate now, while the caller's line is in the traceback.
         _ = self.constraint
 
     @property
     def constraint(self) -> Constraint:
-        """What the installed processor `grammar` makes of it."""
+        """The constraint, for the installed processor `grammar`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         try:
             read = parse_model(StructuredOutputs, values, _AT)

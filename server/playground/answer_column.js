@@ -1,4 +1,4 @@
-// One of the two answers: its tokens while they come, and what is known of it at the end.
+// One of the two answers: its tokens as they arrive, and its statistics and receipts at the end.
 
 import { ApiError } from "./api.js";
 import { byId, h } from "./dom.js";
@@ -7,13 +7,13 @@ import { TokenView } from "./tokens.js";
 
 /** @typedef {import("./generation.js").Token} Token */
 
-const ENDED = { stop: "ended by itself", length: "reached max tokens", abort: "aborted" };
+const ENDED = { stop: "finished", length: "reached max tokens", abort: "aborted" };
 
 /** A column of the page: `#<id>`, with its parts. */
 export class AnswerColumn {
   /**
    * @param {string} id
-   * @param {(index: number) => void} onChoose told of the token that was chosen
+   * @param {(index: number) => void} onChoose called with the index of the chosen token
    */
   constructor(id, onChoose) {
     this.root = byId(id);
@@ -29,7 +29,7 @@ export class AnswerColumn {
     return this.view.tokens;
   }
 
-  /** Empties it. */
+  /** Removes the answer. */
   clear() {
     this.view.clear();
     this.status.textContent = "";
@@ -39,12 +39,12 @@ export class AnswerColumn {
   }
 
   /**
-   * Runs a request and shows what comes.
+   * Runs a request and shows its answer as it arrives.
    * @param {"chat" | "raw"} mode
    * @param {object} body
    * @param {AbortSignal} signal
    * @param {() => void} onTokens called after new tokens are shown
-   * @returns {Promise<unknown>} null, or the error that ended it, which is shown too
+   * @returns {Promise<unknown>} null, or the error that ended the request, which is also shown
    */
   async run(mode, body, signal, onTokens) {
     const clock = new Clock();
@@ -88,7 +88,7 @@ function receipt({ name, digest, steps, milliseconds }) {
   );
 }
 
-/** Counts tokens, and how fast they come: from the first on, because before it the prompt is computed. */
+/** Counts tokens and their rate, starting at the first token: before it, the prompt is processed. */
 class Clock {
   #tokens = 0;
   #atFirst = 0;

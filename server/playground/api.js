@@ -1,15 +1,15 @@
-// The server's public routes, as every other client sees them.
+// Client of the server's public routes.
 
 import { readEvents } from "./sse.js";
 
 const KEY = "logitship.api-key";
 
-/** What went wrong, in the server's words where it has any. */
+/** A failed request, with the server's message if there is one. */
 export class ApiError extends Error {
   /**
    * @param {string} message
    * @param {{status?: number, type?: string, param?: string | null, traceback?: string, name?: string}} [details]
-   *   `status` is 0 where no answer came
+   *   `status` is 0 if there was no response
    */
   constructor(message, { status = 0, type = "", param = null, traceback = "", name = "" } = {}) {
     super(message);
@@ -21,7 +21,7 @@ export class ApiError extends Error {
   }
 }
 
-/** @returns {string} the API key, which this tab alone keeps */
+/** @returns {string} the API key, which is stored in this tab only */
 export function apiKey() {
   try {
     return sessionStorage.getItem(KEY) ?? "";
@@ -30,15 +30,15 @@ export function apiKey() {
   }
 }
 
-/** @param {string} key the API key; "" forgets it */
+/** @param {string} key the API key; "" removes it */
 export function setApiKey(key) {
   if (key) sessionStorage.setItem(KEY, key);
   else sessionStorage.removeItem(KEY);
 }
 
 /**
- * The JSON answer of a route.
- * @param {string} path without a slash at its front, so that the page also works below a prefix
+ * Gets the JSON response of a route.
+ * @param {string} path without a leading slash, so that the page also works below a prefix
  * @returns {Promise<any>}
  */
 export async function get(path) {
@@ -46,7 +46,7 @@ export async function get(path) {
 }
 
 /**
- * The events of a streamed answer.
+ * Yields the events of a streamed response.
  * @param {string} path
  * @param {object} body
  * @param {AbortSignal} signal
@@ -66,7 +66,7 @@ export async function* stream(path, body, signal) {
     }
   } catch (error) {
     if (error instanceof ApiError || signal.aborted) throw error;
-    throw new ApiError(`The answer broke off: ${error.message}.`, { type: "network" });
+    throw new ApiError(`The response was interrupted: ${error.message}.`, { type: "network" });
   }
 }
 
@@ -92,7 +92,7 @@ function errorIn(text) {
   try {
     return JSON.parse(text).error;
   } catch {
-    return undefined; // a proxy's page, perhaps
+    return undefined; // perhaps a proxy's error page
   }
 }
 
@@ -101,5 +101,5 @@ function asError(error, status) {
 }
 
 function unreachable(error) {
-  return new ApiError(`No answer came from the server: ${error.message}. Is it still running?`, { type: "network" });
+  return new ApiError(`No response from the server: ${error.message}. Check that it is running.`, { type: "network" });
 }

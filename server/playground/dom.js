@@ -1,10 +1,10 @@
-// Elements from data. Text becomes text nodes, never markup: models and processors write what is shown here.
+// Construction of elements. Text becomes text nodes, never markup: it may come from models and processors.
 
 /**
  * Makes an element.
  * @param {string} tag its name
- * @param {Record<string, unknown>} [attributes] attributes; `class`, `dataset`, and `on…` for listeners. What is null,
- *   undefined or false is left out
+ * @param {Record<string, unknown>} [attributes] attributes; `class`, `dataset`, and `on…` for listeners. Values that
+ *   are null, undefined or false are omitted
  * @param {...(Node | string | null)} children
  * @returns {HTMLElement}
  */
@@ -21,7 +21,7 @@ export function h(tag, attributes = {}, ...children) {
 }
 
 /**
- * An element of the page that must be there.
+ * Returns an element of the page that must exist.
  * @template {HTMLElement} [T=HTMLElement]
  * @param {string} id
  * @returns {T}
@@ -33,7 +33,7 @@ export function byId(id) {
 }
 
 /**
- * Says something to those who do not see the page.
+ * Announces a text to screen readers.
  * @param {string} text
  */
 export function announce(text) {

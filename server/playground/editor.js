@@ -1,4 +1,4 @@
-// The editor of the processor: CodeMirror, in a shadow root so that its styles need no exception from the page's policy.
+// The processor's editor: CodeMirror in a shadow root, so that its styles need no exception in the content policy.
 
 import {
   Decoration,
@@ -31,7 +31,7 @@ import {
 
 const setErrorLine = StateEffect.define();
 
-/** The line with the error, as a decoration; gone with the next edit. */
+/** Decorates the line with the error until the next edit. */
 const errorLine = StateField.define({
   create: () => Decoration.none,
   update(lines, transaction) {
@@ -45,7 +45,7 @@ const errorLine = StateField.define({
   provide: (field) => EditorView.decorations.from(field),
 });
 
-// Colours are the page's variables, which reach into a shadow root.
+// Colours are the page's CSS variables, which a shadow root inherits.
 const theme = EditorView.theme({
   "&": { color: "var(--text)", backgroundColor: "var(--code)", fontSize: "0.8125rem" },
   "&:focus-within": { outline: "2px solid var(--focus)", outlineOffset: "-2px" },
@@ -66,7 +66,7 @@ const theme = EditorView.theme({
   },
   "&.cm-focused .cm-matchingBracket": { backgroundColor: "var(--selection)" },
   ".error-line": { backgroundColor: "var(--danger-soft) !important", boxShadow: "inset 3px 0 var(--danger)" },
-  // CodeMirror draws these with data: images, which the page's policy does not allow.
+  // CodeMirror uses data: images here, which the page's content policy forbids.
   ".cm-lintRange-error": { backgroundImage: "none", textDecoration: "underline wavy var(--danger)" },
   ".cm-gutter-lint": { width: "1rem" },
   ".cm-gutter-lint .cm-gutterElement": { padding: "0" },
@@ -78,7 +78,7 @@ const theme = EditorView.theme({
 });
 
 const colours = HighlightStyle.define([
-  { tag: tags.keyword, color: "var(--syntax-keyword)" }, // and all that derives from it
+  { tag: tags.keyword, color: "var(--syntax-keyword)" }, // and the tags derived from it
   { tag: [tags.string, tags.special(tags.string)], color: "var(--syntax-string)" },
   { tag: [tags.number, tags.bool, tags.null], color: "var(--syntax-number)" },
   { tag: [tags.definition(tags.className), tags.className], color: "var(--syntax-class)" },
@@ -90,16 +90,16 @@ const colours = HighlightStyle.define([
 /**
  * @typedef {object} Editor
  * @property {() => string} text
- * @property {(text: string) => void} setText replaces it, as if it had just been opened
+ * @property {(text: string) => void} setText replaces the text and clears the history
  * @property {(line: number, message: string) => void} showError at a line, from 1
  * @property {() => void} clearError
  * @property {(line: number) => void} goTo moves the cursor to a line and looks there
  */
 
 /**
- * @param {HTMLElement} host becomes the editor
- * @param {{label: string, describedBy: string, onChange: () => void, onRun: () => void}} options `describedBy`: what
- *   is said of it to those who do not see it
+ * @param {HTMLElement} host the element that becomes the editor
+ * @param {{label: string, describedBy: string, onChange: () => void, onRun: () => void}} options `describedBy`:
+ *   description for screen readers
  * @returns {Editor}
  */
 export function createEditor(host, { label, describedBy, onChange, onRun }) {
@@ -136,7 +136,7 @@ export function createEditor(host, { label, describedBy, onChange, onRun }) {
       spellcheck: "false",
       tabindex: "0",
     }),
-    // `setText` makes a new state and is no change to it: what comes here was typed.
+    // `setText` replaces the state without a change event, so this listener only gets the user's edits.
     EditorView.updateListener.of(({ docChanged }) => {
       if (docChanged) onChange();
     }),

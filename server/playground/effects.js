@@ -1,17 +1,17 @@
-// What a processor did to the choice of a token, and where two answers part.
+// The effect of processors on a token, and the first difference between two answers.
 
 /** @typedef {import("./generation.js").Trace} Trace */
 /** @typedef {import("./generation.js").Stage} Stage */
 
 /**
  * @typedef {object} Effect
- * @property {"forced" | "forbidden" | "changed" | "none"} kind `forced`: one token was left; `forbidden`: the most
- *   likely one was not; `changed`: another became the most likely
- * @property {number} shift from 0 to 1, how much of the probability moved to other tokens
- * @property {number} topBefore index of the candidate that was the most likely before
- * @property {number} topAfter and after
+ * @property {"forced" | "forbidden" | "changed" | "none"} kind `forced`: only one token was left; `forbidden`: the most
+ *   likely token was forbidden; `changed`: another token became the most likely
+ * @property {number} shift share of the probability that moved to other tokens, from 0 to 1
+ * @property {number} topBefore index of the most likely candidate before the processors
+ * @property {number} topAfter index of the most likely candidate after the processors
  * @property {Stage} before the stage before the first processor
- * @property {Stage} after that of the last
+ * @property {Stage} after the stage of the last processor
  */
 
 /** @param {number | null} logprob @returns {number} */
@@ -46,7 +46,7 @@ function kindOf(before, after, topBefore, topAfter) {
   return topBefore === topAfter ? "none" : "changed";
 }
 
-/** Total variation distance; of the candidates alone, so it may be a little more. */
+/** Returns the total variation distance over the candidates, a lower bound of the real one. */
 function shiftOf(before, after) {
   const moved = before.logprobs.map((logprob, i) => Math.abs(probability(logprob) - probability(after.logprobs[i])));
   return Math.min(1, moved.reduce((sum, each) => sum + each, 0) / 2);
@@ -62,10 +62,10 @@ export function mostLikely(stage) {
 }
 
 /**
- * Where two answers part.
+ * Finds the first difference between two answers.
  * @param {import("./generation.js").Token[]} one
  * @param {import("./generation.js").Token[]} other
- * @returns {number} index of the first token that is not the same in both; -1 as long as there is none
+ * @returns {number} index of the first token that differs; -1 if there is none so far
  */
 export function firstDifference(one, other) {
   const length = Math.min(one.length, other.length);

@@ -1,16 +1,16 @@
-// One request to the server, and its answer token by token.
+// A streamed request to the server, with its answer split into tokens.
 
 import { stream } from "./api.js";
 
-/** How many of the most likely tokens a trace holds at each stage. */
+/** Number of most likely tokens per stage in a trace. */
 const TOP = 20;
 
 /**
  * @typedef {object} Stage
  * @property {"model" | "request" | "processor" | "sampling"} stage
- * @property {string} [name] of the processor
- * @property {boolean} [again] a mask, which runs a second time
- * @property {(number | null)[]} logprobs one for each candidate; null: forbidden
+ * @property {string} [name] name of the processor
+ * @property {boolean} [again] the second run of a mask
+ * @property {(number | null)[]} logprobs one per candidate; null: forbidden
  * @property {number} num_allowed
  *
  * @typedef {object} Trace
@@ -20,7 +20,7 @@ const TOP = 20;
  * @property {Stage[]} stages
  *
  * @typedef {object} Token
- * @property {string} text what it added to the answer
+ * @property {string} text the text it adds to the answer
  * @property {Trace} trace
  *
  * @typedef {object} Ending
@@ -38,26 +38,26 @@ const TOP = 20;
  */
 
 /**
- * The body of a request.
+ * Builds the body of a request.
  * @param {"chat" | "raw"} mode
  * @param {string} prompt
  * @param {Sampling} sampling
- * @param {{processor: object, params: object} | null} carried the processor and its parameters
+ * @param {{processor: object, params: object} | null} attached the processor and its parameters
  * @returns {object}
  */
-export function bodyOf(mode, prompt, sampling, carried) {
+export function bodyOf(mode, prompt, sampling, attached) {
   const { temperature, max_tokens, seed, top_p, top_k, min_p, stop } = sampling;
   return {
     ...(mode === "chat" ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
     temperature,
     max_tokens,
     seed,
-    // What filters nothing is left out: with temperature 0, some of it would be refused.
+    // Filters that are off are omitted: with temperature 0, the server refuses some of them.
     ...(top_p < 1 ? { top_p } : {}),
     ...(top_k > 0 ? { top_k } : {}),
     ...(min_p > 0 ? { min_p } : {}),
     ...(stop.length ? { stop } : {}),
-    ...(carried ? { custom_logit_processor: carried.processor, custom_params: carried.params } : {}),
+    ...(attached ? { custom_logit_processor: attached.processor, custom_params: attached.params } : {}),
     stream: true,
     trace: { top: TOP },
   };
@@ -68,7 +68,7 @@ export function bodyOf(mode, prompt, sampling, carried) {
  * @param {"chat" | "raw"} mode
  * @param {object} body
  * @param {AbortSignal} signal
- * @param {(tokens: Token[]) => void} onTokens called with what is new
+ * @param {(tokens: Token[]) => void} onTokens called with new tokens
  * @returns {Promise<Ending>}
  */
 export async function generate(mode, body, signal, onTokens) {

@@ -1,4 +1,4 @@
-// The page: wires the panels together, and runs a request with and without its processor.
+// The page: connects the panels, and runs a request with and without its processor.
 
 import { AnswerColumn } from "./answer_column.js";
 import { ApiError, apiKey, get, setApiKey } from "./api.js";
@@ -20,12 +20,12 @@ const columns = {
   without: new AnswerColumn("without", (index) => openTrace("without", index)),
   with: new AnswerColumn("with", (index) => openTrace("with", index)),
 };
-const panel = new ProcessorPanel({ onChoose: showExample, onEdit: keep, onRun: run });
+const panel = new ProcessorPanel({ onChoose: showExample, onEdit: saveInputs, onRun: run });
 
 /** @type {AbortController | null} */
 let running = null;
 
-// --- what was typed ---
+// --- inputs ---
 
 /** @returns {"chat" | "raw"} */
 const mode = () => (/** @type {HTMLInputElement} */ (byId("mode-raw")).checked ? "raw" : "chat");
@@ -34,7 +34,7 @@ function draft() {
   return { mode: mode(), prompt: prompt.value, sampling: samplingFields(), ...panel.draft() };
 }
 
-function keep() {
+function saveInputs() {
   saveDraft(draft());
 }
 
@@ -47,7 +47,7 @@ function showRequest(values) {
 
 function showExample(example) {
   showRequest(example);
-  keep();
+  saveInputs();
 }
 
 // --- running ---
@@ -56,13 +56,13 @@ async function run() {
   if (running) return;
   const request = readRequest();
   if (!request) return;
-  const { carried, settings } = request;
+  const { processor, settings } = request;
   running = new AbortController();
   setRunning(true);
   const { signal } = running;
-  const one = (column, processor) =>
-    column.run(mode(), bodyOf(mode(), prompt.value, settings, processor), signal, markDifference);
-  const [plain, processed] = await Promise.all([one(columns.without, null), one(columns.with, carried)]);
+  const runColumn = (column, attached) =>
+    column.run(mode(), bodyOf(mode(), prompt.value, settings, attached), signal, markDifference);
+  const [plain, processed] = await Promise.all([runColumn(columns.without, null), runColumn(columns.with, processor)]);
   running = null;
   setRunning(false);
   if (plain) showError(plain, columns.without);
@@ -70,19 +70,19 @@ async function run() {
   else announce(signal.aborted ? "Stopped." : "Both answers are complete.");
 }
 
-/** What to send; null if something typed is wrong, which is shown. */
+/** Reads the request from the inputs. Returns null, and shows the error, if an input is invalid. */
 function readRequest() {
   clear();
   const params = panel.checkParams();
-  if (params === null) return refuse("The parameters are not valid.", panel.params);
+  if (params === null) return refuse("The parameters are not valid JSON.", panel.params);
   const processor = panel.processor();
   if (processor === null) {
-    panel.showError("The source defines no class. A processor is a class that derives from CustomLogitProcessor.", "");
+    panel.showError("The source defines no class. Define a subclass of CustomLogitProcessor.", "");
     return null;
   }
   columns.with.title.textContent = `With ${panel.name()}`;
   try {
-    return { carried: { processor, params }, settings: sampling() };
+    return { processor: { processor, params }, settings: sampling() };
   } catch (error) {
     if (!(error instanceof FieldError)) throw error;
     markField(error.field);
@@ -109,7 +109,7 @@ function setRunning(is) {
   stopButton.disabled = !is;
   byId("results").setAttribute("aria-busy", String(is));
   if (is) announce("Running.");
-  // Where the answers are below the request, they would come out of sight.
+  // On a narrow screen the answers are below the request, possibly out of view.
   if (is && !matchMedia("(min-width: 68rem)").matches) byId("results").scrollIntoView();
 }
 
@@ -160,7 +160,7 @@ async function connect() {
   }
 }
 
-/** What the link holds, or what was typed the last time, or the first example. */
+/** Restores the inputs from the link, else from the last visit, else from the first example. */
 async function restore(takesCode) {
   const shared = await sharedDraft();
   const last = shared ?? loadDraft();
@@ -177,7 +177,7 @@ async function sharedDraft() {
   try {
     return await unpack(location.hash);
   } catch {
-    banner("The link is damaged: what it held cannot be read.");
+    banner("The link is damaged and cannot be read. Ask for a new one.");
     return null;
   }
 }
@@ -188,7 +188,7 @@ function askForKey(message) {
   if (!keyDialog.open) keyDialog.showModal();
 }
 
-/** @param {string} text what is wrong; "" if nothing is */
+/** @param {string} text the error; "" hides the banner */
 function banner(text) {
   byId("banner").hidden = !text;
   byId("banner").textContent = text;
@@ -200,7 +200,7 @@ byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
-byId("request").addEventListener("input", keep);
+byId("request").addEventListener("input", saveInputs);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey) || event.defaultPrevented) return;
   event.preventDefault();
@@ -218,10 +218,10 @@ byId("share").addEventListener("click", async () => {
   history.replaceState(null, "", hash);
   try {
     await navigator.clipboard.writeText(location.href);
-    announce("The link is in the clipboard.");
+    announce("The link was copied to the clipboard.");
     byId("share").querySelector("[data-label]").textContent = "Copied";
   } catch {
-    announce("The link is in the address bar."); // browsers give the clipboard to https and localhost only
+    announce("The link is in the address bar."); // browsers allow clipboard access only on https and localhost
     byId("share").querySelector("[data-label]").textContent = "See address bar";
   }
 });

@@ -1,4 +1,4 @@
-// Which processor the request carries: an example, one that the server has, or what is in the editor.
+// The request's processor: an example, one of the server's processors, or the source in the editor.
 
 import { byId, h } from "./dom.js";
 import { createEditor } from "./editor.js";
@@ -12,18 +12,18 @@ import { lineOf, processorClass } from "./python_source.js";
  * @property {"chat" | "raw"} mode
  * @property {string} prompt
  * @property {object} params
- * @property {Record<string, number>} sampling what differs from the defaults
+ * @property {Record<string, number>} sampling values that differ from the defaults
  *
- * @typedef {object} Named a processor that the server has
- * @property {string} id what a request calls it
- * @property {"installed" | "registered"} kind by whom: the operator, or a client with this API key
+ * @typedef {object} Named a processor of the server
+ * @property {string} id its name in requests
+ * @property {"installed" | "registered"} kind by the operator, or by a client with this API key
  * @property {string} description
  * @property {object | null} params_schema
  */
 
 const OWN = "own";
 
-/** The panel. `onChoose` is told of an example that was chosen, `onEdit` that something was typed, `onRun` to run. */
+/** The panel. Calls `onChoose` when an example is chosen, `onEdit` when an input changes, and `onRun` to run. */
 export class ProcessorPanel {
   /** @param {{onChoose: (example: Example) => void, onEdit: () => void, onRun: () => void}} listeners */
   constructor({ onChoose, onEdit, onRun }) {
@@ -51,7 +51,7 @@ export class ProcessorPanel {
   /**
    * @param {Example[]} examples
    * @param {Named[]} named
-   * @param {boolean} takesCode whether the server runs code that comes with a request
+   * @param {boolean} takesCode whether the server runs code sent with requests
    */
   offer(examples, named, takesCode) {
     this.examples = examples;
@@ -68,7 +68,7 @@ export class ProcessorPanel {
     );
   }
 
-  /** @returns {Promise<void>} @param {string} choice as a draft has it */
+  /** @returns {Promise<void>} @param {string} choice in the format of a draft */
   async choose(choice) {
     const [kind, id] = choice.split(/:(.*)/s);
     if (kind === "example") {
@@ -105,13 +105,13 @@ export class ProcessorPanel {
     return { choice: this.select.value, source: this.editor.text(), params: this.params.value };
   }
 
-  /** @returns {string} what people call it */
+  /** @returns {string} the name to display */
   name() {
     const { choice, source } = this.draft();
     return choice.startsWith("named:") ? choice.slice("named:".length) : processorClass(source);
   }
 
-  /** @returns {object | null} the processor as a request has it; null: the source has no class */
+  /** @returns {object | null} the processor for a request; null: the source has no class */
   processor() {
     const { choice, source } = this.draft();
     const name = this.name();
@@ -119,13 +119,13 @@ export class ProcessorPanel {
     return name ? { source, class_name: name } : null;
   }
 
-  /** @returns {object | null} the parameters; null: they are no JSON object, which is said beside them */
+  /** @returns {object | null} the parameters; null: they are not a JSON object, and the error is shown */
   checkParams() {
     const problem = byId("params-error");
     let value;
     try {
       value = JSON.parse(this.params.value.trim() || "{}");
-      problem.textContent = isObject(value) ? "" : 'An object is expected, such as {"letter": "e"}.';
+      problem.textContent = isObject(value) ? "" : 'Enter a JSON object, such as {"letter": "e"}.';
     } catch (error) {
       problem.textContent = `This is not JSON: ${error.message}.`;
     }
@@ -136,7 +136,7 @@ export class ProcessorPanel {
   }
 
   /**
-   * Shows an error below the editor, and in it if it is about a line.
+   * Shows an error below the editor, and also at its line if there is one.
    * @param {string} message
    * @param {string} traceback
    */
@@ -159,7 +159,7 @@ export class ProcessorPanel {
     );
   }
 
-  /** Takes the error back. */
+  /** Removes the error. */
   clearError() {
     this.editor.clearError();
     byId("code-error").replaceChildren();
@@ -174,22 +174,22 @@ export class ProcessorPanel {
     this.onEdit();
   }
 
-  /** What is said below the list. */
+  /** Returns the text below the list. */
   #about(choice) {
     const [kind, id] = choice.split(/:(.*)/s);
     if (kind === "example") return [this.examples.find((each) => each.id === id)?.about ?? ""];
     if (kind === "named") return aboutNamed(this.named.find((each) => each.id === id));
-    return ["Your own class. It is kept in this browser until you choose an example."];
+    return ["Your own class. It is stored in this browser until you choose an example."];
   }
 }
 
-/** JSON with a line for each parameter. */
+/** Formats parameters as JSON with one line per parameter. */
 function formatted(params) {
   const lines = Object.entries(params).map(([name, value]) => `  ${JSON.stringify(name)}: ${compact(value)}`);
   return lines.length ? `{\n${lines.join(",\n")}\n}` : "{}";
 }
 
-/** JSON on one line, with the spaces that people write. */
+/** Formats a value as JSON on one line, with spaces after commas and colons. */
 function compact(value) {
   return JSON.stringify(value, null, 1)
     .replace(/\n\s*/g, " ")
@@ -212,7 +212,7 @@ function aboutNamed(named) {
 
 const EMPTY = { array: [], boolean: false, integer: 0, number: 0, object: {}, string: "" };
 
-/** Parameters to begin with: what the schema requires, by its examples and defaults where it has some. */
+/** Returns initial parameters: those that the schema requires, with its examples and defaults. */
 function exampleOf(schema) {
   const required = new Set(schema?.required ?? []);
   const properties = Object.entries(schema?.properties ?? {}).filter(([name]) => required.has(name));

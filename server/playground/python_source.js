@@ -1,12 +1,12 @@
-// What the page reads in a processor's source, and in what the server says of it.
+// Parsing of a processor's source, and of error messages about it.
 
 import { pythonLanguage } from "./vendor/codemirror.js";
 
 const BASE = "CustomLogitProcessor";
 
 /**
- * The name of the class that is the processor: the last one at the top level that derives from `CustomLogitProcessor`,
- * also through another class of the source; else the last one of all.
+ * Finds the processor class: the last top-level class that derives from `CustomLogitProcessor`, directly or through
+ * another class of the source; else the last class.
  * @param {string} source
  * @returns {string} "" if there is no class
  */
@@ -36,10 +36,10 @@ function* classes(source) {
 }
 
 /**
- * The line of the source that an error is about.
- * @param {string} message of a refusal, which may have a traceback in it
+ * Finds the line of the source that an error is about.
+ * @param {string} message of a refusal; may contain a traceback
  * @param {string} traceback of a fault
- * @returns {number} from 1; 0 if it is about no line
+ * @returns {number} line number from 1; 0 if there is none
  */
 export function lineOf(message, traceback) {
   // The last frame is the innermost one of the last exception.

@@ -1,4 +1,4 @@
-// The sampling parameters.
+// The panel of sampling parameters.
 
 import { byId } from "./dom.js";
 
@@ -8,7 +8,7 @@ const LARGEST_SEED = 2 ** 31;
 
 const field = (name) => /** @type {HTMLInputElement} */ (byId(`sampling-${name}`));
 
-/** @returns {Record<string, string>} the fields as they are */
+/** @returns {Record<string, string>} the values of the fields */
 export function samplingFields() {
   return Object.fromEntries(FIELDS.map((name) => [name, field(name).value]));
 }
@@ -19,14 +19,14 @@ export function setSamplingFields(values) {
 }
 
 /**
- * What the fields mean.
- * @returns {import("./generation.js").Sampling} an empty seed becomes a random one: both answers must have the same
- * @throws {FieldError} names the field that has no number
+ * Reads the fields.
+ * @returns {import("./generation.js").Sampling} with a random seed if none is given: both answers need the same one
+ * @throws {FieldError} a field is not a number
  */
 export function sampling() {
   const numbers = Object.fromEntries(NUMBERS.map((name) => [name, numberIn(name)]));
   const seed = field("seed").value.trim() === "" ? Math.floor(Math.random() * LARGEST_SEED) : numberIn("seed");
-  // One a line, as typed; "\n" in it is a line feed, which could not be typed otherwise.
+  // One per line; a line feed inside a text is typed as "\n".
   const stop = field("stop")
     .value.split("\n")
     .filter(Boolean)
@@ -37,12 +37,12 @@ export function sampling() {
 function numberIn(name) {
   const { value, validity } = field(name);
   if (value.trim() === "" || validity.badInput || !Number.isFinite(Number(value))) {
-    throw new FieldError(name, `${labelOf(name)} is not a number`);
+    throw new FieldError(name, `${labelOf(name)} must be a number`);
   }
   return Number(value);
 }
 
-/** A field that does not hold what it should. */
+/** An invalid field. */
 export class FieldError extends Error {
   /**
    * @param {string} name
@@ -55,8 +55,8 @@ export class FieldError extends Error {
 }
 
 /**
- * Marks the field that an error is about.
- * @param {string | null} name as the API calls it; null takes the mark back
+ * Marks an invalid field.
+ * @param {string | null} name the API's name of the field; null removes the mark
  */
 export function markField(name) {
   for (const each of FIELDS) field(each).removeAttribute("aria-invalid");

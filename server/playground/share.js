@@ -1,21 +1,21 @@
-// A playground as text for a link, and its draft between visits.
+// Drafts: the page's inputs, encoded in a link or stored between visits.
 
 const DRAFT = "logitship.playground";
 const PREFIX = "#p=";
 
 /**
- * @typedef {object} Draft what a person has typed
+ * @typedef {object} Draft the page's inputs
  * @property {"chat" | "raw"} mode
  * @property {string} prompt
- * @property {string} choice which processor: `example:<id>`, `named:<id>` or `own`
- * @property {string} source of the processor, unless the server has it
+ * @property {string} choice the chosen processor: `example:<id>`, `named:<id>` or `own`
+ * @property {string} source of the processor, unless it is one of the server's
  * @property {string} params JSON
  * @property {Record<string, string>} sampling the fields' values
  */
 
 /**
  * @param {Draft} draft
- * @returns {Promise<string>} the end of a link, from its `#`
+ * @returns {Promise<string>} the fragment of a link, with its `#`
  */
 export async function pack(draft) {
   const bytes = await through(new CompressionStream("deflate-raw"), new TextEncoder().encode(JSON.stringify(draft)));
@@ -24,9 +24,9 @@ export async function pack(draft) {
 }
 
 /**
- * @param {string} hash the end of a link
- * @returns {Promise<Draft | null>} null: it holds none
- * @throws if it is damaged
+ * @param {string} hash the fragment of a link
+ * @returns {Promise<Draft | null>} null: there is no draft in it
+ * @throws if the draft is damaged
  */
 export async function unpack(hash) {
   if (!hash.startsWith(PREFIX)) return null;
@@ -36,12 +36,12 @@ export async function unpack(hash) {
   return checked(draft);
 }
 
-/** @returns {Draft | null} what was typed the last time */
+/** @returns {Draft | null} the inputs of the last visit */
 export function loadDraft() {
   try {
     return checked(JSON.parse(localStorage.getItem(DRAFT) ?? "null"));
   } catch {
-    return null; // forbidden storage, or one that another version wrote
+    return null; // storage is forbidden, or was written by another version
   }
 }
 
@@ -50,7 +50,7 @@ export function saveDraft(draft) {
   try {
     localStorage.setItem(DRAFT, JSON.stringify(draft));
   } catch {
-    // The storage is full or forbidden: the page works without it.
+    // Storage is full or forbidden: the page works without it.
   }
 }
 

@@ -1,9 +1,9 @@
-// Server-sent events with JSON data, up to `[DONE]`.
+// Parser of server-sent events with JSON data, up to `[DONE]`.
 
 /**
  * @param {ReadableStream<Uint8Array>} body
  * @returns {AsyncGenerator<any>} the data of each event
- * @throws if there is no `[DONE]`: what came is not all
+ * @throws if `[DONE]` is missing: the response is incomplete
  */
 export async function* readEvents(body) {
   let rest = "";
@@ -20,7 +20,7 @@ export async function* readEvents(body) {
   throw new Error("its end is missing");
 }
 
-/** Not `for await` over the stream itself, which Safari does not have. */
+/** Decodes the stream. Safari has no `for await` over streams. */
 async function* texts(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   try {
@@ -30,6 +30,6 @@ async function* texts(body) {
       yield value;
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stopped reading wants no more
+    reader.cancel().catch(() => {}); // the caller may have stopped early
   }
 }

@@ -1,4 +1,4 @@
-// How tokens and numbers are written for people.
+// Display of tokens and numbers.
 
 const INVISIBLE = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
 const SPOKEN = { " ": "space", "\n": "line feed", "\t": "tab", "\r": "carriage return", "\u00a0": "no-break space" };
@@ -6,19 +6,19 @@ const SPOKEN = { " ": "space", "\n": "line feed", "\t": "tab", "\r": "carriage r
 const UNSEEN = /^[\s\0-\x1f]*$/;
 
 /**
- * A token on a line of its own, with a mark for each character that is not seen.
+ * Writes a token with a symbol for each invisible character.
  * @param {string} text
  */
 export function visible(text) {
-  // Unicode has pictures of the control characters, in their order.
+  // Unicode has symbols for the control characters, in their order.
   const picture = (character) => String.fromCharCode(0x2400 + character.charCodeAt(0));
   return text.replace(/[\0-\x20\xa0]/g, (character) => INVISIBLE[character] ?? picture(character)) || "∅";
 }
 
 /**
- * What to show before a token that would not be seen in its text, or not where it is.
+ * Returns a symbol to show before a token that is invisible or contains a line feed.
  * @param {string} text
- * @returns {string | null} null: it is seen
+ * @returns {string | null} null: the token needs none
  */
 export function mark(text) {
   if (text.includes("\n")) return INVISIBLE["\n"];
@@ -26,7 +26,7 @@ export function mark(text) {
 }
 
 /**
- * A token for those who hear it.
+ * Writes a token for screen readers.
  * @param {string} text
  */
 export function spoken(text) {

@@ -1,4 +1,4 @@
-// Light, dark, or what the system says. A classic script in the head: the page must not flash in the wrong colours.
+// Light, dark, or the system's theme. A classic script in the head, so that the page never flashes in the wrong colours.
 (() => {
   const KEY = "logitship.theme";
   const ORDER = ["auto", "light", "dark"];
@@ -34,7 +34,7 @@
       try {
         localStorage.setItem(KEY, theme);
       } catch {
-        // It holds until the page is closed.
+        // Storage is forbidden: the choice lasts until the page is closed.
       }
     });
   });

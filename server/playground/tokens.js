@@ -1,4 +1,4 @@
-// An answer as tokens that can be chosen: with the mouse, or with the arrow keys and Enter.
+// An answer as a list of tokens, to be chosen with the mouse, or with the arrow keys and Enter.
 
 import { h } from "./dom.js";
 import { effectOf } from "./effects.js";
@@ -6,9 +6,9 @@ import { mark, spoken } from "./text.js";
 
 /** @typedef {import("./generation.js").Token} Token */
 
-const SAID = { forced: "forced", forbidden: "first choice forbidden", changed: "first choice changed", none: "" };
+const LABELS = { forced: "forced", forbidden: "first choice forbidden", changed: "first choice changed", none: "" };
 
-/** A list of tokens of which one is chosen. One of them is in the order of the Tab key, and the arrows move it. */
+/** A list of tokens, one of which can be chosen. It has a single tab stop, which the arrow keys move. */
 export class TokenView {
   /**
    * @param {HTMLElement} host a `listbox`
@@ -27,14 +27,14 @@ export class TokenView {
     host.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  /** Empties it. */
+  /** Removes all tokens. */
   clear() {
     this.tokens = [];
     this.focused = 0;
     this.host.replaceChildren();
   }
 
-  /** @param {Token[]} tokens what is new */
+  /** @param {Token[]} tokens new tokens */
   append(tokens) {
     for (const token of tokens) {
       this.tokens.push(token);
@@ -43,7 +43,7 @@ export class TokenView {
     this.host.children[this.focused]?.setAttribute("tabindex", "0");
   }
 
-  /** @param {number} index chooses this token, and hands it to `onChoose` */
+  /** Chooses a token, and calls `onChoose`. @param {number} index */
   choose(index) {
     this.#focusable(index);
     this.unchoose();
@@ -51,12 +51,12 @@ export class TokenView {
     this.onChoose(index);
   }
 
-  /** Takes the choice back. */
+  /** Clears the choice. */
   unchoose() {
     this.host.querySelector('[aria-selected="true"]')?.setAttribute("aria-selected", "false");
   }
 
-  /** @param {number} index of the token from which on another answer is different */
+  /** @param {number} index of the first token that differs from the other answer */
   markDifference(index) {
     const token = this.host.children[index];
     if (!token || token.classList.contains("differs")) return;
@@ -98,10 +98,10 @@ export class TokenView {
 function element(token, number) {
   const effect = effectOf(token.trace);
   const kind = effect?.kind ?? "none";
-  const label = [spoken(token.text || token.trace.text), `token ${number}`, SAID[kind]].filter(Boolean).join(", ");
-  // What adds no text, such as the end token, is shown by its name.
+  const label = [spoken(token.text || token.trace.text), `token ${number}`, LABELS[kind]].filter(Boolean).join(", ");
+  // A token that adds no text, such as the end token, is shown by its name.
   const text = token.text || token.trace.text || "∅";
-  // The space before a word is not marked: it may be at the end of a line.
+  // The leading space of a word is outside the marked part: it may be at the end of a line.
   const [, space, rest] = /^( ?)(.*)$/s.exec(text);
   const ink = h("span", { class: "ink", "data-mark": mark(token.text) }, rest || space);
   if (effect) ink.style.setProperty("--shift", effect.shift.toFixed(3));

@@ -1,4 +1,4 @@
-// What became of a token's rivals, stage by stage: a table of bars.
+// The trace of a token: the probabilities of its candidates at each stage, as a table of bars.
 
 import { h } from "./dom.js";
 import { effectOf, probability } from "./effects.js";
@@ -8,7 +8,7 @@ import { count, percent, visible } from "./text.js";
 /** @typedef {import("./generation.js").Stage} Stage */
 
 const SHOWN = 10;
-/** Where the table is wider than a phone, it scrolls: also by keyboard. */
+/** The table scrolls if it is too wide for the screen, by keyboard too. */
 const BARS = { class: "bars-scroll", tabindex: "0", role: "region", "aria-label": "Probabilities" };
 const STAGE_NAMES = { model: "Model", request: "Request", sampling: "Sampling" };
 
@@ -17,7 +17,7 @@ const STAGE_NAMES = { model: "Model", request: "Request", sampling: "Sampling" }
  * @property {Trace} trace
  * @property {number} index of the token in its answer
  * @property {number} length of the answer so far, in tokens
- * @property {string} column whose answer it is
+ * @property {string} column title of the answer's column
  */
 
 /**
@@ -28,7 +28,7 @@ const STAGE_NAMES = { model: "Model", request: "Request", sampling: "Sampling" }
  */
 export function showTrace(host, chosen, onMove) {
   let isWhole = false;
-  const draw = () => {
+  const render = () => {
     const more = h("button", { type: "button", class: "quiet more", onclick: () => toggle() });
     const hidden = chosen.trace.candidates.length - Math.min(SHOWN, chosen.trace.candidates.length);
     more.textContent = isWhole ? "Show fewer" : `Show ${hidden} more`;
@@ -41,10 +41,10 @@ export function showTrace(host, chosen, onMove) {
   };
   const toggle = () => {
     isWhole = !isWhole;
-    draw();
+    render();
     /** @type {HTMLElement} */ (host.querySelector(".more")).focus();
   };
-  draw();
+  render();
 }
 
 function heading(host, { trace, index, length, column }, onMove) {
@@ -52,7 +52,7 @@ function heading(host, { trace, index, length, column }, onMove) {
     const attributes = { type: "button", class: "quiet", "aria-label": label, disabled: to < 0 || to >= length };
     const onclick = () => {
       onMove(to);
-      // The button was drawn anew. At an end of the answer it is disabled, and the other one goes on.
+      // The buttons were rendered again. At an end of the answer the same one is disabled: focus the other.
       const enabled = [...host.querySelectorAll(".steps button:enabled")];
       const same = enabled.find((button) => button.getAttribute("aria-label") === label);
       /** @type {HTMLElement | undefined} */ (same ?? enabled[0])?.focus();
@@ -74,19 +74,19 @@ function heading(host, { trace, index, length, column }, onMove) {
 }
 
 /**
- * A sentence on what happened to the choice.
+ * Summarizes the effect on the choice of the token.
  * @param {Trace} trace
  * @returns {string}
  */
 export function summary(trace) {
   const effect = effectOf(trace);
-  const drawn = trace.candidates.findIndex((candidate) => candidate.token_id === trace.token_id);
+  const sampled = trace.candidates.findIndex((candidate) => candidate.token_id === trace.token_id);
   const last = trace.stages[trace.stages.length - 1];
-  const odds =
+  const chance =
     last.num_allowed === 1
-      ? "Sampling left the drawn one alone."
-      : `Drawn with ${percent(probability(last.logprobs[drawn]))}.`;
-  if (effect === null) return `No processor ran. ${odds}`;
+      ? "Sampling left only the sampled token."
+      : `Sampled with ${percent(probability(last.logprobs[sampled]))}.`;
+  if (effect === null) return `No processor ran. ${chance}`;
   const token = (index) => `“${visible(trace.candidates[index].text)}”`;
   const { before, after, topBefore, topAfter } = effect;
   const was = `${token(topBefore)}, which had ${percent(probability(before.logprobs[topBefore]))}`;
@@ -94,16 +94,16 @@ export function summary(trace) {
   const forbade = newlyForbidden > 0 ? ` ${count(newlyForbidden)} tokens were forbidden.` : "";
   const happened = {
     forced: `Forced: only ${token(topAfter)} was left. The first choice was ${was}.`,
-    forbidden: `The first choice was forbidden: ${was}.${forbade} ${odds}`,
-    changed: `The first choice changed to ${token(topAfter)}. It was ${was}.${forbade} ${odds}`,
-    none: `The first choice stayed ${token(topBefore)}; ${percent(effect.shift)} of the probability moved.${forbade} ${odds}`,
+    forbidden: `The first choice was forbidden: ${was}.${forbade} ${chance}`,
+    changed: `The first choice changed to ${token(topAfter)}. It was ${was}.${forbade} ${chance}`,
+    none: `The first choice stayed ${token(topBefore)}; ${percent(effect.shift)} of the probability moved.${forbade} ${chance}`,
   };
   return happened[effect.kind];
 }
 
 function table(trace, isWhole) {
   const stages = distinct(trace.stages);
-  const rows = isWhole ? trace.candidates.map((_, index) => index) : mostTelling(trace, stages);
+  const rows = isWhole ? trace.candidates.map((_, index) => index) : mostLikelyRows(trace, stages);
   return h(
     "table",
     { class: "bars" },
@@ -113,7 +113,7 @@ function table(trace, isWhole) {
   );
 }
 
-/** Without the request's stage where it changed nothing. */
+/** Drops the request's stage if it changed nothing. */
 function distinct(stages) {
   const [model] = stages;
   return stages.filter(
@@ -121,11 +121,11 @@ function distinct(stages) {
   );
 }
 
-/** The candidates that were the most likely anywhere, and the drawn one, in their order. */
-function mostTelling(trace, stages) {
-  const drawn = trace.candidates.findIndex((candidate) => candidate.token_id === trace.token_id);
+/** Returns the candidates with the highest probability at any stage, and the sampled one, in their order. */
+function mostLikelyRows(trace, stages) {
+  const sampled = trace.candidates.findIndex((candidate) => candidate.token_id === trace.token_id);
   const best = (index) =>
-    Math.max(...stages.map((stage) => probability(stage.logprobs[index])), index === drawn ? 2 : 0);
+    Math.max(...stages.map((stage) => probability(stage.logprobs[index])), index === sampled ? 2 : 0);
   const order = trace.candidates.map((_, index) => index).sort((one, other) => best(other) - best(one));
   return order.slice(0, SHOWN).sort((one, other) => one - other);
 }
@@ -138,29 +138,29 @@ function column(stage) {
 
 function row(trace, stages, index) {
   const candidate = trace.candidates[index];
-  const isDrawn = candidate.token_id === trace.token_id;
+  const isSampled = candidate.token_id === trace.token_id;
   const isForbidden = stages.some((stage) => stage.stage !== "sampling" && stage.logprobs[index] === null);
   return h(
     "tr",
-    { class: isDrawn ? "drawn" : isForbidden ? "barred" : null, "data-token-id": candidate.token_id },
+    { class: isSampled ? "sampled" : isForbidden ? "barred" : null, "data-token-id": candidate.token_id },
     h(
       "th",
       { scope: "row" },
       h("code", { class: "chip" }, visible(candidate.text)),
-      isDrawn ? h("span", { class: "badge" }, "drawn") : "",
+      isSampled ? h("span", { class: "badge" }, "sampled") : "",
     ),
-    ...stages.map((stage, place) => cell(stages, place, index)),
+    ...stages.map((stage, position) => cell(stages, position, index)),
   );
 }
 
-function cell(stages, place, index) {
-  const stage = stages[place];
+function cell(stages, position, index) {
+  const stage = stages[position];
   const logprob = stage.logprobs[index];
   const attributes = { class: stage.stage, "data-stage": stage.stage };
   if (logprob === null) {
-    const wasAllowed = place === 0 || stages[place - 1].logprobs[index] !== null;
+    const wasAllowed = position === 0 || stages[position - 1].logprobs[index] !== null;
     const word = stage.stage === "sampling" ? "filtered" : "forbidden";
-    // Said once, where it happens; after that it is only out.
+    // Shown once, at the stage where it happens; later stages have a dash.
     return h("td", { ...attributes, class: `${stage.stage} out` }, wasAllowed ? word : "—");
   }
   const share = probability(logprob);

@@ -1,4 +1,4 @@
-"""The real server on the real model, started once."""
+"""Fixtures with a server on the real model, and with the real vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from logitship.server.http_server import running_server
 
 @pytest.fixture(scope="session")
 def real_server() -> Iterator[str]:
-    """Base URL of a server on the default model that takes shipped processors; 32 sequences of up to 1,024 tokens."""
+    """Base URL of a server on the default model that runs shipped processors: 32 sequences of up to 1,024 tokens."""
     config = ServerConfig(
         port=0,
         enable_custom_logit_processor=True,
@@ -31,7 +31,7 @@ def real_server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def vllm_environment() -> Path:
-    """A virtual environment with the real vLLM, made the first time. Tests run side by side: one makes it for all."""
+    """A virtual environment with the real vLLM, created on first use, under a lock because tests run in parallel."""
     cache = Path(os.environ.get("LOGITSHIP_PEER_CACHE", Path.home() / ".cache" / "logitship-peers"))
     cache.mkdir(parents=True, exist_ok=True)
     script = Path(__file__).parents[1] / "peers" / "vllm_cpu.sh"

@@ -1,4 +1,4 @@
-"""The processors that come with it, on the real model, over HTTP: each output keeps to what was asked for."""
+"""Built-in processors on the real model, over HTTP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tree() -> dict[str, Any]:
-    """10,000 leaves, three tokens deep, each followed by the end."""
+    """A tree of 10,000 leaves, three tokens deep, each followed by the end token."""
     generator = random.Random(0)
     prefixes: dict[str, list[int]] = {}
     paths = ["225"]
@@ -72,7 +72,7 @@ def of_budget() -> dict[str, Any]:
 
 
 def check_path(output_ids: Sequence[int], tree: dict[str, Any]) -> None:
-    """The output is a path from the root to the end."""
+    """Check that the output is a path from the root to the end token."""
     assert output_ids[-1] == END
     path = "225"
     for token in output_ids:
@@ -90,10 +90,10 @@ def check_json(text: str) -> None:
 
 
 def check_thinking(output_ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    """After the budget stand a new line and the end of thinking, and then the model goes on as it likes."""
+    """Check that a new line and the end of thinking follow the budget, and that the model then continues freely."""
     forced = tokenizer.encode("\n", add_special_tokens=False) + tokenizer.encode("</think>", add_special_tokens=False)
     end = forced[1:]
-    closings = [place for place in range(len(output_ids)) if [*output_ids[place : place + len(end)]] == end]
+    closings = [i for i in range(len(output_ids)) if [*output_ids[i : i + len(end)]] == end]
     assert closings
     assert closings[0] <= BUDGET + 1
     assert len(output_ids) == TOKENS
@@ -104,7 +104,7 @@ JSON_PROMPT = "A person as JSON:\n"
 TREE_PROMPT = "The next word is"
 
 
-def test_a_thinking_budget(client: Client, tokenizer: Tokenizer) -> None:
+def test_thinking_budget_processor(client: Client, tokenizer: Tokenizer) -> None:
     answer = client.generate(
         THINKING_PROMPT, logits_processors=[of_budget()], max_new_tokens=TOKENS, temperature=0, ignore_eos=True
     )
@@ -113,7 +113,7 @@ def test_a_thinking_budget(client: Client, tokenizer: Tokenizer) -> None:
     assert "</think>" not in free.text
 
 
-def test_vllms_thinking_budget(client: Client, tokenizer: Tokenizer) -> None:
+def test_thinking_token_budget(client: Client, tokenizer: Tokenizer) -> None:
     answer = client.generate(
         THINKING_PROMPT,
         max_new_tokens=TOKENS,
@@ -124,7 +124,7 @@ def test_vllms_thinking_budget(client: Client, tokenizer: Tokenizer) -> None:
     assert "</think>" in tokenizer.decode(answer.output_ids[: 12 + 5])
 
 
-def test_a_tree_of_10_000_leaves(client: Client, tree: dict[str, Any]) -> None:
+def test_tree_of_10_000_leaves(client: Client, tree: dict[str, Any]) -> None:
     answers = client.generate(
         TREE_PROMPT, n=4, logits_processors=[of_tree(tree)], max_new_tokens=20, temperature=1.5, seed=3
     )
@@ -135,7 +135,7 @@ def test_a_tree_of_10_000_leaves(client: Client, tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_json_schema(temperature: float, client: Client) -> None:
+def test_json_schema(temperature: float, client: Client) -> None:
     response_format = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     answers = client.chat(
         [{"role": "user", "content": "Tell me about a person, as JSON."}],
@@ -151,14 +151,14 @@ def test_a_json_schema(temperature: float, client: Client) -> None:
         check_json(answer.text)
 
 
-def test_all_at_once_on_the_rows_of_a_batch(client: Client, tokenizer: Tokenizer, tree: dict[str, Any]) -> None:
+def test_processors_in_one_batch(client: Client, tokenizer: Tokenizer, tree: dict[str, Any]) -> None:
     kinds = {
         "thinking": (THINKING_PROMPT, [of_budget()]),
         "tree": (TREE_PROMPT, [of_tree(tree)]),
         "json": (JSON_PROMPT, [of_grammar(json_schema=SCHEMA)]),
         "free": ("Once upon a time", []),
     }
-    # Several of each, mixed, so that rows of one kind are not all neighbours when they come.
+    # Three of each kind in random order, so that rows of one kind are not adjacent.
     names = [name for name, _ in itertools.product(kinds, range(3))]
     random.Random(1).shuffle(names)
     answers: list[Generation] = client.generate(
@@ -169,10 +169,10 @@ def test_all_at_once_on_the_rows_of_a_batch(client: Client, tokenizer: Tokenizer
                 {
                     "max_new_tokens": 200 if name == "json" else TOKENS,
                     "temperature": 0.9,
-                    "sampling_seed": place,
+                    "sampling_seed": index,
                     "ignore_eos": name == "thinking",
                 }
-                for place, name in enumerate(names)
+                for index, name in enumerate(names)
             ]
         },
     )
@@ -185,8 +185,8 @@ def test_all_at_once_on_the_rows_of_a_batch(client: Client, tokenizer: Tokenizer
             check_json(answer.text)
 
 
-def test_a_tool_call_in_free_text(client: Client) -> None:
-    """The chat format's own tokens stand around it, as the chat template writes them."""
+def test_tool_call_in_free_text(client: Client) -> None:
+    """The output includes the special tokens of the chat template."""
     call = {
         "type": "tag",
         "begin": '<tool_call>{"name": "register", "arguments": ',
@@ -211,8 +211,8 @@ def test_a_tool_call_in_free_text(client: Client) -> None:
         check_json(json.dumps(value["arguments"]))
 
 
-def test_a_thinking_budget_before_a_grammar(client: Client) -> None:
-    """The grammar begins where the thinking ends, and the budget sees to it that it does."""
+def test_thinking_budget_before_grammar(client: Client) -> None:
+    """The grammar starts after the thinking, which the budget ends."""
     answer = client.generate(
         THINKING_PROMPT,
         logits_processors=[of_grammar(json_schema=SCHEMA, after="</think>"), of_budget()],
@@ -224,7 +224,7 @@ def test_a_thinking_budget_before_a_grammar(client: Client) -> None:
     check_json(text)
 
 
-def test_a_schema_waits_for_the_end_of_the_thinking_that_the_prompt_began(client: Client) -> None:
+def test_schema_applies_after_thinking(client: Client) -> None:
     answer = client.generate(
         THINKING_PROMPT, json_schema=json.dumps(SCHEMA), thinking_token_budget=12, max_new_tokens=300, temperature=0
     )
@@ -245,7 +245,7 @@ def test_masks_intersect(client: Client, tokenizer: Tokenizer) -> None:
     assert set(answer.text) <= set("ghijklmnopqrst")
 
 
-def test_who_leaves_no_token_together_is_named(client: Client, tokenizer: Tokenizer) -> None:
+def test_error_names_masks_that_leave_no_token(client: Client, tokenizer: Tokenizer) -> None:
     with pytest.raises(GenerationError, match=r"no token is left.*grammar, disallowed_tokens"):
         client.generate(
             JSON_PROMPT,
@@ -266,7 +266,7 @@ def test_who_leaves_no_token_together_is_named(client: Client, tokenizer: Tokeni
         )
 
 
-def test_a_wrong_parameter_says_what_was_expected(client: Client) -> None:
+def test_invalid_params(client: Client) -> None:
     with pytest.raises(BadRequestError, match="tree: expected"):
         client.generate("a", logits_processors=[{"processor": {"name": "tree"}, "params": {"tree": 7}}])
     with pytest.raises(BadRequestError, match="thinking_budget: expected an integer"):

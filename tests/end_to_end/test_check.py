@@ -49,7 +49,7 @@ def check(folder: Path, name: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_a_class_of_the_guide_passes(tmp_path: Path) -> None:
+def test_guide_class_passes(tmp_path: Path) -> None:
     status, report = check(tmp_path, "Sentences")
     assert (status, report["ok"], report["counts"]["error"]) == (0, True, 0), report
     assert (report["isolation"], report["vocab_size"]) == ("sandbox", 49152)
@@ -62,7 +62,7 @@ def test_a_class_of_the_guide_passes(tmp_path: Path) -> None:
     assert report["params"] == [{"sentences": 1}, {"sentences": 2}]
 
 
-def test_a_class_that_counts_on_itself_fails(tmp_path: Path) -> None:
+def test_class_with_state_on_self_fails(tmp_path: Path) -> None:
     status, report = check(tmp_path, "Counter")
     assert status == 1
     failed = [each for each in report["checks"] if each["verdict"] == "failed"]

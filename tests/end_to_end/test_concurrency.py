@@ -1,8 +1,8 @@
-"""Thirty-two streams at once on the real model, five processors among them: each as if it were alone.
+"""Batch invariance: thirty-two concurrent streams on the real model with five processors equal single requests.
 
-Rows are computed together, and floating-point addition rounds differently in other company. Where two tokens are so
-close that this decides between them, an output may differ from the one alone; the test then demands proof of such a
-near-tie in what the server says of both runs.
+Floating-point sums round differently in another batch composition. If two tokens are so close that rounding decides
+between them, an output may differ from that of the single request. The test then checks that the log-probabilities
+show such a near-tie.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEAR = 1e-3
 
 
 class WithoutLetter(CustomLogitProcessor):
-    """No token with a certain letter."""
+    """Forbids tokens with a letter."""
 
     def __init__(self) -> None:
         self.masks: dict[str, torch.Tensor] = {}
@@ -42,7 +42,7 @@ class WithoutLetter(CustomLogitProcessor):
 
 
 class Raise(CustomLogitProcessor):
-    """Makes some tokens more likely, and returns a new tensor."""
+    """Adds a bias to some tokens, and returns a new tensor."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         result = logits.double()
@@ -52,7 +52,7 @@ class Raise(CustomLogitProcessor):
 
 
 class NoRepeat(CustomLogitProcessor):
-    """No token twice: keeps the tokens that it has seen in the sequence's state."""
+    """Forbids repeated tokens, and keeps the tokens so far in the sequence's state."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         for row, params in enumerate(custom_param_list or ()):
@@ -65,7 +65,7 @@ class NoRepeat(CustomLogitProcessor):
 
 
 class EveryOther(CustomLogitProcessor):
-    """Every second token is a certain one: the position comes from the whole history."""
+    """Forces every second token, by the length of the prompt and the output."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         for row, params in enumerate(custom_param_list or ()):
@@ -115,7 +115,7 @@ def requests() -> list[Wanted]:
 
 @dataclass
 class Output:
-    """What a stream gave."""
+    """The output of a stream."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -132,21 +132,21 @@ async def stream(client: AsyncClient, wanted: Wanted) -> Output:
     return output
 
 
-async def together_and_alone(base_url: str) -> tuple[list[Output], list[Output]]:
+async def run_batched_and_single(base_url: str) -> tuple[list[Output], list[Output]]:
     async with AsyncClient(base_url, timeout=300) as client:
-        together = await asyncio.gather(*(stream(client, wanted) for wanted in requests()))
-        alone = [await stream(client, wanted) for wanted in requests()]
-    return together, alone
+        batched = await asyncio.gather(*(stream(client, wanted) for wanted in requests()))
+        single = [await stream(client, wanted) for wanted in requests()]
+    return batched, single
 
 
-def is_near_tie(wanted: Wanted, position: int, alone: Output, token_id: int) -> bool:
-    """Whether rounding decides between the token drawn alone at `position` and `token_id`."""
-    record = alone.logprobs[position]
+def is_near_tie(wanted: Wanted, position: int, single: Output, token_id: int) -> bool:
+    """Return whether rounding decides between `token_id` and the token that `single` has at `position`."""
+    record = single.logprobs[position]
     if wanted.seed is None:
         chosen = {top.token_id: top.logprob for top in record.top}
         best, other = chosen[record.token_id], chosen.get(token_id)
         return best is not None and other is not None and best - other < NEAR
-    # The draw: the first candidate, most likely first, whose cumulative probability exceeds the uniform number.
+    # The sampled token is the first one, most likely first, whose cumulative probability exceeds the uniform number.
     kept = [top for top in record.top if top.logprob is not None][: wanted.options["top_k"]]
     weights = np.exp([top.logprob for top in kept])
     cumulative = np.cumsum(weights / weights.sum())
@@ -157,44 +157,44 @@ def is_near_tie(wanted: Wanted, position: int, alone: Output, token_id: int) -> 
     return bool(np.abs(borders - uniform).min() < NEAR) or ties_in_order
 
 
-def test_each_output_is_the_one_that_the_request_gets_alone(real_server: str) -> None:
-    together, alone = asyncio.run(together_and_alone(real_server))
+def test_outputs_are_batch_invariant(real_server: str) -> None:
+    batched, alone = asyncio.run(run_batched_and_single(real_server))
     differing = 0
-    for wanted, company, single in zip(requests(), together, alone, strict=True):
-        if company.token_ids == single.token_ids:
-            assert company.text == single.text
+    for wanted, output, single in zip(requests(), batched, alone, strict=True):
+        if output.token_ids == single.token_ids:
+            assert output.text == single.text
             continue
         differing += 1
-        position = next(i for i in range(TOKENS) if company.token_ids[i] != single.token_ids[i])
-        assert is_near_tie(wanted, position, single, company.token_ids[position]), (wanted, position)
-    assert differing <= 4, "near-ties are rare: so many differences have another reason"
+        position = next(i for i in range(TOKENS) if output.token_ids[i] != single.token_ids[i])
+        assert is_near_tie(wanted, position, single, output.token_ids[position]), (wanted, position)
+    assert differing <= 4, "near-ties are rare: so many differences have another cause"
 
 
 async def several_and_single(base_url: str, wanted: Wanted, n: int) -> tuple[list[Output], list[Wanted], list[Output]]:
-    """Continuations of one request; the same as requests; and what these give one after the other."""
+    """Return the continuations of one request, the equivalent single requests, and the outputs of these."""
     assert wanted.seed is not None
     singles = [
         Wanted(wanted.prompt, wanted.options | {"seed": continuation_seed(wanted.seed, index)}) for index in range(n)
     ]
     async with AsyncClient(base_url, timeout=300) as client:
-        together = await client.generate(wanted.prompt, n=n, **wanted.options)
+        results = await client.generate(wanted.prompt, n=n, **wanted.options)
         alone = [await stream(client, single) for single in singles]
-    assert isinstance(together, list)
-    several = [Output(result.text, list(result.output_ids), list(result.logprobs or ())) for result in together]
+    assert isinstance(results, list)
+    several = [Output(result.text, list(result.output_ids), list(result.logprobs or ())) for result in results]
     return several, singles, alone
 
 
-def test_each_of_n_continuations_is_the_one_of_a_request_with_its_seed(real_server: str) -> None:
-    for number in (3, 7, 29):  # without a processor, with a stateful one, with a built-in
+def test_continuations_equal_single_requests(real_server: str) -> None:
+    for number in (3, 7, 29):  # without a processor, with a stateful one, with a built-in one
         wanted = requests()[number]
         several, singles, alone = asyncio.run(several_and_single(real_server, wanted, 3))
-        for single, company, expected in zip(singles, several, alone, strict=True):
-            differing = [i for i in range(TOKENS) if company.token_ids[i] != expected.token_ids[i]]
-            assert not differing or is_near_tie(single, differing[0], expected, company.token_ids[differing[0]])
+        for single, output, expected in zip(singles, several, alone, strict=True):
+            differing = [i for i in range(TOKENS) if output.token_ids[i] != expected.token_ids[i]]
+            assert not differing or is_near_tie(single, differing[0], expected, output.token_ids[differing[0]])
 
 
-def test_a_near_tie_is_not_found_where_there_is_none(real_server: str) -> None:
-    """The proof that the test above demands can fail."""
+def test_is_near_tie_can_fail(real_server: str) -> None:
+    """The check for near-ties in the tests above can fail."""
     greedy = Wanted("The capital of France is", requests()[0].options | {"processor": None, "max_new_tokens": TOKENS})
 
     async def one() -> Output:

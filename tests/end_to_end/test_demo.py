@@ -1,4 +1,4 @@
-"""`logitship demo`, whole, on the default model."""
+"""`logitship demo` on the default model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from logitship.server.config import ServerConfig
 
 
 def words_with_s(text: str) -> float:
-    """Share of the words that begin with s."""
+    """Return the share of words that start with s."""
     words = re.findall(r"[A-Za-z]+", text)
     return sum(word[0] in "sS" for word in words) / len(words)
 
 
-def test_the_demo_shows_what_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answers: list[list[Generation]] = []
     ask_all = demo.ask_all
 

@@ -1,4 +1,4 @@
-"""`--enable-deterministic-inference` on the real model: log-probabilities that are equal to the last bit."""
+"""`--enable-deterministic-inference` on the real model: log-probabilities are equal to the last bit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PROMPTS = [
 TOKENS = 6
 
 Record = tuple[list[int], list[list[tuple[int, float]]]]
-"""An output's tokens, and the most likely tokens before each, with their log-probabilities; of the prompt too."""
+"""The tokens of an output, and at each position of prompt and output the most likely tokens with log-probabilities."""
 
 
 def params(number: int) -> SamplingParams:
-    """Every second prompt is continued at random."""
+    """Return parameters of a prompt: greedy and random ones alternate."""
     settings: dict[str, float] = (
         {"temperature": 0} if number % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
     )
@@ -31,27 +31,27 @@ def params(number: int) -> SamplingParams:
 
 
 def records(llm: LLM, numbers: Sequence[int]) -> dict[int, Record]:
-    """What the engine gives for some of the prompts, in one call."""
+    """Generate for some of the prompts in one call."""
     outputs = llm.generate([PROMPTS[i] for i in numbers], [params(i) for i in numbers], use_tqdm=False)
     found = {}
     for number, output in zip(numbers, outputs, strict=True):
         (completion,) = output.outputs
         assert completion.logprobs is not None
         assert output.prompt_logprobs is not None
-        places = [place for place in (*output.prompt_logprobs, *completion.logprobs) if place is not None]
-        logprobs = [[(token, record.logprob) for token, record in place.items()] for place in places]
+        tables = [table for table in (*output.prompt_logprobs, *completion.logprobs) if table is not None]
+        logprobs = [[(token, record.logprob) for token, record in table.items()] for table in tables]
         found[number] = (list(completion.token_ids), logprobs)
     return found
 
 
-def test_company_and_chunks_change_no_bit() -> None:
-    everything = range(len(PROMPTS))
+def test_logprobs_are_batch_invariant() -> None:
+    numbers = range(len(PROMPTS))
     with LLM(max_num_seqs=8, max_model_len=256, enable_deterministic_inference=True) as llm:
-        alone = {number: records(llm, [number])[number] for number in everything}
-        together = records(llm, everything)
-        reordered = records(llm, [*reversed(everything)])
-    assert together == alone
-    assert reordered == alone
+        single = {number: records(llm, [number])[number] for number in numbers}
+        batched = records(llm, numbers)
+        reordered = records(llm, [*reversed(numbers)])
+    assert batched == single
+    assert reordered == single
     for chunk_size, rows in ((7, 8), (50, 3)):
         with LLM(
             max_num_seqs=rows,
@@ -59,4 +59,4 @@ def test_company_and_chunks_change_no_bit() -> None:
             chunked_prefill_size=chunk_size,
             enable_deterministic_inference=True,
         ) as llm:
-            assert records(llm, everything) == alone
+            assert records(llm, numbers) == single

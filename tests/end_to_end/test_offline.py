@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM` on the real model, made as their users make them."""
+"""`LLM` and `AsyncLLM` on the real model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from logitship import LLM, AsyncLLM, BeamSearchParams, Client, CustomLogitProcessor, SamplingParams
 
 PROMPTS = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-"""In their greedy answers, the two most likely tokens are 0.03 apart and more (log-probabilities). Rounding moves them
-by some 1e-4, so that it decides about none."""
+"""In their greedy answers, the log-probabilities of the two most likely tokens differ by at least 0.03. Rounding
+changes them by about 1e-4, so it does not affect the answers."""
 
 
 class Ban(CustomLogitProcessor):
@@ -32,7 +32,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_the_server_and_llm_say_the_same(llm: LLM, real_server: str) -> None:
+def test_same_outputs_as_server(llm: LLM, real_server: str) -> None:
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
     with Client(real_server) as client:
         answers = client.generate(PROMPTS, temperature=0, max_new_tokens=16)
@@ -40,7 +40,7 @@ def test_the_server_and_llm_say_the_same(llm: LLM, real_server: str) -> None:
     assert "Paris" in outputs[0].outputs[0].text
 
 
-def test_processors_of_both_kinds(llm: LLM) -> None:
+def test_class_and_callable(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     (comma,), (full_stop,) = tokenizer.encode(","), tokenizer.encode(".")
 
@@ -84,8 +84,8 @@ def test_async_llm(llm: LLM) -> None:
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
-def test_beam_search_is_the_one_of_hugging_face(llm: LLM) -> None:
-    """With scores apart by more than rounding; and both APIs of ours give the same."""
+def test_same_beams_as_hugging_face(llm: LLM) -> None:
+    """Scores differ by more than rounding, and `LLM.generate` and `LLM.beam_search` agree."""
     model: Any = llm._engine._engine._runner.model
     tokenizer = llm.get_tokenizer()
     before, expected = model.config._attn_implementation, []
@@ -113,7 +113,7 @@ def test_beam_search_is_the_one_of_hugging_face(llm: LLM) -> None:
         ]
     searched = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=10))
     for found, each in zip(searched, outputs, strict=True):
-        # Not to the last bit: the prompts of the second search came out of the prefix cache.
+        # Not bit-identical: the prompts of the second search come from the prefix cache.
         assert [one.score for one in found.sequences] == pytest.approx(
             [one.beam_score for one in each.outputs], abs=1e-3
         )

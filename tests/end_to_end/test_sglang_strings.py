@@ -1,4 +1,4 @@
-"""Every recorded SGLang string, through HTTP, does what the recording says."""
+"""Processor strings recorded from SGLang, over HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THINKING = {
 
 
 def generate(base_url: str, name: str | None, custom_params: dict[str, Any] | None, **body: Any) -> dict[str, Any]:
-    """One greedy answer of 12 tokens as SGLang's own clients ask for it."""
+    """Request a greedy answer of 12 tokens as SGLang's own clients do."""
     body = {"text": PROMPT} | body
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True, "custom_params": custom_params}
     body["sampling_params"] = sampling | body.get("sampling_params", {})
@@ -44,7 +44,7 @@ def generate(base_url: str, name: str | None, custom_params: dict[str, Any] | No
     return parsed
 
 
-def test_no_string_is_left_out() -> None:
+def test_all_strings_are_tested() -> None:
     tested = {"ForceToken", "Boost", "Countdown"} | set(THINKING)
     tested |= {"DisallowedTokensLogitsProcessor", "DeepseekOCRNoRepeatNGramLogitProcessor"}
     assert set(STRINGS) == tested
@@ -84,7 +84,7 @@ def test_disallowed_tokens(real_server: str) -> None:
 
 
 def test_no_repeat_ngram(real_server: str) -> None:
-    """A prompt that goes round in circles, and an answer that may not."""
+    """The prompt repeats itself, the answer must not."""
     options: dict[str, Any] = {"text": "one two three one two three one two three one two"}
     plain = generate(real_server, None, None, **options)
     params = {"ngram_size": 3, "window_size": 200}
@@ -99,7 +99,7 @@ def test_no_repeat_ngram(real_server: str) -> None:
 
 @pytest.fixture(scope="module")
 def large_vocabulary_server(loaded_model: LoadedModel) -> Iterator[str]:
-    """A tiny model that has the token ids of all four thinking models."""
+    """Base URL of a server on a tiny model whose vocabulary has the token ids of all four thinking models."""
     config = LlamaConfig(
         vocab_size=200_020,
         hidden_size=16,
@@ -120,9 +120,9 @@ def large_vocabulary_server(loaded_model: LoadedModel) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", THINKING)
 def test_thinking_budget(large_vocabulary_server: str, name: str) -> None:
-    """Five tokens of thinking, then a new line and the end of thinking, whatever the model would say.
+    """The answer is five tokens of thinking, then the forced new line and end of thinking.
 
-    These strings ship no code, so that the server needs no flag for them.
+    These strings ship no code, so the server needs no flag for them.
     """
     start, end, new_line = THINKING[name]
     prompt = {"text": None, "input_ids": [1000, start]}
@@ -134,7 +134,7 @@ def test_thinking_budget(large_vocabulary_server: str, name: str) -> None:
     assert end not in answer["output_ids"][7:]
 
 
-def test_a_model_without_the_thinking_tokens_refuses(real_server: str) -> None:
+def test_model_without_thinking_tokens(real_server: str) -> None:
     body = {
         "text": PROMPT,
         "sampling_params": {"custom_params": {"thinking_budget": 5}},

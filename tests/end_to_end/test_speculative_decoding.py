@@ -1,6 +1,6 @@
-"""With `--enable-deterministic-inference`, drafts change no token on the real model, whatever edits the logits.
+"""Speculative decoding with `--enable-deterministic-inference` changes no token on the real model.
 
-Each kind of processor gets one prompt here. `LOGITSHIP_PROMPTS_EACH=12` gives each twelve: hundreds of prompts.
+Each kind of processor gets one prompt. `LOGITSHIP_PROMPTS_EACH=12` makes it twelve, which is hundreds of prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATEFUL = SourceProcessor(
 from logitship import CustomLogitProcessor
 
 class Stateful(CustomLogitProcessor):
-    '''What it forbids depends on its calls, and on what it kept of the logits. It notices a call too many.'''
+    '''Depends on the number of its calls and on earlier logits, and detects extra calls.'''
     def __call__(self, logits, custom_param_list=None):
         for row, params in zip(logits, custom_param_list):
             req = params["__req__"]
@@ -99,11 +99,11 @@ CASES: dict[str, tuple[dict[str, Any], list[ProcessorRequest]]] = {
     "prevent_hallucination": ({}, [named("prevent_hallucination", phrase="I do not know.", minp=0.3, tolerate=2)]),
     "trigger_phrase": ({}, [named("trigger_phrase", phrase=" indeed", trigger_token_phrase=" the")]),
 }
-"""Of the built-in ones, `max_time` looks at a clock, and the thinking budgets of other models need their tokens."""
+"""Left out: `max_time`, which reads the clock, and the thinking budgets of other models, which need their tokens."""
 
 
 def prompts(engine: AsyncEngine) -> list[tuple[str, list[int]]]:
-    """Texts that repeat themselves, so that there is something to draft."""
+    """Return repetitive texts, for which there are drafts."""
     generator = random.Random(7)
     made = []
     for number in range(PROMPTS_EACH):
@@ -115,7 +115,7 @@ def prompts(engine: AsyncEngine) -> list[tuple[str, list[int]]]:
 
 
 def outputs(engine: AsyncEngine) -> dict[str, tuple[list[int], str]]:
-    """Of each request, its tokens and why it ended."""
+    """Return the tokens and the finish reason of each request."""
 
     async def generated(rid: str, prompt: list[int]) -> tuple[list[int], str]:
         params, processors = CASES[rid.rpartition(" ")[0]]
@@ -133,16 +133,16 @@ def outputs(engine: AsyncEngine) -> dict[str, tuple[list[int], str]]:
         assert reason is not None
         return tokens, f"{reason.kind}: {reason.error and reason.error.message}"
 
-    async def everything() -> dict[str, tuple[list[int], str]]:
-        asked = prompts(engine)
-        found = await asyncio.gather(*(generated(rid, prompt) for rid, prompt in asked))
-        return {rid: each for (rid, _), each in zip(asked, found, strict=True)}
+    async def generate_all() -> dict[str, tuple[list[int], str]]:
+        requests = prompts(engine)
+        results = await asyncio.gather(*(generated(rid, prompt) for rid, prompt in requests))
+        return {rid: each for (rid, _), each in zip(requests, results, strict=True)}
 
-    return asyncio.run(everything())
+    return asyncio.run(generate_all())
 
 
 class Counted(NGramSpeculation):
-    """Drafts all that it can guess, whatever it costs, and counts the drafts that were accepted."""
+    """Always drafts, regardless of cost, and counts accepted draft tokens."""
 
     accepted = 0
 
@@ -159,11 +159,11 @@ class Counted(NGramSpeculation):
         return super().drafts(decoding)
 
     def observe(self, num_rows: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        super().observe(num_rows, num_drafts, num_accepted, 1.0)  # a busy machine must not end the drafts
+        super().observe(num_rows, num_drafts, num_accepted, 1.0)  # a busy machine must not turn drafting off
 
 
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
-def test_drafts_change_no_token(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculative_decoding_changes_no_token(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "NGramSpeculation", Counted)
     Counted.accepted = 0
     found = []

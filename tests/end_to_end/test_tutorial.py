@@ -1,4 +1,4 @@
-"""The tutorial, followed as a reader would: in an empty folder, file by file and command by command."""
+"""The tutorial, followed like a reader: in an empty folder, file by file and command by command."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ COMMAND = re.compile(r"^\$ (?P<command>.*)\n(?P<output>(?:(?!\$ ).*\n)*)", re.MU
 
 
 class Reader:
-    """Does what the page says.
+    """Follows the page.
 
     Args:
-        folder: an empty one.
-        is_shown: tells whether a page shows an output.
+        folder: an empty folder.
+        is_shown: returns whether the text on the page matches an output.
     """
 
     def __init__(self, folder: Path, is_shown: Callable[[str, str], bool]) -> None:
@@ -39,9 +39,9 @@ class Reader:
         self._environment["PYTHONIOENCODING"] = "utf-8"
 
     def follow(self, language: str, word: str, text: str) -> None:
-        """A block of the page."""
+        """Execute a block of the page."""
         if (language, word) == ("bash", "no-run"):
-            return  # installs; `tests/test_documentation.py` says which these are
+            return  # installation; `tests/test_documentation.py` lists these blocks
         if language == "python":
             self._save(word.removeprefix('title="').removesuffix('"'), text)
         elif (language, word) == ("console", "background"):
@@ -84,7 +84,7 @@ class Reader:
             return False
 
     def _run(self, command: str, shown: str) -> None:
-        # Two versions of a file may be saved within a second, and Python would run the bytecode of the first.
+        # A file may be saved twice within a second, and Python would then run the bytecode of the first version.
         environment = self._environment | {"PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             ["bash", "-c", command], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=400
@@ -102,7 +102,7 @@ def reader(tmp_path: Path, is_shown: Callable[[str, str], bool]) -> Iterator[Rea
 
 
 @pytest.mark.timeout(900)
-def test_what_the_tutorial_says_is_what_happens(reader: Reader) -> None:
+def test_tutorial(reader: Reader) -> None:
     for block in BLOCK.finditer(TUTORIAL.read_text()):
         reader.follow(block["language"], block["word"] or "", block["text"])
     assert reader.servers

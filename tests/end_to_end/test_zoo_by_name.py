@@ -1,4 +1,4 @@
-"""The seven of logits-processor-zoo by name on the default model: the same answers as by the originals."""
+"""The built-in versions of logits-processor-zoo's processors give the same answers as the originals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REQUESTS: list[tuple[str, str, str, dict[str, Any]]] = [
         CAPITAL,
         {"phrase": " (on the Seine)", "trigger_token_phrase": " Paris", "trigger_after": True},
     ),
-    # The clock starts with the first step, in which no time has passed.
+    # The clock starts with the first step, when no time has passed.
     ("max_time", "MaxTimeLogitsProcessor", COLORS, {"max_time": 0.0}),
 ]
 
@@ -55,33 +55,33 @@ def ask(llm: LLM, questions: list[str], params: list[SamplingParams]) -> list[Re
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """Fewer rows than requests, so that these come and go while others run."""
+    """An engine with fewer rows than requests, so that requests are added and removed while others run."""
     with LLM(
         max_model_len=256,
         max_num_seqs=6,
         seed=0,
         logits_processor_pattern=r"logits_processor_zoo\..*",
-        enable_deterministic_inference=True,  # an answer and the original's are computed in different batches
+        enable_deterministic_inference=True,  # the compared answers come from different batches
     ) as llm:
         yield llm
 
 
-def test_answers_as_the_originals_do(llm: LLM) -> None:
+def test_same_answers_as_originals(llm: LLM) -> None:
     questions = [question for _, _, question, _ in REQUESTS]
     by_name = [greedy([{"processor": name, "params": params}]) for name, _, _, params in REQUESTS]
     originals = [greedy([{"qualname": PREFIX + cls, "kwargs": params}]) for _, cls, _, params in REQUESTS]
     answers = ask(llm, questions * 3, by_name + originals + [greedy([])] * len(REQUESTS))
     count = len(REQUESTS)
-    for (name, *_), ours, theirs, plain in zip(
+    for (name, *_), builtin, original, plain in zip(
         REQUESTS, answers[:count], answers[count : 2 * count], answers[2 * count :], strict=True
     ):
-        assert ours.outputs[0].text == theirs.outputs[0].text, name
-        assert ours.outputs[0].text != plain.outputs[0].text, name
-        assert ours.outputs[0].receipts[0].name == name
+        assert builtin.outputs[0].text == original.outputs[0].text, name
+        assert builtin.outputs[0].text != plain.outputs[0].text, name
+        assert builtin.outputs[0].receipts[0].name == name
 
 
-def test_several_run_in_order(llm: LLM) -> None:
-    """What ends the answer runs first, so that what waits for its end sees that."""
+def test_run_order(llm: LLM) -> None:
+    """The processor that ends the answer runs first, so that the one that waits for the end sees it."""
     shorter = {"processor": "gen_length", "params": {"boost_factor": 20.0, "p": 1}}
     phrase = {"processor": "force_last_phrase", "params": {"phrase": "\n\nReferences:\n"}}
     (answer,) = ask(llm, [COLORS], [greedy([shorter, phrase])])
@@ -89,7 +89,7 @@ def test_several_run_in_order(llm: LLM) -> None:
     assert answer.outputs[0].finish_reason == "stop"
 
 
-def test_wrong_parameters_are_refused(llm: LLM) -> None:
+def test_invalid_params(llm: LLM) -> None:
     for params, message in (
         ({"choices": ["1", "two words"]}, "choices: expected a text of one token, but 'two words' is 2 tokens"),
         ({"choices": ["1"], "choises": ["2"]}, "choises"),

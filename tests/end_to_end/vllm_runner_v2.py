@@ -1,8 +1,8 @@
-"""Runs in vLLM's environment: the plugin for model runner V2 behind vLLM's own code, as far as that runs on a CPU.
+"""Script for vLLM's environment: the plugin for model runner V2 with vLLM's own code, as far as it runs on a CPU.
 
-vLLM's own: the loader of plugins, `RequestState` with its slots, and the model runner's `finish_requests` and
-`add_requests`. Stand-ins: the buffers, which need an accelerator; the kernels that write tokens into them; and the rest
-of the model runner. It prints what processors saw, as JSON.
+vLLM's own: the plugin loader, `RequestState` with its slots, and the model runner's `finish_requests` and
+`add_requests`. Fakes: the buffers, which need an accelerator; the kernels that write tokens into them; and the rest of
+the model runner. It prints the sampled tokens as JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sees(CustomLogitProcessor):
 
 
 class Buffer:
-    """`StagedWriteTensor` and `UvaBackedTensor`, on the host."""
+    """Fake of `StagedWriteTensor` and `UvaBackedTensor`, in CPU memory."""
 
     def __init__(self, size: Any, dtype: torch.dtype, **_: Any) -> None:
         self.gpu = torch.zeros(size, dtype=dtype)
@@ -65,14 +65,14 @@ class Buffer:
 
 
 class Ignores:
-    """A part of the model runner that is not looked at."""
+    """Fake of a part of the model runner that the tests do not use."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
 
 
 class GPUModelRunner:
-    """The model runner's own methods on the least that they need."""
+    """Fake of vLLM's model runner: its own methods, with the attributes that they need."""
 
     add_requests = RealRunner.add_requests
     finish_requests = RealRunner.finish_requests
@@ -95,7 +95,14 @@ class GPUModelRunner:
         finished: Set[str] = frozenset(),
         preempted: Set[str] = frozenset(),
     ) -> list[int]:
-        """The most likely token of each row; `lengths`: how far each scheduled request is computed after the step."""
+        """Run a step, and return the most likely token of each row.
+
+        Args:
+            new: requests to add.
+            lengths: number of computed tokens of each scheduled request after the step.
+            finished: ids of finished requests.
+            preempted: ids of preempted requests.
+        """
         output = SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=finished, preempted_req_ids=preempted)
         self.finish_requests(output)
         self.add_requests(output)
@@ -107,16 +114,16 @@ class GPUModelRunner:
         ctx = LogitsContext(
             mapping, mapping, np.array(slots), torch.zeros(len(slots), dtype=torch.int32), tokens, last, seq_lens
         )
-        drawn: list[int] = self.plugin.apply(torch.zeros(len(slots), VOCAB), ctx).argmax(dim=-1).tolist()
-        for slot, length, token in zip(slots, seq_lens.tolist(), drawn, strict=True):
+        sampled: list[int] = self.plugin.apply(torch.zeros(len(slots), VOCAB), ctx).argmax(dim=-1).tolist()
+        for slot, length, token in zip(slots, seq_lens.tolist(), sampled, strict=True):
             if length == self.req_states.total_len.gpu[slot]:
                 self.req_states.all_token_ids.gpu[slot, length] = token
                 self.req_states.total_len.gpu[slot] += 1
-        return drawn
+        return sampled
 
 
 def request(req_id: str, prompt: list[int], output: list[int] | None = None, **params: Any) -> Any:
-    """vLLM's `NewRequestData`, as far as it is read."""
+    """Return a fake of vLLM's `NewRequestData` with the attributes that are read."""
     xargs = {"custom_logit_processor": json.dumps({"source": SOURCE, "class_name": "Sees"})}
     return SimpleNamespace(
         req_id=req_id,
@@ -131,16 +138,16 @@ def request(req_id: str, prompt: list[int], output: list[int] | None = None, **p
 
 
 class OneRank:
-    """No tensor parallelism: vLLM's groups need its whole start."""
+    """Fake without tensor parallelism: vLLM's groups need its full initialization."""
 
     is_first = True
 
     def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Do nothing: there is no other rank."""
+        """Do nothing: there is only one rank."""
 
 
 def config(*, speculative_config: Any = None, is_diffusion: bool = False, **parallel: Any) -> Any:
-    """vLLM's configuration, as far as it is read."""
+    """Return a fake of vLLM's configuration with the attributes that are read."""
     one_rank = {"prefill_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
     model = SimpleNamespace(
         is_diffusion=is_diffusion,
@@ -156,14 +163,14 @@ def config(*, speculative_config: Any = None, is_diffusion: bool = False, **para
 
 
 class Changed(GPUModelRunner):
-    """The model runner of another version."""
+    """The model runner of another vLLM version."""
 
     def add_requests(self, output: Any) -> None:
-        """Another argument than the plugin looks for."""
+        """Has another argument than the plugin expects."""
 
 
 def refusal(runner: type[GPUModelRunner], vllm_config: Any) -> str:
-    """Why the plugin does not start."""
+    """Return the error with which the plugin refuses to start."""
     try:
         runner(vllm_config)
     except ValueError as error:
@@ -172,7 +179,7 @@ def refusal(runner: type[GPUModelRunner], vllm_config: Any) -> str:
 
 
 def main() -> None:
-    """Two requests with processors: one in two chunks, one put aside and taken back, one that fails."""
+    """Run requests with processors: one in two chunks, one preempted and resumed, one that fails."""
     states.StagedWriteTensor = states.UvaBackedTensor = Buffer
     plugin_v2.TensorParallelRanks = OneRank
     refused = [

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Prints the path of a Chromium that the browser tests can drive, and gets one if there is none:
+# Prints the path of a Chromium for the browser tests, and installs one if there is none:
 #     tests/peers/chromium.sh
-# $LOGITSHIP_CHROMIUM names one. Otherwise it is one on the PATH, Debian's where packages can be installed, or the one
-# that playwright downloads.
+# It is the one that $LOGITSHIP_CHROMIUM names, else one on the PATH, else Debian's if packages can be installed, else
+# the one that playwright downloads.
 set -euo pipefail
 
 if [ -n "${LOGITSHIP_CHROMIUM:-}" ]; then
-  [ -x "$LOGITSHIP_CHROMIUM" ] || { echo "LOGITSHIP_CHROMIUM: $LOGITSHIP_CHROMIUM is no program" >&2; exit 1; }
+  [ -x "$LOGITSHIP_CHROMIUM" ] || { echo "LOGITSHIP_CHROMIUM: $LOGITSHIP_CHROMIUM is not an executable file" >&2; exit 1; }
   echo "$LOGITSHIP_CHROMIUM"
   exit
 fi
@@ -27,7 +27,7 @@ with sync_playwright() as playwright:
 
 on_path && exit
 
-# Tests run side by side: one of them installs, the others wait for it.
+# Tests run in parallel: one of them installs, the others wait.
 exec 9> "${TMPDIR:-/tmp}/logitship-chromium-$(id -u).lock"
 flock 9
 on_path && exit
@@ -40,8 +40,8 @@ fi
 python3 -m playwright install chromium >&2 || true
 path=$(of_playwright)
 if [ ! -x "$path" ]; then
-  echo "The browser tests need Chromium, and it could be neither found nor installed. Install it (apt-get install" >&2
-  echo "chromium), or say where it is: LOGITSHIP_CHROMIUM=/path/to/chromium" >&2
+  echo "The browser tests need Chromium, which could be neither found nor installed. Install it (apt-get install" >&2
+  echo "chromium), or set its path: LOGITSHIP_CHROMIUM=/path/to/chromium" >&2
   exit 1
 fi
 echo "$path"

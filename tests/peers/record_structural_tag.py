@@ -1,11 +1,11 @@
-"""Records what xgrammar makes of structural tags, into `tests/data/structural_tag.json`.
+"""Script that records xgrammar's behavior on structural tags in `tests/data/structural_tag.json`.
 
-Run it where xgrammar 0.2.8 is installed:
+Run it in an environment with xgrammar 0.2.8:
 
     python tests/peers/record_structural_tag.py > tests/data/structural_tag.json
 
-For each format there are texts, some of them random: how many of a text's characters xgrammar reads, and whether the
-text may end there.
+For each format and each of its texts, some of them random, it records how many characters xgrammar accepts, and whether
+the text may end there.
 """
 
 from __future__ import annotations
@@ -131,21 +131,21 @@ RANDOM_TEXTS = 12
 
 
 def texts(given: list[str], rng: random.Random) -> Iterator[str]:
-    """The given texts, and what becomes of them when a few characters change."""
+    """Yield the given texts, and variants with one or two characters changed."""
     yield from given
     alphabet = sorted(set("".join(given)) | {"x"})
     for _ in range(RANDOM_TEXTS):
         text = rng.choice(given)
         for _ in range(rng.randint(1, 2)):
-            place = rng.randint(0, len(text))
-            text = text[:place] + rng.choice(["", *alphabet]) + text[place + rng.randint(0, 1) :]
+            index = rng.randint(0, len(text))
+            text = text[:index] + rng.choice(["", *alphabet]) + text[index + rng.randint(0, 1) :]
         yield text
 
 
 def main() -> None:
-    """Print the record."""
+    """Print the recording."""
     rng = random.Random(0)
-    # One token a byte: the matcher wants a vocabulary, and the texts do not depend on it.
+    # One token per byte: the matcher needs a vocabulary, and the results do not depend on it.
     vocabulary = xgrammar.TokenizerInfo([b"</s>", *(bytes([i]) for i in range(256))], stop_token_ids=[0])
     compiler = xgrammar.GrammarCompiler(vocabulary)
     print(f'{{"xgrammar": "{version("xgrammar")}", "cases": [')

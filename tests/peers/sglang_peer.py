@@ -1,12 +1,12 @@
-"""The real SGLang code around custom logit processors, to test against.
+"""SGLang's own code for custom logit processors, to test against.
 
-Nothing of SGLang is installed. Its wheel is downloaded once, with pip, into a cache folder (`LOGITSHIP_PEER_CACHE`, by
-default `~/.cache/logitship-peers`), and two of its files are used:
+SGLang is not installed. pip downloads its wheel once into a cache folder (`LOGITSHIP_PEER_CACHE`, by default
+`~/.cache/logitship-peers`), and two of its files are used:
 
 - `sglang/srt/sampling/custom_logit_processor.py`, under its real dotted name;
 - `apply_custom_logit_processor`, cut out of `sglang/srt/layers/sampler.py`: the rest of that file needs GPU kernels.
 
-Needs torch, dill and orjson, and nothing of logitship: tests run it in a process where logitship does not exist.
+It needs torch, dill and orjson, but not logitship: tests run it in a process without logitship.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Entry:
 
 
 class _BatchInfo:
-    """The attributes that SGLang's function reads off its batch."""
+    """Fake of SGLang's batch, with the attributes that its function reads."""
 
     def __init__(self, entries: dict[int, _Entry], custom_params: Sequence[dict[str, Any] | None]) -> None:
         self.custom_logit_processor = entries
@@ -57,8 +57,8 @@ class Peer:
     """SGLang's code.
 
     Attributes:
-        custom_logit_processor: its module of that name.
-        function: its step.
+        custom_logit_processor: SGLang's module of that name.
+        function: its `apply_custom_logit_processor`.
     """
 
     custom_logit_processor: ModuleType
@@ -70,7 +70,7 @@ class Peer:
         rows_by_processor: Sequence[tuple[Any, Sequence[int]]],
         custom_params: Sequence[dict[str, Any] | None],
     ) -> None:
-        """One step of SGLang's.
+        """Run SGLang's function once.
 
         Args:
             logits: [rows, vocab], edited in place.
@@ -82,14 +82,14 @@ class Peer:
     def step(
         self, rows_by_processor: Sequence[tuple[Any, Sequence[int]]], custom_params: Sequence[dict[str, Any] | None]
     ) -> Callable[[torch.Tensor], None]:
-        """The same for any number of steps of one batch, whose records SGLang keeps from step to step."""
+        """Return a function for several steps of one batch. SGLang keeps the batch's records between steps."""
         entries = {i: _Entry(p, list(rows), torch.tensor(rows)) for i, (p, rows) in enumerate(rows_by_processor)}
         batch = _BatchInfo(entries, custom_params)
         return lambda logits: self.function(logits, batch, 1)
 
 
 def load() -> Peer:
-    """SGLang's code, downloaded if it is not there yet."""
+    """Load SGLang's code, and download it if necessary."""
     root = _unpacked()
     return Peer(_load_module(root), _load_step(root))
 
@@ -113,7 +113,7 @@ def _load_module(root: Path) -> ModuleType:
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     parts = MODULE.split(".")
-    for depth in range(1, len(parts)):  # packages without their __init__.py, which would import the whole engine
+    for depth in range(1, len(parts)):  # skip the packages' __init__.py, which would import the whole engine
         package = ModuleType(".".join(parts[:depth]))
         package.__path__ = [str(root.joinpath(*parts[:depth]))]
         sys.modules[package.__name__] = package
@@ -123,7 +123,7 @@ def _load_module(root: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
     spec.loader.exec_module(module)
-    for depth in range(1, len(parts)):  # as a real import leaves them: dill then pickles by reference
+    for depth in range(1, len(parts)):  # set attributes as a real import does: dill then pickles by reference
         setattr(sys.modules[".".join(parts[:depth])], parts[depth], sys.modules[".".join(parts[: depth + 1])])
     return module
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with the real vLLM, CPU build, and with what logitship needs beside it; logitship itself
-# is found by PYTHONPATH. The first time takes about three minutes and 3 GB; after that it does nothing.
+# Creates a virtual environment with the CPU build of vLLM and logitship's dependencies; logitship itself is found by
+# PYTHONPATH. The first run takes about three minutes and 3 GB; later runs do nothing.
 #     tests/peers/vllm_cpu.sh DIR
-# Left out are torchvision, torchaudio, torchcodec and opencv, which text models do not need.
+# torchvision, torchaudio, torchcodec and opencv are omitted: text models do not need them.
 set -euo pipefail
 dir=$1
 version=0.32.0

@@ -1,1 +1,1 @@
-"""What `logitship check` looks at, one module per check."""
+"""The checks of `logitship check`, grouped by how they test a processor."""

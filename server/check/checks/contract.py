@@ -1,34 +1,40 @@
-"""Does it answer, with logits that a token can be drawn from?"""
+"""Checks of what a processor returns: `contract`, `finite` and `argmax`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from logitship.client.check_report import CheckResult, Finding, Severity
 from logitship.client.errors import ProcessorFault
-from logitship.server.check.dry_run import Facts
-from logitship.server.check.recording import Recording
-from logitship.server.check.result import result
+from logitship.server.check.dry_run import DryRun, DryRunFacts
+from logitship.server.check.findings import not_checked, result
+from logitship.server.check.replay import Recording
 
-_ADVICE = {
+_FAULT_ADVICE = {
     "bad_result": "Return `logits`, edited in place, or a new floating-point tensor of its shape and device.",
     "deadline": (
-        "A step may take as long as --sandbox-step-timeout says. Make tables in __init__, which has "
+        "A step may take at most --sandbox-step-timeout. Make tables in __init__, which may take "
         "--sandbox-load-timeout, or over several steps; import at the top of the module."
     ),
-    "crash": "Its process ended. Mind the memory (--sandbox-memory), and do not end the process.",
-    "cpu_time": "It computes between its calls: threads and timers of its own are not allowed.",
+    "crash": "Its process ended. Watch the memory (--sandbox-memory), and do not exit the process.",
+    "cpu_time": "It computes between its calls: it must not start threads or timers.",
 }
+_ARGMAX_ADVICE = (
+    "A server may skip an argmax-invariant processor for greedy requests, which would then get other tokens. Keep the "
+    "most likely token the most likely one, or return False."
+)
 
 
-def check_contract(recordings: Sequence[Recording], facts: Facts | None, *, params_given: bool) -> CheckResult:
-    """Does each call give a tensor of the right shape and type?
+def check_contract(recordings: Sequence[Recording], facts: DryRunFacts | None, *, params_given: bool) -> CheckResult:
+    """Check that each call returns a tensor of the right shape and dtype.
 
     Args:
-        facts: of the rehearsal, if there was one.
-        params_given: the author said which parameters to try.
+        recordings: of all test cases, those that failed too.
+        facts: of the dry run, or None.
+        params_given: whether the author gave parameters, or the class has examples.
     """
     findings = [
         _fault_finding(recording, recording.fault, params_given=params_given)
@@ -42,24 +48,57 @@ def check_contract(recordings: Sequence[Recording], facts: Facts | None, *, para
 
 
 def check_finite(recordings: Sequence[Recording]) -> CheckResult:
-    """Is there no NaN and no +inf, and a token left to draw?
+    """Check that there is no NaN and no +inf, and that a token can be sampled.
 
-    A row of which a mask left few tokens may end with none: the processor and the mask then want different things.
+    A masked row may end without any token: the processor and the mask then allow different tokens, which is no error.
     """
     findings = []
     for recording in _with_distinct_faults(recordings):
         fault = recording.fault
         if fault is None or fault.kind != "non_finite":
             continue
-        if recording.trial.is_masked and "no token" in fault.message:
+        if recording.case.is_masked and "no token" in fault.message:
             continue
         seen = f"{_where(recording)} {fault.message.removeprefix('processor').strip()}"
         findings.append(Finding("finite", Severity.ERROR, seen, _finite_advice(recording, fault), _details(recording)))
-    return result("finite", "random, masked and real logits: no NaN, no +inf, a token left to draw", findings)
+    return result("finite", "random, masked and real logits: no NaN, no +inf, at least one token left", findings)
+
+
+def check_argmax(dry_run: DryRun | None, recordings: Sequence[Recording]) -> CheckResult:
+    """Check that a processor that declares `is_argmax_invariant` never changes the most likely token.
+
+    Args:
+        dry_run: has the instance to ask; None if it could not be made.
+        recordings: of the test cases.
+    """
+    if dry_run is None:
+        return not_checked("argmax", "the class could not be instantiated in this process")
+    if not _is_argmax_invariant(dry_run.processor):
+        return not_checked("argmax", "the class does not declare is_argmax_invariant")
+    for recording in recordings:
+        for step, (before, after) in enumerate(zip(recording.inputs, recording.outputs, strict=False)):
+            most_likely = int(before.argmax())
+            if after[most_likely] < after.max():
+                now = int(after.argmax())
+                seen = (
+                    f"the class declares is_argmax_invariant, but in step {step + 1} of a sequence with "
+                    f"{recording.case.name}, the most likely token was {most_likely} and is now {now}: the former has "
+                    f"{float(after[most_likely]):.6g}, the latter {float(after[now]):.6g}"
+                )
+                facts = {"step": step, "before": most_likely, "after": now, "logits": recording.case.name}
+                finding = Finding("argmax", Severity.ERROR, seen, _ARGMAX_ADVICE, facts)
+                return result("argmax", "it changes the most likely token", [finding])
+    return result("argmax", "the most likely token never changes, as declared")
+
+
+def _is_argmax_invariant(processor: Any) -> bool:
+    """Return what the processor declares, as a method (like vLLM's batch processors) or as an attribute."""
+    declared = getattr(processor, "is_argmax_invariant", False)
+    return bool(declared() if callable(declared) else declared)
 
 
 def _with_distinct_faults(recordings: Sequence[Recording]) -> list[Recording]:
-    """One for each way to fail: many sequences fail alike."""
+    """Return one recording per kind and message of fault: many sequences fail alike."""
     distinct: dict[tuple[str, str], Recording] = {}
     for recording in recordings:
         if recording.fault is not None:
@@ -68,9 +107,9 @@ def _with_distinct_faults(recordings: Sequence[Recording]) -> list[Recording]:
 
 
 def _fault_finding(recording: Recording, fault: ProcessorFault, *, params_given: bool) -> Finding:
-    advice = _ADVICE.get(fault.kind, "")
+    advice = _FAULT_ADVICE.get(fault.kind, "")
     if fault.kind == "exception" and not params_given:
-        advice = "No params were given. If it needs some, give examples: --params JSON, or check([{…}])."
+        advice = "No params were given. If the class needs some, give examples: --params JSON, or check([{…}])."
     return Finding(
         "contract",
         Severity.ERROR,
@@ -82,7 +121,7 @@ def _fault_finding(recording: Recording, fault: ProcessorFault, *, params_given:
 
 
 def _where(recording: Recording) -> str:
-    return f"step {recording.steps + 1} of a sequence with {recording.trial.name}"
+    return f"step {recording.steps + 1} of a sequence with {recording.case.name}"
 
 
 def _details(recording: Recording) -> dict[str, object]:
@@ -92,16 +131,16 @@ def _details(recording: Recording) -> dict[str, object]:
         "fault": fault.kind,
         "message": fault.message,
         "step": recording.steps,
-        "logits": recording.trial.name,
-        "params": dict(recording.trial.params),
+        "logits": recording.case.name,
+        "params": dict(recording.case.params),
     }
 
 
 def _finite_advice(recording: Recording, fault: ProcessorFault) -> str:
-    if "NaN" in fault.message and recording.trial.is_masked:
+    if "NaN" in fault.message and recording.case.is_masked:
         return (
-            "Logits may be -inf before you: another processor, or a mask. -inf - -inf and 0 * -inf are NaN: compute "
-            "with the finite ones, or with masked_fill and torch.where."
+            "Logits may already be -inf: another processor or a mask sets them. -inf - -inf and 0 * -inf are NaN: "
+            "compute with the finite ones, or with masked_fill and torch.where."
         )
     if "+inf" in fault.message:
         return "To force a token, forbid all others: set the row to -inf, and the token to 0."

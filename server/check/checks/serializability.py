@@ -1,4 +1,4 @@
-"""Does the class travel? Into a string, through the wire, into a sandbox, and also as source."""
+"""The check `serializable`: the class can be serialized and loaded in a sandbox, and its source does the same."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from logitship.client.errors import ProcessorLoadError, ProcessorSerializationEr
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor, parse
 from logitship.client.serialization.syntax import parse as parse_source
-from logitship.server.check.bench import Bench
-from logitship.server.check.recording import Recording
-from logitship.server.check.replay import alone, replay
-from logitship.server.check.result import result
-from logitship.server.check.wording import describe
+from logitship.server.check.environment import CheckEnvironment
+from logitship.server.check.findings import describe, result
+from logitship.server.check.replay import Recording, one_by_one, replay
 
-CHECK = "travels"
-_MOST_NAMES = 8
+CHECK = "serializable"
+_MAX_NAMES = 8
 
 
 class NotSerializable(Exception):
-    """There is nothing to run. `str()` of it says why, in words for the author."""
+    """The class cannot be serialized or loaded, so nothing can run. `str()` says why."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.seen)
         self.finding = finding
 
 
-def shipped(cls: type[CustomLogitProcessor]) -> tuple[PickledProcessor, int]:
-    """The class as a server reads it off the wire.
+def serialized(cls: type[CustomLogitProcessor]) -> tuple[PickledProcessor, int]:
+    """Serialize a class, and parse the processor string as a server does.
 
     Returns:
-        It, and the bytes of the string.
+        The parsed processor string, and its size in bytes.
 
     Raises:
         NotSerializable: it cannot be serialized.
@@ -40,83 +38,88 @@ def shipped(cls: type[CustomLogitProcessor]) -> tuple[PickledProcessor, int]:
     try:
         text = cls.to_str()
     except ProcessorSerializationError as error:
-        raise NotSerializable(Finding(CHECK, Severity.ERROR, f"to_str() refuses it: {error}")) from error
+        raise NotSerializable(Finding(CHECK, Severity.ERROR, f"to_str() fails: {error}")) from error
     string = parse(text)
     assert isinstance(string, PickledProcessor)
     return string, len(text.encode())
 
 
-def try_to_load(bench: Bench, string: PickledProcessor) -> None:
+def require_loadable(environment: CheckEnvironment, string: PickledProcessor) -> None:
     """Load it in a sandbox.
 
     Raises:
         NotSerializable: it does not load there.
     """
     try:
-        with bench.stage(string):
+        with environment.fresh_processor(string):
             pass
     except ProcessorLoadError as error:
-        seen = f"a server could not load it: {error}"
-        advice = "A sandbox has no files, no network and no threads of its own; what it imports must be installed."
+        seen = f"it cannot be loaded in a sandbox: {error}"
+        advice = (
+            "A sandbox has no files, no network and no threads of its own; what the class imports must be installed "
+            "on the server."
+        )
         raise NotSerializable(Finding(CHECK, Severity.ERROR, seen, advice)) from error
 
 
 def check_serializability(
-    bench: Bench, string: PickledProcessor, size: int, recordings: Sequence[Recording]
+    environment: CheckEnvironment, string: PickledProcessor, size: int, recordings: Sequence[Recording]
 ) -> CheckResult:
-    """What travelled, and whether its source does the same.
+    """Check the size of the processor string, and that the class's source gives the same logits.
 
     Args:
-        size: bytes of the whole string.
-        recordings: of the pickled form; none if they could not be compared with anything.
+        environment: where processors run.
+        string: the parsed processor string.
+        size: bytes of the processor string.
+        recordings: of the pickled form; empty if its logits cannot be compared.
     """
-    findings = [*_too_large(bench, size), *_source_findings(bench, string, recordings)]
+    findings = [*_too_large(environment, size), *_source_findings(environment, string, recordings)]
     others = "" if string.source is None else ", on others as source"
     loads = f"{size:,} bytes; loads on Python {PYTHON} as bytecode{others}"
-    return result(CHECK, f"{loads}{_company(string.source)}", findings)
+    return result(CHECK, f"{loads}{_included(string.source)}", findings)
 
 
-def _too_large(bench: Bench, size: int) -> list[Finding]:
-    limit = bench.config.max_processor_size
+def _too_large(environment: CheckEnvironment, size: int) -> list[Finding]:
+    limit = environment.config.max_processor_size
     if size <= limit:
         return []
-    seen = f"the string has {size:,} bytes; a server takes {limit:,} (--max-processor-size)"
-    advice = "Make large tables in __init__ or at the first call, instead of carrying them."
+    seen = f"the processor string has {size:,} bytes; a server takes at most {limit:,} (--max-processor-size)"
+    advice = "Make large tables in __init__ or in the first call, instead of serializing them with the class."
     return [Finding(CHECK, Severity.WARNING, seen, advice, {"bytes": size, "limit": limit})]
 
 
-def _source_findings(bench: Bench, string: PickledProcessor, recordings: Sequence[Recording]) -> list[Finding]:
+def _source_findings(
+    environment: CheckEnvironment, string: PickledProcessor, recordings: Sequence[Recording]
+) -> list[Finding]:
     if string.source is None:
         seen = f"its source could not be captured: only servers with Python {PYTHON} can load it"
-        advice = "Define it in a file or a notebook's cell, and all that it uses at module level."
+        advice = "Define the class in a file or a notebook cell, and everything it uses at module level."
         return [Finding(CHECK, Severity.WARNING, seen, advice)]
     for number in range(len(recordings)):
         try:
-            with bench.stage(string.source) as stage:
-                found = replay(stage, recordings, alone(recordings, [number]))
+            with environment.fresh_processor(string.source) as processor:
+                found = replay(processor, recordings, one_by_one(recordings, [number]))
         except ProcessorLoadError as error:
             return [_source_differs(f"does not load: {error}")]
         if found is not None:
-            return [_source_differs(f"gives something else: {describe(recordings, found)}")]
+            return [_source_differs(f"gives different logits: {describe(recordings, found)}")]
     return []
 
 
-def _source_differs(what: str) -> Finding:
-    advice = "Servers with another Python version run the source. Avoid what depends on when and where a module runs."
-    return Finding(CHECK, Severity.WARNING, f"the source of the class, which other Python versions run, {what}", advice)
+def _source_differs(how: str) -> Finding:
+    advice = "Servers with another Python version run the source. Avoid code that depends on when and where it runs."
+    return Finding(CHECK, Severity.WARNING, f"the source of the class, which other Python versions run, {how}", advice)
 
 
-def _company(source: SourceProcessor | None) -> str:
-    """What of the author's else travels with the class, as far as its source shows it."""
+def _included(source: SourceProcessor | None) -> str:
+    """List what else of the author's code is serialized with the class, as far as the source shows it."""
     if source is None:
         return ""
     names = [name for name in _bound_names(parse_source(source.source)) if name != source.class_name]
-    shown = ", ".join(names[:_MOST_NAMES]) + (
-        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    )
+    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     captured = f"{len(source.captured):,} bytes of values" if source.captured else ""
-    together = " and ".join(part for part in (shown, captured) if part)
-    return f"; with {together}" if together else ""
+    included = " and ".join(part for part in (shown, captured) if part)
+    return f"; includes {included}" if included else ""
 
 
 def _bound_names(tree: ast.Module) -> list[str]:

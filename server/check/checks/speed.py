@@ -1,4 +1,4 @@
-"""What does a call cost?"""
+"""The check `speed`: time per row, slowest lines, loops over rows, and cost of a long history."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from logitship.client.check_report import BatchTiming, CheckResult, Finding, Sev
 from logitship.client.errors import ProcessorFault
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PickledProcessor
-from logitship.server.check.bench import Bench, Stage
 from logitship.server.check.dry_run import DryRun
-from logitship.server.check.line_times import measure_lines
-from logitship.server.check.own_time import FEWEST_CALLS, MOST_CALLS, SECONDS, WARM_UP, own_seconds
-from logitship.server.check.recording import Recording
-from logitship.server.check.result import result
+from logitship.server.check.environment import CheckEnvironment, FreshProcessor
+from logitship.server.check.findings import result
+from logitship.server.check.line_profiler import measure_lines
+from logitship.server.check.local_timing import MAX_CALLS, MIN_CALLS, SECONDS, WARM_UP, median_seconds
+from logitship.server.check.replay import Recording
 from logitship.server.check.row_loops import RowLoop, find_row_loops
 
 SLOW_ROW = 200.0
-"""Microseconds a row, of the author's own code. 64 rows then take 13 ms, half a step of a small model."""
+"""Microseconds per row of the author's own code. 64 rows then take 13 ms, half a step of a small model."""
 COSTLY_LOOP = 20.0
-"""Microseconds a row, from which on a loop over rows is worth a word of warning."""
+"""Microseconds per row above which a loop over rows is a warning."""
 _FEW_ROWS = 8
-"""Of the calls that are looked at more closely."""
-_ONE_BY_ONE = "it raises for these rows together, and for none of them alone"
+"""Batch size of the calls that are profiled."""
+_FAILS_AS_BATCH = "it raises an exception for these rows in one batch, and for none of them alone"
 _HISTORY_LENGTHS = (32, 2048)
-"""Output tokens."""
+"""Output tokens of the two calls that are compared."""
 _COSTLY_HISTORY = 50.0
-"""Microseconds a row."""
+"""Microseconds per row."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The check, and what stands below it."""
+class SpeedMeasurements:
+    """The result of the check, and the tables that the report shows below it."""
 
     result: CheckResult
     timings: list[BatchTiming]
@@ -44,86 +44,87 @@ class Measured:
 
 
 def check_speed(
-    bench: Bench,
+    environment: CheckEnvironment,
     string: PickledProcessor,
     cls: type[CustomLogitProcessor],
     recordings: Sequence[Recording],
-    rehearsal: DryRun | None,
+    dry_run: DryRun | None,
     batch_sizes: Sequence[int],
-) -> Measured:
-    """Time calls in the sandbox, and lines in this process."""
-    base = torch.randn(max(batch_sizes), bench.model.vocab_size, generator=torch.Generator().manual_seed(0))
+) -> SpeedMeasurements:
+    """Time calls in the sandbox, and profile lines in this process."""
+    base = torch.randn(max(batch_sizes), environment.model.vocab_size, generator=torch.Generator().manual_seed(0))
     timings: list[BatchTiming] = []
     findings: list[Finding] = []
-    with bench.stage(string) as stage:
+    with environment.fresh_processor(string) as processor:
         for rows in sorted(set(batch_sizes)):
             try:
-                total = _median_call(stage, recordings, base[:rows])
+                total = _median_call(processor, recordings, base[:rows])
             except ProcessorFault as fault:
                 findings.append(_too_slow(rows, fault))
                 break
-            own = None if rehearsal is None else own_seconds(rehearsal, recordings, base[:rows])
+            own = None if dry_run is None else median_seconds(dry_run, recordings, base[:rows])
             timings.append(BatchTiming(rows, _per_row(total, rows), None if own is None else _per_row(own, rows)))
     lines: list[SlowLine] = []
-    if rehearsal is not None and not findings:  # what does not work in a sandbox might hang here, or end this process
-        findings += _history_findings(rehearsal, recordings, base[:_FEW_ROWS])
-        lines = measure_lines(cls, rehearsal, recordings, base[:_FEW_ROWS])
+    if dry_run is not None and not findings:  # a call that fails in a sandbox might hang or end this process
+        findings += _history_findings(dry_run, recordings, base[:_FEW_ROWS])
+        lines = measure_lines(cls, dry_run, recordings, base[:_FEW_ROWS])
     findings += _verdicts(timings, find_row_loops(cls))
-    return Measured(result("speed", _summary(timings), findings), timings, lines)
+    return SpeedMeasurements(result("speed", _summary(timings), findings), timings, lines)
 
 
 def _per_row(seconds: float, rows: int) -> float:
-    """Microseconds."""
+    """Convert seconds per call to microseconds per row."""
     return round(seconds / rows * 1e6, 2)
 
 
-def _median_call(stage: Stage, recordings: Sequence[Recording], logits: torch.Tensor) -> float:
-    """Seconds of a call as a server makes it. Each sequence takes the most likely token after each.
+def _median_call(processor: FreshProcessor, recordings: Sequence[Recording], logits: torch.Tensor) -> float:
+    """Return the median seconds of a call in the sandbox. Each sequence appends its most likely token after each.
 
     Raises:
         ProcessorFault: a call fails.
     """
-    trials = [recordings[row % len(recordings)].trial for row in range(len(logits))]
-    players = [stage.enter(f"{each.rid}-{row}", each.params, each.prompt_token_ids) for row, each in enumerate(trials)]
+    cases = [recordings[row % len(recordings)].case for row in range(len(logits))]
+    sequences = [
+        processor.start_sequence(f"{each.rid}-{row}", each.params, each.prompt_token_ids)
+        for row, each in enumerate(cases)
+    ]
     seconds: list[float] = []
-    began = time.perf_counter()
-    while len(seconds) < FEWEST_CALLS or (time.perf_counter() - began < SECONDS and len(seconds) < MOST_CALLS):
-        called = stage.call(players, logits)
+    started = time.perf_counter()
+    while len(seconds) < MIN_CALLS or (time.perf_counter() - started < SECONDS and len(seconds) < MAX_CALLS):
+        called = processor.call(sequences, logits)
         if called.faults:
             raise called.faults[min(called.faults)]
         if called.row_by_row:
-            raise ProcessorFault(_ONE_BY_ONE, digest="", name="", kind="exception")
+            raise ProcessorFault(_FAILS_AS_BATCH, digest="", name="", kind="exception")
         seconds.append(called.seconds)
-        for player, token in zip(players, called.logits.argmax(dim=-1).tolist(), strict=True):
-            player.tokens.append(token)
-    for player in players:
-        player.row.close()
+        for sequence, token in zip(sequences, called.logits.argmax(dim=-1).tolist(), strict=True):
+            sequence.tokens.append(token)
+    for sequence in sequences:
+        sequence.row.close()
     return statistics.median(seconds[WARM_UP:])
 
 
-def _history_findings(rehearsal: DryRun, recordings: Sequence[Recording], logits: torch.Tensor) -> list[Finding]:
-    """Does a step take longer, the longer the output is?"""
+def _history_findings(dry_run: DryRun, recordings: Sequence[Recording], logits: torch.Tensor) -> list[Finding]:
+    """Check whether a step takes longer as the output grows."""
     few, many = _HISTORY_LENGTHS
-    # Before and after: where something else keeps the machine busy for a while, one of the two is slow as well.
-    seconds = [own_seconds(rehearsal, recordings, logits, length) for length in (few, many, few)]
-    # A long output that it would not have written itself may be nothing that it can work with.
+    # Measure the short history before and after: if the machine is busy for a while, one of the two is slow as well.
+    seconds = [median_seconds(dry_run, recordings, logits, length) for length in (few, many, few)]
+    # A call may fail: the long output is not one that the processor would have produced.
     before, at_many, after = (None if each is None else _per_row(each, len(logits)) for each in seconds)
     if before is None or at_many is None or after is None:
         return []
     short, long = max(before, after), at_many
     if long < 2 * short or long - short < _COSTLY_HISTORY:
         return []
-    seen = (
-        f"a step takes longer, the longer the output is: {short:,.0f} µs a row at {few} tokens, {long:,.0f} at {many:,}"
-    )
-    advice = "Read only the new tokens: keep in __req__.state what you found, and how far you have read."
+    seen = f"a step takes longer as the output grows: {short:,.0f} µs per row at {few} tokens, {long:,.0f} at {many:,}"
+    advice = "Read only the new tokens: keep the result and your position in __req__.state."
     facts = {f"microseconds_a_row_at_{few}": short, f"microseconds_a_row_at_{many}": long}
     return [Finding("speed", Severity.WARNING, seen, advice, facts)]
 
 
 def _too_slow(rows: int, fault: ProcessorFault) -> Finding:
     seen = f"a call with {rows} rows fails: {fault.message}"
-    advice = "Servers call it once for all rows that carry it: work on all rows at once."
+    advice = "A server calls the processor once for all rows that use it: work on all rows at once."
     return Finding("speed", Severity.ERROR, seen, advice, {"rows": rows, "fault": fault.kind}, fault.traceback)
 
 
@@ -135,12 +136,12 @@ def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[RowLoop]) -> list[
     findings = []
     if own > SLOW_ROW:
         step = own * largest.rows / 1e3
-        seen = f"{own:,.0f} µs a row: with {largest.rows} rows, it adds {step:,.1f} ms to each token"
-        advice = "See the slowest lines. What does not change from step to step belongs into __req__.state or on self."
+        seen = f"{own:,.0f} µs per row: with {largest.rows} rows, it adds {step:,.1f} ms to each token"
+        advice = "See the slowest lines. Keep what does not change from step to step in __req__.state or on self."
         findings.append(Finding("speed", Severity.WARNING, seen, advice, {"microseconds_a_row": own}))
     for loop in loops:
         severity = Severity.WARNING if own >= COSTLY_LOOP else Severity.NOTE
-        seen = f"it loops over rows: {loop.place}\n    {loop.text}"
+        seen = f"it loops over rows: {loop.location}\n    {loop.text}"
         findings.append(Finding("speed", severity, seen, loop.advice, {"file": loop.file, "line": loop.line}))
     return findings
 
@@ -150,4 +151,4 @@ def _summary(timings: Sequence[BatchTiming]) -> str:
         return "no call could be timed"
     largest = timings[-1]
     step = largest.total * largest.rows / 1e3
-    return f"{largest.total:,.0f} µs a row and {step:,.1f} ms a step with {largest.rows} rows"
+    return f"{largest.total:,.0f} µs per row and {step:,.1f} ms per step with {largest.rows} rows"

@@ -3,23 +3,23 @@ from logitship import CustomLogitProcessor
 
 
 class Alliteration(CustomLogitProcessor):
-    """Prefers words that begin with a letter."""
+    """Prefers words that start with a letter."""
 
     def __init__(self):
-        self.liked = {}
+        self.masks = {}
 
     def __call__(self, logits, custom_param_list=None):
         for row, params in enumerate(custom_param_list):
-            liked = self.words_with(params["letter"], params["__req__"])
-            logits[row] += params["bias"] * liked
+            mask = self.mask_of(params["letter"], params["__req__"])
+            logits[row] += params["bias"] * mask
         return logits
 
-    def words_with(self, letter, request):
-        """float32 [vocab]: 1 for the tokens that begin a word with the letter."""
-        if letter not in self.liked:
-            # Ġ is how the vocabulary writes a space.
+    def mask_of(self, letter, request):
+        """Return float32 [vocab]: 1 for tokens that start a word with the letter."""
+        if letter not in self.masks:
+            # Ġ is a space in the vocabulary.
             starts = ("Ġ" + letter.lower(), "Ġ" + letter.upper())
             tokens = request.tokenizer.convert_ids_to_tokens(range(request.vocab_size))
-            liked = [float((token or "").startswith(starts)) for token in tokens]
-            self.liked[letter] = torch.tensor(liked)
-        return self.liked[letter]
+            mask = [float((token or "").startswith(starts)) for token in tokens]
+            self.masks[letter] = torch.tensor(mask)
+        return self.masks[letter]

@@ -2,7 +2,7 @@ from logitship import CustomLogitProcessor
 
 
 class Cooling(CustomLogitProcessor):
-    """A temperature that falls from `start` to `end` over `steps` tokens."""
+    """Lowers the temperature from `start` to `end` over `steps` tokens."""
 
     def __call__(self, logits, custom_param_list=None):
         for row, params in enumerate(custom_param_list):

@@ -3,7 +3,7 @@ from logitship import CustomLogitProcessor
 
 
 class Length(CustomLogitProcessor):
-    """At least `least` tokens, and then the end after a full sentence."""
+    """Generates at least `least` tokens, then ends after a full sentence."""
 
     def __call__(self, logits, custom_param_list=None):
         for row, params in enumerate(custom_param_list):

@@ -3,7 +3,7 @@ from logitship import CustomLogitProcessor
 
 
 class Lipogram(CustomLogitProcessor):
-    """Writes without a letter."""
+    """Forbids tokens with a letter."""
 
     def __init__(self):
         self.banned = {}
@@ -16,11 +16,11 @@ class Lipogram(CustomLogitProcessor):
         return logits
 
     def tokens_with(self, letter, request):
-        """bool [vocab]. Made once, and kept for what comes."""
+        """Return bool [vocab]. Made once per letter."""
         if letter not in self.banned:
             ids = range(request.vocab_size)
             tokens = request.tokenizer.convert_ids_to_tokens(ids)
             banned = torch.tensor([letter in (t or "").lower() for t in tokens])
-            banned[list(request.eos_token_ids)] = False  # it must be able to end
+            banned[list(request.eos_token_ids)] = False  # the answer must be able to end
             self.banned[letter] = banned
         return self.banned[letter]

@@ -3,7 +3,7 @@ from logitship import CustomLogitProcessor
 
 
 class OneOf(CustomLogitProcessor):
-    """The answer is one of the choices, and then it ends."""
+    """Restricts the answer to one of the choices."""
 
     def __call__(self, logits, custom_param_list=None):
         for row, params in enumerate(custom_param_list):

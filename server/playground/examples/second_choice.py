@@ -3,7 +3,7 @@ from logitship import CustomLogitProcessor
 
 
 class SecondChoice(CustomLogitProcessor):
-    """Contrary: forbids the most likely token, each time."""
+    """Forbids the most likely token at each step."""
 
     def __call__(self, logits, custom_param_list=None):
         return logits.scatter(1, logits.argmax(dim=-1, keepdim=True), -torch.inf)

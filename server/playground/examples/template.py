@@ -5,7 +5,7 @@ DIGITS = "0123456789"
 
 
 class Template(CustomLogitProcessor):
-    """Fills in a template, in which `#` stands for a digit."""
+    """Fills in a template, in which `#` matches a digit."""
 
     def __init__(self):
         self.by_start = {}  # first character → tokens
@@ -22,18 +22,18 @@ class Template(CustomLogitProcessor):
         return logits
 
     def fitting(self, rest, request):
-        """Tokens that may come next where the template goes on with `rest`."""
+        """Return the tokens that match the start of `rest`, the rest of the template."""
         if not self.by_start:
             ids = range(request.vocab_size)
             for i, token in zip(ids, request.tokenizer.convert_ids_to_tokens(ids)):
-                text = (token or "").replace("Ġ", " ")  # as vocabularies write it
+                text = (token or "").replace("Ġ", " ")  # Ġ is a space in the vocabulary
                 self.by_start.setdefault(text[:1], []).append((i, text))
         starts = DIGITS if rest[0] == "#" else rest[0]
-        known = [each for start in starts for each in self.by_start.get(start, ())]
-        return [i for i, text in known if fits(text, rest)]
+        candidates = [each for start in starts for each in self.by_start.get(start, ())]
+        return [i for i, text in candidates if fits(text, rest)]
 
 
 def fits(text, rest):
     if len(text) > len(rest):
         return False
-    return all(c in DIGITS if place == "#" else c == place for c, place in zip(text, rest))
+    return all(c in DIGITS if expected == "#" else c == expected for c, expected in zip(text, rest))

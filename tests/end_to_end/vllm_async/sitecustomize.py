@@ -1,6 +1,6 @@
-"""Turns asynchronous scheduling on in a vLLM on a CPU: vLLM turns it off there, because nothing is gained by it.
+"""Enables asynchronous scheduling in vLLM on a CPU, where vLLM disables it because it is not faster.
 
-Python imports this at the start of each process that finds it in PYTHONPATH.
+Python imports this module at startup if it is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-with contextlib.suppress(ImportError):  # a process without vLLM, such as one of logitship's own
+with contextlib.suppress(ImportError):  # a process without vLLM, such as logitship's own
     from vllm.platforms.cpu import CpuPlatform
 
     _check_and_update_config = CpuPlatform.check_and_update_config.__func__

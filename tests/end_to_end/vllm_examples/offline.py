@@ -1,4 +1,4 @@
-"""A script for vLLM, for a machine without it: its first lines are all that speaks of logitship."""
+"""A vLLM script on a machine without vLLM: only the first lines mention logitship."""
 
 import logitship
 
@@ -12,7 +12,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates  # noqa
 
 
 class TargetToken(LogitsProcessor):
-    """A prompt with `extra_args={"target_token": 42}` is continued with token 42 alone."""
+    """Forces token 42 for a prompt with `extra_args={"target_token": 42}`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.targets: dict[int, int] = {}

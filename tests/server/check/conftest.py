@@ -1,4 +1,4 @@
-"""Checks on the tiny model, in real sandboxes that come from one template a module."""
+"""Checks on the tiny model, in real sandboxes: one zygote per test module."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 from logitship import CheckReport, CustomLogitProcessor
 from logitship.client.serialization.processor_string import PickledProcessor
-from logitship.server.check import line_times, own_time
-from logitship.server.check.bench import Bench
+from logitship.server.check import line_profiler, local_timing
+from logitship.server.check.cases import make_cases
 from logitship.server.check.check_options import CheckOptions
 from logitship.server.check.checks import speed
-from logitship.server.check.checks.serializability import shipped
-from logitship.server.check.recording import Recording, record
-from logitship.server.check.run import check_on, max_rows_of
-from logitship.server.check.test_cases import make_trials
+from logitship.server.check.checks.serializability import serialized
+from logitship.server.check.environment import CheckEnvironment
+from logitship.server.check.replay import Recording, record
+from logitship.server.check.run import check_in_environment, max_batch_size
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 
 Check = Callable[..., CheckReport]
-"""A class, the rows' parameters, and keywords of `CheckOptions`, to a report."""
+"""From a class, parameters of the rows, and keywords of `CheckOptions`, to a report."""
 Record = Callable[..., list[Recording]]
-"""A class and the rows' parameters, to recordings of all trials that have a step."""
+"""From a class and parameters of the rows, to the recordings of all test cases with at least one step."""
 
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "batch_sizes": (1, 8)}
 
@@ -35,35 +35,37 @@ def loaded_model(unserved_model: LoadedModel) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def bench(loaded_model: LoadedModel) -> Iterator[Bench]:
-    """Sandboxes for calls of up to 8 rows of 260 tokens."""
-    bench = Bench(ServerConfig(model_path="tiny"), loaded_model, max_rows_of(CheckOptions(**OPTIONS)))
-    yield bench
-    bench.close()
+def environment(loaded_model: LoadedModel) -> Iterator[CheckEnvironment]:
+    """An environment for calls of up to 8 rows of 260 logits."""
+    environment = CheckEnvironment(
+        ServerConfig(model_path="tiny"), loaded_model, max_batch_size(CheckOptions(**OPTIONS))
+    )
+    yield environment
+    environment.close()
 
 
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (line_times, own_time, speed):
+    for module in (line_profiler, local_timing, speed):
         monkeypatch.setattr(module, "SECONDS", 0.02)
 
 
 @pytest.fixture
-def check(bench: Bench) -> Check:
+def check(environment: CheckEnvironment) -> Check:
     def run(cls: type[CustomLogitProcessor], *params: Mapping[str, Any], **options: Any) -> CheckReport:
-        return check_on(bench, cls, CheckOptions(params=params, **{**OPTIONS, **options}))
+        return check_in_environment(environment, cls, CheckOptions(params=params, **{**OPTIONS, **options}))
 
     return run
 
 
 @pytest.fixture
-def recorded(bench: Bench) -> Record:
+def recorded(environment: CheckEnvironment) -> Record:
     def run(cls: type[CustomLogitProcessor], *params: Mapping[str, Any]) -> list[Recording]:
-        string, _ = shipped(cls)
+        string, _ = serialized(cls)
         recordings = []
-        for trial in make_trials(bench.loaded, CheckOptions().prompts, params or [{}]):
-            with bench.stage(string) as stage:
-                recordings.append(record(stage, trial, 6, bench.model.eos_token_ids))
+        for case in make_cases(environment.loaded, CheckOptions().prompts, params or [{}]):
+            with environment.fresh_processor(string) as processor:
+                recordings.append(record(processor, case, 6, environment.model.eos_token_ids))
         return [recording for recording in recordings if recording.steps]
 
     return run
@@ -71,11 +73,11 @@ def recorded(bench: Bench) -> Record:
 
 @pytest.fixture
 def string_of() -> Callable[[type[CustomLogitProcessor]], PickledProcessor]:
-    return lambda cls: shipped(cls)[0]
+    return lambda cls: serialized(cls)[0]
 
 
 class Ban(CustomLogitProcessor):
-    """Right in every way."""
+    """A processor without mistakes."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         for row, params in enumerate(custom_param_list or []):

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and how it exits."""
+"""The command `logitship check`: output and exit status."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUICK = ["--processor-isolation", "none", "--max-tokens", "2", "--batch-sizes", 
 
 @pytest.fixture(autouse=True)
 def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_model: LoadedModel) -> None:
-    """An author's folder, and the tiny model whatever model is asked for."""
+    """Create an author's folder, and load the tiny model instead of any other."""
     (tmp_path / "author_for_check.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -47,7 +47,7 @@ def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_model: Loaded
     monkeypatch.setattr(run, "load_model", lambda config: loaded_model)
 
 
-def test_a_page_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "author_for_check.py:Good", *QUICK]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("Good  sha256:")
@@ -58,7 +58,7 @@ def test_a_page_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "imported" in printed.err
 
 
-def test_findings_are_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_of_errors(capsys: pytest.CaptureFixture[str]) -> None:
     params = ["--params", '{"token_id": 3}', "--params", '{"token_id": 9}']
     assert cli.main(["check", "author_for_check:FirstRow", *params, *QUICK]) == 1
     page = capsys.readouterr().out
@@ -67,14 +67,14 @@ def test_findings_are_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None
     assert page.endswith("1 error\n")
 
 
-def test_warnings_are_one_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_exit_status_of_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "author_for_check:Half", *QUICK]) == 0
     assert cli.main(["check", "author_for_check:Half", *QUICK, "--strict"]) == 1
     assert cli.main(["check", "author_for_check:Half", *QUICK, "--strict", "--ignore", "contract", "finite"]) == 0
     assert capsys.readouterr().out.count("(ignored)") == 2
 
 
-def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_report(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["check", "author_for_check:FirstRow", "--params", '{"token_id": 3}', *QUICK, "--json"]
     assert cli.main(arguments) == 1
     report = json.loads(capsys.readouterr().out)
@@ -86,9 +86,7 @@ def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["findings"][0]["details"]["row"] in (0, 1)
 
 
-def test_plain_letters_where_the_terminal_has_no_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ascii_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("logitship.server.check.command._shows_unicode", lambda: False)
     assert cli.main(["check", "author_for_check.py:Good", *QUICK]) == 0
     page = capsys.readouterr().out
@@ -100,13 +98,13 @@ def test_plain_letters_where_the_terminal_has_no_others(
     ("arguments", "message"),
     [
         (["nowhere.py"], "there is no file 'nowhere.py'"),
-        (["author_for_check.py"], "say author_for_check.py:Class"),
+        (["author_for_check.py"], "use author_for_check.py:Class"),
         (["author_for_check:Good", "--params", "3"], "params: must be a JSON object"),
         (["author_for_check:Good", "--ignore", "all"], "ignore: no check is named 'all'"),
         (["author_for_check:Good", "--sandbox-step-timeout", "0"], "sandbox_step_timeout must be above 0"),
     ],
 )
-def test_what_cannot_be_checked(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -114,7 +112,7 @@ def test_what_cannot_be_checked(arguments: list[str], message: str, capsys: pyte
     assert message in printed.err
 
 
-def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_load_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(config: object) -> LoadedModel:
         raise ModelLoadError("there is no folder './nowhere'")
 
@@ -123,10 +121,10 @@ def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().err.endswith("logitship check: there is no folder './nowhere'\n")
 
 
-def test_help_names_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_checks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["check", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "travels, contract, finite, deterministic, state, rows, argmax, speed" in shown
+    assert "serializable, contract, finite, deterministic, state, rows, argmax, speed" in shown
     assert "--model-path" in shown
     assert "--sandbox-step-timeout" in shown

@@ -21,7 +21,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch, loaded_model: LoadedModel) -> None:
     monkeypatch.setattr(run, "load_model", lambda config: loaded_model)
 
 
-def test_its_value_shows_as_the_page(good: type[CustomLogitProcessor]) -> None:
+def test_repr_is_text_report(good: type[CustomLogitProcessor]) -> None:
     report = good.check({"token_ids": [3]}, **QUICK)
     assert report.ok
     assert repr(report) == str(report)
@@ -29,13 +29,13 @@ def test_its_value_shows_as_the_page(good: type[CustomLogitProcessor]) -> None:
     assert report.params == [{"token_ids": [3]}, {"token_ids": [4]}]
 
 
-def test_several_params_and_prompts(good: type[CustomLogitProcessor]) -> None:
+def test_lists_of_params_and_prompts(good: type[CustomLogitProcessor]) -> None:
     params = [{"token_ids": [3]}, {"token_ids": [5, 6]}]
     assert good.check(params, prompt=["One", "Two"], **QUICK).params == params
     assert good.check(params, prompt="One", **QUICK).ok
 
 
-def test_what_is_ignored_does_not_count() -> None:
+def test_ignored_checks() -> None:
     class Half(CustomLogitProcessor):
         def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
             return logits.half()
@@ -53,14 +53,14 @@ def test_what_is_ignored_does_not_count() -> None:
         ({"nonsense": 1}, TypeError, "nonsense"),
     ],
 )
-def test_what_cannot_be_asked_for(
+def test_invalid_arguments(
     options: dict[str, Any], error: type[Exception], message: str, good: type[CustomLogitProcessor]
 ) -> None:
     with pytest.raises(error, match=message):
         good.check({"token_ids": [3]}, **{**QUICK, **options})
 
 
-def test_without_the_server_it_is_said_how_to_install_it() -> None:
+def test_import_error_without_server() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from logitship import CustomLogitProcessor\n"

@@ -1,4 +1,4 @@
-"""Loops over rows, and how they could be written."""
+"""Search for loops over rows, and the advice on vectorizing them."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def loop_of(cls: type[CustomLogitProcessor]) -> RowLoop:
     return loop
 
 
-def test_the_loop_is_shown() -> None:
+def test_loop_location_and_text() -> None:
     loop = loop_of(Enumerates)
     assert loop.text == "for row, params in enumerate(custom_param_list or []):"
-    assert loop.place.startswith("test_row_loops.py:")
+    assert loop.location.startswith("test_row_loops.py:")
     assert loop.file == __file__
 
 
@@ -107,13 +107,13 @@ def test_the_loop_is_shown() -> None:
         (Masks, ["masks.append(mask)", "logits.masked_fill_(torch.stack(masks), -torch.inf)"]),
     ],
 )
-def test_how_to_write_all_rows_at_once(cls: type[CustomLogitProcessor], lines: list[str]) -> None:
+def test_vectorization_advice(cls: type[CustomLogitProcessor], lines: list[str]) -> None:
     advice = loop_of(cls).advice.splitlines()
     assert [f"    {line}" in advice for line in lines] == [True] * len(lines), advice
 
 
-def test_what_is_written_that_way_does_the_same() -> None:
-    """The advice for `Enumerates` and `Adds`, followed."""
+def test_vectorized_code_is_equivalent() -> None:
+    """Apply the advice for `Enumerates` and `Adds`."""
     params = [{"token_ids": [1, 2], "bias": 0.5}, {"token_ids": [2], "bias": 3.0}]
     rows: list[int] = []
     columns: list[int] = []
@@ -131,23 +131,23 @@ def test_what_is_written_that_way_does_the_same() -> None:
     assert torch.equal(added, Adds()(torch.zeros(2, 4), params))
 
 
-def test_what_else_costs_time_in_the_loop() -> None:
+def test_advice_on_other_slow_calls() -> None:
     advice = loop_of(Reads).advice
-    said = [line.split(": ", 1)[1] for line in advice.splitlines() if line.startswith("Line ")]
-    assert [text.split()[:3] for text in said] == [
+    texts = [line.split(": ", 1)[1] for line in advice.splitlines() if line.startswith("Line ")]
+    assert [text.split()[:3] for text in texts] == [
         ["the", "tokenizer's", "decode()"],
-        ["goes", "through", "all"],
-        [".item()", "brings", "values"],
+        ["reads", "all", "of"],
+        [".item()", "copies", "values"],
         ["one", "write", "for"],
     ]
     assert "torch.zeros() makes a tensor" in loop_of(Masks).advice
 
 
-def test_loops_over_something_else() -> None:
+def test_other_loops_are_not_reported() -> None:
     assert find_row_loops(NoLoop) == []
 
 
-def test_without_source_there_is_nothing_to_say() -> None:
+def test_class_without_source_has_no_loops() -> None:
     names: dict[str, Any] = {"CustomLogitProcessor": CustomLogitProcessor}
     exec("class Typed(CustomLogitProcessor):\n    def __call__(self, logits, params=None): return logits", names)
     assert find_row_loops(names["Typed"]) == []

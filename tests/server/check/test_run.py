@@ -1,4 +1,4 @@
-"""A check from beginning to end."""
+"""Whole checks, and the report they give."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from logitship.server.model.model_loader import LoadedModel
 Check = Callable[..., CheckReport]
 
 MADE_BY_THE_SERVER = (GrammarProcessor, TreeLogitsProcessor)
-"""These have what a server gives them, and are only ever asked for by name."""
+"""These need objects that a server makes, and are only requested by name."""
 
 
-def test_a_good_class_passes(check: Check, good: type[CustomLogitProcessor]) -> None:
+def test_correct_class_passes(check: Check, good: type[CustomLogitProcessor]) -> None:
     report = check(good, {"token_ids": [30, 31]})
     assert report.ok
     assert [each.name for each in report.checks] == list(CHECKS)
@@ -39,7 +39,7 @@ def test_a_good_class_passes(check: Check, good: type[CustomLogitProcessor]) -> 
     assert [timing.rows for timing in report.timings] == [1, 8]
 
 
-def test_rows_get_different_params_if_the_class_takes_them(check: Check, good: type[CustomLogitProcessor]) -> None:
+def test_second_params_are_derived(check: Check, good: type[CustomLogitProcessor]) -> None:
     report = check(good, {"token_ids": [30]})
     assert (report.params, report.num_given_params) == ([{"token_ids": [30]}, {"token_ids": [31]}], 1)
     assert check(good, {"token_ids": [259]}).params == [{"token_ids": [259]}]  # 260 is no token
@@ -50,7 +50,7 @@ def test_rows_get_different_params_if_the_class_takes_them(check: Check, good: t
 @pytest.mark.parametrize(
     "cls", [cls for cls in BUILTIN_PROCESSORS if cls not in MADE_BY_THE_SERVER], ids=lambda cls: cls.name
 )
-def test_what_comes_with_logitship_passes(cls: type[BuiltinProcessor], check: Check) -> None:
+def test_builtin_processors_pass(cls: type[BuiltinProcessor], check: Check) -> None:
     report = check(cls, dict(cls.example), max_tokens=4, batch_sizes=(1,))
     assert [finding for finding in report.findings if finding.severity is Severity.ERROR] == []
     assert report["rows"].verdict is Verdict.PASSED
@@ -66,12 +66,12 @@ class NeedsOne(CustomLogitProcessor):
         return logits
 
 
-def test_a_required_parameter_without_an_example(check: Check) -> None:
+def test_required_parameter_without_example(check: Check) -> None:
     with pytest.raises(UsageError, match=r"'token_id' is required .* give params"):
         check(NeedsOne)
 
 
-def test_findings_of_ignored_checks_do_not_count(check: Check) -> None:
+def test_ignored_checks_do_not_fail_report(check: Check) -> None:
     class Random(CustomLogitProcessor):
         def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
             return logits + torch.rand(1)
@@ -82,7 +82,7 @@ def test_findings_of_ignored_checks_do_not_count(check: Check) -> None:
     assert report["deterministic"].verdict is Verdict.FAILED
 
 
-def test_without_sandboxes(loaded_model: LoadedModel, good: type[CustomLogitProcessor]) -> None:
+def test_isolation_none(loaded_model: LoadedModel, good: type[CustomLogitProcessor]) -> None:
     config = ServerConfig(model_path="tiny", processor_isolation="none")
     options = CheckOptions(params=[{"token_ids": [30]}], max_tokens=2, batch_sizes=[1])
     report = run_check(good, options, config, target="here:Ban", loaded=loaded_model)

@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM` on the tiny model."""
+"""Fixtures with `LLM` and `AsyncLLM` on the tiny model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from logitship.server.offline.sampling_params import SamplingParams
 
 @pytest.fixture
 def make_llm(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., LLM]]:
-    """Settings of `ServerConfig` as keywords, to an `LLM` that the test need not shut down."""
+    """Make an `LLM` with settings of `ServerConfig`; it is shut down after the test."""
     made: list[LLM] = []
 
     def make(**settings: object) -> LLM:
@@ -34,7 +34,7 @@ def llm(make_llm: Callable[..., LLM]) -> LLM:
 
 @pytest.fixture
 def assert_idle() -> Callable[[LLM], None]:
-    """Fails if anything of an earlier call runs. What this runs comes after the cancellations of earlier calls."""
+    """Fail if a request of an earlier call still runs. The request made here follows the cancellation of those."""
 
     def check(llm: LLM) -> None:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -48,7 +48,7 @@ def assert_idle() -> Callable[[LLM], None]:
 
 @pytest.fixture
 def make_async_llm(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., AsyncLLM]]:
-    """The same for `AsyncLLM`."""
+    """Make an `AsyncLLM` with settings of `ServerConfig`; it is shut down after the test."""
     made: list[AsyncLLM] = []
 
     def make(**settings: object) -> AsyncLLM:

@@ -37,7 +37,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
     assert (stats.running, stats.waiting) == (0, 0)
 
 
-def test_outputs_are_cumulative_and_do_not_change_later(make_async_llm: MakeAsyncLLM) -> None:
+def test_outputs_are_cumulative_and_immutable(make_async_llm: MakeAsyncLLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
     outputs = asyncio.run(outputs_of(make_async_llm().generate("hello", params, request_id="mine")))
     assert {output.request_id for output in outputs} == {"mine"}
@@ -51,7 +51,7 @@ def test_outputs_are_cumulative_and_do_not_change_later(make_async_llm: MakeAsyn
         assert completion.finished() == (count == 8)
 
 
-def test_it_says_what_llm_says(make_engine: Callable[..., AsyncEngine]) -> None:
+def test_same_outputs_as_llm(make_engine: Callable[..., AsyncEngine]) -> None:
     engine = make_engine()
     (expected,) = LLM._from_engine(engine).generate("hello", GREEDY, use_tqdm=False)
     engine = make_engine()
@@ -59,7 +59,7 @@ def test_it_says_what_llm_says(make_engine: Callable[..., AsyncEngine]) -> None:
     assert output.outputs == expected.outputs
 
 
-def test_n_continuations_grow_together(make_async_llm: MakeAsyncLLM) -> None:
+def test_n_continuations(make_async_llm: MakeAsyncLLM) -> None:
     params = SamplingParams(n=2, seed=1, max_tokens=4, ignore_eos=True)
     outputs = asyncio.run(outputs_of(make_async_llm().generate("hello", params)))
     assert all([completion.index for completion in output.outputs] == [0, 1] for output in outputs)
@@ -99,7 +99,7 @@ def test_cancelling_the_task_cancels(make_async_llm: MakeAsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("ids", ["mine", ["other", "mine"]])
-def test_abort_ends_with_a_last_output(make_async_llm: MakeAsyncLLM, ids: str | list[str]) -> None:
+def test_abort_yields_last_output(make_async_llm: MakeAsyncLLM, ids: str | list[str]) -> None:
     async def main() -> list[RequestOutput]:
         llm = make_async_llm()
         outputs = []
@@ -115,7 +115,7 @@ def test_abort_ends_with_a_last_output(make_async_llm: MakeAsyncLLM, ids: str | 
     assert len(outputs) < 100
 
 
-def test_a_request_id_is_not_used_twice_at_once(make_async_llm: MakeAsyncLLM) -> None:
+def test_duplicate_request_id(make_async_llm: MakeAsyncLLM) -> None:
     async def main() -> None:
         llm = make_async_llm()
         async with aclosing(llm.generate("hello", FOREVER, request_id="mine")) as outputs:
@@ -128,7 +128,7 @@ def test_a_request_id_is_not_used_twice_at_once(make_async_llm: MakeAsyncLLM) ->
     asyncio.run(main())
 
 
-def test_more_requests_than_the_queue_takes_wait(make_async_llm: MakeAsyncLLM) -> None:
+def test_full_queue_waits(make_async_llm: MakeAsyncLLM) -> None:
     async def main() -> None:
         llm = make_async_llm(max_num_seqs=2, max_queued_requests=0)
         params = SamplingParams(n=2, temperature=0, max_tokens=2, ignore_eos=True)
@@ -139,8 +139,8 @@ def test_more_requests_than_the_queue_takes_wait(make_async_llm: MakeAsyncLLM) -
     asyncio.run(main())
 
 
-def test_a_cancelled_request_makes_room(make_async_llm: MakeAsyncLLM) -> None:
-    """Its place is free at once, the engine's books a step later."""
+def test_cancelled_request_frees_queue(make_async_llm: MakeAsyncLLM) -> None:
+    """Its slot is free at once; the engine counts it for another step."""
 
     async def main() -> None:
         llm = make_async_llm(max_num_seqs=1, max_queued_requests=0)
@@ -152,7 +152,7 @@ def test_a_cancelled_request_makes_room(make_async_llm: MakeAsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_it_outlives_an_event_loop(make_async_llm: MakeAsyncLLM) -> None:
+def test_works_with_several_event_loops(make_async_llm: MakeAsyncLLM) -> None:
     llm = make_async_llm(max_num_seqs=1, max_queued_requests=0)
 
     async def main() -> list[RequestOutput]:
@@ -162,7 +162,7 @@ def test_it_outlives_an_event_loop(make_async_llm: MakeAsyncLLM) -> None:
     assert [output.outputs for output in first] == [output.outputs for output in second]
 
 
-def test_the_context_manager_shuts_down(make_async_llm: MakeAsyncLLM) -> None:
+def test_context_manager_shuts_down(make_async_llm: MakeAsyncLLM) -> None:
     async def main() -> None:
         async with make_async_llm() as llm:
             thread: threading.Thread = llm._engine._thread._thread
@@ -176,12 +176,12 @@ def test_the_context_manager_shuts_down(make_async_llm: MakeAsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], 7, None])
-def test_one_prompt_at_a_time(make_async_llm: MakeAsyncLLM, prompt: Any) -> None:
+def test_list_of_prompts_is_refused(make_async_llm: MakeAsyncLLM, prompt: Any) -> None:
     with pytest.raises(TypeError, match="prompt: expected a text or a list of token ids"):
         asyncio.run(last(make_async_llm().generate(prompt, GREEDY)))
 
 
-def test_a_fault_is_typed_and_leaves_others_alone(make_async_llm: MakeAsyncLLM) -> None:
+def test_fault_ends_only_its_request(make_async_llm: MakeAsyncLLM) -> None:
     def fails(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(output_token_ids) == 2:
             raise ZeroDivisionError("no such luck")

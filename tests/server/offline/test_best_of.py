@@ -20,7 +20,7 @@ def only(llm: LLM, **params: Any) -> RequestOutput:
     return output
 
 
-def test_the_most_likely_come_out_best_first(llm: LLM) -> None:
+def test_best_of_returns_best_first(llm: LLM) -> None:
     every = only(llm, n=6, logprobs=1).outputs
     ranked = sorted(every, key=lambda one: -(one.cumulative_logprob or 0.0) / len(one.token_ids))
     assert ranked[0].index != 0, "this seed's first continuation must not be the best"
@@ -32,7 +32,7 @@ def test_the_most_likely_come_out_best_first(llm: LLM) -> None:
     assert [one.logprobs for one in shown] == [one.logprobs for one in ranked[:2]]
 
 
-def test_async_it_comes_whole_at_the_end(make_async_llm: Callable[..., AsyncLLM], llm: LLM) -> None:
+def test_async_yields_only_final_output(make_async_llm: Callable[..., AsyncLLM], llm: LLM) -> None:
     async def outputs(**params: Any) -> list[RequestOutput]:
         generated = make_async_llm().generate("hello", SamplingParams(**PARAMS | params))
         return [output async for output in generated]
@@ -43,7 +43,7 @@ def test_async_it_comes_whole_at_the_end(make_async_llm: Callable[..., AsyncLLM]
     assert len(asyncio.run(outputs(n=2, best_of=2))) > 1
 
 
-def test_more_prompts_than_the_engine_takes_wait(make_llm: Callable[..., LLM]) -> None:
+def test_best_of_waits_for_queue(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(max_num_seqs=2, max_queued_requests=3)
     outputs = llm.generate(["a", "b", "c"], SamplingParams(**PARAMS, best_of=4), use_tqdm=False)
     assert [len(output.outputs) for output in outputs] == [1, 1, 1]
@@ -52,11 +52,11 @@ def test_more_prompts_than_the_engine_takes_wait(make_llm: Callable[..., LLM]) -
 
 
 @pytest.mark.parametrize("value", [1, 0, -1, 2.0, True, "3"])
-def test_it_is_an_integer_not_below_n(value: Any) -> None:
+def test_invalid_best_of(value: Any) -> None:
     with pytest.raises(ValueError, match="best_of: must be an integer, not smaller than n, which is 2"):
         SamplingParams(n=2, best_of=value)
 
 
-def test_sglangs_names_have_none(llm: LLM) -> None:
+def test_best_of_is_not_an_sglang_name(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="best_of: unknown field"):
         llm.generate("a", {"best_of": 2})

@@ -33,7 +33,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert tokens([output]) == tokens(quiet(llm, "user: hi\nassistant: ", GREEDY))
 
 
-def test_chat_takes_many_conversations(llm: LLM) -> None:
+def test_chat_with_several_conversations(llm: LLM) -> None:
     other: list[Mapping[str, Any]] = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c"},
@@ -52,13 +52,13 @@ def test_chat_options(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "messages: is an empty list"),
-        ([CONVERSATION, []], r"messages\[1\]: is an empty list"),
+        ([], "messages: must not be an empty list"),
+        ([CONVERSATION, []], r"messages\[1\]: must not be an empty list"),
         ([CONVERSATION, [{"role": "user"}]], r"messages\[1\]\[0\].content: is missing"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\].content: part 0 .* not a text part"),
         ([{"role": "user", "content": "x" * 600}], "messages: has 6.. tokens"),
     ],
 )
-def test_chat_refuses(llm: LLM, messages: Any, message: str) -> None:
+def test_invalid_conversations(llm: LLM, messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chat(llm, messages)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_the_options_reach_the_engine(
+def test_options_reach_engine(
     kind: type[LLM] | type[AsyncLLM], loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_owner, "build_engine", lambda config: build_engine(config, loaded_model))
@@ -37,8 +37,8 @@ def test_the_options_reach_the_engine(
     owner.shutdown()
 
 
-def test_batch_processors_see_all_prompts(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class object with vLLM's interface, which reads `extra_args`."""
+def test_batch_processor_runs_for_all_prompts(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a class with vLLM's interface that reads `extra_args`."""
     from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor
 
     class Target(AdapterLogitsProcessor):
@@ -64,8 +64,8 @@ def test_batch_processors_see_all_prompts(loaded_model: LoadedModel, monkeypatch
     assert outputs[2].outputs[0].token_ids not in ([40, 40], [50, 50])
 
 
-def test_a_program_that_forgets_shutdown_ends(tmp_path: Path) -> None:
-    """In the middle of a request, too, and with an object that only the interpreter's end frees."""
+def test_program_without_shutdown_exits(tmp_path: Path) -> None:
+    """Exit during a request, with an `LLM` in a reference cycle that is freed at interpreter exit."""
     program = """
         import asyncio, contextlib, importlib.util, threading
 
@@ -87,19 +87,19 @@ def test_a_program_that_forgets_shutdown_ends(tmp_path: Path) -> None:
         llm.itself = llm
         started = threading.Event()
 
-        def tell(output_token_ids, logits):
+        def signal_start(output_token_ids, logits):
             started.set()
             return logits
 
         async def main():
-            params = SamplingParams(max_tokens=None, ignore_eos=True, logits_processors=[tell])
+            params = SamplingParams(max_tokens=None, ignore_eos=True, logits_processors=[signal_start])
             async for output in async_llm.generate("a", params):
                 break
 
-        params = SamplingParams(max_tokens=None, ignore_eos=True, logits_processors=[tell])
+        params = SamplingParams(max_tokens=None, ignore_eos=True, logits_processors=[signal_start])
 
         def wait():
-            with contextlib.suppress(RuntimeError):  # the end of the program shuts the LLM down
+            with contextlib.suppress(RuntimeError):  # the interpreter's exit shuts the LLM down
                 llm.generate(["a"] * 50, params, use_tqdm=False)
 
         threading.Thread(target=wait, daemon=True).start()

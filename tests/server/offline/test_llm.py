@@ -32,7 +32,7 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, *params, use_tqdm=False)
 
 
-def test_every_way_to_write_a_prompt_is_the_same_prompt(llm: LLM) -> None:
+def test_prompt_formats_are_equivalent(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("hello")
     (expected,) = tokens(quiet(llm, "hello", GREEDY))
     for prompt in ("hello", ids, tuple(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}):
@@ -40,8 +40,8 @@ def test_every_way_to_write_a_prompt_is_the_same_prompt(llm: LLM) -> None:
         assert tokens(quiet(llm, [prompt, prompt], GREEDY)) == [expected, expected]
 
 
-def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    """They end in another one."""
+def test_outputs_are_in_prompt_order(llm: LLM) -> None:
+    """Prompts finish in another order."""
     prompts = [f"prompt {number}" for number in range(12)]
     lengths = [(5 * number) % 12 + 1 for number in range(12)]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
@@ -53,7 +53,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 12
 
 
-def test_a_thinking_budget(make_llm: MakeLLM) -> None:
+def test_thinking_token_budget(make_llm: MakeLLM) -> None:
     llm = make_llm(reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"})
     budgets = [SamplingParams(temperature=0, max_tokens=4, thinking_token_budget=budget) for budget in (0, 7, None)]
     ended, later, never = tokens(quiet(llm, ["<think>hello"] * 3, budgets))
@@ -62,23 +62,23 @@ def test_a_thinking_budget(make_llm: MakeLLM) -> None:
         quiet(make_llm(), "hello", SamplingParams(thinking_token_budget=5))
 
 
-def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+def test_empty_list_of_prompts(llm: LLM) -> None:
     assert quiet(llm, []) == []
 
 
-def test_vllms_defaults(llm: LLM) -> None:
+def test_default_sampling_params(llm: LLM) -> None:
     (output,) = quiet(llm, "hello")
     assert len(output.outputs) == 1
     assert 1 <= len(output.outputs[0].token_ids) <= 16
 
 
-def test_an_output_ends_at_the_models_length_whatever_was_asked_for(llm: LLM) -> None:
+def test_output_ends_at_model_length(llm: LLM) -> None:
     (output,) = quiet(llm, [5] * 500, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 12
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_sglangs_names(llm: LLM) -> None:
+def test_sglang_names(llm: LLM) -> None:
     params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     (expected,) = tokens(quiet(llm, "hello", GREEDY))
     assert tokens(quiet(llm, "hello", params)) == [expected]
@@ -107,7 +107,7 @@ def count_up(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def test_more_prompts_than_the_queue_takes(make_llm: MakeLLM) -> None:
+def test_more_prompts_than_queue_capacity(make_llm: MakeLLM) -> None:
     llm = make_llm(max_num_seqs=2, max_queued_requests=1)
     prompts = [[10 + number] for number in range(20)]
     params = SamplingParams(max_tokens=3, n=2, logits_processors=[count_up])
@@ -116,7 +116,7 @@ def test_more_prompts_than_the_queue_takes(make_llm: MakeLLM) -> None:
     assert all(completion.token_ids == [100, 101, 102] for output in outputs for completion in output.outputs)
 
 
-def test_threads_share_one_llm(make_llm: MakeLLM) -> None:
+def test_threads_share_llm(make_llm: MakeLLM) -> None:
     llm = make_llm(max_num_seqs=2, max_queued_requests=0)
     (expected,) = tokens(quiet(llm, "hello", GREEDY))
     results: list[list[list[int]]] = []
@@ -130,34 +130,34 @@ def test_threads_share_one_llm(make_llm: MakeLLM) -> None:
     assert results == [[expected] * 5] * 4
 
 
-def test_more_continuations_than_ever_fit_are_refused(make_llm: MakeLLM) -> None:
+def test_too_many_continuations_are_refused(make_llm: MakeLLM) -> None:
     llm = make_llm(max_num_seqs=2, max_queued_requests=1)
     with pytest.raises(InvalidRequest, match="n: asks for 4 continuations, this engine takes at most 3") as caught:
         quiet(llm, "hello", SamplingParams(n=4))
     assert caught.value.param == "n"
 
 
-def test_works_inside_a_running_event_loop(llm: LLM) -> None:
+def test_works_inside_running_event_loop(llm: LLM) -> None:
     async def main() -> list[RequestOutput]:
         return quiet(llm, "hello", GREEDY)
 
     assert tokens(asyncio.run(main())) == tokens(quiet(llm, "hello", GREEDY))
 
 
-# --- interruption and end ---
+# --- interruption and shutdown ---
 
 
 @pytest.fixture
 def ctrl_c_interrupts() -> Iterator[None]:
-    """What Python does by itself, unless it was started in the background, where shells let SIGINT be ignored."""
+    """Install Python's default SIGINT handler, which is missing if a shell started Python in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c_interrupts")
-def test_ctrl_c_cancels_the_call_and_the_next_one_works(llm: LLM, assert_idle: Callable[[LLM], None]) -> None:
-    """The signal arrives while the main thread waits for the engine."""
+def test_llm_works_after_ctrl_c(llm: LLM, assert_idle: Callable[[LLM], None]) -> None:
+    """Send the signal while the main thread waits for the engine."""
     main = threading.main_thread().ident
     assert main is not None
 
@@ -172,7 +172,7 @@ def test_ctrl_c_cancels_the_call_and_the_next_one_works(llm: LLM, assert_idle: C
     assert_idle(llm)
 
 
-def test_what_the_progress_bar_raises_cancels_the_call(llm: LLM, assert_idle: Callable[[LLM], None]) -> None:
+def test_progress_bar_error_cancels_call(llm: LLM, assert_idle: Callable[[LLM], None]) -> None:
     class Broken:
         def __init__(self, **_: Any) -> None:
             self.closed = False
@@ -195,15 +195,15 @@ def test_what_the_progress_bar_raises_cancels_the_call(llm: LLM, assert_idle: Ca
     assert_idle(llm)
 
 
-def test_shutdown_ends_what_another_thread_waits_for(make_llm: MakeLLM) -> None:
+def test_shutdown_ends_call_of_another_thread(make_llm: MakeLLM) -> None:
     llm = make_llm(max_num_seqs=1, max_queued_requests=0)
     running = threading.Event()
 
-    def tell(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def signal_start(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         running.set()
         return logits
 
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logits_processors=[tell])
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logits_processors=[signal_start])
     errors: list[BaseException] = []
 
     def wait() -> None:
@@ -230,14 +230,14 @@ def own_threads(llm: LLM) -> list[threading.Thread]:
     return [llm._loop_thread._thread, llm._engine._thread._thread]
 
 
-def test_the_context_manager_shuts_down(make_engine: Callable[..., AsyncEngine]) -> None:
+def test_context_manager_shuts_down(make_engine: Callable[..., AsyncEngine]) -> None:
     with LLM._from_engine(make_engine()) as llm:
         threads = own_threads(llm)
         assert [thread.is_alive() for thread in threads] == [True, True]
     assert [thread.is_alive() for thread in threads] == [False, False]
 
 
-def test_the_last_reference_ends_the_threads(make_engine: Callable[..., AsyncEngine]) -> None:
+def test_garbage_collection_ends_threads(make_engine: Callable[..., AsyncEngine]) -> None:
     llm = LLM._from_engine(make_engine())
     quiet(llm, ["a", "b"], GREEDY)
     threads, reference = own_threads(llm), weakref.ref(llm)
@@ -247,8 +247,8 @@ def test_the_last_reference_ends_the_threads(make_engine: Callable[..., AsyncEng
     assert [thread.is_alive() for thread in threads] == [False, False]
 
 
-def test_the_garbage_collector_may_end_it_on_any_thread(make_engine: Callable[..., AsyncEngine]) -> None:
-    """Even on the engine's own, which cannot wait for its own end."""
+def test_garbage_collection_on_engine_thread(make_engine: Callable[..., AsyncEngine]) -> None:
+    """The engine's thread cannot join itself."""
     llm = LLM._from_engine(make_engine())
     threads = own_threads(llm)
     holder = [llm]

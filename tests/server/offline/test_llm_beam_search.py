@@ -19,7 +19,7 @@ PROMPTS = ["hello", "some other text"]
 
 
 class Favours(CustomLogitProcessor):
-    """Raises one token."""
+    """Raises the logit of one token."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
         for row, params in zip(logits, custom_param_list, strict=True):
@@ -27,7 +27,7 @@ class Favours(CustomLogitProcessor):
         return logits
 
 
-def test_beams_with_the_names_of_vllm(llm: LLM, loaded_model: LoadedModel) -> None:
+def test_beam_search_output(llm: LLM, loaded_model: LoadedModel) -> None:
     outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=5))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         prompt_ids = loaded_model.tokenizer.encode(prompt)
@@ -44,7 +44,7 @@ def test_beams_with_the_names_of_vllm(llm: LLM, loaded_model: LoadedModel) -> No
 
 
 @pytest.mark.parametrize("included", [True, False])
-def test_the_end_token_is_there_if_it_was_asked_for(llm: LLM, included: bool) -> None:
+def test_include_stop_str_in_output(llm: LLM, included: bool) -> None:
     params = BeamSearchParams(
         beam_width=2,
         max_tokens=9,
@@ -73,7 +73,7 @@ def only(llm: LLM, **params: Any) -> RequestOutput:
     return output
 
 
-def test_the_same_with_sampling_params(llm: LLM) -> None:
+def test_beam_search_with_sampling_params(llm: LLM) -> None:
     (searched,) = llm.beam_search("hello", BeamSearchParams(3, 5, length_penalty=0.5))
     output = only(llm, num_beams=3, num_return_sequences=2, length_penalty=0.5)
     assert [one.token_ids for one in output.outputs] == [one.tokens[5:] for one in searched.sequences[:2]]
@@ -87,13 +87,13 @@ def test_the_same_with_sampling_params(llm: LLM) -> None:
     assert [one.token_ids for one in again.outputs] == [one.token_ids for one in output.outputs]
 
 
-def test_one_beam_is_greedy(llm: LLM) -> None:
+def test_single_beam_is_greedy(llm: LLM) -> None:
     (greedy,) = only(llm, temperature=0).outputs
     (beam,) = only(llm, use_beam_search=True).outputs
     assert beam.token_ids == greedy.token_ids
 
 
-def test_async_it_comes_whole_at_the_end(make_async_llm: Callable[..., AsyncLLM]) -> None:
+def test_async_yields_only_final_output(make_async_llm: Callable[..., AsyncLLM]) -> None:
     async def outputs() -> list[RequestOutput]:
         generated = make_async_llm().generate("hello", SamplingParams(max_tokens=5, num_beams=3, n=2))
         return [output async for output in generated]
@@ -103,7 +103,7 @@ def test_async_it_comes_whole_at_the_end(make_async_llm: Callable[..., AsyncLLM]
     assert len(output.outputs) == 2
 
 
-def test_more_searches_than_the_engine_takes_wait(make_llm: Callable[..., LLM]) -> None:
+def test_beam_search_waits_for_queue(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(max_num_seqs=3, max_queued_requests=2)
     outputs = llm.beam_search(["a", "b", "c", "d"], BeamSearchParams(3, 4))
     assert [len(output.sequences) for output in outputs] == [3] * 4
@@ -117,7 +117,7 @@ def test_more_searches_than_the_engine_takes_wait(make_llm: Callable[..., LLM]) 
         ({"num_beams": 9}, "num_beams"),
     ],
 )
-def test_refusals(llm: LLM, params: dict[str, Any], field: str) -> None:
+def test_refused_params(llm: LLM, params: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}: "):
         only(llm, **params)
 
@@ -135,13 +135,13 @@ def test_refusals(llm: LLM, params: dict[str, Any], field: str) -> None:
         (lambda: BeamSearchParams(2, -1), "max_tokens"),
     ],
 )
-def test_parameters_that_make_no_sense(make: Callable[[], Any], field: str) -> None:
+def test_invalid_beam_search_params(make: Callable[[], Any], field: str) -> None:
     with pytest.raises(InvalidSamplingParams) as refused:
         make()
     assert refused.value.field == field
 
 
-def test_a_search_is_the_one_of_hugging_face(llm: LLM, loaded_model: LoadedModel) -> None:
+def test_same_beams_as_hugging_face(llm: LLM, loaded_model: LoadedModel) -> None:
     model: Any = loaded_model.model
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")

@@ -9,7 +9,7 @@ from logitship.server.config import DEFAULT_MODEL, ServerConfig
 from logitship.server.offline.llm_options import read_options
 
 
-def test_the_callers_own_code_is_on_by_default() -> None:
+def test_own_code_is_enabled_by_default() -> None:
     assert read_options(DEFAULT_MODEL, (), {}) == ServerConfig(
         enable_custom_logit_processor=True, logits_processor_pattern=".*", processor_isolation="none"
     )
@@ -17,7 +17,7 @@ def test_the_callers_own_code_is_on_by_default() -> None:
     assert not read_options(DEFAULT_MODEL, (), {"enable_custom_logit_processor": False}).enable_custom_logit_processor
 
 
-def test_spellings_of_vllm_and_sglang() -> None:
+def test_aliases_of_vllm_and_sglang() -> None:
     options = {
         "tokenizer": "t",
         "seed": 3,
@@ -45,11 +45,11 @@ def test_spellings_of_vllm_and_sglang() -> None:
         ("m", {"model_path": "m"}, "model_path: sets model_path a second time"),
     ],
 )
-def test_unknown_and_repeated_options(model: str, options: dict[str, Any], message: str) -> None:
+def test_unknown_and_duplicate_options(model: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         read_options(model, (), options)
 
 
-def test_values_are_checked() -> None:
+def test_option_values_are_checked() -> None:
     with pytest.raises(ValueError, match="max_num_seqs must be 1 or greater"):
         read_options(DEFAULT_MODEL, (), {"max_num_seqs": 0})

@@ -8,9 +8,7 @@ import pytest
 from logitship.server.offline.loop_thread import LoopThread
 
 
-def test_how_a_coroutine_ends_at_the_stop_is_told_to_who_waits_and_not_printed(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_reports_error_to_future_only(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     started = threading.Event()
 
     async def fails_when_it_is_cancelled() -> None:

@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 class Force(CustomLogitProcessor):
-    """Makes `token_id` the only token."""
+    """Forces `token_id`."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
         for row, params in zip(logits, custom_param_list, strict=True):
@@ -27,7 +27,7 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, *params, use_tqdm=False)
 
 
-def test_logprobs_are_vllms_dicts(llm: LLM) -> None:
+def test_logprobs_format(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     (output,) = quiet(llm, [10, 11, 12], params)
     completion = output.outputs[0]
@@ -46,14 +46,14 @@ def test_logprobs_are_vllms_dicts(llm: LLM) -> None:
     assert [next(iter(table)) for table in output.prompt_logprobs[1:] if table] == [11, 12]
 
 
-def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
+def test_no_logprobs_by_default(llm: LLM) -> None:
     (output,) = quiet(llm, "hello", GREEDY)
     assert output.prompt_logprobs is None
     assert output.outputs[0].logprobs is None
     assert output.outputs[0].cumulative_logprob is None
 
 
-def test_stop_reasons_are_vllms(llm: LLM) -> None:
+def test_stop_reasons(llm: LLM) -> None:
     def ended_by(token_id: int, **params: Any) -> tuple[str | None, int | str | None]:
         forced = SamplingParams(custom_logit_processor=Force, custom_params={"token_id": token_id}, **params)
         completion = quiet(llm, "hello", forced)[0].outputs[0]
@@ -67,7 +67,7 @@ def test_stop_reasons_are_vllms(llm: LLM) -> None:
     assert ended_by(50, max_tokens=2) == ("length", None)
 
 
-def test_traces_show_each_token(llm: LLM) -> None:
+def test_traces(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=3, seed=3, ignore_eos=True, trace=4, custom_logit_processor=Force, custom_params={"token_id": 9}
     )

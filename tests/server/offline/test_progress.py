@@ -15,7 +15,7 @@ from logitship.server.offline.sampling_params import SamplingParams
 
 
 class Bar:
-    """Writes down what is done to it."""
+    """Records the calls to it."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -33,7 +33,7 @@ class Bar:
         self.closed = True
 
 
-def test_one_tick_a_request_and_the_tokens_a_second(make_llm: Callable[..., LLM]) -> None:
+def test_bar_counts_finished_requests(make_llm: Callable[..., LLM]) -> None:
     bars: list[Bar] = []
 
     def make_bar(**options: Any) -> Bar:
@@ -49,7 +49,7 @@ def test_one_tick_a_request_and_the_tokens_a_second(make_llm: Callable[..., LLM]
     assert bar.closed
 
 
-def test_the_rates_are_tokens_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 12.0])
     monkeypatch.setattr("logitship.server.offline.progress.time.perf_counter", lambda: next(now))
     completion = CompletionOutput(0, "", [1] * 8, None, None, "length")
@@ -59,14 +59,14 @@ def test_the_rates_are_tokens_by_seconds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bar.postfixes == ["input: 2.50 tokens/s, output: 8.00 tokens/s"]
 
 
-def test_a_real_bar(make_llm: Callable[..., LLM]) -> None:
+def test_tqdm_bar(make_llm: Callable[..., LLM]) -> None:
     file = io.StringIO()
     make_llm().generate(["a", "b"], use_tqdm=functools.partial(tqdm, file=file))
     assert "2/2" in file.getvalue()
     assert "tokens/s" in file.getvalue()
 
 
-def test_a_bar_or_none(make_llm: Callable[..., LLM], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_is_optional(make_llm: Callable[..., LLM], capsys: pytest.CaptureFixture[str]) -> None:
     llm = make_llm()
     llm.generate("a", use_tqdm=False)
     assert capsys.readouterr().err == ""

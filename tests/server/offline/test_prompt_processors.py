@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 class Force(CustomLogitProcessor):
-    """Makes `token_id` the only token."""
+    """Forces `token_id`."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
         for row, params in zip(logits, custom_param_list, strict=True):
@@ -30,7 +30,7 @@ class Force(CustomLogitProcessor):
 
 
 class Add(CustomLogitProcessor):
-    """Moves the most likely token on by `by`."""
+    """Shifts the most likely token by `by`."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
         for row, params in zip(logits, custom_param_list, strict=True):
@@ -65,14 +65,14 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
     ],
     ids=["class", "instance", "string", "source"],
 )
-def test_a_processor_in_every_form(llm: LLM, form: Any, wrap: Callable[[Any], Any]) -> None:
+def test_processor_formats(llm: LLM, form: Any, wrap: Callable[[Any], Any]) -> None:
     params = SamplingParams(max_tokens=4, custom_logit_processor=wrap(form), custom_params={"token_id": 99})
     (output,) = quiet(llm, "hello", params)
     assert output.outputs[0].token_ids == [99] * 4
     assert [(receipt.name, receipt.steps) for receipt in output.receipts] == [("Force", 4)]
 
 
-def test_an_installed_processor_by_name(llm: LLM) -> None:
+def test_installed_processor_by_name(llm: LLM) -> None:
     (most_likely, *_) = tokens(quiet(llm, "hello", GREEDY))[0]
     params = SamplingParams(
         temperature=0,
@@ -83,14 +83,14 @@ def test_an_installed_processor_by_name(llm: LLM) -> None:
     assert tokens(quiet(llm, "hello", params)) != [[most_likely]]
 
 
-def test_the_list_runs_in_order_each_with_its_own_parameters(llm: LLM) -> None:
+def test_processor_list_order_and_params(llm: LLM) -> None:
     entries = [{"processor": Force, "params": {"token_id": 40}}, {"processor": Add, "params": {"by": 2}}]
     assert tokens(quiet(llm, "hello", SamplingParams(max_tokens=2, logits_processors=entries))) == [[42, 42]]
     backwards = SamplingParams(max_tokens=2, logits_processors=entries[::-1])
     assert tokens(quiet(llm, "hello", backwards)) == [[40, 40]]
 
 
-def test_entries_without_parameters_see_custom_params(llm: LLM) -> None:
+def test_entries_without_params_get_custom_params(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=1,
         custom_params={"token_id": 40},
@@ -165,7 +165,7 @@ def test_callables_by_name(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_what_cannot_go_to_a_sandbox_is_refused_by_name(llm: LLM, params: SamplingParams, message: str) -> None:
+def test_params_of_unsupported_type(llm: LLM, params: SamplingParams, message: str) -> None:
     llm._engine.config = dataclasses.replace(llm._engine.config, processor_isolation="sandbox")
     with pytest.raises(InvalidRequest, match=message):
         quiet(llm, "a", params)

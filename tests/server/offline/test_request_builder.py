@@ -41,7 +41,7 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
         ("x", SamplingParams(logits_processors=[{"params": {}}]), InvalidRequest, r"_processors\[0\]: has neither"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_one_prompt_is_seen_before_any_runs(
+def test_invalid_prompt_is_found_before_any_runs(
     llm: LLM, prompt: Any, params: Any, error: type[Exception], message: str, assert_idle: Callable[[LLM], None]
 ) -> None:
     with pytest.raises(error, match=message):
@@ -50,12 +50,12 @@ def test_a_mistake_in_one_prompt_is_seen_before_any_runs(
     assert_idle(llm)
 
 
-def test_as_many_sampling_params_as_prompts(llm: LLM) -> None:
+def test_number_of_sampling_params(llm: LLM) -> None:
     with pytest.raises(ValueError, match="sampling_params: has 1 entries for 2 prompts"):
         quiet(llm, ["a", "b"], [GREEDY])
 
 
-def test_a_refusal_says_which_prompt_it_is_about(llm: LLM) -> None:
+def test_refusal_notes_prompt_index(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens") as caught:
         quiet(llm, ["x", [5] * 500], SamplingParams(min_tokens=100, max_tokens=100))
     assert caught.value.__notes__ == ["in prompts[1]"]

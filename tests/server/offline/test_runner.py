@@ -19,7 +19,7 @@ FOREVER = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
 class Fails(CustomLogitProcessor):
-    """Raises at its third token."""
+    """Raises an exception at the third token."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
         if any(len(params["__req__"].output_ids) == 2 for params in custom_param_list):
@@ -42,7 +42,7 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
         (SamplingParams(logits_processors=["no.such.callable"]), r"logits_processors\[0\]: .*no\.such\.callable"),
     ],
 )
-def test_a_processor_that_does_not_load_is_refused(
+def test_processor_load_error(
     llm: LLM, params: SamplingParams, message: str, assert_idle: Callable[[LLM], None]
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -51,7 +51,7 @@ def test_a_processor_that_does_not_load_is_refused(
     assert_idle(llm)
 
 
-def test_a_fault_is_typed_and_cancels_the_others(llm: LLM, assert_idle: Callable[[LLM], None]) -> None:
+def test_fault_cancels_other_prompts(llm: LLM, assert_idle: Callable[[LLM], None]) -> None:
     fails = SamplingParams(max_tokens=8, ignore_eos=True, custom_logit_processor=Fails)
     with pytest.raises(ProcessorFault, match="no such luck") as caught:
         quiet(llm, ["a", "b", "c"], [FOREVER, fails, FOREVER])
@@ -62,11 +62,11 @@ def test_a_fault_is_typed_and_cancels_the_others(llm: LLM, assert_idle: Callable
     assert fault.traceback in "".join(fault.__notes__)
     assert isinstance(fault, LogitshipError)
     steps = llm._engine.stats().steps
-    assert steps < 100  # of the 500 that the others wanted
+    assert steps < 100  # of the 500 that the other requests would take
     assert_idle(llm)
 
 
-def test_a_fault_of_another_kind(llm: LLM) -> None:
+def test_bad_result_fault(llm: LLM) -> None:
     def lose_a_token(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         return logits[1:]
 
@@ -75,7 +75,7 @@ def test_a_fault_of_another_kind(llm: LLM) -> None:
     assert caught.value.kind == "bad_result"
 
 
-def test_any_other_failure_is_a_generation_error_with_what_there_was(
+def test_generation_error_has_partial_output(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:

@@ -11,14 +11,14 @@ from logitship.server.offline.sampling_params import _UNSUPPORTED, SGLANG_NAMES,
 from logitship.server.refusals import BadRequest
 
 
-def test_the_defaults_are_vllms() -> None:
+def test_defaults() -> None:
     params = SamplingParams()
     assert (params.n, params.max_tokens, params.min_tokens, params.temperature) == (1, 16, 0, 1.0)
     assert (params.stop, params.bad_words, params.logits_processors) == ((), (), ())
     assert isinstance(params, EngineSamplingParams)
 
 
-def test_single_strings_lists_and_none() -> None:
+def test_strings_lists_and_none() -> None:
     params = SamplingParams(stop="a", bad_words="ab", stop_token_ids=[1, 1], logits_processors=[len])
     assert params.stop == ("a",)
     assert params.bad_words == ("ab",)
@@ -31,7 +31,7 @@ def test_single_strings_lists_and_none() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(_UNSUPPORTED))
-def test_what_vllm_has_and_this_engine_has_not_is_refused(name: str) -> None:
+def test_unsupported_vllm_fields(name: str) -> None:
     value = not _UNSUPPORTED[name] if isinstance(_UNSUPPORTED[name], bool) else object()
     with pytest.raises(InvalidSamplingParams, match=f"{name}: is not supported by logitship: leave it at") as caught:
         SamplingParams(**{name: value})
@@ -55,23 +55,23 @@ def test_what_vllm_has_and_this_engine_has_not_is_refused(name: str) -> None:
         ({"logits_processors": {"processor": "a"}}, "logits_processors: must be a list of processors, not dict"),
     ],
 )
-def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
+def test_invalid_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**values)
 
 
-def test_unknown_names_are_type_errors() -> None:
+def test_unknown_names() -> None:
     with pytest.raises(TypeError, match="max_tokns"):
         SamplingParams(max_tokns=3)  # type: ignore[call-arg]
 
 
-def test_it_does_not_change() -> None:
+def test_sampling_params_are_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().temperature = 0  # type: ignore[misc]
     assert dataclasses.replace(SamplingParams(n=2, bad_words=["a"]), temperature=0).n == 2
 
 
-def test_a_clone_shares_no_parameters() -> None:
+def test_clone() -> None:
     processor = object()
     params = SamplingParams(
         extra_args={"a": [1]}, custom_params={"b": [2]}, custom_logit_processor=processor, stop=["x"]
@@ -88,7 +88,7 @@ def test_a_clone_shares_no_parameters() -> None:
     assert params.custom_params == {"b": [2]}
 
 
-def test_sglangs_names() -> None:
+def test_sglang_names() -> None:
     params = SamplingParams.from_sglang(
         {
             "max_new_tokens": 5,
@@ -119,19 +119,19 @@ def test_sglangs_names() -> None:
     )
 
 
-def test_sglangs_defaults_and_other_spelling_of_the_seed() -> None:
+def test_sglang_defaults_and_seed_alias() -> None:
     assert SamplingParams.from_sglang({}) == SamplingParams(max_tokens=128)
     assert SamplingParams.from_sglang({"seed": 3}).seed == 3
     assert SamplingParams.from_sglang({"max_new_tokens": None}).max_tokens is None
 
 
-def test_sglangs_mistakes_are_named_by_their_path() -> None:
+def test_sglang_errors_name_the_path() -> None:
     with pytest.raises(BadRequest, match=r"here.stop_regex: is not supported"):
         SamplingParams.from_sglang({"stop_regex": "a"}, "here")
     with pytest.raises(BadRequest, match=r"here.top_k: "):
         SamplingParams.from_sglang({"top_k": "5"}, "here")
 
 
-def test_the_names_for_refusals_are_real() -> None:
+def test_sglang_names_exist() -> None:
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(SGLANG_NAMES) <= fields

@@ -67,13 +67,13 @@ AB = '{"format": {"type": "const_string", "value": "ab"}}'
     [{"regex": "ab"}, {"ebnf": 'root ::= "ab"'}, {"json_schema": '{"const": 5}'}, {"structural_tag": AB}],
     ids=str,
 )
-def test_sglangs_names(llm: LLM, values: dict[str, Any]) -> None:
+def test_sglang_names(llm: LLM, values: dict[str, Any]) -> None:
     (output,) = llm.generate("hello", values, use_tqdm=False)
     assert output.outputs[0].text in ("ab", "5")
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({}, "structured_outputs: give exactly one"),
         ({"json": {}, "regex": "a"}, "structured_outputs: give exactly one"),
@@ -87,14 +87,14 @@ def test_sglangs_names(llm: LLM, values: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_mistakes_are_found_where_they_are_made(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidSamplingParams, match=says):
+def test_invalid_constraints(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSamplingParams, match=message):
         StructuredOutputsParams(**values)
-    with pytest.raises(InvalidSamplingParams, match=says):
+    with pytest.raises(InvalidSamplingParams, match=message):
         SamplingParams(structured_outputs=values)
 
 
-def test_it_must_be_one_or_a_dict() -> None:
+def test_constraint_of_wrong_type() -> None:
     with pytest.raises(InvalidSamplingParams, match="must be StructuredOutputsParams or a dict, not str"):
         SamplingParams(structured_outputs="regex")  # type: ignore[arg-type]
 
@@ -111,14 +111,12 @@ def test_it_must_be_one_or_a_dict() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_used_is_refused_by_its_name(
-    llm: LLM, params: SamplingParams | dict[str, Any], param: str
-) -> None:
+def test_unusable_constraints(llm: LLM, params: SamplingParams | dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{re.escape(param)}: .* cannot be used: ") as caught:
         llm.generate("hello", params, use_tqdm=False)
     assert caught.value.param == param
 
 
-def test_two_constraints_in_sglangs_names() -> None:
+def test_two_constraints_in_sglang_names() -> None:
     with pytest.raises(BadRequest, match=r"sampling_params.ebnf: a request may have only one constraint"):
         SamplingParams.from_sglang({"ebnf": "x", "regex": "y"})

@@ -1,4 +1,4 @@
-"""A real browser, and a page that may talk to its own server alone."""
+"""Fixtures with a real browser. Pages may only send requests to their own server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from logitship.server.model.model_loader import LoadedModel
 
 CHROMIUM = Path(__file__).parents[2] / "peers" / "chromium.sh"
 PATIENCE = 30_000
-"""Milliseconds that an expectation may take on a busy machine."""
+"""Timeout of an expectation in milliseconds, for a busy machine."""
 
 
 @dataclass
@@ -30,25 +30,25 @@ class Playground:
     """The page, open in a browser.
 
     Attributes:
-        page: Playwright's handle of it.
+        page: Playwright's page.
         url: base URL of its server.
-        complaints: what the browser's console says that it should not: errors, and what the page's policy refused.
-        strangers: requests that went, or wanted to go, to anybody but the server.
+        console_errors: errors and warnings in the browser's console, including violations of the content policy.
+        foreign_requests: URLs of blocked requests to other servers.
     """
 
     page: Page
     url: str
-    complaints: list[str] = field(default_factory=list)
-    strangers: list[str] = field(default_factory=list)
+    console_errors: list[str] = field(default_factory=list)
+    foreign_requests: list[str] = field(default_factory=list)
     _expected: list[str] = field(default_factory=list)
 
     def open(self, path: str = "/") -> None:
-        """Go there, and wait until the page knows its server."""
+        """Open a path, and wait until the page is connected to its server."""
         self.page.goto(self.url + path)
         expect(self.page.locator("#run")).to_be_enabled()
 
     def choose(self, processor: str) -> None:
-        """Choose an example, by its id, and wait until its source is there."""
+        """Choose a processor by its option value, and wait until an example's source is loaded."""
         self.page.select_option("#processor", processor)
         kind, _, name = processor.partition(":")
         if kind == "example":
@@ -60,12 +60,12 @@ class Playground:
         content = self.page.locator(".cm-content")
         content.click()
         self.page.keyboard.press("ControlOrMeta+a")
-        # Over a selection, Chromium itself would try to keep the style of what it replaces, which the policy refuses.
+        # If text were selected, Chromium would try to keep its style, which the content policy forbids.
         self.page.keyboard.press("Delete")
         self.page.keyboard.insert_text(source)
 
     def run(self, *, fails: bool = False) -> None:
-        """Run, and wait for both answers."""
+        """Click Run, and wait for both answers."""
         self.page.click("#run")
         self.finish(fails=fails)
 
@@ -75,26 +75,26 @@ class Playground:
         expect(self.page.locator("#with")).to_have_attribute("data-state", "failed" if fails else "done")
 
     def tokens(self, column: str) -> Any:
-        """The tokens of a column."""
+        """Return the tokens of a column."""
         return self.page.locator(f"#{column}-tokens [role=option]")
 
     def text(self, column: str) -> str:
-        """The text of an answer: without the names of tokens that add none."""
+        """Return the text of an answer, without the names of tokens that add no text."""
         return "".join(self.page.locator(f"#{column}-tokens [role=option]:not(.unseen)").all_text_contents())
 
-    def expect_complaint(self, text: str) -> None:
-        """The browser reports failed requests to its console; such a one is meant."""
+    def expect_console_error(self, text: str) -> None:
+        """Allow console errors with this text: the browser logs failed requests there."""
         self._expected.append(text)
 
     def check(self) -> None:
-        """Nothing was said that is not expected, and nobody else was asked for anything."""
-        assert [each for each in self.complaints if not any(text in each for text in self._expected)] == []
-        assert self.strangers == []
+        """Check that there were no unexpected console errors and no requests to other servers."""
+        assert [each for each in self.console_errors if not any(text in each for text in self._expected)] == []
+        assert self.foreign_requests == []
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium. For a file: while it is there, an event loop runs in this thread, and others want theirs."""
+    """Headless Chromium. Module scope: its event loop occupies this thread, where other test files run their own."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     path = subprocess.run([CHROMIUM], check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout.strip()
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -107,7 +107,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def tiny_server(loaded_model: LoadedModel) -> Iterator[str]:
-    """Base URL of a server on the tiny model, which runs shipped code in its own process."""
+    """Base URL of a server on the tiny model that runs shipped code in its own process."""
     config = ServerConfig(
         model_path="tiny",
         port=0,
@@ -122,40 +122,40 @@ def tiny_server(loaded_model: LoadedModel) -> Iterator[str]:
 
 
 class Pages:
-    """Opens pages, each in a profile of its own, and looks at the end at what they did."""
+    """Opens pages, each in a browser profile of its own, and checks them at the end."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser
         self._opened: list[tuple[BrowserContext, Playground]] = []
 
     def new(self, url: str, **options: Any) -> Playground:
-        """A page that is not open yet. Options are those of a browser's profile."""
+        """Return a page that is not open yet. Options are those of a browser context."""
         options = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options
         context = self._browser.new_context(**options)
         context.set_default_timeout(PATIENCE)
         playground = Playground(context.new_page(), url)
         self._opened.append((context, playground))
 
-        def refuse_strangers(route: Route) -> None:
+        def block_foreign_requests(route: Route) -> None:
             if route.request.url.startswith(f"{url}/"):
                 route.fallback()
             else:
-                playground.strangers.append(route.request.url)
+                playground.foreign_requests.append(route.request.url)
                 route.abort()
 
-        context.route("**/*", refuse_strangers)
+        context.route("**/*", block_foreign_requests)
         page = playground.page
 
         def listen(message: ConsoleMessage) -> None:
             if message.type in ("error", "warning"):
-                playground.complaints.append(message.text)
+                playground.console_errors.append(message.text)
 
-        page.on("pageerror", lambda error: playground.complaints.append(str(error)))
+        page.on("pageerror", lambda error: playground.console_errors.append(str(error)))
         page.on("console", listen)
         return playground
 
     def close(self) -> None:
-        """Check and close all of them."""
+        """Close and check all pages."""
         for context, _ in self._opened:
             context.close()
         for _, playground in self._opened:
@@ -164,7 +164,7 @@ class Pages:
 
 @pytest.fixture
 def pages(browser: Browser) -> Iterator[Pages]:
-    """Opens pages."""
+    """Open pages, which are checked after the test."""
     pages = Pages(browser)
     yield pages
     pages.close()
@@ -172,7 +172,7 @@ def pages(browser: Browser) -> Iterator[Pages]:
 
 @pytest.fixture
 def playground(pages: Pages, tiny_server: str) -> Playground:
-    """The page on the tiny model, on a desk."""
+    """The page on the tiny model, at desktop size."""
     playground = pages.new(tiny_server)
     playground.open()
     return playground
@@ -180,30 +180,30 @@ def playground(pages: Pages, tiny_server: str) -> Playground:
 
 @dataclass
 class Gate:
-    """Where `HELD` waits until the test lets it through."""
+    """Events that synchronize `WAITING_PROCESSOR` with the test."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
 
 
-HELD = """from logitship import CustomLogitProcessor
+WAITING_PROCESSOR = """from logitship import CustomLogitProcessor
 
 
-class Held(CustomLogitProcessor):
+class Waits(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
-        import gate_of_the_test  # a new one for each test
+        import gate_of_the_test  # a new module for each test
 
         if len(custom_param_list[0]["__req__"].output_ids) == 4:
             gate_of_the_test.gate.reached.set()
             assert gate_of_the_test.gate.opened.wait(60)
         return logits
 """
-"""A processor that stops the engine after four tokens."""
+"""A processor that blocks the engine after four tokens."""
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """The gate that `HELD` waits at."""
+    """The gate of `WAITING_PROCESSOR`."""
     gate = Gate()
     module = ModuleType("gate_of_the_test")
     module.gate = gate  # type: ignore[attr-defined]

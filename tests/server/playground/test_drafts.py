@@ -1,4 +1,4 @@
-"""What is kept: the draft in this browser, a playground in a link, the key in this tab."""
+"""Storage: the draft in the browser, and the inputs in a link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .conftest import Pages, Playground
 OWN = "from logitship import CustomLogitProcessor\n\n\nclass Mine(CustomLogitProcessor):\n    text = 'ü€😀'\n"
 
 
-def test_a_draft_outlives_the_page(playground: Playground) -> None:
+def test_draft_is_restored(playground: Playground) -> None:
     page = playground.page
     playground.write(OWN)
     page.fill("#params", '{"a": 1}')
@@ -28,7 +28,7 @@ def test_a_draft_outlives_the_page(playground: Playground) -> None:
     expect(page.locator("#mode-raw")).to_be_checked()
 
 
-def test_editing_an_example_makes_it_ones_own(playground: Playground) -> None:
+def test_edited_example_becomes_own_code(playground: Playground) -> None:
     page = playground.page
     page.locator(".cm-content").click()
     page.keyboard.type("# mine\n")
@@ -36,7 +36,7 @@ def test_editing_an_example_makes_it_ones_own(playground: Playground) -> None:
     expect(page.locator("#about")).to_contain_text("Your own class")
 
 
-def test_a_link_carries_all_of_it(playground: Playground, pages: Pages) -> None:
+def test_link_restores_inputs(playground: Playground, pages: Pages) -> None:
     page = playground.page
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     playground.write(OWN)
@@ -50,12 +50,12 @@ def test_a_link_carries_all_of_it(playground: Playground, pages: Pages) -> None:
     other.open(link.removeprefix(playground.url))
     expect(other.page.locator("#prompt")).to_have_value("From a link: ü€😀")
     expect(other.page.locator(".cm-content")).to_contain_text("text = 'ü€😀'")
-    # Code from somebody else runs only when it is asked for.
+    # Code from a link does not run until the user presses Run.
     expect(other.page.locator("#with-status")).to_have_text("Not run yet.")
 
 
-def test_a_link_without_the_clipboard(playground: Playground) -> None:
-    """Browsers give it to https and to localhost alone."""
+def test_link_without_clipboard(playground: Playground) -> None:
+    """Browsers allow clipboard access only on https and localhost."""
     page = playground.page
     page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('no')); }")
     page.click("#share")
@@ -64,7 +64,7 @@ def test_a_link_without_the_clipboard(playground: Playground) -> None:
 
 
 @pytest.mark.parametrize("link", ["/#p=", "/#p=AAAA", "/#p=%%%", "/#p=q1bKLUkpVbJSUPIIUFTSUVAqKUpNVbJSUCrKT0pVqgUA"])
-def test_a_damaged_link_is_said_to_be(link: str, pages: Pages, tiny_server: str) -> None:
+def test_damaged_link(link: str, pages: Pages, tiny_server: str) -> None:
     playground = pages.new(tiny_server)
     playground.open(link)
     expect(playground.page.locator("#banner")).to_contain_text("The link is damaged")
@@ -72,7 +72,7 @@ def test_a_damaged_link_is_said_to_be(link: str, pages: Pages, tiny_server: str)
 
 
 @pytest.mark.parametrize("draft", ["", "{", "{}", "[]", '{"mode": "x"}'])
-def test_a_damaged_draft_is_left_alone(draft: str, playground: Playground) -> None:
+def test_damaged_draft_is_ignored(draft: str, playground: Playground) -> None:
     page = playground.page
     page.evaluate("draft => localStorage.setItem('logitship.playground', draft)", draft)
     playground.open()

@@ -1,4 +1,4 @@
-"""The examples do what they say, for each row by itself."""
+"""The playground's examples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def class_name(example: dict[str, Any]) -> str:
 
 
 def answer(url: str, example: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What the page sends for an example."""
+    """Send an example as the page does, and return the response."""
     chat = example["mode"] == "chat"
     prompt = {"messages": [{"role": "user", "content": example["prompt"]}]} if chat else {"prompt": example["prompt"]}
     body = {
@@ -44,8 +44,8 @@ def answer(url: str, example: dict[str, Any], **changes: Any) -> dict[str, Any]:
         **changes,
     }
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    found: dict[str, Any] = httpx.post(url + path, json=body, timeout=120).json()
-    return found
+    response: dict[str, Any] = httpx.post(url + path, json=body, timeout=120).json()
+    return response
 
 
 def text_of(answered: dict[str, Any]) -> str:
@@ -54,7 +54,7 @@ def text_of(answered: dict[str, Any]) -> str:
     return text
 
 
-def test_the_index_lists_the_files() -> None:
+def test_index_lists_all_files() -> None:
     files = {file.stem for file in (FOLDER / "examples").glob("*.py")}
     assert set(BY_ID) == files
     assert len(BY_ID) == len(EXAMPLES)
@@ -63,7 +63,7 @@ def test_the_index_lists_the_files() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=BY_ID.keys())
-def test_it_runs(example: dict[str, Any], tiny_server: str) -> None:
+def test_example_runs(example: dict[str, Any], tiny_server: str) -> None:
     answered = answer(tiny_server, example)
     if example["id"] == "broken":
         assert answered["error"]["type"] == "ProcessorFault"
@@ -74,10 +74,10 @@ def test_it_runs(example: dict[str, Any], tiny_server: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=BY_ID.keys())
-def test_rows_do_not_look_at_each_other(example: dict[str, Any], tokenizer: Tokenizer) -> None:
+def test_examples_are_batch_invariant(example: dict[str, Any], tokenizer: Tokenizer) -> None:
     cls = load_class(SourceProcessor(source_of(example), class_name(example)))
     histories = [[], [40], [40, 41, 40], [50, 51, 52, 50, 51]]
-    if example["id"] == "one_of":  # what it can have written itself
+    if example["id"] == "one_of":  # outputs that the processor allows
         histories = [tokenizer.encode("positive", add_special_tokens=False)[:length] for length in (0, 1, 4, 8)]
     if example["id"] == "template":
         histories = [tokenizer.encode("At 12:30 from", add_special_tokens=False)[:length] for length in (0, 3, 5, 12)]
@@ -92,11 +92,11 @@ def test_rows_do_not_look_at_each_other(example: dict[str, Any], tokenizer: Toke
         )
         return {**example["params"], "__req__": request}
 
-    together = instantiate(cls)(logits.clone(), [params(history) for history in histories])
-    alone = [
+    batched = instantiate(cls)(logits.clone(), [params(history) for history in histories])
+    single = [
         instantiate(cls)(logits[row : row + 1].clone(), [params(history)]) for row, history in enumerate(histories)
     ]
-    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(batched, torch.cat(single))
 
 
 def test_lipogram(tiny_server: str) -> None:
@@ -128,10 +128,10 @@ def test_no_repeats(tiny_server: str) -> None:
 
 
 def test_length(tiny_server: str) -> None:
-    asked = {"logit_bias": {"1": 50, "50": 30}}  # longs for the end, and for full stops
-    short = answer(tiny_server, BY_ID["length"], custom_logit_processor=None, custom_params=None, **asked)
+    biased = {"logit_bias": {"1": 50, "50": 30}}  # favors the end token, and full stops
+    short = answer(tiny_server, BY_ID["length"], custom_logit_processor=None, custom_params=None, **biased)
     assert short["usage"]["completion_tokens"] == 1
-    answered = answer(tiny_server, BY_ID["length"], **asked)
+    answered = answer(tiny_server, BY_ID["length"], **biased)
     assert answered["usage"]["completion_tokens"] > BY_ID["length"]["params"]["least"]
     assert answered["choices"][0]["finish_reason"] == "stop"
 
@@ -144,7 +144,7 @@ def test_second_choice(tiny_server: str) -> None:
 
 
 def processed(id_: str, params: dict[str, Any], vocabulary: list[str], output_ids: list[int]) -> torch.Tensor:
-    """What an example makes of logits 1, 2, 3, …"""
+    """Apply an example to the logits 1, 2, 3 and so on."""
     example = BY_ID[id_]
     tokenizer = SimpleNamespace(
         convert_ids_to_tokens=lambda ids: [vocabulary[i] for i in ids],

@@ -1,6 +1,6 @@
-"""Accessible, on a phone and on a desk, in light and dark; and the screenshots of the README.
+"""Accessibility and layout on desktop and phone, in light and dark; and the screenshots of the documentation.
 
-`LOGITSHIP_SCREENSHOTS=1 pytest tests/server/playground/test_looks.py` makes those again, in `docs/images`.
+`LOGITSHIP_SCREENSHOTS=1 pytest tests/server/playground/test_looks.py` renews the screenshots in `docs/images`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def scrolls_sideways(page: Page) -> bool:
 
 
 def states(playground: Playground) -> Iterator[str]:
-    """Brings the page into each of its states."""
+    """Bring the page into each of its states, and yield their names."""
     page = playground.page
     page.fill("#sampling-max_tokens", "8")
-    yield "begun"
+    yield "initial"
     playground.run()
     playground.tokens("with").nth(2).click()
     yield "traced"
     page.get_by_role("button", name="more").click()
     yield "traced in full"
-    playground.expect_complaint("400 (Bad Request)")
+    playground.expect_console_error("400 (Bad Request)")
     page.fill("#sampling-temperature", "-1")
     playground.write(BROKEN)
     page.click("#run")
@@ -68,7 +68,7 @@ def states(playground: Playground) -> Iterator[str]:
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("profile", [{}, PHONE], ids=["desk", "phone"])
-def test_no_barriers(profile: dict[str, Any], colours: str, pages: Pages, tiny_server: str) -> None:
+def test_accessibility(profile: dict[str, Any], colours: str, pages: Pages, tiny_server: str) -> None:
     playground = pages.new(tiny_server, color_scheme=colours, **profile)
     playground.open()
     for state in states(playground):
@@ -76,7 +76,7 @@ def test_no_barriers(profile: dict[str, Any], colours: str, pages: Pages, tiny_s
         assert (state, scrolls_sideways(playground.page)) == (state, False)
 
 
-def test_long_words_do_not_widen_a_phone(pages: Pages, tiny_server: str) -> None:
+def test_long_words_fit_on_phone(pages: Pages, tiny_server: str) -> None:
     playground = pages.new(tiny_server, **PHONE)
     playground.open()
     page = playground.page
@@ -88,7 +88,7 @@ def test_long_words_do_not_widen_a_phone(pages: Pages, tiny_server: str) -> None
     assert not scrolls_sideways(page)
 
 
-def test_controls_are_large_enough_for_fingers(pages: Pages, tiny_server: str) -> None:
+def test_touch_targets_are_large_enough(pages: Pages, tiny_server: str) -> None:
     playground = pages.new(tiny_server, **PHONE)
     playground.open()
     controls = playground.page.locator("button:visible, select:visible, input:visible:not([type=radio]), .switch label")
@@ -99,7 +99,7 @@ def test_controls_are_large_enough_for_fingers(pages: Pages, tiny_server: str) -
         assert box["width"] >= 40, control
 
 
-def test_on_a_phone_the_answers_come_into_view(pages: Pages, tiny_server: str) -> None:
+def test_answers_scroll_into_view_on_phone(pages: Pages, tiny_server: str) -> None:
     playground = pages.new(tiny_server, **PHONE)
     playground.open()
     playground.page.fill("#sampling-max_tokens", "4")
@@ -109,7 +109,7 @@ def test_on_a_phone_the_answers_come_into_view(pages: Pages, tiny_server: str) -
     expect(playground.page.locator("#stop")).to_be_in_viewport()
 
 
-def test_the_theme_is_the_system_s_until_it_is_chosen(playground: Playground) -> None:
+def test_theme(playground: Playground) -> None:
     page = playground.page
     background = "getComputedStyle(document.body).backgroundColor"
     page.emulate_media(color_scheme="light")
@@ -129,7 +129,7 @@ def test_the_theme_is_the_system_s_until_it_is_chosen(playground: Playground) ->
     assert page.evaluate(background) == dark
 
 
-def test_focus_is_seen_everywhere(playground: Playground) -> None:
+def test_focus_is_visible(playground: Playground) -> None:
     page = playground.page
     page.fill("#sampling-max_tokens", "3")
     playground.run()
@@ -156,19 +156,19 @@ def test_focus_is_seen_everywhere(playground: Playground) -> None:
     assert any("token" in name for name in seen)
 
 
-# --- the README's screenshots, on the model that people see first ---
+# --- screenshots, on the default model ---
 
 
 @pytest.fixture(scope="module")
 def real_server() -> Iterator[str]:
-    """Base URL of a server as the README starts it: the default model, and sandboxes."""
+    """Base URL of a server with the default model and sandboxes, as in the README."""
     config = ServerConfig(port=0, enable_custom_logit_processor=True, max_model_len=1024, log_level="error")
     with running_server(config) as url:
         yield url
 
 
 def shoot(page: Page, name: str, tmp_path: Path, **options: Any) -> None:
-    """Make a screenshot, and see that there is something on it."""
+    """Make a screenshot, and check its size."""
     folder = IMAGES if os.environ.get("LOGITSHIP_SCREENSHOTS") else tmp_path
     folder.mkdir(exist_ok=True)
     file = folder / f"playground-{name}.png"
@@ -177,7 +177,7 @@ def shoot(page: Page, name: str, tmp_path: Path, **options: Any) -> None:
     content = file.read_bytes()
     width, height = struct.unpack(">II", content[16:24])
     assert (width, height) > (700, 700)
-    # One colour alone would take a fiftieth of it. The README should load quickly, too.
+    # An empty image is far smaller. The upper limit keeps the README fast to load.
     assert 20_000 < len(content) < 250_000, len(content)
 
 

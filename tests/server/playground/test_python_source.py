@@ -1,4 +1,4 @@
-"""What the page reads in sources and in errors."""
+"""Parsing of sources and of error messages on the page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BASE = "CustomLogitProcessor"
         (f"class A({BASE}:\n    broken", "A"),
     ],
 )
-def test_the_processor_of_a_source(source: str, name: str, playground: Playground) -> None:
+def test_processor_class(source: str, name: str, playground: Playground) -> None:
     found = playground.page.evaluate(
         "async (source) => (await import('/playground/python_source.js')).processorClass(source)", source
     )
@@ -46,7 +46,7 @@ def test_the_processor_of_a_source(source: str, name: str, playground: Playgroun
         ("raised", 'File "x.py", line 3, in b\n', 0),
     ],
 )
-def test_the_line_of_an_error(message: str, traceback: str, line: int, playground: Playground) -> None:
+def test_line_of_error(message: str, traceback: str, line: int, playground: Playground) -> None:
     found = playground.page.evaluate(
         "async ([message, traceback]) => (await import('/playground/python_source.js')).lineOf(message, traceback)",
         [message, traceback],

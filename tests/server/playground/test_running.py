@@ -1,4 +1,4 @@
-"""With and without side by side, streaming, stopping, and what goes wrong on the way."""
+"""Running requests: answers, streaming, stopping and errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 from playwright.sync_api import Page, Route, expect
 
-from .conftest import HELD, Gate, Pages, Playground
+from .conftest import WAITING_PROCESSOR, Gate, Pages, Playground
 
 
 def params(page: Page, value: Any) -> None:
     page.fill("#params", json.dumps(value))
 
 
-def test_both_answers_stand_side_by_side(playground: Playground) -> None:
+def test_answers_are_side_by_side(playground: Playground) -> None:
     page = playground.page
     page.fill("#sampling-max_tokens", "12")
     playground.run()
@@ -30,8 +30,8 @@ def test_both_answers_stand_side_by_side(playground: Playground) -> None:
     expect(page.locator("#with-status")).to_have_text(re.compile(r"^12 tokens · \d+ tokens/s · reached max tokens$"))
 
 
-def test_the_answers_are_those_of_the_api(playground: Playground) -> None:
-    """The page shows what everybody gets."""
+def test_answers_equal_api_responses(playground: Playground) -> None:
+    """Send the same requests to the API, and compare."""
     page = playground.page
     playground.choose("example:uppercase")
     page.fill("#sampling-seed", "5")
@@ -53,7 +53,7 @@ def test_the_answers_are_those_of_the_api(playground: Playground) -> None:
         assert playground.text(column) == choice["message"]["content"]
 
 
-def test_the_receipt_is_shown(playground: Playground) -> None:
+def test_receipt(playground: Playground) -> None:
     playground.page.fill("#sampling-max_tokens", "5")
     playground.run()
     receipts = playground.page.locator("#with-receipts li")
@@ -62,7 +62,7 @@ def test_the_receipt_is_shown(playground: Playground) -> None:
     expect(playground.page.locator("#without-receipts li")).to_have_count(0)
 
 
-def test_a_raw_prompt_goes_to_the_other_route(playground: Playground) -> None:
+def test_raw_prompt_uses_completions_route(playground: Playground) -> None:
     page = playground.page
     page.check("#mode-raw", force=True)
     page.fill("#prompt", "raw")
@@ -73,7 +73,7 @@ def test_a_raw_prompt_goes_to_the_other_route(playground: Playground) -> None:
     expect(playground.tokens("without")).to_have_count(4)
 
 
-def test_an_empty_seed_is_the_same_for_both(playground: Playground) -> None:
+def test_random_seed_is_shared(playground: Playground) -> None:
     page = playground.page
     page.fill("#sampling-seed", "")
     seeds: list[int] = []
@@ -83,7 +83,7 @@ def test_an_empty_seed_is_the_same_for_both(playground: Playground) -> None:
     assert seeds[0] == seeds[1]
 
 
-def test_stop_strings_may_hold_line_feeds(playground: Playground) -> None:
+def test_stop_strings_with_line_feeds(playground: Playground) -> None:
     page = playground.page
     page.fill("#sampling-stop", "END\n\\n\\n")
     with page.expect_request("**/v1/chat/completions") as sent:
@@ -94,9 +94,9 @@ def test_stop_strings_may_hold_line_feeds(playground: Playground) -> None:
 # --- streaming and stopping ---
 
 
-def test_tokens_are_shown_before_the_end(playground: Playground, gate: Gate) -> None:
+def test_tokens_are_streamed(playground: Playground, gate: Gate) -> None:
     page = playground.page
-    playground.write(HELD)
+    playground.write(WAITING_PROCESSOR)
     page.fill("#sampling-max_tokens", "9")
     page.click("#run")
     assert gate.reached.wait(30)
@@ -110,9 +110,9 @@ def test_tokens_are_shown_before_the_end(playground: Playground, gate: Gate) -> 
     expect(page.locator("#results")).to_have_attribute("aria-busy", "false")
 
 
-def test_stop_ends_both_and_frees_the_server(playground: Playground, gate: Gate) -> None:
+def test_stop_cancels_both_requests(playground: Playground, gate: Gate) -> None:
     page = playground.page
-    playground.write(HELD)
+    playground.write(WAITING_PROCESSOR)
     page.fill("#sampling-max_tokens", "400")
     page.click("#run")
     assert gate.reached.wait(30)
@@ -149,7 +149,7 @@ def error_lines(page: Page) -> Any:
     return page.locator("#editor .error-line")
 
 
-def test_a_fault_is_shown_at_its_line(playground: Playground) -> None:
+def test_fault_is_shown_at_line(playground: Playground) -> None:
     page = playground.page
     playground.write(RAISES)
     playground.run(fails=True)
@@ -160,35 +160,35 @@ def test_a_fault_is_shown_at_its_line(playground: Playground) -> None:
     expect(page.locator("#code-error img")).to_have_count(0)
     expect(page.locator("#with-error")).to_contain_text("raised ValueError: <img")
     expect(page.locator("#announcer")).to_contain_text("With Raises: processor Raises raised ValueError")
-    # The other answer is complete, and the error goes with the next edit.
+    # The other answer is complete, and the next edit removes the error.
     expect(page.locator("#without-error")).to_be_empty()
     page.get_by_role("button", name="Go to line 9").click()
     page.keyboard.press("End")
-    page.keyboard.type("  # mended")
+    page.keyboard.type("  # fixed")
     expect(error_lines(page)).to_have_count(0)
     expect(page.locator("#code-error")).to_be_empty()
 
 
-def test_a_syntax_error_is_shown_at_its_line(playground: Playground) -> None:
+def test_syntax_error_is_shown_at_line(playground: Playground) -> None:
     page = playground.page
     playground.write("from logitship import CustomLogitProcessor\n\n\nclass A(CustomLogitProcessor):\nx = = 1\n")
     playground.run(fails=True)
     expect(page.locator("#code-error")).to_contain_text("is not valid Python")
     expect(error_lines(page)).to_have_count(1)
     expect(page.locator("#code-error")).to_contain_text(re.compile("Line [45]:"))
-    playground.expect_complaint("400 (Bad Request)")
+    playground.expect_console_error("400 (Bad Request)")
 
 
-def test_an_error_of_the_module_is_shown_at_its_line(playground: Playground) -> None:
+def test_load_error_is_shown_at_line(playground: Playground) -> None:
     page = playground.page
     playground.write("from logitship import CustomLogitProcessor\n\n1 / 0\n\nclass A(CustomLogitProcessor): ...\n")
     playground.run(fails=True)
     expect(error_lines(page)).to_have_text("1 / 0")
     expect(page.locator("#code-error")).to_contain_text("ZeroDivisionError")
-    playground.expect_complaint("400 (Bad Request)")
+    playground.expect_console_error("400 (Bad Request)")
 
 
-def test_a_source_without_a_class_is_not_sent(playground: Playground) -> None:
+def test_source_without_class_is_not_sent(playground: Playground) -> None:
     page = playground.page
     playground.write("x = 1")
     page.click("#run")
@@ -196,14 +196,14 @@ def test_a_source_without_a_class_is_not_sent(playground: Playground) -> None:
     expect(page.locator("#with")).not_to_have_attribute("data-state", "running")
 
 
-def test_parameters_that_are_no_json_object(playground: Playground) -> None:
+def test_invalid_parameters(playground: Playground) -> None:
     page = playground.page
-    for text, said in (('{"letter": }', "This is not JSON"), ("[1]", "An object is expected")):
+    for text, message in (('{"letter": }', "This is not JSON"), ("[1]", "Enter a JSON object")):
         page.fill("#params", text)
-        expect(page.locator("#params-error")).to_contain_text(said)
+        expect(page.locator("#params-error")).to_contain_text(message)
         expect(page.locator("#params")).to_have_attribute("aria-invalid", "true")
         page.click("#run")
-        expect(page.locator("#banner")).to_have_text("The parameters are not valid.")
+        expect(page.locator("#banner")).to_have_text("The parameters are not valid JSON.")
         expect(page.locator("#params")).to_be_focused()
     page.fill("#params", '{"letter": "a"}')
     expect(page.locator("#params-error")).to_be_empty()
@@ -211,22 +211,22 @@ def test_parameters_that_are_no_json_object(playground: Playground) -> None:
     expect(page.locator("#banner")).to_be_hidden()
 
 
-def test_the_field_that_the_server_refuses_is_marked(playground: Playground) -> None:
+def test_refused_field_is_marked(playground: Playground) -> None:
     page = playground.page
-    playground.expect_complaint("400 (Bad Request)")
+    playground.expect_console_error("400 (Bad Request)")
     page.fill("#sampling-temperature", "-1")
     page.click("#run")
     expect(page.locator("#sampling-temperature")).to_have_attribute("aria-invalid", "true")
     expect(page.locator("#without-error")).to_contain_text("temperature")
     page.fill("#sampling-temperature", "")
     page.click("#run")
-    expect(page.locator("#banner")).to_have_text("Temperature is not a number.")
+    expect(page.locator("#banner")).to_have_text("Temperature must be a number.")
     expect(page.locator("#sampling-temperature")).to_be_focused()
 
 
-def test_a_server_that_is_gone(playground: Playground) -> None:
+def test_unreachable_server(playground: Playground) -> None:
     page = playground.page
-    playground.expect_complaint("net::ERR_FAILED")
+    playground.expect_console_error("net::ERR_FAILED")
 
     def gone(route: Route) -> None:
         route.abort()
@@ -234,35 +234,35 @@ def test_a_server_that_is_gone(playground: Playground) -> None:
     page.route("**/v1/chat/completions", gone)
     page.click("#run")
     for column in ("with", "without"):
-        expect(page.locator(f"#{column}-error")).to_contain_text("No answer came from the server")
+        expect(page.locator(f"#{column}-error")).to_contain_text("No response from the server")
     page.unroute("**/v1/chat/completions", gone)
     playground.run()
     expect(page.locator("#with-error")).to_be_empty()
 
 
-def test_a_stream_that_is_cut(playground: Playground) -> None:
-    """Half an answer is not taken for a whole one."""
+def test_truncated_stream(playground: Playground) -> None:
+    """A response without its end is an error."""
     page = playground.page
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body="", content_type="text/event-stream"))
     page.click("#run")
-    expect(page.locator("#with-error")).to_contain_text("The answer broke off")
+    expect(page.locator("#with-error")).to_contain_text("The response was interrupted")
     expect(page.locator("#with")).to_have_attribute("data-state", "failed")
 
 
-def test_an_answer_that_is_no_json(playground: Playground) -> None:
-    playground.expect_complaint("502 (Bad Gateway)")
+def test_error_response_without_json(playground: Playground) -> None:
+    playground.expect_console_error("502 (Bad Gateway)")
     page = playground.page
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=502, body="<h1>a proxy's page</h1>"))
     page.click("#run")
     expect(page.locator("#with-error")).to_have_text("<h1>a proxy's page</h1>")
 
 
-# --- what a model or a processor writes is text ---
+# --- output of models and processors is text, not markup ---
 
 HTML = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
-def test_html_that_a_processor_forces_is_text(playground: Playground) -> None:
+def test_forced_html_is_text(playground: Playground) -> None:
     page = playground.page
     dialogs: list[str] = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
@@ -277,7 +277,7 @@ def test_html_that_a_processor_forces_is_text(playground: Playground) -> None:
 
 
 def test_html_in_names_and_tokens_is_text(playground: Playground) -> None:
-    """As a server could send it that is not ours."""
+    """Another server could send such a response."""
     page = playground.page
     entry = {"token_id": 7, "text": HTML}
     stage = {"logprobs": [-0.1], "num_allowed": 9}
@@ -296,7 +296,7 @@ def test_html_in_names_and_tokens_is_text(playground: Playground) -> None:
     expect(page.locator("#results img, #results script")).to_have_count(0)
 
 
-def test_two_pages_do_not_know_each_other(pages: Pages, tiny_server: str) -> None:
+def test_profiles_are_separate(pages: Pages, tiny_server: str) -> None:
     one, other = pages.new(tiny_server), pages.new(tiny_server)
     one.open()
     one.page.fill("#prompt", "mine")

@@ -1,4 +1,4 @@
-"""What the page does on servers that ask for keys, take no code, or do not want it."""
+"""The page on servers with API keys, without shipped code, without the page, and behind a proxy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Serve(Protocol):
 
 @pytest.fixture
 def serve(loaded_model: LoadedModel) -> Serve:
-    """Starts a server on the tiny model."""
+    """Start a server on the tiny model."""
 
     def serve(**settings: Any) -> AbstractContextManager[str]:
         defaults = {"port": 0, "max_num_seqs": 4, "processor_isolation": "none", "log_level": "error"}
@@ -39,7 +39,7 @@ def serve(loaded_model: LoadedModel) -> Serve:
 
 @pytest.fixture
 def locked(serve: Serve) -> Iterator[str]:
-    """Base URL of a server that asks for a key."""
+    """Base URL of a server that requires a key."""
     with serve(api_key=KEY, enable_custom_logit_processor=True) as url:
         yield url
 
@@ -49,9 +49,9 @@ def type_key(playground: Playground, key: str) -> None:
     playground.page.keyboard.press("Enter")
 
 
-def test_the_page_asks_for_the_key(locked: str, pages: Pages) -> None:
+def test_page_asks_for_key(locked: str, pages: Pages) -> None:
     playground = pages.new(locked)
-    playground.expect_complaint("401 (Unauthorized)")
+    playground.expect_console_error("401 (Unauthorized)")
     page = playground.page
     page.goto(locked)
     expect(page.locator("#key-dialog")).to_be_visible()
@@ -63,7 +63,7 @@ def test_the_page_asks_for_the_key(locked: str, pages: Pages) -> None:
     expect(page.locator("#run")).to_be_enabled()
     page.fill("#sampling-max_tokens", "3")
     playground.run()
-    # Of this tab, and of nothing that outlives it.
+    # The key is stored in this tab only.
     assert KEY not in page.evaluate("JSON.stringify(localStorage)")
     page.click("#share")
     assert KEY not in page.url
@@ -71,9 +71,9 @@ def test_the_page_asks_for_the_key(locked: str, pages: Pages) -> None:
     expect(page.locator("#key-dialog")).to_be_hidden()
 
 
-def test_a_key_that_is_no_longer_taken(locked: str, pages: Pages) -> None:
+def test_outdated_key(locked: str, pages: Pages) -> None:
     playground = pages.new(locked)
-    playground.expect_complaint("401 (Unauthorized)")
+    playground.expect_console_error("401 (Unauthorized)")
     page = playground.page
     page.goto(locked)
     type_key(playground, KEY)
@@ -86,11 +86,11 @@ def test_a_key_that_is_no_longer_taken(locked: str, pages: Pages) -> None:
     expect(page.locator("#key-dialog")).to_be_hidden()
 
 
-def test_a_key_that_may_not_ship(serve: Serve, pages: Pages) -> None:
+def test_key_without_shipping_permission(serve: Serve, pages: Pages) -> None:
     with serve(api_key=KEY, shipping_api_key="ships", enable_custom_logit_processor=True) as url:
         playground = pages.new(url)
-        playground.expect_complaint("401 (Unauthorized)")
-        playground.expect_complaint("403 (Forbidden)")
+        playground.expect_console_error("401 (Unauthorized)")
+        playground.expect_console_error("403 (Forbidden)")
         playground.page.goto(url)
         type_key(playground, KEY)
         expect(playground.page.locator("#run")).to_be_enabled()
@@ -98,7 +98,7 @@ def test_a_key_that_may_not_ship(serve: Serve, pages: Pages) -> None:
         expect(playground.page.locator("#with-error")).to_contain_text("--shipping-api-key")
 
 
-def test_a_server_that_takes_no_code(serve: Serve, pages: Pages) -> None:
+def test_server_without_shipped_code(serve: Serve, pages: Pages) -> None:
     with serve() as url:
         playground = pages.new(url)
         playground.open()
@@ -116,7 +116,7 @@ def test_a_server_that_takes_no_code(serve: Serve, pages: Pages) -> None:
         expect(page.locator("#notice")).to_be_visible()
 
 
-def test_every_installed_processor_has_parameters_to_begin_with(playground: Playground) -> None:
+def test_installed_processors_have_initial_params(playground: Playground) -> None:
     page = playground.page
     processors = httpx.get(f"{playground.url}/v1/processors").json()["data"]
     for processor in processors:
@@ -126,7 +126,7 @@ def test_every_installed_processor_has_parameters_to_begin_with(playground: Play
         expect(page.locator("#params-error")).to_be_empty()
 
 
-def test_registered_processors_are_offered(playground: Playground) -> None:
+def test_registered_processors_are_listed(playground: Playground) -> None:
     source = (
         "from logitship import CustomLogitProcessor\n\n\n"
         "class OfThePlayground(CustomLogitProcessor):\n"
@@ -142,15 +142,15 @@ def test_registered_processors_are_offered(playground: Playground) -> None:
     expect(playground.page.locator("#with-receipts")).to_contain_text("OfThePlayground 3 steps")
 
 
-def test_no_playground(serve: Serve) -> None:
+def test_disable_playground(serve: Serve) -> None:
     with serve(disable_playground=True) as url:
         assert httpx.get(url).status_code == 404
         assert httpx.get(f"{url}/playground/main.js").status_code == 404
         assert httpx.get(f"{url}/v1/models").status_code == 200
 
 
-def test_below_a_prefix(serve: Serve, pages: Pages) -> None:
-    """As behind a proxy: all the page's addresses are relative."""
+def test_page_below_prefix(serve: Serve, pages: Pages) -> None:
+    """Serve the page below a prefix, as a proxy does: all its URLs are relative."""
     with serve(enable_custom_logit_processor=True) as url:
         playground = pages.new(url)
 

@@ -1,4 +1,4 @@
-"""Tokens, their marks, and the trace of one."""
+"""Tokens, their marks, and their traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import Playground
 
 
 def traced(playground: Playground) -> list[dict[str, Any]]:
-    """The traces that the API gives for what the page sends with a processor."""
+    """Run the page, and return the traces of the same request to the API."""
     page = playground.page
     with page.expect_request(lambda request: "custom_logit_processor" in (request.post_data or "")) as sent:
         playground.run()
@@ -26,14 +26,14 @@ def traced(playground: Playground) -> list[dict[str, Any]]:
 
 
 def percent(logprob: float | None) -> str:
-    """As the page writes it."""
+    """Format a probability as the page does."""
     value = 0.0 if logprob is None else math.exp(logprob) * 100
     if 0 < value < 0.1:
         return "<0.1 %"
     return f"{value:.1f} %" if 0 < value < 99.95 else f"{value:.0f} %"
 
 
-def test_the_bars_are_the_numbers_of_the_api(playground: Playground) -> None:
+def test_bars_show_api_values(playground: Playground) -> None:
     page = playground.page
     page.fill("#sampling-max_tokens", "6")
     page.fill("#sampling-temperature", "0.7")
@@ -46,28 +46,28 @@ def test_the_bars_are_the_numbers_of_the_api(playground: Playground) -> None:
             more.click()
         rows = page.locator("#trace tbody tr")
         expect(rows).to_have_count(len(trace["candidates"]))
-        # Nothing of the request's own changed the logits, so that stage is not shown.
+        # The request's own parameters changed nothing, so that stage is not shown.
         stages = [stage for stage in trace["stages"] if stage["stage"] != "request"]
-        for place, stage in enumerate(stages):
-            shown = page.locator(f"#trace td:nth-of-type({place + 1})").all_text_contents()
+        for position, stage in enumerate(stages):
+            shown = page.locator(f"#trace td:nth-of-type({position + 1})").all_text_contents()
             for text, logprob in zip(shown, stage["logprobs"], strict=True):
                 assert text == percent(logprob) if logprob is not None else text in ("forbidden", "filtered", "—")
-            bars = page.locator(f"#trace td:nth-of-type({place + 1}) .bar")
+            bars = page.locator(f"#trace td:nth-of-type({position + 1}) .bar")
             shares = bars.evaluate_all("bars => bars.map((bar) => Number(bar.style.getPropertyValue('--share')))")
             expected = [math.exp(logprob) for logprob in stage["logprobs"] if logprob is not None]
             assert shares == pytest.approx(expected, abs=1e-4)
         ids = rows.evaluate_all("rows => rows.map((row) => Number(row.dataset.tokenId))")
         assert ids == [candidate["token_id"] for candidate in trace["candidates"]]
-        drawn = page.locator("#trace tr.drawn")
-        expect(drawn).to_have_attribute("data-token-id", str(trace["token_id"]))
-        expect(drawn).to_contain_text("drawn")
+        sampled = page.locator("#trace tr.sampled")
+        expect(sampled).to_have_attribute("data-token-id", str(trace["token_id"]))
+        expect(sampled).to_contain_text("sampled")
         allowed = page.locator("#trace .allowed").all_text_contents()
         assert allowed == [
             "1 token left" if stage["num_allowed"] == 1 else f"{stage['num_allowed']:,} tokens" for stage in stages
         ]
 
 
-def test_a_stage_of_the_request_is_shown_if_it_did_something(playground: Playground) -> None:
+def test_request_stage_is_shown_if_it_changed_logits(playground: Playground) -> None:
     page = playground.page
     page.fill("#sampling-max_tokens", "2")
 
@@ -81,7 +81,7 @@ def test_a_stage_of_the_request_is_shown_if_it_did_something(playground: Playgro
     assert page.locator("#trace .stage").all_text_contents() == ["Model", "Request", "Lipogram", "Sampling"]
 
 
-def test_forbidden_and_forced_are_said_in_words(playground: Playground) -> None:
+def test_forbidden_and_forced_labels(playground: Playground) -> None:
     page = playground.page
     playground.choose("example:template")
     page.fill("#params", '{"template": "#z"}')
@@ -94,13 +94,13 @@ def test_forbidden_and_forced_are_said_in_words(playground: Playground) -> None:
     assert "line-through" in barred.evaluate("chip => getComputedStyle(chip).textDecorationLine")
     second.click()
     expect(page.locator("#trace .summary")).to_contain_text("Forced: only “z” was left.")
-    expect(page.locator("#trace tr.drawn td.processor")).to_have_text("forced")
+    expect(page.locator("#trace tr.sampled td.processor")).to_have_text("forced")
     expect(second).to_have_class("token forced")
     expect(second).to_have_attribute("aria-label", "z, token 2, forced")
 
 
-def test_what_changed_is_marked(playground: Playground) -> None:
-    """Contrary forbids the most likely token each time; falling temperature at 1 leaves all as it was."""
+def test_marks_of_changed_tokens(playground: Playground) -> None:
+    """The second choice forbids the most likely token each time; a constant temperature of 1 changes nothing."""
     page = playground.page
     playground.choose("example:second_choice")
     page.fill("#sampling-max_tokens", "5")
@@ -116,7 +116,7 @@ def test_what_changed_is_marked(playground: Playground) -> None:
     expect(page.locator("#trace .summary")).to_contain_text("The first choice stayed")
 
 
-def test_the_first_difference_is_marked_in_both(playground: Playground) -> None:
+def test_first_difference_is_marked(playground: Playground) -> None:
     page = playground.page
     playground.write(
         "from logitship import CustomLogitProcessor\n\n\n"
@@ -136,7 +136,7 @@ def test_the_first_difference_is_marked_in_both(playground: Playground) -> None:
         expect(third).to_have_attribute("aria-label", re.compile("token 3.*, first difference$"))
 
 
-def test_what_is_not_seen_has_a_mark(playground: Playground) -> None:
+def test_invisible_tokens_have_a_mark(playground: Playground) -> None:
     page = playground.page
     playground.choose("example:template")
     page.fill("#params", '{"template": "a b"}')
@@ -152,7 +152,7 @@ def test_what_is_not_seen_has_a_mark(playground: Playground) -> None:
 
 
 def test_characters_of_several_tokens(playground: Playground) -> None:
-    """The text belongs to the token that completes the character."""
+    """The token that completes a character gets its text."""
     playground.write(
         "import torch\nfrom logitship import CustomLogitProcessor\n\n\n"
         "class Euro(CustomLogitProcessor):\n"
@@ -168,10 +168,10 @@ def test_characters_of_several_tokens(playground: Playground) -> None:
     assert playground.text("with") == "€"
 
 
-# --- by keyboard ---
+# --- keyboard ---
 
 
-def test_the_whole_way_by_keyboard(playground: Playground) -> None:
+def test_keyboard_navigation(playground: Playground) -> None:
     page = playground.page
     keyboard = page.keyboard
     page.fill("#sampling-max_tokens", "5")
@@ -180,9 +180,9 @@ def test_the_whole_way_by_keyboard(playground: Playground) -> None:
     keyboard.press("ControlOrMeta+Enter")
     playground.finish()
     page.focus("#run")
-    keyboard.press("Tab")  # Stop cannot be pressed now
+    keyboard.press("Tab")  # Stop is disabled now
     expect(playground.tokens("without").first).to_be_focused()
-    keyboard.press("Tab")  # one stop a column
+    keyboard.press("Tab")  # one tab stop per column
     expect(playground.tokens("with").first).to_be_focused()
     keyboard.press("ArrowRight")
     keyboard.press("ArrowRight")
@@ -209,7 +209,7 @@ def test_the_whole_way_by_keyboard(playground: Playground) -> None:
     expect(page.locator("[aria-selected=true]")).to_have_count(1)
 
 
-def test_one_leaves_the_editor_by_keyboard(playground: Playground) -> None:
+def test_leaving_editor_by_keyboard(playground: Playground) -> None:
     page = playground.page
     page.locator(".cm-content").click()
     page.keyboard.press("ControlOrMeta+Home")
@@ -221,4 +221,4 @@ def test_one_leaves_the_editor_by_keyboard(playground: Playground) -> None:
     page.locator(".cm-content").click()
     page.keyboard.press("ControlOrMeta+Enter")
     expect(page.locator("#with")).to_have_attribute("data-state", "failed")  # the indentation
-    playground.expect_complaint("400 (Bad Request)")
+    playground.expect_console_error("400 (Bad Request)")

@@ -1,1 +1,1 @@
-"""Logits processors written for vLLM, with vLLM's names alone."""
+"""Logits processors written for vLLM, without any import of logitship."""

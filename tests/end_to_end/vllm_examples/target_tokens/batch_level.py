@@ -1,4 +1,4 @@
-"""A batch processor that keeps what it knows of its rows in a dict."""
+"""A batch processor that keeps the state of its rows in a dict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 
 class TargetToken(LogitsProcessor):
-    """A request with `{"target_token": 42}` gets nothing but token 42."""
+    """Forces token 42 for a request with `{"target_token": 42}`."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

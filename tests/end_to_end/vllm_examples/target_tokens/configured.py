@@ -1,4 +1,4 @@
-"""A wrapped callable whose constructor looks at the engine: at its vocabulary, and at its device."""
+"""A wrapped callable whose constructor reads the engine's vocabulary size and device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .request_level import OnlyToken
 
 
 class TokenFromTheEnd(AdapterLogitsProcessor):
-    """A request with `{"token_from_the_end": 1}` gets nothing but the last token of the vocabulary.
+    """Forces the last token of the vocabulary for a request with `{"token_from_the_end": 1}`.
 
-    With `"only_on": "cuda"` it does so on that type of device alone.
+    With `"only_on": "cuda"`, only on that type of device.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Callables that see one request at a time, of either signature, and what makes batch processors of them."""
+"""Callables for one request, of both signatures, and adapters that make batch processors of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = init_logger(__name__)
 
 
 class OnlyToken:
-    """Nothing but one token, for the first `steps` tokens of the output."""
+    """Forces one token for the first `steps` tokens of the output."""
 
     def __init__(self, token_id: int, steps: int | None) -> None:
         self.token_id = token_id
@@ -27,7 +27,7 @@ class OnlyToken:
 
 
 class OnlyTokenForRequests(AdapterLogitsProcessor):
-    """A request with `{"only_token": 42}`, and perhaps `"only_token_steps"`, gets an `OnlyToken`."""
+    """Applies `OnlyToken` to requests with `{"only_token": 42}` and optionally `"only_token_steps"`."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -38,20 +38,20 @@ class OnlyTokenForRequests(AdapterLogitsProcessor):
         if token_id is None:
             return None
         if not isinstance(token_id, int):
-            logger.warning("only_token is %r and no token id: the request goes on without it", token_id)
+            logger.warning("only_token must be a token id, not %r: it is ignored", token_id)
             return None
         return OnlyToken(token_id, extra_args.get("only_token_steps"))
 
 
 def repeat_the_prompt(prompt_token_ids: list[int], output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """The output is the prompt, again and again."""
+    """Repeat the prompt as the output."""
     repeated = torch.full_like(logits, -torch.inf)
     repeated[prompt_token_ids[len(output_token_ids) % len(prompt_token_ids)]] = 0.0
     return repeated
 
 
 class RepeatThePromptForRequests(AdapterLogitsProcessor):
-    """A request with `{"repeat_the_prompt": true}` gets `repeat_the_prompt`."""
+    """Applies `repeat_the_prompt` to requests with `{"repeat_the_prompt": true}`."""
 
     def is_argmax_invariant(self) -> bool:
         return False

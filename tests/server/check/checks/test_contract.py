@@ -1,4 +1,4 @@
-"""Answers that no token can be drawn from."""
+"""The checks `contract`, `finite` and `argmax`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Exits(CustomLogitProcessor):
         (Exits, "ended its process with exit status 3", "crash"),
     ],
 )
-def test_a_broken_contract(cls: type[CustomLogitProcessor], seen: str, kind: str, check: Check) -> None:
+def test_contract_violations(cls: type[CustomLogitProcessor], seen: str, kind: str, check: Check) -> None:
     report = check(cls)
     assert not report.ok
     (finding,) = report.findings
@@ -72,7 +72,7 @@ def test_a_broken_contract(cls: type[CustomLogitProcessor], seen: str, kind: str
     assert set(later) == {Verdict.NOT_CHECKED}
 
 
-def test_the_traceback_is_shown(check: Check) -> None:
+def test_traceback_in_report(check: Check) -> None:
     report = check(Raises)
     (finding,) = report.findings
     frame = 'File "test_contract.py", line '
@@ -80,7 +80,7 @@ def test_the_traceback_is_shown(check: Check) -> None:
     assert frame in str(report)
 
 
-def test_missing_params_are_hinted_at(check: Check, good: type[CustomLogitProcessor]) -> None:
+def test_advice_on_missing_params(check: Check, good: type[CustomLogitProcessor]) -> None:
     (finding,) = check(good).findings
     assert "KeyError: 'token_ids'" in finding.seen
     assert "--params" in finding.advice
@@ -99,7 +99,7 @@ class Double(CustomLogitProcessor):
 
 
 @pytest.mark.parametrize(("cls", "cost"), [(Half, "float16"), (Double, "float64")])
-def test_another_float_type_is_a_warning(cls: type[CustomLogitProcessor], cost: str, check: Check) -> None:
+def test_other_float_dtype_is_warning(cls: type[CustomLogitProcessor], cost: str, check: Check) -> None:
     report = check(cls)
     assert report.ok
     assert report["contract"].verdict is Verdict.WARNED
@@ -122,8 +122,8 @@ class NothingLeft(CustomLogitProcessor):
         return torch.full_like(logits, -torch.inf)
 
 
-def test_forbidden_logits_that_become_nan(check: Check) -> None:
-    """Its mean is -inf only where a mask came before: nobody sees that without one."""
+def test_nan_from_masked_logits(check: Check) -> None:
+    """Only masked logits reveal this mistake: their mean is -inf."""
     report = check(Centred)
     (finding,) = [each for each in report.findings if each.severity is Severity.ERROR]
     assert (finding.check, finding.details["fault"]) == ("finite", "non_finite")
@@ -136,7 +136,7 @@ def test_forbidden_logits_that_become_nan(check: Check) -> None:
     ("cls", "seen", "advice"),
     [(PlusInfinity, "returned +inf", "forbid all others"), (NothingLeft, "left no token", "at least one token")],
 )
-def test_rows_without_a_token_to_draw(cls: type[CustomLogitProcessor], seen: str, advice: str, check: Check) -> None:
+def test_rows_without_token_to_sample(cls: type[CustomLogitProcessor], seen: str, advice: str, check: Check) -> None:
     (finding,) = check(cls).findings
     assert finding.check == "finite"
     assert seen in finding.seen
@@ -151,7 +151,45 @@ class ForcesSeven(CustomLogitProcessor):
         return logits
 
 
-def test_a_mask_that_leaves_none_of_its_tokens_is_no_fault(check: Check) -> None:
+def test_no_token_after_mask_is_no_error(check: Check) -> None:
     report = check(ForcesSeven)
     assert report.ok, report
     assert report["finite"].verdict is Verdict.PASSED
+
+
+class Sharper(CustomLogitProcessor):
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return logits * 2
+
+
+class BansSeven(CustomLogitProcessor):
+    is_argmax_invariant = True
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        most_likely = logits.argmax(dim=-1)
+        logits[torch.arange(len(logits)), most_likely] -= 100
+        return logits
+
+
+class Modest(BansSeven):
+    is_argmax_invariant = False
+
+
+def test_argmax_invariant_class(check: Check) -> None:
+    assert check(Sharper)["argmax"].verdict is Verdict.PASSED
+
+
+def test_false_argmax_invariance(check: Check) -> None:
+    (finding,) = check(BansSeven)["argmax"].findings
+    assert finding.details["before"] != finding.details["after"]
+    assert (
+        f"the most likely token was {finding.details['before']} and is now {finding.details['after']}" in finding.seen
+    )
+
+
+@pytest.mark.parametrize("cls", [Modest])
+def test_argmax_invariance_not_declared(cls: type[CustomLogitProcessor], check: Check) -> None:
+    assert check(cls)["argmax"].verdict is Verdict.NOT_CHECKED

@@ -1,4 +1,4 @@
-"""What does not reach a server, and what reaches only some."""
+"""The check `serializable`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from logitship import CheckReport, CustomLogitProcessor
 from logitship.client.check_report import Verdict
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
-from logitship.server.check.bench import Bench
 from logitship.server.check.check_options import CHECKS
 from logitship.server.check.checks.serializability import check_serializability
-from logitship.server.check.recording import Recording
+from logitship.server.check.environment import CheckEnvironment
+from logitship.server.check.replay import Recording
 
 Check = Callable[..., CheckReport]
 StringOf = Callable[[type[CustomLogitProcessor]], PickledProcessor]
@@ -53,44 +53,45 @@ class WithHelpers(CustomLogitProcessor):
 @pytest.mark.parametrize(
     ("cls", "seen"),
     [
-        (Locked, "to_str() refuses it: global 'lock' used by Locked.__call__ is a lock"),
-        (ReadsAFile, "a server could not load it: ReadsAFile raised when it was created: "),
+        (Locked, "to_str() fails: global 'lock' used by Locked.__call__ is a lock"),
+        (ReadsAFile, "it cannot be loaded in a sandbox: ReadsAFile raised when it was created: "),
     ],
 )
-def test_what_does_not_reach_a_server(cls: type[CustomLogitProcessor], seen: str, check: Check) -> None:
+def test_not_serializable(cls: type[CustomLogitProcessor], seen: str, check: Check) -> None:
     report = check(cls)
     assert not report.ok
     (finding,) = report.findings
-    assert finding.check == "travels"
+    assert finding.check == "serializable"
     assert seen in finding.seen
     assert {report[name].verdict for name in CHECKS[1:]} == {Verdict.NOT_CHECKED}
 
 
-def test_what_travels_with_it_is_named(check: Check) -> None:
+def test_included_names(check: Check) -> None:
     report = check(WithHelpers)
-    assert report["travels"].verdict is Verdict.PASSED
+    assert report["serializable"].verdict is Verdict.PASSED
     assert (
-        "as source; with raised, BIAS" in report["travels"].summary or "with BIAS, raised" in report["travels"].summary
+        "as source; includes raised, BIAS" in report["serializable"].summary
+        or "includes BIAS, raised" in report["serializable"].summary
     )
 
 
-def test_a_class_without_source(check: Check) -> None:
+def test_class_without_source(check: Check) -> None:
     names: dict[str, Any] = {"CustomLogitProcessor": CustomLogitProcessor, "__name__": "typed_in"}
     exec("class Typed(CustomLogitProcessor):\n    def __call__(self, logits, params=None): return logits + 1", names)
     report = check(names["Typed"])
-    assert report["travels"].verdict is Verdict.WARNED
-    assert "source could not be captured" in report["travels"].findings[0].seen
+    assert report["serializable"].verdict is Verdict.WARNED
+    assert "source could not be captured" in report["serializable"].findings[0].seen
     assert report.ok
 
 
 @pytest.mark.parametrize(
     ("body", "seen"),
-    [("return logits * 0.5", "gives something else: "), ("return logits\nmissing", "does not load: ")],
+    [("return logits * 0.5", "gives different logits: "), ("return logits\nmissing", "does not load: ")],
 )
-def test_a_source_that_is_another_class(
+def test_source_differs_from_class(
     body: str,
     seen: str,
-    bench: Bench,
+    environment: CheckEnvironment,
     good: type[CustomLogitProcessor],
     recorded: Callable[..., list[Recording]],
     string_of: StringOf,
@@ -100,13 +101,11 @@ def test_a_source_that_is_another_class(
         f"class Ban(CustomLogitProcessor):\n  def __call__(self, logits, params=None):\n    {body}\n"
     )
     string = replace(string_of(good), source=SourceProcessor(source, "Ban"))
-    checked = check_serializability(bench, string, 100, recorded(good, {"token_ids": [30]}))
+    checked = check_serializability(environment, string, 100, recorded(good, {"token_ids": [30]}))
     assert checked.verdict is Verdict.WARNED
     assert f"the source of the class, which other Python versions run, {seen}" in checked.findings[0].seen
 
 
-def test_a_string_that_servers_find_too_large(
-    bench: Bench, good: type[CustomLogitProcessor], string_of: StringOf
-) -> None:
-    checked = check_serializability(bench, string_of(good), 2 << 20, [])
+def test_string_too_large(environment: CheckEnvironment, good: type[CustomLogitProcessor], string_of: StringOf) -> None:
+    checked = check_serializability(environment, string_of(good), 2 << 20, [])
     assert [finding.details for finding in checked.findings] == [{"bytes": 2 << 20, "limit": 1 << 20}]

@@ -1,4 +1,4 @@
-"""What costs too much, and what is said of it."""
+"""The check `speed`."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ def warnings_of(report: CheckReport) -> list[str]:
     return [finding.seen for finding in report["speed"].findings if finding.severity is Severity.WARNING]
 
 
-def test_a_slow_class(check: Check) -> None:
+def test_slow_class(check: Check) -> None:
     report = check(Slow)
     assert report.ok
     assert report["speed"].verdict is Verdict.WARNED
     # A busy machine may make it look slower with a longer output as well.
     warnings = "\n".join(warnings_of(report))
-    assert "µs a row: with 8 rows, it adds " in warnings
+    assert "µs per row: with 8 rows, it adds " in warnings
     assert "it loops over rows: test_speed.py:" in warnings
     assert report.slow_lines[0].text == "sum(range(300_000))"
     assert report.slow_lines[0].share > 0.5
     assert all(timing.own is not None and timing.own > speed.SLOW_ROW for timing in report.timings)
 
 
-def test_a_step_that_takes_longer_the_longer_the_output_is(check: Check) -> None:
+def test_step_time_grows_with_output(check: Check) -> None:
     report = check(ReadsEverything)
-    assert any("a step takes longer, the longer the output is" in warning for warning in warnings_of(report))
+    assert any("a step takes longer as the output grows" in warning for warning in warnings_of(report))
 
 
-def test_a_batch_that_it_does_not_survive(check: Check) -> None:
+def test_batch_that_crashes(check: Check) -> None:
     report = check(NotForMany)
     assert not report.ok
     (finding,) = report["speed"].findings
@@ -77,7 +77,7 @@ def test_a_batch_that_it_does_not_survive(check: Check) -> None:
     assert [timing.rows for timing in report.timings] == [1]
 
 
-def test_a_fast_class_has_nothing_to_hear(check: Check) -> None:
+def test_fast_class_has_no_findings(check: Check) -> None:
     report = check(AllAtOnce)
     assert report["speed"].findings == ()
     timing = report.timings[-1]

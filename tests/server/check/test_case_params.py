@@ -1,4 +1,4 @@
-"""Which parameters the rows get."""
+"""The parameters of a check's rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from logitship.server.check.case_params import add_variant, params_to_check
 from logitship.server.check.check_options import UsageError
-from logitship.server.check.checks.params_check import given_params, with_a_variant
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ from logitship.server.check.checks.params_check import given_params, with_a_vari
         (["no schema"], [{}]),
     ],
 )
-def test_examples_of_a_schema(schema: Any, expected: list[dict[str, Any]]) -> None:
-    assert given_params(schema, []) == expected
-    assert given_params(schema, [{"given": 1}]) == [{"given": 1}]
+def test_examples_from_schema(schema: Any, expected: list[dict[str, Any]]) -> None:
+    assert params_to_check(schema, []) == expected
+    assert params_to_check(schema, [{"given": 1}]) == [{"given": 1}]
 
 
-def test_a_required_parameter_needs_a_value() -> None:
+def test_required_parameter_needs_value() -> None:
     with pytest.raises(UsageError, match="'n' is required"):
-        given_params({"properties": {"n": {"type": "integer"}}, "required": ["n"]}, [])
+        params_to_check({"properties": {"n": {"type": "integer"}}, "required": ["n"]}, [])
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ def test_a_required_parameter_needs_a_value() -> None:
         ({}, None),
     ],
 )
-def test_a_second_set_is_made_of_the_first(params: dict[str, Any], variant: dict[str, Any] | None) -> None:
+def test_variant_of_params(params: dict[str, Any], variant: dict[str, Any] | None) -> None:
     expected = [params] if variant is None else [params, variant]
-    assert with_a_variant([params], lambda _: True) == expected
+    assert add_variant([params], lambda _: True) == expected
 
 
-def test_a_variant_must_run() -> None:
+def test_variant_must_be_accepted() -> None:
     params = {"mode": "strict", "n": 1}
-    assert with_a_variant([params], lambda each: each["mode"] == "strict") == [params, {"mode": "strict", "n": 2}]
-    assert with_a_variant([params], lambda each: each["n"] == 1) == [params, {"mode": "stricu", "n": 1}]
-    assert with_a_variant([params], lambda _: False) == [params]
+    assert add_variant([params], lambda each: each["mode"] == "strict") == [params, {"mode": "strict", "n": 2}]
+    assert add_variant([params], lambda each: each["n"] == 1) == [params, {"mode": "stricu", "n": 1}]
+    assert add_variant([params], lambda _: False) == [params]
 
 
-def test_several_sets_are_enough() -> None:
+def test_no_variant_of_several_sets() -> None:
     sets: list[dict[str, Any]] = [{"n": 1}, {"n": 5}]
-    assert with_a_variant([*sets], lambda _: True) == sets
+    assert add_variant([*sets], lambda _: True) == sets

@@ -1,7 +1,7 @@
-"""Which parameters the rows of a check get.
+"""The parameters of the rows of a check.
 
-Rows with different parameters are what shows that a processor takes one row's for all. So where an author gives one
-set, a second one is made of it, if the processor takes that too.
+Rows with different parameters reveal a processor that applies one row's parameters to all rows. So if an author gives
+only one set, a second one is derived from it, if the processor accepts that one too.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from logitship.server.check.check_options import UsageError
+from .check_options import UsageError
 
 Params = Mapping[str, Any]
 
 
-def given_params(schema: Mapping[str, Any] | None, given: Sequence[Params]) -> list[Params]:
-    """What the author gave; else the examples of the schema; else no parameters.
+def params_to_check(schema: Mapping[str, Any] | None, given: Sequence[Params]) -> list[Params]:
+    """Return the given parameters, else the examples of the schema, else one empty set.
 
     Args:
         schema: the class's `params_schema`.
+        given: by the author.
 
     Raises:
-        UsageError: the schema requires a parameter of which neither it nor the author gives a value.
+        UsageError: the schema requires a parameter, and neither it nor the author gives a value for it.
     """
     if given:
         return list(given)
@@ -38,7 +39,7 @@ def _by_property(schema: Mapping[str, Any]) -> list[Params]:
     for name in _list(schema.get("required")):
         if not values.get(name):
             raise UsageError(
-                f"params: {name!r} is required by the class's params_schema, which has no example of it: give params "
+                f"params: {name!r} is required by the class's params_schema, which has no example for it: give params "
                 f"""(on the command line: --params '{{"{name}": …}}')"""
             )
     values = {name: examples for name, examples in values.items() if examples}
@@ -54,15 +55,16 @@ def _examples(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _list(value: Any) -> list[Any]:
-    """The value, if it is what JSON Schema has there."""
+    """Return the value as a list, or an empty list if it is not a JSON array."""
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def with_a_variant(sets: list[Params], runs: Callable[[Params], bool]) -> list[Params]:
-    """The sets; if there is only one, also one that was made of it, if there is one that runs.
+def add_variant(sets: list[Params], runs: Callable[[Params], bool]) -> list[Params]:
+    """Return the sets. If there is only one, append a variant of it that the processor accepts, if any.
 
     Args:
-        runs: whether the processor takes a set.
+        sets: the parameters that are known.
+        runs: returns whether the processor accepts a set.
     """
     if len(sets) != 1:
         return sets
@@ -96,10 +98,10 @@ def _varied(value: Any, *, numbers: bool, texts: bool) -> Any:
 
 
 def _next_letter(text: str) -> str:
-    """`"e"` → `"f"`, `"cat"` → `"cau"`: the last letter is the next one of the alphabet."""
-    for place in reversed(range(len(text))):
-        letter = text[place]
+    """Replace the last letter by the next one of the alphabet: `"e"` → `"f"`, `"cat"` → `"cau"`."""
+    for index in reversed(range(len(text))):
+        letter = text[index]
         if letter.isascii() and letter.isalpha():
             following = {"z": "a", "Z": "A"}.get(letter) or chr(ord(letter) + 1)
-            return text[:place] + following + text[place + 1 :]
+            return text[:index] + following + text[index + 1 :]
     return text

@@ -1,4 +1,4 @@
-"""Where a check runs processors: the model, and fresh sandboxes as a server makes them."""
+"""The environment of a check: a model, and sandboxes made as a server makes them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
-from logitship.server.check.checks.params_check import Params
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import StartError
 
+from .case_params import Params
+
 
 @dataclass(frozen=True)
-class Called:
-    """What came of a call.
+class CallResult:
+    """The result of a call.
 
     Attributes:
-        logits: float32 [rows, vocab]: what the processor made of them. Rows of faults are unspecified.
+        logits: float32 [rows, vocab], as the processor returned them. Rows with a fault are unspecified.
         faults: by row.
-        seconds: from the copying of the rows to the answer.
-        row_by_row: it failed for the rows together, and was made again for each.
+        seconds: from the copying of the rows to the reply.
+        row_by_row: the call failed for the rows together, and was repeated for each row.
     """
 
     logits: torch.Tensor
@@ -41,31 +42,34 @@ class Called:
 
 
 @dataclass(frozen=True, eq=False)
-class Player:
-    """A sequence that plays.
+class CheckSequence:
+    """A sequence of a check.
 
     Attributes:
-        tokens: its output so far. Whoever appends to it tells the processor, as an engine does.
+        row: the sequence's row in the executor.
+        tokens: its output so far. The caller appends to it, as an engine does, and the processor sees it.
     """
 
     row: ExecutorRow
     tokens: list[int]
 
-    def fork(self) -> Player:
-        """Another sequence that goes on from here.
+    def fork(self) -> CheckSequence:
+        """Return a copy of the sequence that continues on its own.
 
         Raises:
-            ProcessorFault: what the processor keeps of this one cannot be copied.
+            ProcessorFault: the sequence's state cannot be copied.
         """
         tokens = list(self.tokens)
-        return Player(self.row.fork(tokens), tokens)
+        return CheckSequence(self.row.fork(tokens), tokens)
 
 
-class Stage:
-    """A processor, loaded afresh: no sequence has been here before.
+class FreshProcessor:
+    """A newly loaded processor that has seen no sequence.
 
     Args:
-        model: what it may know of the model.
+        executor: runs the processor.
+        processor: the loaded processor.
+        model: the model as processors see it.
     """
 
     def __init__(self, executor: ProcessorExecutor, processor: LoadedProcessor, model: ModelView) -> None:
@@ -73,8 +77,8 @@ class Stage:
         self._processor = processor
         self._model = model
 
-    def enter(self, rid: str, params: Params, prompt_token_ids: Sequence[int]) -> Player:
-        """A sequence that begins."""
+    def start_sequence(self, rid: str, params: Params, prompt_token_ids: Sequence[int]) -> CheckSequence:
+        """Return a new sequence without output tokens."""
         tokens: list[int] = []
         sequence = ExecutorSequence(
             rid=rid,
@@ -84,28 +88,30 @@ class Stage:
             sampling_params=SamplingParams(),
             model=self._model,
         )
-        return Player(self._executor.attach(self._processor, sequence), tokens)
+        return CheckSequence(self._executor.attach(self._processor, sequence), tokens)
 
-    def call(self, players: Sequence[Player], logits: torch.Tensor) -> Called:
-        """Call the processor for some sequences.
+    def call(self, sequences: Sequence[CheckSequence], logits: torch.Tensor) -> CallResult:
+        """Call the processor once for some sequences.
 
         Args:
-            logits: float32 [players, vocab]; not changed.
+            sequences: one per row.
+            logits: float32 [sequences, vocab]; not changed.
         """
         edited = logits.clone()
-        outcome = self._executor.group(self._processor, [player.row for player in players]).begin(edited).finish()
-        return Called(edited, dict(outcome.faults), outcome.seconds, outcome.row_by_row)
+        outcome = self._executor.group(self._processor, [each.row for each in sequences]).begin(edited).finish()
+        return CallResult(edited, dict(outcome.faults), outcome.seconds, outcome.row_by_row)
 
 
-class Bench:
-    """Makes stages, until it is closed.
+class CheckEnvironment:
+    """Loads processors into new sandboxes until it is closed.
 
     Args:
-        config: where processors run, and within which limits.
-        max_rows: most rows of a call.
+        config: the isolation of processors, and their limits.
+        loaded: the model.
+        max_rows: rows of the largest call.
 
     Raises:
-        StartError: no sandbox can be made on this machine.
+        StartError: no sandbox can be started on this machine.
     """
 
     def __init__(self, config: ServerConfig, loaded: LoadedModel, max_rows: int) -> None:
@@ -124,15 +130,15 @@ class Bench:
             self._executor.close()
 
     @contextmanager
-    def stage(self, string: PickledProcessor | SourceProcessor) -> Iterator[Stage]:
-        """A processor in a sandbox of its own.
+    def fresh_processor(self, string: PickledProcessor | SourceProcessor) -> Iterator[FreshProcessor]:
+        """Load a processor into a sandbox of its own, and unload it at the end of the block.
 
         Raises:
             ProcessorLoadError: it cannot be loaded there.
         """
         processor = self._executor.load(string)
         try:
-            yield Stage(self._executor, processor, self.model)
+            yield FreshProcessor(self._executor, processor, self.model)
         finally:
             self._executor.unload(processor)
 

@@ -1,4 +1,4 @@
-"""From what an author wrote on the command line to the class: `module:Class`, `file.py:Class`, `file.py`."""
+"""Import of the class that the command line names: `module:Class`, `file.py:Class` or `file.py`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from logitship.sampler.batch_processors.interface import LogitsProcessor
 from .check_options import UsageError
 
 
-def load_target(target: str) -> type[CustomLogitProcessor]:
-    """The processor class that a target names. Imports its module, which runs it.
+def import_class(target: str) -> type[CustomLogitProcessor]:
+    """Import the processor class that a target names. This runs its module.
 
-    As with `python -m` and `python file.py`, modules of the current folder, and of the file's, can be imported. Without
-    a class name, the module must have one processor class of its own.
+    As with `python -m` and `python file.py`, the module can import others from the current folder and from the file's
+    folder. Without a class name, the module must define exactly one processor class.
 
     Raises:
-        UsageError: there is no such class, or it is no processor.
+        UsageError: there is no such class, or it is not a processor.
     """
     name, colon, class_name = target.rpartition(":")
     if not colon:
         name, class_name = target, ""
     module = _file(Path(name)) if name.endswith(".py") else _module(name)
     found = _named(module, class_name, target) if class_name else _only_one(module, target)
-    return checked_class(found, target)
+    return require_processor_class(found, target)
 
 
-def checked_class(found: Any, target: str) -> type[CustomLogitProcessor]:
-    """The same, if it is a class that a request can bring.
+def require_processor_class(found: Any, target: str) -> type[CustomLogitProcessor]:
+    """Return `found` if it is a class that can be sent with a request.
 
     Raises:
         UsageError: it is something else.
@@ -47,17 +47,17 @@ def checked_class(found: Any, target: str) -> type[CustomLogitProcessor]:
         raise UsageError(f"{target} is an instance: name its class, {type(found).__name__}")
     if not isinstance(found, type):
         raise UsageError(f"{target} is not a class but an object of type {type(found).__name__}")
-    if issubclass(found, LogitsProcessor) or _is_vllms(found):
+    if issubclass(found, LogitsProcessor) or _is_vllm_processor(found):
         raise UsageError(
-            f"{target} is a batch processor, which an operator installs with --logits-processors. This checks "
-            "processors that travel with requests: subclasses of logitship.CustomLogitProcessor"
+            f"{target} is a batch processor, which an operator installs with --logits-processors. logitship check "
+            "takes processors that are sent with requests: subclasses of logitship.CustomLogitProcessor"
         )
     if not issubclass(found, CustomLogitProcessor):
         raise UsageError(f"{target} is not a subclass of logitship.CustomLogitProcessor")
     return found
 
 
-def _is_vllms(cls: type) -> bool:
+def _is_vllm_processor(cls: type) -> bool:
     return any(
         base.__module__.partition(".")[0] == "vllm" and base.__name__ == "LogitsProcessor" for base in cls.__mro__
     )
@@ -65,9 +65,7 @@ def _is_vllms(cls: type) -> bool:
 
 def _module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(
-            f"{name!r} is neither a module's name nor a .py file: say module:Class or path/to/file.py:Class"
-        )
+        raise UsageError(f"{name!r} is neither a module name nor a .py file: use module:Class or path/to/file.py:Class")
     _make_importable(Path.cwd())
     with _explained(name):
         return importlib.import_module(name)
@@ -82,7 +80,7 @@ def _file(path: Path) -> ModuleType:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    # A file may be called like a module that is loaded already: it must not take its place.
+    # A file may have the name of a module that is already loaded, and must not replace it.
     name = path.stem if loaded is None and path.stem.isidentifier() else f"_checked_{path.stem.replace('-', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # it ends in .py
@@ -113,10 +111,10 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _last_own_frame(error: BaseException) -> str:
-    """Where in the author's code an import failed; "" if that was not in it."""
-    ours = (__file__, importlib.__file__)
+    """Return where in the author's code an import failed, or "" if it failed elsewhere."""
+    importers = (__file__, importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    own = [frame for frame in frames if frame.filename not in ours]
+    own = [frame for frame in frames if frame.filename not in importers]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
@@ -134,12 +132,12 @@ def _named(module: ModuleType, class_name: str, target: str) -> Any:
 def _only_one(module: ModuleType, target: str) -> Any:
     found = _processors(module)
     if len(found) != 1:
-        raise UsageError(f"{target} defines {len(found)} processors ({_listed(found)}): say {target}:Class")
+        raise UsageError(f"{target} defines {len(found)} processors ({_listed(found)}): use {target}:Class")
     return getattr(module, found[0])
 
 
 def _processors(module: ModuleType) -> list[str]:
-    """Names of the classes that are defined there and can be made."""
+    """Return the names of the concrete processor classes that the module defines."""
     return sorted(
         name
         for name, value in vars(module).items()

@@ -1,7 +1,7 @@
-"""Which lines of an author's code take the time?
+"""Line profiler for the author's code.
 
-Measured in this process, by tracing: a look at the clock at each line. That makes short lines look longer than they
-are, by about a microsecond each time that they run, but the slowest ones are the slowest ones.
+Measures in this process, by tracing: it reads the clock at each line. This adds about a microsecond to each execution
+of a line, but does not change which lines are the slowest.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from logitship.client.serialization.provenance import is_installed, top_level
 from logitship.client.serialization.serialize import own_packages
 
 from .dry_run import DryRun
-from .own_time import SECONDS, WARM_UP, one_thread, own_seconds, take_tokens
-from .recording import Recording
+from .local_timing import SECONDS, WARM_UP, append_tokens, median_seconds, one_thread
+from .replay import Recording
 
-_MOST_CALLS = 20
-_MOST_LINES = 2
-_LEAST_SHARE = 0.1
+_MAX_CALLS = 20
+_MAX_LINES = 2
+_MIN_SHARE = 0.1
 
-Place: TypeAlias = tuple[str, int]
+Location: TypeAlias = tuple[str, int]
 
 
-class LineClock:
-    """Adds up the time of each line, without that of the lines of other functions of the author's that it calls.
+class LineProfiler:
+    """Sums the time of each line of the author's code, excluding calls to other functions of the author.
 
     Args:
-        own_packages: installed packages that are the author's too.
+        own_packages: installed packages that count as the author's code.
     """
 
     def __init__(self, own_packages: Collection[str] = ()) -> None:
         self._own_packages = own_packages
-        self.seconds: defaultdict[Place, float] = defaultdict(float)
-        self._running: list[Place] = []
+        self.seconds: defaultdict[Location, float] = defaultdict(float)
+        self._running: list[Location] = []
         self._last = 0.0
         self._own: dict[CodeType, bool] = {}
 
-    def __enter__(self) -> LineClock:
+    def __enter__(self) -> LineProfiler:
         self._previous = sys.gettrace()
         self._last = time.perf_counter()
         sys.settrace(self._enter)
@@ -57,7 +57,7 @@ class LineClock:
         sys.settrace(self._previous)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Called for each new frame. What it returns is called for its lines."""
+        """Trace a new frame (called by the interpreter). The return value traces its lines."""
         if not self._is_own(frame):
             return None
         self._tick()
@@ -75,7 +75,7 @@ class LineClock:
         return self._trace
 
     def _tick(self) -> None:
-        """The time since the last event belongs to the line that was running."""
+        """Add the time since the last event to the running line."""
         if self._running:
             self.seconds[self._running[-1]] += time.perf_counter() - self._last
 
@@ -83,47 +83,47 @@ class LineClock:
         code = frame.f_code
         if code not in self._own:
             module = str(frame.f_globals.get("__name__"))
-            # logitship's own code is no library to `is_installed`. The author's it is only where they say so.
-            is_ours = top_level(module) == "logitship" and "logitship" not in self._own_packages
-            self._own[code] = _is_own(module, self._own_packages) and not is_ours
+            # `is_installed` is False for logitship itself, which is the author's code only if `own_packages` says so.
+            is_logitship = top_level(module) == "logitship" and "logitship" not in self._own_packages
+            self._own[code] = _is_own(module, self._own_packages) and not is_logitship
         return self._own[code]
 
 
-def measure_lines(
-    cls: type, rehearsal: DryRun, recordings: Sequence[Recording], logits: torch.Tensor
-) -> list[SlowLine]:
-    """The slowest lines, the slowest first; none if a call fails.
+def measure_lines(cls: type, dry_run: DryRun, recordings: Sequence[Recording], logits: torch.Tensor) -> list[SlowLine]:
+    """Return the slowest lines, the slowest first; none if a call fails.
 
-    Tracing tells their shares. What a call takes is measured without it.
+    Tracing gives their shares of the time. The time of a call is measured without tracing.
 
     Args:
-        cls: the author's own, which says where its lines stand: code that travelled has only the files' names.
+        cls: the author's class, which has the paths of its files: deserialized code has only the file names.
+        dry_run: the processor in this process.
+        recordings: give the sequences their parameters and prompts.
         logits: float32 [rows, vocab].
     """
-    untraced = own_seconds(rehearsal, recordings, logits)
+    untraced = median_seconds(dry_run, recordings, logits)
     if untraced is None:
         return []
-    members = rehearsal.members([recordings[row % len(recordings)] for row in range(len(logits))])
-    clock = LineClock(own_packages(cls))
-    began = time.perf_counter()
+    members = dry_run.members([recordings[row % len(recordings)] for row in range(len(logits))])
+    clock = LineProfiler(own_packages(cls))
+    started = time.perf_counter()
     try:
-        for call in range(WARM_UP + _MOST_CALLS):
+        for call in range(WARM_UP + _MAX_CALLS):
             given = logits.clone()
             if call < WARM_UP:
-                output = rehearsal.call(members, given)
+                output = dry_run.call(members, given)
             else:
                 with one_thread(), clock:
-                    output = rehearsal.call(members, given)
-            take_tokens(members, output)
-            if call >= WARM_UP and time.perf_counter() - began > SECONDS:
+                    output = dry_run.call(members, given)
+            append_tokens(members, output)
+            if call >= WARM_UP and time.perf_counter() - started > SECONDS:
                 break
-    except BaseException:  # noqa: BLE001  # the author's code may raise anything; the sandbox said what is wrong
+    except BaseException:  # noqa: BLE001  # the author's code may raise anything; the sandbox reported it
         return []
     return _slowest(clock.seconds, untraced / len(logits) * 1e6, _files_of(cls))
 
 
 def _files_of(cls: type) -> dict[str, str]:
-    """The files that the class and the functions that it uses come from: their names, to their paths."""
+    """Map the names of the files that define the class and the functions it uses to their paths."""
     files: dict[str, str] = {}
     own = own_packages(cls)
     waiting = [function for base in cls.__mro__ if _is_own(base.__module__, own) for function in functions_of(base)]
@@ -142,18 +142,20 @@ def _is_own(module: str, own_packages: Collection[str]) -> bool:
     return top_level(module) in own_packages or not is_installed(module)
 
 
-def _slowest(seconds: dict[Place, float], microseconds: float, files: dict[str, str]) -> list[SlowLine]:
-    """The slowest lines.
+def _slowest(seconds: dict[Location, float], microseconds: float, files: dict[str, str]) -> list[SlowLine]:
+    """Return the slowest lines.
 
     Args:
-        microseconds: that all lines take together, for a row.
+        seconds: by file and line.
+        microseconds: of all lines, per row.
+        files: paths by file name.
     """
     total = sum(seconds.values())
-    ordered = sorted(seconds.items(), key=lambda item: -item[1])[:_MOST_LINES]
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])[:_MAX_LINES]
     lines = []
     for (name, line), spent in ordered:
         path, share = files.get(name, name), spent / total
-        if share >= _LEAST_SHARE:
+        if share >= _MIN_SHARE:
             text = linecache.getline(path, line).strip()
             lines.append(SlowLine(path, line, text, round(share, 4), round(share * microseconds, 2)))
     return lines

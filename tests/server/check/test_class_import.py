@@ -1,4 +1,4 @@
-"""What an author may write on the command line."""
+"""Targets on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from logitship.server.check.check_options import UsageError
-from logitship.server.check.target import load_target
+from logitship.server.check.class_import import import_class
 
 ONE = """
 from logitship import CustomLogitProcessor
@@ -32,7 +32,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an author's files, where the command is called."""
+    """Create the author's files in the current folder."""
     (tmp_path / "alone_for_check.py").write_text(ONE)
     (tmp_path / "two_for_check.py").write_text(TWO)
     folder = tmp_path / "package_for_check"
@@ -59,28 +59,28 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("package_for_check/deep.py:Only", "Only"),
     ],
 )
-def test_the_class_is_found(target: str, name: str) -> None:
-    assert load_target(target).__qualname__ == name
+def test_import_class(target: str, name: str) -> None:
+    assert import_class(target).__qualname__ == name
 
 
-def test_a_file_outside_of_the_current_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_in_another_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "neighbour_for_check.py").write_text("Y = 2\n")
     (project / "uses_for_check.py").write_text("from neighbour_for_check import Y\n" + ONE)
     monkeypatch.chdir("/")
-    assert load_target(f"{project}/uses_for_check.py").__name__ == "Only"
+    assert import_class(f"{project}/uses_for_check.py").__name__ == "Only"
 
 
-def test_a_file_that_is_called_like_a_module_takes_no_ones_place(project: Path) -> None:
+def test_file_does_not_replace_loaded_module(project: Path) -> None:
     (project / "random.py").write_text(ONE)
     before = sys.modules["random"]
-    cls = load_target("./random.py")
+    cls = import_class("./random.py")
     assert sys.modules["random"] is before
     assert sys.modules[cls.__module__].__file__ == str(project / "random.py")
     assert cls.to_str()
 
 
-def test_a_file_is_imported_once(project: Path) -> None:
-    assert load_target("alone_for_check.py") is load_target("alone_for_check:Only")
+def test_file_is_imported_once(project: Path) -> None:
+    assert import_class("alone_for_check.py") is import_class("alone_for_check:Only")
 
 
 @pytest.mark.parametrize(
@@ -88,20 +88,20 @@ def test_a_file_is_imported_once(project: Path) -> None:
     [
         ("nowhere.py:X", "there is no file 'nowhere.py'"),
         ("nowhere_at_all:X", "cannot import nowhere_at_all: ModuleNotFoundError"),
-        ("not a module:X", "neither a module's name nor a .py file"),
-        ("two_for_check", "defines 2 processors (Only, Other): say two_for_check:Class"),
+        ("not a module:X", "neither a module name nor a .py file"),
+        ("two_for_check", "defines 2 processors (Only, Other): use two_for_check:Class"),
         ("two_for_check:Onyl", "has no 'Onyl'; did you mean Only?"),
         ("two_for_check:Zebra", "its processors are: Only, Other"),
         ("two_for_check:only", "is an instance: name its class, Only"),
         ("two_for_check:number", "is not a class but an object of type int"),
         ("pathlib:Path", "is not a subclass of logitship.CustomLogitProcessor"),
         ("logitship.builtin_processors.min_p:MinPLogitsProcessor", "is a batch processor"),
-        (":X", "neither a module's name"),
+        (":X", "neither a module name"),
     ],
 )
-def test_what_cannot_be_checked(target: str, message: str) -> None:
+def test_usage_errors(target: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
-        load_target(target)
+        import_class(target)
     assert message in str(refused.value)
 
 
@@ -116,10 +116,10 @@ def test_what_cannot_be_checked(target: str, message: str) -> None:
         ("raise SystemExit(3)\n", "SystemExit: 3"),
     ],
 )
-def test_a_file_that_fails(text: str, message: str, project: Path) -> None:
+def test_import_errors_of_file(text: str, message: str, project: Path) -> None:
     (project / "broken_for_check.py").write_text(text)
     with pytest.raises(UsageError) as refused:
-        load_target("broken_for_check.py")
+        import_class("broken_for_check.py")
     assert message in str(refused.value)
     assert "broken_for_check.py" in str(refused.value)
     assert "broken_for_check" not in sys.modules

@@ -1,4 +1,4 @@
-"""The sequences that a check plays: their prompts, their parameters, and where their logits come from."""
+"""The test cases of a check: sequences with prompts, parameters and a source of logits."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from typing import Any, Protocol
 
 import torch
 
-from logitship.server.check.checks.params_check import Params
 from logitship.server.model.model_loader import LoadedModel
 
-NUM_TRIALS = 7
-_LEFT_BY_STRICT_MASK = 8
+from .case_params import Params
+
+NUM_CASES = 7
+_TOKENS_LEFT_BY_STRICT_MASK = 8
 
 
 class LogitsSource(Protocol):
-    """The logits of one sequence, step after step."""
+    """Produces the logits of one sequence, step by step."""
 
     def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        """float32 [vocab] on the CPU.
+        """Return the logits of the next step, float32 [vocab] on the CPU.
 
         Args:
-            tokens: the output so far: one more than at the call before.
+            tokens: the output so far: one token more than in the previous call.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
-    """A sequence to play.
+class CheckCase:
+    """A sequence to run.
 
     Attributes:
-        rid: its request's id.
-        name: where its logits come from, for people.
-        is_masked: some of its logits are -inf from the start, as after a mask or another processor.
-        source: begins it.
+        rid: the request id.
+        name: the kind of its logits, as the report names it.
+        params: the `custom_params` of its row.
+        prompt_token_ids: the prompt.
+        source: makes the source of its logits.
+        is_masked: some of its logits are already -inf, as after a mask or another processor.
     """
 
     rid: str
@@ -47,45 +50,50 @@ class Trial:
     is_masked: bool = False
 
 
-def make_trials(loaded: LoadedModel, prompts: Sequence[str], param_sets: Sequence[Params]) -> list[Trial]:
-    """Four sequences of random logits, two of which have forbidden tokens, and three of real ones.
+def make_cases(loaded: LoadedModel, prompts: Sequence[str], param_sets: Sequence[Params]) -> list[CheckCase]:
+    """Make four cases with random logits, two of them masked, and three with the model's logits.
 
-    Their prompts have different lengths, and their parameters take turns, so that each set meets each kind.
+    Prompts have different lengths. The parameter sets are assigned in turn, so that each set meets each kind.
     """
     encoded = [loaded.tokenizer.encode(prompt)[: loaded.max_len // 2] for prompt in prompts]
-    texts = [_shortened(encoded[number % len(encoded)], number // len(encoded)) for number in range(NUM_TRIALS)]
-    params = [param_sets[number % len(param_sets)] for number in range(NUM_TRIALS)]
+    texts = [_shortened(encoded[number % len(encoded)], number // len(encoded)) for number in range(NUM_CASES)]
+    params = [param_sets[number % len(param_sets)] for number in range(NUM_CASES)]
 
-    def random(number: int, name: str, scale: float, allowed: int | None = None) -> Trial:
+    def random(number: int, name: str, scale: float, allowed: int | None = None) -> CheckCase:
         def source() -> LogitsSource:
             return _RandomLogits(loaded.vocab_size, loaded.eos_token_ids, number, scale, allowed)
 
-        return Trial(f"check-{number}", name, params[number], texts[number], source, is_masked=allowed is not None)
+        return CheckCase(f"check-{number}", name, params[number], texts[number], source, is_masked=allowed is not None)
 
-    few = min(_LEFT_BY_STRICT_MASK, loaded.vocab_size // 2)
-    trials = [
+    few = min(_TOKENS_LEFT_BY_STRICT_MASK, loaded.vocab_size // 2)
+    cases = [
         random(0, "random logits", 1.0),
         random(1, "large random logits", 20.0),
         random(2, "random logits, half of them -inf", 4.0, loaded.vocab_size // 2),
         random(3, f"random logits, all but {few} -inf", 4.0, few),
     ]
-    for number in range(4, NUM_TRIALS):
+    for number in range(4, NUM_CASES):
         text = texts[number]
-        trials.append(Trial(f"check-{number}", "real logits", params[number], text, partial(_RealLogits, loaded, text)))
-    return trials
+        cases.append(
+            CheckCase(f"check-{number}", "real logits", params[number], text, partial(_RealLogits, loaded, text))
+        )
+    return cases
 
 
 def _shortened(prompt: list[int], count: int) -> list[int]:
-    """Without some of its last tokens, but not empty: histories must differ, however few prompts there are."""
+    """Drop the last `count` tokens, but keep one: histories must differ even if there are few prompts."""
     return prompt[: max(1, len(prompt) - count)]
 
 
 class _RandomLogits:
-    """Normal numbers. The same every time.
+    """Normally distributed logits, the same for the same seed.
 
     Args:
-        seed: another one, other numbers.
-        allowed: how many tokens have a logit that is not -inf; the same in every step. None: all.
+        vocab_size: number of logits.
+        eos_token_ids: never masked.
+        seed: of the random numbers.
+        scale: standard deviation.
+        allowed: number of tokens that are not masked, the same ones in every step. None: all.
     """
 
     def __init__(
@@ -97,7 +105,7 @@ class _RandomLogits:
         self._forbidden: torch.Tensor | None = None
         if allowed is not None:
             order = torch.randperm(vocab_size, generator=self._random)
-            # Masks let a sequence end: many processors want to end it, too.
+            # Real masks allow the end tokens, and many processors force one.
             self._forbidden = order[allowed:][~torch.isin(order[allowed:], torch.tensor(sorted(eos_token_ids)))]
 
     def next(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -109,7 +117,7 @@ class _RandomLogits:
 
 
 class _RealLogits:
-    """The model's."""
+    """The model's logits."""
 
     def __init__(self, loaded: LoadedModel, prompt: Sequence[int]) -> None:
         self._model: Any = loaded.model
@@ -123,7 +131,7 @@ class _RealLogits:
         new = [*self._waiting, *tokens[-1:]]
         self._waiting = []
         ids = torch.tensor([new], device=self._model.device)
-        answer = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
-        self._cache = answer.past_key_values
-        logits: torch.Tensor = answer.logits[0, -1, : self._vocab_size]
+        output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        self._cache = output.past_key_values
+        logits: torch.Tensor = output.logits[0, -1, : self._vocab_size]
         return logits.to("cpu", torch.float32)

@@ -1,0 +1,65 @@
+"""Check results, and the text of their findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from logitship.client.check_report import CheckResult, Finding, Severity, Verdict, shown_params
+
+from .replay import Mismatch, Recording
+
+
+def result(name: str, summary: str, findings: Sequence[Finding] = ()) -> CheckResult:
+    """Return the result of a check, with the verdict of its most severe finding."""
+    severities = {finding.severity for finding in findings}
+    if Severity.ERROR in severities:
+        verdict = Verdict.FAILED
+    else:
+        verdict = Verdict.WARNED if Severity.WARNING in severities else Verdict.PASSED
+    return CheckResult(name, verdict, summary, tuple(findings))
+
+
+def not_checked(name: str, reason: str) -> CheckResult:
+    """Return the result of a check that was skipped."""
+    return CheckResult(name, Verdict.NOT_CHECKED, reason)
+
+
+def describe(recordings: Sequence[Recording], mismatch: Mismatch) -> str:
+    """Describe a row that differs, in one sentence."""
+    case = recordings[mismatch.recording].case
+    where = f"step {mismatch.step + 1} of a sequence with {case.name}"
+    if mismatch.fault is not None:
+        return f"{where} fails: {mismatch.fault.message}"
+    others = f" ({mismatch.count:,} logits differ)" if mismatch.count > 1 else ""
+    return f"{where}: token {mismatch.token} has {mismatch.got:.6g}, expected {mismatch.expected:.6g}{others}"
+
+
+def list_rows(recordings: Sequence[Recording], mismatch: Mismatch) -> str:
+    """List the rows of the failed call, one per line."""
+    lines = []
+    for row, (number, step) in enumerate(mismatch.call):
+        mark = "  ← this one" if row == mismatch.row and not mismatch.row_by_row else ""
+        params = shown_params(recordings[number].case.params)
+        lines.append(f"  row {row}: params {params}, {step} output tokens{mark}")
+    return "\n".join(lines)
+
+
+def details(recordings: Sequence[Recording], mismatch: Mismatch) -> dict[str, Any]:
+    """Return the same facts for programs: the finding's `details`."""
+    facts: dict[str, Any] = {
+        "rows": [{"params": dict(recordings[number].case.params), "step": step} for number, step in mismatch.call],
+        "row": mismatch.row,
+        "step": mismatch.step,
+        "logits": recordings[mismatch.recording].case.name,
+    }
+    if mismatch.fault is not None:
+        return facts | {"fault": mismatch.fault.kind, "message": mismatch.fault.message}
+    if mismatch.row_by_row:
+        return facts | {"failed_together": True}
+    return facts | {
+        "token": mismatch.token,
+        "expected": mismatch.expected,
+        "got": mismatch.got,
+        "differing": mismatch.count,
+    }
