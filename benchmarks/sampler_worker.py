@@ -70,7 +70,7 @@ def logitship_step(order: Order, rows: int, vocab_size: int) -> Step:
 
 
 def vllm_step(order: Order, rows: int, vocab_size: int) -> Step:
-    """vLLM's `Sampler`, and what its model runner does to have the result on the host."""
+    """Run the `Sampler` of vLLM, and copy the result to the host as its model runner does."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.logits_processor.builtin import (
         LogitBiasLogitsProcessor,

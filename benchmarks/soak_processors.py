@@ -29,12 +29,12 @@ _FORCE = """
 _COUNT = """
         for row, params in enumerate(custom_param_list):
             state = params["__req__"].state
-            drawn = state.get("drawn", 0)
-            if drawn == params.get("fail_at"):
+            sampled = state.get("sampled", 0)
+            if sampled == params.get("fail_at"):
                 raise ValueError("as it was told")
-            state["drawn"] = drawn + 1
+            state["sampled"] = sampled + 1
             logits[row] = -float("inf")
-            logits[row, params["first"] + drawn] = 0.0
+            logits[row, params["first"] + sampled] = 0.0
         return logits
 """
 

@@ -10,6 +10,8 @@ from typing import Any
 
 CHECKS = ("serializable", "contract", "finite", "deterministic", "state", "rows", "argmax", "speed")
 """Names of the checks, in the order of the report."""
+OLD_NAMES = {"travels": "serializable"}  # codespell:ignore travels
+"""Earlier names of checks, which `ignore` still accepts."""
 
 DEFAULT_PROMPTS = (
     "The capital of France is",
@@ -43,6 +45,7 @@ class CheckOptions:
     ignore: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", frozenset(OLD_NAMES.get(name, name) for name in self.ignore))
         if unknown := sorted(self.ignore - set(CHECKS)):
             raise UsageError(f"ignore: no check is named {unknown[0]!r}; the checks are: {', '.join(CHECKS)}")
         if not 2 <= self.max_tokens <= MAX_TOKENS_LIMIT:

@@ -82,7 +82,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
             "text": text,
             "logprobs": logprobs,
             "finish_reason": ending["finish_reason"],
-            "stop_reason": ending["stop_reason"],
+            "stop_reason": ending.get("stop_reason"),
         }
         if "receipts" in ending:
             choice["receipts"] = ending["receipts"]

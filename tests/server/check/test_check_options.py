@@ -46,3 +46,8 @@ def test_invalid_params(text: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         read_params(text)
     assert message in str(refused.value)
+
+
+def test_earlier_name_of_a_check_is_accepted() -> None:
+    options = CheckOptions(ignore=frozenset({"travels", "speed"}))  # codespell:ignore travels
+    assert options.ignore == {"serializable", "speed"}
