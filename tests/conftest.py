@@ -67,9 +67,18 @@ HERE = Path(__file__).parent
 SLOW = (
     "benchmarks",
     "end_to_end",
+    "sampler/ops/test_exact_sampling.py",
     "sampler/sandbox",
     "sandbox",
     "server/check",
+    "server/engine/test_speculative_decoding.py",
+    "server/http/test_documentation.py",
+    "server/http/test_fuzz.py",
+    "server/http/test_real_engine.py",
+    "server/model/test_core_binding.py",
+    "server/model/test_deterministic.py",
+    "server/model/test_packed_linear_memory.py",
+    "server/offline/test_engine_owner.py",
     "server/playground",
     "server/test_http_server.py",
     "test_cookbook.py",
@@ -77,7 +86,8 @@ SLOW = (
     "test_site.py",
     "test_wheel.py",
 )
-"""Left out by `--fast`: what needs a real model, a browser, a peer, sandboxes, or builds the package or the site."""
+"""Left out by `--fast`: tests that need a real model, a browser, a peer or sandboxes, build the package or the site, or
+take long because they count samples, measure memory or start programs."""
 SLOW_FIXTURES = frozenset({"sglang"})
 """Fixtures that start a peer."""
 
@@ -86,6 +96,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="leave out tests that need a real model, a browser, a peer or sandboxes"
     )
+
+
+def pytest_configure() -> None:
+    if missing := [path for path in SLOW if not (HERE / path).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py names slow tests that do not exist: {', '.join(missing)}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -101,8 +116,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_slow(item: pytest.Item) -> bool:
+    """Return whether a test is marked as slow, starts a peer, or has a parameter that asks for sandboxes."""
     fixtures = getattr(item, "fixturenames", ())
-    return item.get_closest_marker("slow") is not None or not SLOW_FIXTURES.isdisjoint(fixtures)
+    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    marked = item.get_closest_marker("slow") is not None
+    return marked or not SLOW_FIXTURES.isdisjoint(fixtures) or any(param == "sandbox" for param in params)
 
 
 @pytest.fixture(scope="session")

@@ -237,7 +237,7 @@ READERS: list[Any] = [
     (through_a_traceback, "returned .*", SECRET),
     (mapped_by_numpy, HIDDEN, SECRET),
     (read_by_numpy, HIDDEN, SECRET),
-    (parsed_by_numpy, HIDDEN, SECRET),
+    (parsed_by_numpy, rf"{HIDDEN}|FileNotFoundError: .* not found\.", SECRET),
     (read_by_torch, HIDDEN, SECRET),
     (mapped_by_torch, "RuntimeError: unable to open file .*", SECRET),
     (mapped_as_storage, "RuntimeError: unable to open file .*", SECRET),
