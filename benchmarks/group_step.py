@@ -46,9 +46,9 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.processor_groups import adjacent_swaps, group_key
 from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.sampler_setup import TimedProcessors
 from logitship.server.metrics.engine_metrics import EngineMetrics

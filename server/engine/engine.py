@@ -12,8 +12,8 @@ import torch
 from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
+from logitship.sampler.processors.processor_groups import adjacent_swaps, group_key
 from logitship.sampler.processors.processor_use import uses_of
-from logitship.sampler.processors.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.model_runner import ModelRunner

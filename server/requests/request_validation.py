@@ -9,7 +9,7 @@ from typing import Any
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.plain_values import NotPlainError, check_plain
+from logitship.sampler.sandbox.protocol import NotPlainError, check_plain
 from logitship.server.config import ServerConfig
 from logitship.server.refusals import BadRequest
 
