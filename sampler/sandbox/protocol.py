@@ -47,6 +47,12 @@ LONGEST_ANSWER = 1 << 16
 """Largest body of an answer, in bytes. The server reads no further, and kills a sandbox that sends more."""
 
 FLOAT_BYTES = 4
+_MAX_DESCRIPTORS = 4
+MAX_DEPTH = 200
+"""Nesting depth of containers. `marshal` itself stops at some thousand, and readers recurse."""
+
+_ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
+_COLLECTIONS = frozenset({frozenset, list, set, tuple})
 
 
 class Command(IntEnum):
@@ -74,9 +80,6 @@ class Answer(IntEnum):
 def pack(message: int, number: int, body: bytes = b"") -> bytes:
     """Return the bytes of a message: header and body."""
     return HEADER.pack(message, number, len(body)) + body
-
-
-_MAX_DESCRIPTORS = 4
 
 
 class ControlMessage(IntEnum):
@@ -166,13 +169,6 @@ class Channel:
                 raise ChannelClosed("end of stream")
             data += chunk
         return bytes(data)
-
-
-MAX_DEPTH = 200
-"""Nesting depth of containers. `marshal` itself stops at some thousand, and readers recurse."""
-
-_ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
-_COLLECTIONS = frozenset({frozenset, list, set, tuple})
 
 
 class NotPlainError(ValueError):

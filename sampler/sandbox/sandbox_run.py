@@ -15,8 +15,7 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.client.scrub import scrub
-from logitship.sampler.processors.class_description import ClassDescription
-from logitship.sampler.processors.executor import ExecutorSequence, RunOutcome
+from logitship.sampler.processors.executor import ClassDescription, ExecutorSequence, RunOutcome
 from logitship.sampler.sampling_params import SamplingParams
 
 from .protocol import Answer, Command

@@ -17,11 +17,11 @@ from logitship.sampler.processors.processor_groups import (
     GroupKey,
     GroupRow,
     ProcessorGroup,
+    ProcessorUse,
     adjacent_swaps,
     group_key,
     group_rows,
 )
-from logitship.sampler.processors.processor_use import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 
