@@ -33,7 +33,7 @@ from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProc
 from logitship.sampler.batch_processors.logits_processors import take_faults
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams

@@ -46,14 +46,12 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse, adjacent_swaps, group_key
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.row_order import adjacent_swaps, group_key
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.engine.sampler_setup import TimedProcessors
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.metrics.step_clock import StepClock
+from logitship.server.metrics.step_clock import StepClock, TimedProcessors
 
 PEERS = Path(__file__).parents[1] / "tests" / "peers"
 BENCHMARK = "processors without a sandbox"

@@ -12,7 +12,7 @@ import torch
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams

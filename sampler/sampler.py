@@ -15,9 +15,8 @@ from logitship.sampler.batch.sampling_batch import LogprobRows, Penalties, Prepa
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors, apply_to, take_faults
 from logitship.sampler.ops.logprobs import RowLogprobs, look_up
-from logitship.sampler.ops.masks import mask_forbidden, mask_tokens
 from logitship.sampler.ops.penalties import apply_penalties
-from logitship.sampler.ops.rows import Scratch, one_thread_for_few, row_parts, take_rows
+from logitship.sampler.ops.rows import Scratch, mask_forbidden, mask_tokens, one_thread_for_few, row_parts, take_rows
 from logitship.sampler.ops.sample_tokens import apply_temperature, greedy_sample, random_sample, top_k_top_p_sample
 
 from .trace import RowTrace, StepTrace

@@ -75,7 +75,6 @@ SLOW = (
     "server/http/test_documentation.py",
     "server/http/test_fuzz.py",
     "server/http/test_real_engine.py",
-    "server/model/test_core_binding.py",
     "server/model/test_deterministic.py",
     "server/model/test_packed_linear_memory.py",
     "server/offline/test_engine_owner.py",

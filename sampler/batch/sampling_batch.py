@@ -10,8 +10,8 @@ import torch
 
 from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate
-from logitship.sampler.ops.masks import BadWords, forbidden_tokens
-from logitship.sampler.ops.random_numbers import UniformNumbers
+from logitship.sampler.ops.rows import BadWords, forbidden_tokens
+from logitship.sampler.ops.sample_tokens import UniformNumbers
 from logitship.sampler.sampling_params import LogprobsMode, SamplingParams
 
 from .token_counts import TokenCounts

@@ -13,8 +13,7 @@ from logitship.client.serialization.loading import instantiate, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.author_code.calls import call, edit
 
-from .class_description import describe
-from .executor import LoadedProcessor
+from .executor import LoadedProcessor, describe
 from .local_executor import LocalExecutor
 
 

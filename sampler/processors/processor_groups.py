@@ -1,18 +1,125 @@
-"""Groups of rows that share a processor. Rebuilt only when the batch changes."""
+"""Requests' uses of processors, and the groups of rows that share a processor.
+
+Groups are rebuilt only when the batch changes. The batch's rows are reordered so that the rows of each processor are
+adjacent: adjacent rows are a view of the logits; scattered rows have to be gathered and written back.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from .processor_use import CallCount, ProcessorUse
+from logitship.client.records import Receipt
 
 if TYPE_CHECKING:
+    from logitship.sampler.sampling_params import SamplingParams
+
     from .executor import ExecutorRow, LoadedProcessor, RunOutcome
+
+
+@dataclass(eq=False)
+class CallCount:
+    """Steps and time of the calls of a processor, per row.
+
+    Attributes:
+        steps: decoding steps to which the processor was applied.
+        seconds: time spent: the duration of each call divided by its number of rows.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        """Add a call, or the calls of another count."""
+        self.steps += steps
+        self.seconds += seconds
+
+
+@dataclass(eq=False)
+class ProcessorUse:
+    """One request's use of one processor. Not shared between requests: it counts this request's calls.
+
+    Attributes:
+        processor: the processor.
+        params: the request's parameters for it (SGLang's `custom_params`).
+        rid: request id.
+        prepared: result of an installed processor's `prepare` at admission; None for other processors.
+        own_count: calls so far, without those in `shared_counts`.
+        shared_counts: counts of the groups that it has been in since the batch changed; each counts for all members.
+        executor_row: the sequence at the processor's executor; None until it has a row of the batch.
+        forked_row: the same for a sequence that was forked from another one and has no row of the batch yet.
+    """
+
+    processor: LoadedProcessor
+    params: dict[str, Any]
+    rid: str
+    prepared: Any = None
+    own_count: CallCount = field(default_factory=CallCount)
+    shared_counts: list[CallCount] = field(default_factory=list)
+    executor_row: ExecutorRow | None = None
+    forked_row: ExecutorRow | None = None
+
+    def fork(self, output_token_ids: list[int]) -> ProcessorUse:
+        """Return the use of another sequence that continues from this one's history, see `ExecutorRow.fork`.
+
+        This sequence must have a row. The other one gets a row next, or is closed by `drop_fork`.
+
+        Raises:
+            ProcessorFault: the processor's state of the sequence cannot be copied.
+        """
+        assert self.executor_row is not None
+        return replace(
+            self,
+            own_count=self.count,
+            shared_counts=[],
+            executor_row=None,
+            forked_row=self.executor_row.fork(output_token_ids),
+        )
+
+    def drop_fork(self) -> None:
+        """Close a fork that will never get a row of the batch. Does nothing if it has one, or is no fork."""
+        if self.forked_row is not None:
+            self.forked_row.close()
+            self.forked_row = None
+
+    def merge_shared_counts(self) -> None:
+        """Add the shared counts to `own_count`: the batch has changed, and so have the groups."""
+        if self.shared_counts:
+            self.own_count, self.shared_counts = self.count, []
+
+    @property
+    def name(self) -> str:
+        """Name of the processor."""
+        return self.processor.name
+
+    @property
+    def receipt(self) -> Receipt:
+        """Receipt for the response."""
+        count = self.count
+        return Receipt(self.processor.digest, self.processor.name, count.steps, round(count.seconds * 1e3, 3))
+
+    @property
+    def count(self) -> CallCount:
+        """Copy of the counts of all calls so far."""
+        count = CallCount()
+        for each in (self.own_count, *self.shared_counts):
+            count.add(each.steps, each.seconds)
+        return count
+
+
+def uses_of(params: SamplingParams) -> tuple[ProcessorUse, ...]:
+    """Return the uses attached to a request's sampling parameters, which know them as `AttachedProcessor`s alone."""
+    return cast("tuple[ProcessorUse, ...]", params.processors)
+
+
+def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
+    """Sort a request's processors as they run: masks first. The masks run again after the others."""
+    return sorted(uses, key=lambda use: not use.processor.is_mask)
+
 
 ObserveCall: TypeAlias = Callable[[int, float], None]
 """Takes the number of rows and the duration of a call in seconds."""
@@ -176,3 +283,120 @@ def _stages(members: Sequence[GroupRow]) -> Iterator[tuple[tuple[bool, int], Gro
     if len(masks) < len(members):
         for number, member in enumerate(masks):
             yield (True, number), member
+
+
+GroupKey: TypeAlias = tuple[str, ...]
+"""Group names of a row's processors in run order; () if it has none."""
+
+
+def group_key(params: SamplingParams) -> GroupKey:
+    """Return the key of a request.
+
+    A processor that belongs to one sequence is a group of one row at any position. "" keeps its place in the key, and
+    is dropped at the end.
+    """
+    in_order = in_run_order(uses_of(params))
+    names = ["" if use.processor.per_sequence else use.processor.group_name for use in in_order]
+    while names and not names[-1]:
+        names.pop()
+    return tuple(names)
+
+
+def adjacent_swaps(keys: Sequence[GroupKey]) -> list[tuple[int, int]]:
+    """Find swaps that make the rows of a group adjacent.
+
+    Afterwards the rows of the same first processor are adjacent, among these the rows of the same second one, and so
+    on. The minimum number of swaps is NP-hard to find, even for sorting repeated keys (Amir et al. 2009, "On the cost
+    of interchange rearrangement in strings"). So this is a heuristic in two parts, linear except for sorting the
+    groups. First each group is assigned the position where most of its rows already are, and rows without a group fill
+    the rest. Then rows are swapped into place, preferably by swaps that put both rows in place.
+
+    Guarantees:
+    * No swaps if the groups are already adjacent.
+    * Each swap puts at least one row in its final place, the last one two: there are fewer swaps than rows.
+
+    Args:
+        keys: keys of all rows, in row order.
+
+    Returns:
+        (row, row) swaps, to be done in order.
+    """
+    return _swaps(keys, _arranged(keys))
+
+
+def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
+    """Return the key that belongs at each row."""
+    arranged = list(keys)
+    # (first row, number of processors that its members share, members in their current order)
+    blocks: list[tuple[int, int, Sequence[GroupKey]]] = [(0, 0, keys)]
+    # Not recursive: a request may have more processors than Python's recursion limit.
+    while blocks:
+        first, depth, members = blocks.pop()
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for place, key in enumerate(members):
+            if len(key) > depth:
+                groups[key[depth]].append(place)
+        ended = next((key for key in members if len(key) == depth), None)
+        if ended is not None:  # rows without a further processor fill the gaps between groups
+            arranged[first : first + len(members)] = [ended] * len(members)
+        for start, places in _placed(groups.values(), len(members)):
+            blocks.append((first + start, depth + 1, [members[place] for place in places]))
+    return arranged
+
+
+def _placed(groups: Iterable[list[int]], size: int) -> list[tuple[int, list[int]]]:
+    """Give each group a start, so that no groups overlap and all end before `size`."""
+    wanted = sorted((_fullest_window(places), places) for places in groups)
+    placed = []
+    free, remaining = 0, sum(len(places) for _, places in wanted)
+    for start, places in wanted:
+        start = min(max(start, free), size - remaining)
+        placed.append((start, places))
+        free = start + len(places)
+        remaining -= len(places)
+    return placed
+
+
+def _fullest_window(places: list[int]) -> int:
+    """Return the start of the window of the group's length that has most of its places, which ascend."""
+    begin, most = places[0], 0
+    end = 0
+    for number, place in enumerate(places):
+        while end < len(places) and places[end] < place + len(places):
+            end += 1
+        if end - number > most:
+            begin, most = place, end - number
+    return begin
+
+
+def _swaps(keys: Sequence[GroupKey], arranged: Sequence[GroupKey]) -> list[tuple[int, int]]:
+    """Return swaps that turn one order of keys into another."""
+    swaps = []
+    # Misplaced rows, by their current key, then by the key that belongs there.
+    misplaced: defaultdict[GroupKey, dict[GroupKey, list[int]]] = defaultdict(dict)
+    for row, (key, belongs) in enumerate(zip(keys, arranged, strict=True)):
+        if key == belongs:
+            continue
+        if key in misplaced[belongs]:
+            partner, _ = _take(misplaced[belongs], key)
+            swaps.append((partner, row))
+        else:
+            misplaced[key].setdefault(belongs, []).append(row)
+    for key, rows in misplaced.items():
+        while rows:
+            row, belongs = _take(rows, key)
+            # Follow the row with `key` from place to place until it is where it belongs.
+            while belongs != key:
+                source, source_belongs = _take(misplaced[belongs], key)
+                swaps.append((row, source))
+                row, belongs = source, source_belongs
+    return swaps
+
+
+def _take(rows: dict[GroupKey, list[int]], preferred: GroupKey) -> tuple[int, GroupKey]:
+    """Remove and return one of the rows with a key, and the key that belongs there: `preferred` if possible."""
+    belongs = preferred if preferred in rows else next(iter(rows))
+    row = rows[belongs].pop()
+    if not rows[belongs]:
+        del rows[belongs]
+    return row, belongs

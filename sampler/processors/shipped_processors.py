@@ -20,8 +20,16 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
-from .processor_groups import GroupRow, GroupStage, ObserveCall, ProcessorGroup, group_rows
-from .processor_use import ProcessorUse, in_run_order, uses_of
+from .processor_groups import (
+    GroupRow,
+    GroupStage,
+    ObserveCall,
+    ProcessorGroup,
+    ProcessorUse,
+    group_rows,
+    in_run_order,
+    uses_of,
+)
 from .request_view import ModelView
 
 CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]

@@ -28,8 +28,8 @@ from logitship.client.scrub import known_folders
 from logitship.client.serialization.pickling import class_unpickler  # noqa: F401
 from logitship.sampler.processors.request_view import ModelView
 
-from .channel import Channel, ChannelClosed, ControlMessage
 from .kernel import limits, namespaces, privileges
+from .protocol import Channel, ChannelClosed, ControlMessage
 from .zygote import SandboxSetup, Zygote
 
 

@@ -1,13 +1,17 @@
-"""The executor that runs each shipped processor in its own sandbox."""
+"""The executor that runs each shipped processor in its own sandbox.
+
+A pool of idle sandboxes spares a new processor the wait for a fork.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import marshal
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -17,17 +21,25 @@ import torch
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
-from logitship.sampler.processors.class_description import ClassDescription, from_bytes
-from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
+from logitship.sampler.processors.executor import (
+    ClassDescription,
+    ExecutorRow,
+    ExecutorSequence,
+    LoadedProcessor,
+    from_bytes,
+)
 
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied
-from .sandbox_run import SandboxRow, SandboxRun
-from .sandboxed_processor import LONGEST_TEXT, SandboxedProcessor
-from .spare_sandboxes import SpareSandboxes
+from .sandbox_run import LONGEST_TEXT, SandboxedProcessor, SandboxRow, SandboxRun
 from .zygote_process import ZygoteError, ZygoteProcess
 
 logger = logging.getLogger(__name__)
+NUM_SPARES = 2
+"""Default of a server: two requests with new processors may arrive at the same time."""
+
+PAUSE = 0.2
+"""Seconds between taking a spare sandbox and starting the next, because the one taken needs the CPU now."""
 
 WATCH_INTERVAL = 0.25
 """Seconds between checks of the sandboxes' CPU time outside calls."""
@@ -295,3 +307,59 @@ def _class_description(sandbox: Sandbox, body: bytes) -> ClassDescription:
         return from_bytes(body)
     except ValueError:
         raise sandbox.reject_answer() from None
+
+
+class SpareSandboxes:
+    """A pool of started sandboxes. Thread-safe.
+
+    Args:
+        start: starts a sandbox; raises `ZygoteError` or `OSError`.
+        count: size of the pool. If 0, no thread is started.
+    """
+
+    def __init__(self, start: Callable[[], Sandbox], count: int) -> None:
+        self._start = start
+        self._count = count
+        self._spares: deque[Sandbox] = deque()
+        self._lock = threading.Lock()
+        self._missing = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._refill, name="logitship-spares", daemon=True)
+        if count:
+            self._missing.set()
+            self._thread.start()
+
+    def take(self) -> Sandbox:
+        """Return a live sandbox from the pool, or start one.
+
+        Raises:
+            ZygoteError, OSError: raised by `start`.
+        """
+        while (spare := self._pop()) is not None:
+            self._missing.set()
+            if spare.check():
+                return spare
+            spare.close()
+        return self._start()
+
+    def close(self) -> None:
+        """Close the pool's sandboxes, and start no more."""
+        self._closed.set()
+        self._missing.set()
+        if self._count:
+            self._thread.join()
+        while (spare := self._pop()) is not None:
+            spare.close()
+
+    def _pop(self) -> Sandbox | None:
+        with self._lock:
+            return self._spares.popleft() if self._spares else None
+
+    def _refill(self) -> None:
+        while self._missing.wait() and not self._closed.is_set():
+            self._missing.clear()
+            # An error that lasts is raised by the next `take`.
+            with contextlib.suppress(ZygoteError, OSError):
+                while len(self._spares) < self._count and not self._closed.is_set():
+                    self._spares.append(self._start())
+            self._closed.wait(PAUSE)

@@ -21,7 +21,7 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.loading import instantiate, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.author_code.calls import duplicate, edit
-from logitship.sampler.processors.class_description import ClassDescription, describe, to_bytes
+from logitship.sampler.processors.executor import ClassDescription, describe, to_bytes
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 

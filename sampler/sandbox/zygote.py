@@ -23,9 +23,8 @@ import torch
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.lockdown import Lockdown, readable_paths
 
-from .channel import Channel, ChannelClosed, ControlMessage
 from .kernel import jail_root, privileges, protections, self_test
-from .protocol import FLOAT_BYTES, Answer, pack
+from .protocol import FLOAT_BYTES, Answer, Channel, ChannelClosed, ControlMessage, pack
 from .warm_up import warm_up
 from .worker import Worker, serve
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.protections import Protections
 
-from .channel import Channel, ChannelClosed, ControlMessage
+from .protocol import Channel, ChannelClosed, ControlMessage
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics
@@ -24,11 +24,9 @@ from logitship.server.requests.request_validation import Limits, check, check_sa
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
 
-from .active_requests import ActiveRequest, ActiveRequests
-from .daemon_thread import in_daemon_thread
+from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
 from .engine import Engine
-from .engine_thread import EngineThread
-from .sequence_factory import SequenceFactory
+from .engine_thread import EngineThread, in_daemon_thread
 
 _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 5.0

@@ -13,11 +13,10 @@ from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.capacity import max_model_len, prefix_cache_blocks
-from logitship.server.model.core_binding import CoreBinding
 from logitship.server.model.deterministic_check import check_determinism
+from logitship.server.model.kv_cache import PrefixCache
 from logitship.server.model.model_loader import LoadedModel, load_model
-from logitship.server.model.model_runner import ModelRunner
-from logitship.server.model.prefix_cache import PrefixCache
+from logitship.server.model.model_runner import CoreBinding, ModelRunner
 from logitship.server.model.reasoning_markers import resolve_reasoning_config
 from logitship.server.model.step_cost import measure_step_cost
 from logitship.server.processors.request_processors import RequestProcessors

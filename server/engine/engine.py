@@ -12,20 +12,18 @@ import torch
 from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
-from logitship.sampler.processors.processor_use import uses_of
-from logitship.sampler.processors.row_order import adjacent_swaps, group_key
+from logitship.sampler.processors.processor_groups import adjacent_swaps, group_key, uses_of
 from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
+from logitship.server.model.kv_cache import PrefixCacheStats
 from logitship.server.model.model_runner import ModelRunner
-from logitship.server.model.prefix_cache import PrefixCacheStats
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
 
 from .beam_group import Beam, BeamGroup
 from .failures import INTERNAL_ERROR, request_error
 from .forward_pass import StepLogits, forward, prompt_logprob_offsets
-from .plan import Plan
-from .scheduler import Scheduler
+from .scheduler import Plan, Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -3,21 +3,24 @@
 The engine is also built on it. PyTorch's CPU operations share their work with threads that belong to the calling
 thread. With two such teams in a process there are more threads than cores, and OpenMP's threads then sleep between
 operations instead of spinning for a moment: the forward pass of a small model takes half as long again. So no other
-thread computes on tensors of any size.
+thread computes on tensors of any size. Calls that may never return run in daemon threads of their own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE = 1.0
@@ -158,3 +161,33 @@ class _NoEngine:
 
 def _noop() -> None:
     pass
+
+
+def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    """Call `function` in a daemon thread of its own.
+
+    Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
+    thread of the shared pool with it, and Python would wait for that thread at exit.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as raised:  # noqa: BLE001  # raised where the future is awaited
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="logitship-load", daemon=True).start()
+    return future

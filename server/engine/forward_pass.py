@@ -9,7 +9,7 @@ import torch
 from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.requests.sequence import Sequence
 
-from .plan import Plan, ScheduledChunk
+from .scheduler import Plan, ScheduledChunk
 
 
 @dataclass(frozen=True)

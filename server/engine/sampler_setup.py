@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-
 from logitship.builtin_processors.batch_processors import make_logits_processors
 from logitship.sampler.batch_processors.guarded_processor import GuardedProcessor
 from logitship.sampler.batch_processors.plugins import Plugin, PluginLoadError
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, VllmConfig, vllm_config
-from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import Sampler
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.metrics.step_clock import StepClock
+from logitship.server.metrics.step_clock import StepClock, TimedProcessors
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import StartError
 
 from .processor_setup import model_view
-
-
-class TimedProcessors(ShippedProcessors):
-    """`ShippedProcessors`, timed as the step's phase `processors`."""
-
-    def __init__(self, *args: Any, clock: StepClock, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._clock = clock
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `ShippedProcessors.apply`."""
-        with self._clock.processors:
-            return super().apply(logits)
-
-    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
-        """See `ShippedProcessors.apply_with_spec_decode`."""
-        with self._clock.processors:
-            return super().apply_with_spec_decode(logits, num_draft_tokens)
 
 
 def make_sampler(

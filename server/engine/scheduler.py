@@ -1,20 +1,106 @@
-"""The scheduler: assigns slots, and plans each step."""
+"""The scheduler: assigns slots, and plans which tokens of which sequences each step computes.
+
+Prompts are shared: the prompt of a request is computed once, and copied to its other continuations. While a sequence of
+the request computes the prompt, the others wait; then they get copies of the keys and values of all but its last token.
+Each sequence computes the last token itself, because the first output token is sampled from its logits.
+
+Guarantees:
+* Of the running sequences that need a request's prompt, the first computes it. If it ends early, the next one takes
+  over, so no sequence waits for one that does not run.
+"""
 
 from __future__ import annotations
 
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from logitship.server.model.kv_cache import SlotCache
-from logitship.server.model.prefix_cache import PrefixCache
+from logitship.server.model.kv_cache import PrefixCache, SlotCache
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
-from .plan import Plan, ScheduledChunk
-from .prompt_sharing import computing_prompts, share_prompts
+
+
+@dataclass(frozen=True)
+class ScheduledChunk:
+    """Tokens of one sequence that the next step computes.
+
+    Attributes:
+        token_ids: prompt tokens, or the last sampled token.
+        drafts: draft tokens that are verified in the same forward pass.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def samples(self) -> bool:
+        """True if the step samples a token for this sequence."""
+        return self.sequence.samples and self.sequence.num_computed + len(self.token_ids) >= self.sequence.num_prompt
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. False if it has nothing to compute.
+
+    Attributes:
+        decode: one token of each decoding sequence, with its drafts.
+        prefill: chunks of prompts.
+        started_at: `time.perf_counter()` when scheduling began.
+    """
+
+    decode: list[ScheduledChunk]
+    prefill: list[ScheduledChunk]
+    started_at: float
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+    @property
+    def chunks(self) -> list[ScheduledChunk]:
+        """All chunks, in the order of the forward pass."""
+        return [*self.decode, *self.prefill]
+
+
+def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
+    """Copy each computed prompt to the sequences of its request that need it.
+
+    Args:
+        running: sequences that have slots.
+        cache: where the slots are.
+    """
+    running = list(running)
+    needing = [sequence for sequence in running if sequence.needs_prompt]
+    if not needing:
+        return
+    sources = {sequence.request_key: sequence for sequence in running if not sequence.needs_prompt}
+    for sequence in needing:
+        source = sources.get(sequence.request_key)
+        if source is not None:
+            assert source.slot is not None
+            assert sequence.slot is not None
+            cache.copy(source.slot, sequence.slot, sequence.num_prompt - 1)
+            sequence.take_prompt(source)
+
+
+def computing_prompts(running: Iterable[Sequence]) -> Iterator[Sequence]:
+    """Yield the sequences that compute prompt tokens themselves, in order; the others wait, or are done.
+
+    Args:
+        running: sequences that have slots, after `share_prompts`.
+    """
+    taken: set[tuple[str, str]] = set()
+    for sequence in running:
+        if sequence.needs_prompt:
+            if sequence.request_key in taken:
+                continue
+            taken.add(sequence.request_key)
+        if sequence.prefilling:
+            yield sequence
 
 
 def _noop(sequence: Sequence) -> None:

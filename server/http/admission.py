@@ -15,7 +15,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.processor_entries import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
-from logitship.server.requests.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
+from logitship.server.requests.request_validation import Prompt, bad_words_token_ids, encode_prompt, in_client_words
 from logitship.server.schemas.request_schema import SamplingFields
 from logitship.server.schemas.structured_outputs import Constraint
 

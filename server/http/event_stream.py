@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.generation_stream import Continuation
 
 from .body import JSONResponse
 from .exception_handlers import failure_body, internal_error_body

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
 from logitship.server.metrics.engine_metrics import EngineMetrics
-from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.generation_stream import Continuation
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import RequestRefused
-from logitship.server.requests.continuation import Continuation
-from logitship.server.requests.generation_stream import GenerationStream
+from logitship.server.requests.generation_stream import Continuation, GenerationStream
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest, RequestError
-from logitship.server.requests.request_building import in_client_words
+from logitship.server.requests.request_validation import in_client_words
 
 from .request_log import follow
 

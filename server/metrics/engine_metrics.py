@@ -13,9 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 from logitship.sampler.processors.executor import LoadedProcessor
 
 from .engine_stats import EngineStats, ModelInfo
-from .processor_calls import ProcessorCalls
-from .processor_labels import ProcessorLabels
-from .request_metrics import RequestMetrics
+from .request_metrics import ProcessorCalls, ProcessorLabels, RequestMetrics
 from .state_collector import StateCollector
 from .step_clock import StepClock
 

@@ -1,15 +1,33 @@
-"""Metrics of requests: waiting and running times, token counts, finish reasons."""
+"""Metrics of requests and of their processors.
+
+Of requests: waiting and running times, token counts, finish reasons. Processor calls are counted per group and step, so
+in as few instructions as possible. Labels of processors are bounded in number, however many names clients use.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from logitship.server.requests.messages import FinishReason, GenerationChunk
 
-from .processor_labels import ProcessorLabels
+MOST_NAMES = 100
+"""Most names of shipped processors with a label of their own."""
+
+OTHER = "other"
+"""Label of all further names."""
+
+_LONGEST_NAME = 80
+"""Characters."""
 
 _WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -145,3 +163,104 @@ class RequestMeter:
         elif last != now:  # accepted drafts arrive in one step
             self._metrics.token_gap.observe(now - last)
         self._last_tokens[index] = now
+
+
+@dataclass(frozen=True)
+class ProcessorLabel:
+    """The labels of a processor.
+
+    Attributes:
+        name: its name, truncated; or `OTHER`.
+        origin: `installed`, or `shipped` by a request (or a callable that one names). It tells a shipped processor from
+            an installed one of the same name.
+    """
+
+    name: str
+    origin: Literal["installed", "shipped"]
+
+
+class ProcessorLabels:
+    """Assigns labels to processors. Not thread-safe.
+
+    Args:
+        installed: digest → name of the installed processors.
+        most_names: how many names of shipped processors get a label of their own, first come, first served.
+    """
+
+    def __init__(self, installed: Mapping[str, str], most_names: int = MOST_NAMES) -> None:
+        self._installed = {digest: ProcessorLabel(name, "installed") for digest, name in installed.items()}
+        self._shipped: dict[str, ProcessorLabel] = {}
+        self._most_names = most_names
+        self._other = ProcessorLabel(OTHER, "shipped")
+
+    def label(self, digest: str, name: str) -> ProcessorLabel:
+        """Return the label of a processor: the same object for the same label."""
+        installed = self._installed.get(digest)
+        if installed is not None:
+            return installed
+        name = name[:_LONGEST_NAME]
+        known = self._shipped.get(name)
+        if known is None:
+            if len(self._shipped) >= self._most_names:
+                return self._other
+            known = self._shipped[name] = ProcessorLabel(name, "shipped")
+        return known
+
+
+class CallStatistics:
+    """Statistics of the calls with one label. Written by one thread, without a lock.
+
+    Args:
+        bounds: upper bounds of the histogram's buckets, in seconds, ascending. A last bucket has no bound.
+
+    Attributes:
+        counts: calls in each bucket.
+        seconds: total duration.
+        rows: total rows.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.seconds = 0.0
+        self.rows = 0
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Count a call."""
+        self.counts[bisect_left(self._bounds, seconds)] += 1
+        self.seconds += seconds
+        self.rows += num_rows
+
+
+class ProcessorCalls(Collector):
+    """Collects the call statistics of all labels at each scrape.
+
+    Args:
+        bounds: see `CallStatistics`.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._by_label: dict[ProcessorLabel, CallStatistics] = {}
+
+    def statistics(self, label: ProcessorLabel) -> CallStatistics:
+        """Return the statistics of a label."""
+        return self._by_label.setdefault(label, CallStatistics(self._bounds))
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the current metrics. Any thread."""
+        durations = HistogramMetricFamily(
+            "logitship_processor_call_duration_seconds",
+            "Time of a call of a processor. It is called once a step, for all of its rows.",
+            labels=["processor", "origin"],
+        )
+        rows = CounterMetricFamily(
+            "logitship_processor_rows", "Rows that a processor was called with.", labels=["processor", "origin"]
+        )
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        for label, calls in list(self._by_label.items()):
+            labels = [label.name, label.origin]
+            durations.add_metric(labels, list(zip(names, accumulate(calls.counts), strict=True)), calls.seconds)
+            rows.add_metric(labels, calls.rows)
+        yield durations
+        yield rows

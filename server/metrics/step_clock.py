@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
+
+import torch
+
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 
 
 class Phase:
@@ -80,3 +86,21 @@ class StepClock:
         for phase in self.phases:
             phase.seconds = 0.0
         self.num_rows = 0
+
+
+class TimedProcessors(ShippedProcessors):
+    """`ShippedProcessors`, timed as the step's phase `processors`."""
+
+    def __init__(self, *args: Any, clock: StepClock, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock = clock
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `ShippedProcessors.apply`."""
+        with self._clock.processors:
+            return super().apply(logits)
+
+    def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
+        """See `ShippedProcessors.apply_with_spec_decode`."""
+        with self._clock.processors:
+            return super().apply_with_spec_decode(logits, num_draft_tokens)

@@ -1,30 +1,226 @@
-"""Attention over the slot cache, as an attention function of transformers.
+"""Attention over the slot cache, as an attention function of transformers, and the layout of a forward pass.
 
 A forward pass is one packed row of tokens: first those of each decoding sequence (its last token and its draft), then
 the prompt chunks, one after the other. The model's own code computes everything that is done token by token; only
 attention depends on the sequences. The function stores the new keys and values in the slots and attends to views of
-them.
+them. The layout has the positions of the tokens, and the batches of sequences that attend in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .step_layout import DecodeBatch, Segment, StepLayout
+from .kv_cache import SlotCache
+
+# Costs of attention, measured on a CPU. The unit is one cache position read for one token of a sequence.
+_CALL_COST = 500
+_TOKEN_COST = 0.2
+"""Cost per position for each further token of the sequence."""
+
+_GATHER_COST = 0.5
+"""Cost per position if keys and values are copied first."""
 
 ATTENTION_NAME = "logitship_slots"
-
 _NOT_COMPUTED = {
     "s_aux": "attention sinks",
     "softcap": "softcapped attention",
     "position_bias": "a position bias",
 }
 """Arguments of transformers' attention functions that change the result, and their meaning."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one sequence in a forward pass: positions `start` to `start + length - 1`."""
+
+    slot: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The sequence's length in the cache after this pass."""
+        return self.start + self.length
+
+
+PackedSegment = tuple[int, Segment]
+"""Index of a segment's first token in the packed row, and the segment."""
+
+BatchedSegments = tuple[list[PackedSegment], bool]
+"""Arguments of a `DecodeBatch`: the segments, and `is_subset`."""
+
+
+class StepLayout:
+    """Layout of one forward pass, with tensors that all layers share.
+
+    Args:
+        decode: segments of few tokens, first in the packed row.
+        prefill: the other segments, in their order.
+        cache: the KV cache.
+        dtype: of the masks.
+        device: of all tensors.
+
+    Attributes:
+        slots: int64 [tokens], the slot of each token.
+        positions: int64 [tokens], the position of each token in its slot.
+        batches: sequences that attend in one call.
+        unbatched: the other segments.
+        order: int64 [tokens]: index of each token's output in the outputs of `batches`, then `unbatched`; None if
+            they are in order.
+    """
+
+    def __init__(
+        self, decode: list[Segment], prefill: list[Segment], cache: SlotCache, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.cache = cache
+        self.decode = decode
+        self.prefill = prefill
+        segments = [*decode, *prefill]
+        self.slots = torch.tensor([s.slot for s in segments for _ in range(s.length)], device=device)
+        self.positions = torch.tensor([p for s in segments for p in range(s.start, s.end)], device=device)
+        self._dtype = dtype
+        self._device = device
+        self._masks: dict[tuple[Segment, int | None], torch.Tensor | None] = {}
+        firsts = accumulate((s.length for s in segments), initial=0)
+        placed = list(zip(firsts, segments, strict=False))
+        batched = cheapest_batches(placed[: len(decode)])
+        self.batches = [DecodeBatch(batch, is_subset, dtype, device) for batch, is_subset in batched]
+        in_batches = {first for batch, _ in batched for first, _ in batch}
+        self.unbatched = [(first, segment) for first, segment in placed if first not in in_batches]
+        self.order = _order([each for batch, _ in batched for each in batch] + self.unbatched, device)
+
+    def segment_mask(self, segment: Segment, window: int | None) -> torch.Tensor | None:
+        """Return the additive mask of one segment, [length, end]; None if it is the plain causal mask."""
+        if (segment, window) not in self._masks:
+            if segment.start == 0 and (window is None or window >= segment.end):
+                self._masks[segment, window] = None
+            else:
+                ends = torch.arange(segment.start, segment.end, device=self._device) + 1
+                self._masks[segment, window] = _additive_mask(ends, segment.end, window, self._dtype)
+        return self._masks[segment, window]
+
+
+class DecodeBatch:
+    """Sequences of few tokens that attend in one call, all padded to the longest cache and to the most tokens.
+
+    Args:
+        placed: the segments.
+        is_subset: other segments have slots between them: keys and values are copied first. Otherwise they are read in
+            place, with unused slots in between, which is cheaper than copying.
+        dtype: of the masks.
+        device: of all tensors.
+
+    Attributes:
+        most_tokens: most tokens of a sequence.
+        tokens: int64 [sequences, most tokens], indices in the packed row; padding repeats a token.
+        rows: int64 [tokens of the batch]: row of each token in `tokens`, in the order of the segments.
+        columns: int64 [tokens of the batch]: column of each token in `tokens`.
+        is_plain: `tokens` is one column with the first tokens of the packed row, in order.
+    """
+
+    def __init__(
+        self, placed: Sequence[PackedSegment], is_subset: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        slots = [segment.slot for _, segment in placed]
+        row_of = {slot: row for row, slot in enumerate(slots)} if is_subset else {slot: slot for slot in slots}
+        self.most_tokens = max(segment.length for _, segment in placed)
+        self._longest = max(segment.end for _, segment in placed)
+        self._slots = torch.tensor(slots, device=device) if is_subset else None
+        num_rows = max(row_of.values()) + 1
+        # A slot without a sequence attends to position 0 only, and its output is not used.
+        tokens = [[0] * self.most_tokens for _ in range(num_rows)]
+        ends = [[1] * self.most_tokens for _ in range(num_rows)]
+        for first, segment in placed:
+            offsets = [min(offset, segment.length - 1) for offset in range(self.most_tokens)]
+            tokens[row_of[segment.slot]] = [first + offset for offset in offsets]
+            ends[row_of[segment.slot]] = [segment.start + offset + 1 for offset in offsets]
+        self.is_plain = tokens == [[token] for token in range(len(placed))]
+        self.tokens = torch.tensor(tokens, device=device)
+        self.rows = torch.tensor([row_of[s.slot] for _, s in placed for _ in range(s.length)], device=device)
+        self.columns = torch.tensor([column for _, s in placed for column in range(s.length)], device=device)
+        self._ends = torch.tensor(ends, device=device)
+        self._dtype = dtype
+        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def select(self, cached: torch.Tensor) -> torch.Tensor:
+        """Return the part of a layer's keys or values [slots, heads, positions, head size] that the batch reads."""
+        cached = cached[:, :, : self._longest]
+        return cached[: len(self.tokens)] if self._slots is None else cached.index_select(0, self._slots)
+
+    def mask(self, window: int | None, group: int) -> torch.Tensor:
+        """Return the additive mask of queries that read the same keys: [sequences, 1, group * most tokens, longest].
+
+        Args:
+            window: positions that a token attends to, with its own; None: all.
+            group: number of query heads per key head.
+        """
+        if (window, group) not in self._masks:
+            mask = _additive_mask(self._ends, self._longest, window, self._dtype)
+            self._masks[window, group] = mask[:, None].repeat(1, 1, group, 1)
+        return self._masks[window, group]
+
+
+def cheapest_batches(placed: Sequence[PackedSegment]) -> list[BatchedSegments]:
+    """Return the decoding sequences that should attend in one call; the others attend one by one.
+
+    Separate calls have an overhead each. One call for all reads as many positions as the longest sequence has, and
+    computes as many tokens as the longest draft, for each sequence. So sequences with drafts may get a separate call.
+    """
+    if not placed:
+        return []
+    single = [each for each in placed if each[1].length == 1]
+    drafted = [each for each in placed if each[1].length > 1]
+    options: list[list[BatchedSegments]] = [[(list(placed), False)]]
+    if single and drafted:
+        options.append([(single, False), (drafted, True)])
+    best = min(options, key=_cost_of_all)
+    alone = sum(_CALL_COST + segment.end * _cost_of_position(segment.length) for _, segment in placed)
+    return best if _cost_of_all(best) <= alone else []
+
+
+def _cost_of_all(batches: Iterable[BatchedSegments]) -> float:
+    return sum(_cost(*batch) for batch in batches)
+
+
+def _cost(placed: Sequence[PackedSegment], is_subset: bool) -> float:
+    segments = [segment for _, segment in placed]
+    num_rows = len(segments) if is_subset else max(segment.slot for segment in segments) + 1
+    position = _cost_of_position(max(segment.length for segment in segments)) + (_GATHER_COST if is_subset else 0.0)
+    return _CALL_COST + num_rows * max(segment.end for segment in segments) * position
+
+
+def _cost_of_position(num_tokens: int) -> float:
+    return 1.0 + _TOKEN_COST * (num_tokens - 1)
+
+
+def _order(placed: Iterable[PackedSegment], device: torch.device) -> torch.Tensor | None:
+    """Return each packed token's index in the order of these segments; None if the orders are the same."""
+    tokens = [first + offset for first, segment in placed for offset in range(segment.length)]
+    indices = sorted(range(len(tokens)), key=tokens.__getitem__)
+    return None if indices == tokens else torch.tensor(indices, device=device)
+
+
+def _additive_mask(ends: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return zero where a token attends to a position, else -inf: [..., longest].
+
+    Args:
+        ends: int64 [...], one more than each token's own position.
+        longest: number of positions.
+        window: positions that a token attends to, with its own; None: all.
+        dtype: of the mask.
+    """
+    position = torch.arange(longest, device=ends.device)
+    seen = position < ends[..., None]
+    if window is not None:
+        seen &= position >= ends[..., None] - window
+    return torch.zeros(seen.shape, dtype=dtype, device=ends.device).masked_fill_(~seen, float("-inf"))
 
 
 def check_supported_arguments(others: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from logitship.server.config import ServerConfig
 from logitship.server.refusals import StartError
 
+from .kv_cache import BLOCK_SIZE, block_bytes
 from .model_runner import cache_shape
-from .prefix_cache import BLOCK_SIZE, block_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from logitship.server.refusals import UnsupportedModel
 
-from .attention import check_supported_arguments, layer_index, no_mask, store
-from .step_layout import StepLayout
+from .attention import StepLayout, check_supported_arguments, layer_index, no_mask, store
 
 DETERMINISTIC_ATTENTION_NAME = "logitship_slots_token_by_token"
 

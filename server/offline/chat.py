@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.requests.request_building import Prompt, check_text_length
+from logitship.server.requests.request_validation import Prompt, check_text_length
 from logitship.server.schemas.openai_schemas import Message
 from logitship.server.schemas.request_schema import parse_model
 

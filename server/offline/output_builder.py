@@ -5,7 +5,7 @@ from __future__ import annotations
 from logitship.client.records import TokenTrace, TraceCandidate
 from logitship.sampler.trace import RowTrace
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.requests.continuation import Continuation, best_continuations
+from logitship.server.requests.generation_stream import Continuation, best_continuations
 from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.tokenizer import Tokenizer
 

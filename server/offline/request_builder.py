@@ -12,7 +12,7 @@ from logitship.client.http.processor_argument import ProcessorStrings
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestRefused
 from logitship.server.requests.messages import GenerationRequest
-from logitship.server.requests.request_building import Prompt, bad_words_token_ids, encode_prompt, in_client_words
+from logitship.server.requests.request_validation import Prompt, bad_words_token_ids, encode_prompt, in_client_words
 
 from .error_translation import error_of_refusal
 from .prompt_processors import PromptProcessors, read_prompt_processors

@@ -1,20 +1,288 @@
-"""The server's processors: installed, shipped, and registered ones, and callables by name."""
+"""The server's processors: installed, shipped, and registered ones, and callables by name.
+
+`NamedProcessors` resolves names and digests in requests, `ProcessorLoader` loads installed and shipped processors from
+processor strings, and `ProcessorLibrary` does both.
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from inspect import isabstract
+from typing import Any
+
+from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.registry import Registry
-from logitship.client.processor_info import ProcessorInfo
-from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString
+from logitship.builtin_processors.sglang_names import installed_by_reference
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
+from logitship.client.serialization.processor_string import (
+    InstalledProcessor,
+    PickledProcessor,
+    ProcessorString,
+    RegisteredProcessor,
+    SourceProcessor,
+)
 from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExecutor
-from logitship.sampler.processors.processor_cache import ProcessorCache
+from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
 
 from .callable_library import CallableLibrary
-from .named_processors import NamedProcessors
-from .processor_descriptions import registered_info
-from .processor_loader import ProcessorLoader
-from .registered_processors import RegisteredProcessors
+from .processor_descriptions import (
+    installed_details,
+    installed_digest,
+    installed_info,
+    registered_details,
+    registered_info,
+)
+from .processor_names import NAME_RULE, is_name, missing_message
+from .registered_processors import NotRegistered, RegisteredProcessors
 from .registration import Upload
+
+
+class InvalidName(ValueError):
+    """A processor cannot be registered under a name."""
+
+
+class NotDeletable(Exception):
+    """The processor is installed by the operator, so clients cannot delete it."""
+
+
+class NamedProcessors:
+    """Resolves a name to the installed processor, if there is one, else to the tenant's registered one.
+
+    Args:
+        installed: the installed processors.
+        registered: the registered ones.
+    """
+
+    def __init__(self, installed: Registry, registered: RegisteredProcessors) -> None:
+        self._installed = installed
+        self._registered = registered
+
+    def list_all(self, tenant: str) -> list[ProcessorInfo]:
+        """Return the installed processors by name, then the tenant's own by name and version."""
+        installed = [installed_info(name, self._installed.get(name)) for name in self._installed]
+        return installed + [registered_info(each) for each in self._registered.list_own(tenant)]
+
+    def details(self, reference: str, tenant: str) -> ProcessorDetails:
+        """Describe a processor by its name, name and version, or digest, with its source.
+
+        Raises:
+            NotRegistered: the tenant has no such processor.
+        """
+        if name := self._installed_name(reference):
+            return installed_details(name, self._installed.get(name))
+        if own := self._registered.find_own(reference, tenant):
+            return registered_details(own[-1])
+        raise self._missing(reference, tenant)
+
+    def delete(self, reference: str, tenant: str) -> list[str]:
+        """Delete a version that the tenant registered, or all versions of a name or of a digest.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            NotRegistered: the tenant has no such processor.
+            NotDeletable: it is installed.
+        """
+        if removed := self._registered.remove(reference, tenant):
+            return [each.id for each in removed]
+        if name := self._installed_name(reference):
+            raise NotDeletable(f"{name} is installed: only the server's operator can remove it")
+        raise self._missing(reference, tenant)
+
+    def find(self, string: ProcessorString, tenant: str) -> ProcessorString:
+        """As `resolve`, but do not count it as a use, and return the string itself if nothing is registered."""
+        reference = self._reference(string)
+        found = None if reference is None else self._registered.find(reference, tenant)
+        return string if found is None else found.upload.string
+
+    def resolve(self, string: ProcessorString, tenant: str) -> ProcessorString:
+        """Replace the name or digest of a registered processor by its string. Return all other strings unchanged.
+
+        Raises:
+            NotRegistered: no such processor is registered.
+        """
+        reference = self._reference(string)
+        if reference is None:
+            return string
+        if isinstance(string, RegisteredProcessor):
+            return self._registered.use_digest(reference, tenant).upload.string
+        if found := self._registered.use_name(reference, tenant):
+            return found.upload.string
+        raise self._missing(reference, tenant)
+
+    def check_name(self, name: str, installed: str | None) -> None:
+        """Refuse a name that requests could not use.
+
+        Args:
+            name: the name to register under.
+            installed: the name of the installed processor that is to be registered; None: it is not an installed one.
+
+        Raises:
+            InvalidName: it is malformed, or the name of another processor that is installed.
+        """
+        if not is_name(name):
+            raise InvalidName(f"{name[:80]!r} is not a name for a registered processor, which has {NAME_RULE}")
+        if name in self._installed and name != installed:
+            raise InvalidName(
+                f"{name!r} is the name of an installed processor, and requests with it get that one: choose another"
+            )
+
+    def _reference(self, string: ProcessorString) -> str | None:
+        """Return the digest or name of a registered processor; None for all other strings."""
+        if isinstance(string, RegisteredProcessor):
+            return string.digest
+        if isinstance(string, InstalledProcessor) and string.name not in self._installed:
+            return string.name
+        return None
+
+    def _installed_name(self, reference: str) -> str | None:
+        return next((name for name in self._installed if reference in (name, installed_digest(name))), None)
+
+    def _missing(self, reference: str, tenant: str) -> NotRegistered:
+        return NotRegistered(missing_message(reference, self._installed, self._registered.names(tenant)))
+
+
+class InvalidParams(ValueError):
+    """An installed processor rejects a request's parameters."""
+
+
+class ProcessorNotAllowed(Exception):
+    """A shipped processor is not on the operator's list of allowed processors."""
+
+
+class ProcessorLoader:
+    """Loads installed processors by name, and shipped ones through the cache.
+
+    Args:
+        registry: the installed processors.
+        cache: loads and keeps shipped processors.
+        installed_executor: runs the installed ones: they are the operator's own and need no isolation.
+        model: what installed processors check their parameters against.
+        allowed_digests: the only shipped processors that may run; None: any may.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        cache: ProcessorCache,
+        installed_executor: ProcessorExecutor,
+        model: ModelView,
+        allowed_digests: frozenset[str] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._cache = cache
+        self._installed_executor = installed_executor
+        self._model = model
+        self._allowed_digests = allowed_digests
+        self._installed: dict[str, LoadedProcessor] = {}
+
+    @property
+    def installed_digests(self) -> dict[str, str]:
+        """Names of the installed processors, by digest."""
+        return {installed_digest(name): name for name in self._registry}
+
+    def acquire(self, string: ProcessorString, tenant: str) -> LoadedProcessor:
+        """Return a processor ready to run. Give it back with `release`.
+
+        Raises:
+            ProcessorLoadError: it cannot be loaded, or no processor has that name or digest.
+            ProcessorNotAllowed: it is shipped, and not on the operator's list.
+            ProcessorCacheFull: the cache cannot take another shipped processor.
+        """
+        return self._load(string, tenant)[0]
+
+    def prepare(self, processor: LoadedProcessor, params: Mapping[str, Any] | None, *, own: bool = False) -> Any:
+        """Return what a built-in processor makes of a request's parameters; None for all other processors.
+
+        Args:
+            processor: as `acquire` returned it.
+            params: the request's parameters for it.
+            own: the parameters are for this processor alone, so an unknown one is an error.
+
+        Raises:
+            InvalidParams: the processor rejects the parameters.
+            PreparationUnavailable: the parameters cannot be checked now.
+        """
+        # Installed processors only: a shipped class may derive from a built-in one, and must not run here.
+        if processor is not self._installed.get(processor.name) or not isinstance(processor.instance, BuiltinProcessor):
+            return None
+        if own:
+            _check_known(processor.instance, params or {})
+        try:
+            return processor.instance.prepare(params, self._model)
+        except ValueError as error:
+            raise InvalidParams(str(error)) from error
+
+    def release(self, processor: LoadedProcessor) -> None:
+        """Give back a processor that `acquire` returned."""
+        if processor is not self._installed.get(processor.name):
+            self._cache.release(processor)
+
+    def cache_stats(self) -> CacheStats:
+        """Return the counters and sizes of the cache of shipped processors."""
+        return self._cache.stats()
+
+    def clear(self) -> None:
+        """Evict every shipped processor that is not in use."""
+        self._cache.clear()
+
+    def _load(self, string: ProcessorString, tenant: str) -> tuple[LoadedProcessor, ProcessorString]:
+        """Return a processor and the string of exactly what runs: both have the same digest."""
+        name = self._installed_name(string)
+        if name is not None:
+            return self._installed_processor(name), InstalledProcessor(name)
+        assert isinstance(string, PickledProcessor | SourceProcessor)
+        runnable = string.runnable if isinstance(string, PickledProcessor) else string
+        self._check_allowed(runnable.digest)
+        return self._cache.acquire(runnable, tenant), runnable
+
+    def _check_allowed(self, digest: str) -> None:
+        """Check the digest of what runs: a string may hold one class in its pickle and another in its source."""
+        if self._allowed_digests is not None and digest not in self._allowed_digests:
+            raise ProcessorNotAllowed(
+                f"the processor {digest} is not among those that this server allows: its operator lists them with "
+                "--allow-processor"
+            )
+
+    def _installed_processor(self, name: str) -> LoadedProcessor:
+        if name not in self._registry:
+            raise ProcessorLoadError(missing_message(name, self._registry, {}))
+        if name not in self._installed:
+            instance = self._registry.make(name)
+            builtin = instance if isinstance(instance, BuiltinProcessor) else None
+            made = LoadedProcessor(
+                installed_digest(name),
+                name,
+                self._installed_executor,
+                instance,
+                is_mask=builtin is not None and builtin.is_mask,
+                is_trusted=builtin is not None,
+            )
+            self._installed.setdefault(name, made)  # another thread may have been faster: one instance is kept
+        return self._installed[name]
+
+    def _installed_name(self, string: ProcessorString) -> str | None:
+        if isinstance(string, InstalledProcessor):
+            return string.name
+        if isinstance(string, PickledProcessor):
+            cls = installed_by_reference(string.payload)
+            if cls is not None and issubclass(cls, BuiltinProcessor) and not isabstract(cls):
+                return cls.name
+        return None
+
+
+def _check_known(processor: BuiltinProcessor, params: Mapping[str, Any]) -> None:
+    known = processor.Params.model_fields
+    if unknown := sorted(set(params) - set(known)):
+        close = difflib.get_close_matches(unknown[0][:80], known, n=1)
+        raise InvalidParams(
+            f"{unknown[0][:80]}: {processor.name} has no such parameter"
+            + (f", did you mean {close[0]}?" if close else f": it takes {', '.join(known)}")
+        )
 
 
 class ProcessorLibrary(ProcessorLoader):

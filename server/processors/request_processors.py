@@ -15,13 +15,11 @@ from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
-from .named_processors import InvalidName, NotDeletable
-from .processor_library import ProcessorLibrary
-from .processor_loader import InvalidParams, ProcessorNotAllowed
+from .processor_library import InvalidName, InvalidParams, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-from logitship.sampler.processors.processor_use import uses_of
+from logitship.sampler.processors.processor_groups import uses_of
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import RowTrace
 from logitship.server.tokenizer import Tokenizer

@@ -20,14 +20,13 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExecutor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
-from logitship.sampler.processors.processor_use import ProcessorUse, uses_of
+from logitship.sampler.processors.processor_groups import ProcessorUse, uses_of
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
-from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
+from logitship.sampler.sandbox.sandbox_executor import NUM_SPARES, SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
-from logitship.server.processors.processor_loader import InvalidParams, ProcessorLoader, ProcessorNotAllowed
+from logitship.server.processors.processor_library import InvalidParams, ProcessorLoader, ProcessorNotAllowed
 from logitship.server.requests.messages import ProcessorRequest
 
 from .admission_executor import MAX_VERDICTS, AdmissionExecutor

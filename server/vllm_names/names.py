@@ -28,7 +28,7 @@ _INTERFACE = {
     )
 }
 _STATE = {
-    "BatchUpdateBuilder": f"{_BATCH}.batch_update_builder:BatchUpdateBuilder",
+    "BatchUpdateBuilder": f"{_BATCH}.persistent_batch:BatchUpdateBuilder",
     "LogitsProcessors": f"{_CONTRACT}.logits_processors:LogitsProcessors",
 }
 _BUILTIN = {

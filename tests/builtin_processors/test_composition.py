@@ -21,7 +21,7 @@ from logitship.sampler.batch_processors.logits_processors import LogitsProcessor
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 from logitship.sampler.processors.executor import PREPARED_KEY, LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import NoTokenLeftError, Sampler

@@ -17,8 +17,8 @@ import torch
 
 from logitship import AsyncClient, CustomLogitProcessor
 from logitship.client.records import TokenLogprob
-from logitship.sampler.ops.random_numbers import uniform_numbers
-from logitship.server.engine.sequence_factory import continuation_seed
+from logitship.sampler.ops.sample_tokens import uniform_numbers
+from logitship.server.engine.active_requests import continuation_seed
 
 TOKENS = 24
 NEAR = 1e-3

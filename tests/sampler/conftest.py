@@ -12,7 +12,7 @@ import torch
 
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 
 Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from logitship.server.model import step_layout
+from logitship.server.model import attention
 
 COSTS = {
     "one by one": (0, {"_CALL_COST": 0, "_TOKEN_COST": 10}),
@@ -16,5 +16,5 @@ def num_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Forces one attention layout of a step; returns the number of calls for all decoding sequences."""
     number, costs = COSTS[request.param]
     for name, value in costs.items():
-        monkeypatch.setattr(step_layout, name, value)
+        monkeypatch.setattr(attention, name, value)
     return number

@@ -23,7 +23,7 @@ from logitship.server.http.auth import Caller
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest, NotFound
 from logitship.server.requests.messages import GenerationRequest
-from logitship.server.requests.request_building import Prompt, check_text_length
+from logitship.server.requests.request_validation import Prompt, check_text_length
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
 from logitship.server.schemas.structured_outputs import constraint_of
 

@@ -1,4 +1,4 @@
-"""Base class of the response builders of both OpenAI routes."""
+"""Responses of `/v1/completions` and `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from typing import Generic, TypeAlias, TypedDict
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.event_stream import event
-from logitship.server.http.response_objects import receipt_objects
+from logitship.server.http.response_objects import receipt_objects, trace_objects
 from logitship.server.http.running_requests import RunningRequests, raise_if_failed
-from logitship.server.requests.continuation import Continuation, best_continuations
+from logitship.server.requests.generation_stream import Continuation, best_continuations
 from logitship.server.requests.messages import GenerationChunk
 from logitship.server.schemas.openai_response_schemas import (
+    ChatChoice,
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
+    ChatStreamChoice,
     ChoiceEnding,
+    CompletionChoice,
     CompletionResponse,
     CompletionStreamResponse,
     UsageInfo,
 )
+from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
 
+from .openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from .openai_requests import Body, ParsedOpenAIRequest
 
 OpenAIResponse: TypeAlias = CompletionResponse | ChatCompletionResponse
@@ -112,3 +117,164 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in of_prompt)},
         }
+
+
+class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
+    """Builds OpenAI's text completion objects."""
+
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[CompletionRequest]) -> None:
+        super().__init__(engine, request)
+        self._text_offsets: dict[int, int] = {}
+        """Characters of the tokens so far, by the index of the continuation."""
+        self._empty_stream_response: CompletionStreamResponse = {
+            "id": request.id,
+            "object": "text_completion",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            **self.null_usage(),
+            "choices": [],
+        }
+
+    def response(self, continuations: list[Continuation]) -> CompletionResponse:
+        """Build the response of a request without `stream`."""
+        request = self.request
+        return {
+            "id": request.id,
+            "object": "text_completion",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            "choices": [self._whole_choice(continuation) for continuation in self.chosen(continuations)],
+            "usage": self.usage(continuations),
+        }
+
+    def empty_stream_response(self) -> CompletionStreamResponse:
+        """Build an event without choices."""
+        return self._empty_stream_response.copy()
+
+    def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> list[CompletionStreamResponse]:
+        """Build the stream's event for one chunk of the engine."""
+        return [{**self._empty_stream_response, "choices": [self._choice(continuation, chunk)]}]
+
+    def _whole_choice(self, continuation: Continuation) -> CompletionChoice:
+        choice = self._choice(continuation, continuation)
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, continuation.prompt_logprobs, self.body.prompt_logprobs
+            )
+        return choice
+
+    def _choice(self, continuation: Continuation, part: Continuation | GenerationChunk) -> CompletionChoice:
+        """Build a choice with a part of the output; the first part also has what belongs to the prompt."""
+        first = continuation.index not in self._text_offsets
+        offset = self._text_offsets.setdefault(continuation.index, 0)
+        text, positions = part.text, part.logprobs
+        if first and self.body.echo:
+            text = self._prompt_text(continuation) + text
+            positions = [*continuation.prompt_logprobs, *positions]
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = completion_logprobs(self.tokenizer, positions, self.body.logprobs, offset)
+            self._text_offsets[continuation.index] += sum(len(token) for token in logprobs["tokens"])
+        ending = self.ending(continuation)
+        choice: CompletionChoice = {
+            "index": continuation.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": ending["finish_reason"],
+            "stop_reason": ending.get("stop_reason"),
+        }
+        if "receipts" in ending:
+            choice["receipts"] = ending["receipts"]
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+            if first:
+                choice["prompt_token_ids"] = self.request.prompts[continuation.prompt].token_ids
+        if self.body.trace is not None:
+            choice["trace"] = trace_objects(self.tokenizer, part.traces)
+        return choice
+
+    def _prompt_text(self, continuation: Continuation) -> str:
+        prompt = self.request.prompts[continuation.prompt]
+        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+
+class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
+    """Builds OpenAI's chat completion objects."""
+
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[ChatCompletionRequest]) -> None:
+        super().__init__(engine, request)
+        self._begun: set[int] = set()
+        self._empty_stream_response: ChatCompletionStreamResponse = {
+            "id": request.id,
+            "object": "chat.completion.chunk",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            **self.null_usage(),
+            "choices": [],
+        }
+
+    def response(self, continuations: list[Continuation]) -> ChatCompletionResponse:
+        """Build the response of a request without `stream`. Prompt details are next to the choices, as in vLLM."""
+        request = self.request
+        response: ChatCompletionResponse = {
+            "id": request.id,
+            "object": "chat.completion",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            "choices": [self._choice(continuation) for continuation in self.chosen(continuations)],
+            "usage": self.usage(continuations),
+        }
+        if self.body.prompt_logprobs is not None:
+            response["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, continuations[0].prompt_logprobs, self.body.prompt_logprobs
+            )
+        if self.body.return_token_ids:
+            response["prompt_token_ids"] = request.prompts[0].token_ids
+        return response
+
+    def empty_stream_response(self) -> ChatCompletionStreamResponse:
+        """Build an event without choices."""
+        return self._empty_stream_response.copy()
+
+    def stream_responses(
+        self, continuation: Continuation, chunk: GenerationChunk
+    ) -> list[ChatCompletionStreamResponse]:
+        """Build the stream's events for one chunk of the engine. An event with the role precedes the first."""
+        choice: ChatStreamChoice = {
+            "index": continuation.index,
+            "delta": {"content": chunk.text},
+            **self.ending(continuation),
+            "logprobs": chat_logprobs(self.tokenizer, chunk.logprobs) if self.body.logprobs else None,
+        }
+        self._add_details(choice, chunk)
+        event: ChatCompletionStreamResponse = {**self._empty_stream_response, "choices": [choice]}
+        if continuation.index in self._begun:
+            return [event]
+        self._begun.add(continuation.index)
+        first: ChatStreamChoice = {
+            "index": continuation.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return [{**self._empty_stream_response, "choices": [first]}, event]
+
+    def _choice(self, continuation: Continuation) -> ChatChoice:
+        choice: ChatChoice = {
+            "index": continuation.index,
+            "message": {"role": "assistant", "content": continuation.text, "refusal": None},
+            **self.ending(continuation),
+            "logprobs": chat_logprobs(self.tokenizer, continuation.logprobs) if self.body.logprobs else None,
+        }
+        self._add_details(choice, continuation)
+        return choice
+
+    def _add_details(self, choice: ChatChoice | ChatStreamChoice, part: Continuation | GenerationChunk) -> None:
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        if self.body.trace is not None:
+            choice["trace"] = trace_objects(self.tokenizer, part.traces)

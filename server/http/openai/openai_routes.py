@@ -23,10 +23,8 @@ from logitship.server.schemas.openai_response_schemas import (
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
 
-from .openai_chat import ChatResponseBuilder
-from .openai_completions import CompletionResponseBuilder
 from .openai_requests import check_model_name, parse_chat_request, parse_completion_request
-from .openai_response_builder import OpenAIResponseBuilder
+from .openai_response_builder import ChatResponseBuilder, CompletionResponseBuilder, OpenAIResponseBuilder
 
 ModelName = Annotated[str, Path(description="The model's name.", examples=["SmolLM2-135M-Instruct"])]
 

@@ -11,7 +11,7 @@ from logitship.server.http.event_stream import event
 from logitship.server.http.exception_handlers import fault_details
 from logitship.server.http.response_objects import receipt_objects, trace_objects
 from logitship.server.http.running_requests import RunningRequests
-from logitship.server.requests.continuation import Continuation
+from logitship.server.requests.generation_stream import Continuation
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
 from logitship.server.schemas.response_schemas import TokenTraceObject
 from logitship.server.schemas.sglang_response_schemas import (

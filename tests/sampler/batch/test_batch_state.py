@@ -26,9 +26,8 @@ from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProc
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.local_executor import LocalExecutor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse, adjacent_swaps, group_key
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.processors.row_order import adjacent_swaps, group_key
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitship.sampler.ops.random_numbers import uniform_numbers
-from logitship.sampler.ops.sample_tokens import random_sample, top_k_top_p_sample
+from logitship.sampler.ops.sample_tokens import random_sample, top_k_top_p_sample, uniform_numbers
 from logitship.sampler.ops.top_k_top_p import integer_weights
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]

@@ -14,7 +14,7 @@ from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.callable_executor import CallableExecutor
 from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.channel import Channel, ControlMessage
+from logitship.sampler.sandbox.protocol import Channel, ControlMessage
 from logitship.sampler.sandbox.zygote import SandboxSetup, Zygote
 
 

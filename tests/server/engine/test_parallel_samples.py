@@ -13,8 +13,8 @@ import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.active_requests import continuation_seed
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.sequence_factory import continuation_seed
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.refusals import BadRequest, QueueFull
 from logitship.server.requests.messages import (

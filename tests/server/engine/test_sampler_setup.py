@@ -5,8 +5,7 @@ import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
-from logitship.server.engine.sampler_setup import TimedProcessors
-from logitship.server.metrics.step_clock import StepClock
+from logitship.server.metrics.step_clock import StepClock, TimedProcessors
 
 
 @pytest.fixture

@@ -4,13 +4,79 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from logitship.server.metrics import request_metrics
-from logitship.server.metrics.processor_labels import ProcessorLabels
-from logitship.server.metrics.request_metrics import RequestMeter, RequestMetrics
+from logitship.server.metrics.request_metrics import (
+    ProcessorCalls,
+    ProcessorLabel,
+    ProcessorLabels,
+    RequestMeter,
+    RequestMetrics,
+)
 from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, RequestError
+
+INSTALLED = {"sha256:1": "grammar"}
+
+
+def test_installed_processor_keeps_its_name() -> None:
+    labels = ProcessorLabels(INSTALLED, most_names=0)
+    assert labels.label("sha256:1", "any name") == ProcessorLabel("grammar", "installed")
+
+
+def test_shipped_processor_with_installed_name() -> None:
+    assert ProcessorLabels(INSTALLED).label("sha256:2", "grammar") == ProcessorLabel("grammar", "shipped")
+
+
+def test_number_of_names_is_limited() -> None:
+    labels = ProcessorLabels(INSTALLED, most_names=2)
+    found = [labels.label(f"sha256:{name}", name).name for name in ("A", "B", "C", "A", "D", "B")]
+    assert found == ["A", "B", "other", "A", "other", "B"]
+
+
+def test_same_name_shares_a_label() -> None:
+    labels = ProcessorLabels({}, most_names=1)
+    assert labels.label("sha256:2", "A") is labels.label("sha256:3", "A")
+
+
+def test_long_names_are_truncated() -> None:
+    labels = ProcessorLabels({}, most_names=1)
+    assert len(labels.label("sha256:2", "A" * 200).name) == 80
+    assert labels.label("sha256:3", "A" * 300).name == "A" * 80
+
+
+BOUNDS = (0.001, 0.01, 0.1)
+NAME = "logitship_processor_call_duration_seconds"
+
+
+@pytest.mark.parametrize("seconds", [[], [0.0], [0.001], [0.0010001], [0.05, 0.1, 5.0], [0.02] * 3])
+def test_equal_to_prometheus_histogram(seconds: list[float]) -> None:
+    our_registry, reference_registry = CollectorRegistry(), CollectorRegistry()
+    calls = ProcessorCalls(BOUNDS)
+    our_registry.register(calls)
+    histogram = Histogram(NAME, "Time.", ["processor", "origin"], buckets=BOUNDS, registry=reference_registry)
+    counted, child = calls.statistics(ProcessorLabel("P", "shipped")), histogram.labels("P", "shipped")
+    for each in seconds:
+        counted.observe(2, each)
+        child.observe(each)
+    labels = {"processor": "P", "origin": "shipped"}
+    for suffix, more in [
+        ("_sum", {}),
+        ("_count", {}),
+        *(("_bucket", {"le": le}) for le in ("0.001", "0.01", "0.1", "+Inf")),
+    ]:
+        sample = NAME + suffix, labels | more
+        assert our_registry.get_sample_value(*sample) == reference_registry.get_sample_value(*sample) is not None
+    assert our_registry.get_sample_value("logitship_processor_rows_total", labels) == 2 * len(seconds)
+
+
+def test_statistics_by_label() -> None:
+    calls = ProcessorCalls(BOUNDS)
+    one = calls.statistics(ProcessorLabel("P", "shipped"))
+    assert calls.statistics(ProcessorLabel("P", "shipped")) is one
+    assert calls.statistics(ProcessorLabel("P", "installed")) is not one
+
 
 Read = Callable[..., float | None]
 

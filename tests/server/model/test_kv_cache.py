@@ -1,11 +1,21 @@
+"""The prefix cache, alone against a simple reference, and in the engine."""
+
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from logitship.server.model.kv_cache import CacheShape, SlotCache
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.model.kv_cache import BLOCK_SIZE, CacheShape, PrefixCache, SlotCache
+from logitship.server.requests.beam_search import BeamSearch
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest
 
 SHAPE = CacheShape(num_layers=2, num_slots=3, num_kv_heads=2, max_len=5, head_dim=4)
 
@@ -78,3 +88,226 @@ def test_copy_of_the_first_positions_of_all_layers() -> None:
         assert layer[1:].equal(old[1:])
     cache.copy(1, 2, 0)
     assert cache.keys[0][2].equal(before[0][2])
+
+
+MAX_LEN = 6 * BLOCK_SIZE
+CPU = torch.device("cpu")
+
+
+def slots(count: int = 2) -> SlotCache:
+    return SlotCache(CacheShape(2, count, 3, MAX_LEN, 2), torch.float32, CPU)
+
+
+def compute(cache: SlotCache, slot: int, tokens: list[int], start: int = 0) -> None:
+    """Write keys and values as a model does: those of a token depend on all tokens up to it."""
+    for position in range(start, len(tokens)):
+        number = float(hash(tuple(tokens[: position + 1])) % 10007)
+        for offset, layer in enumerate((*cache.keys, *cache.values)):
+            layer[slot, :, position] = number + offset
+
+
+def contents(cache: SlotCache, slot: int, length: int) -> list[torch.Tensor]:
+    return [layer[slot, :, :length].clone() for layer in (*cache.keys, *cache.values)]
+
+
+class ReferenceCache:
+    """Reference with whole prefixes as keys; the least recently used block is evicted first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.known: OrderedDict[tuple[str, tuple[int, ...]], None] = OrderedDict()
+
+    def _prefixes(self, tenant: str, tokens: list[int]) -> list[tuple[str, tuple[int, ...]]]:
+        whole = len(tokens) // BLOCK_SIZE
+        return [(tenant, tuple(tokens[: (block + 1) * BLOCK_SIZE])) for block in range(whole)]
+
+    def restore(self, tenant: str, tokens: list[int]) -> int:
+        found = []
+        for each in self._prefixes(tenant, tokens):
+            if each not in self.known:
+                break
+            found.append(each)
+        for each in reversed(found):
+            self.known.move_to_end(each)
+        return len(found) * BLOCK_SIZE
+
+    def keep(self, tenant: str, tokens: list[int]) -> None:
+        wanted = self._prefixes(tenant, tokens)[: self.capacity]
+        for each in wanted:
+            self.known.setdefault(each)
+        for each in reversed(wanted):
+            self.known.move_to_end(each)
+        while len(self.known) > self.capacity:
+            self.known.popitem(last=False)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3, 8, 100])
+@pytest.mark.parametrize("seed", range(3))
+def test_cache_matches_the_reference(capacity: int, seed: int) -> None:
+    rng = random.Random(seed)
+    cache = slots()
+    prefixes, model = PrefixCache(cache, capacity), ReferenceCache(capacity)
+    for _ in range(200):
+        tenant = rng.choice(["", "other"])
+        # Few different blocks, so that prefixes are often shared, and sometimes a partial one.
+        tokens = [token for _ in range(rng.randint(0, 5)) for token in [rng.randint(0, 2)] * BLOCK_SIZE]
+        tokens += [7] * rng.randint(0, BLOCK_SIZE - 1)
+        computed = rng.choice([0, 0, rng.randint(0, len(tokens))])
+        compute(cache, 0, tokens[:computed])
+        length = prefixes.restore(tenant, tokens, 0, computed)
+        assert length == max(computed, model.restore(tenant, tokens))
+        compute(cache, 1, tokens)
+        for restored, computed in zip(contents(cache, 0, length), contents(cache, 1, length), strict=True):
+            assert torch.equal(restored, computed)
+        compute(cache, 0, tokens, length)
+        prefixes.keep(tenant, tokens, 0)
+        model.keep(tenant, tokens)
+        assert prefixes.stats().blocks == len(model.known) <= capacity
+        for layer in (*cache.keys, *cache.values):
+            layer[0].fill_(-1.0)  # overwrite the slot: the next sequence has only what it restores
+
+
+def test_clear_evicts_all_blocks() -> None:
+    cache = slots()
+    prefixes = PrefixCache(cache, 4)
+    tokens = [1] * (4 * BLOCK_SIZE)
+    for _ in range(3):
+        prefixes.keep("", tokens, 0)
+        assert prefixes.restore("", tokens, 0) == 4 * BLOCK_SIZE
+        prefixes.clear()
+        assert prefixes.restore("", tokens, 0) == 0
+        assert prefixes.stats().blocks == 0
+
+
+# --- the engine ---
+
+SYSTEM = [10 + i % 40 for i in range(40)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+MakeEngine = Callable[..., AsyncEngine]
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Iterator[AsyncEngine]:
+    made = make_engine(max_num_seqs=4, chunked_prefill_size=16)
+    yield made
+    made.stop()
+
+
+async def run(engine: AsyncEngine, prompt: list[int], **fields: Any) -> list[GenerationChunk]:
+    fields = {"rid": f"r{random.random()}", "sampling_params": GREEDY, **fields}
+    stream = await engine.submit(GenerationRequest(prompt_token_ids=prompt, **fields))
+    return [chunk async for chunk in stream]
+
+
+def tokens_of(chunks: list[GenerationChunk], index: int = 0) -> list[int]:
+    return [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
+
+
+def test_shared_prefix_is_not_computed_again(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        first = await run(engine, [*SYSTEM, 5])
+        second = await run(engine, [*SYSTEM, 6])
+        again = await run(engine, [*SYSTEM, 5])
+        assert [chunks[-1].cached_tokens for chunks in (first, second, again)] == [0, 32, 32]
+        assert tokens_of(again) == tokens_of(first)
+
+    asyncio.run(main())
+
+
+def test_output_is_cached_for_the_next_turn(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        answer = tokens_of(await run(engine, SYSTEM))
+        turn = await run(engine, [*SYSTEM, *answer, 7, 8, 9])
+        # 40 of the prompt and 7 of the output, whose last token was sampled and not computed: one too few for 3 blocks.
+        assert turn[-1].cached_tokens == 32
+        longer = tokens_of(turn)
+        last = await run(engine, [*SYSTEM, *answer, 7, 8, 9, *longer, 3])
+        assert last[-1].cached_tokens == 48
+
+    asyncio.run(main())
+
+
+def test_last_token_of_a_cached_prompt_is_computed(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        prompt = SYSTEM[:32]
+        first, second = await run(engine, prompt), await run(engine, prompt)
+        assert second[-1].cached_tokens == 16
+        assert tokens_of(second) == tokens_of(first)
+
+    asyncio.run(main())
+
+
+def test_concurrent_requests_share_the_prefix(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        answers = await asyncio.gather(*(run(engine, [*SYSTEM, last]) for last in range(5, 9)))
+        # The second had computed 7 tokens in the step in which the first completed its prompt.
+        assert [chunks[-1].cached_tokens for chunks in answers] == [0, 25, 32, 32]
+
+    asyncio.run(main())
+
+
+def test_tenants_do_not_share_prefixes(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        await run(engine, SYSTEM, tenant="one")
+        assert (await run(engine, SYSTEM, tenant="other"))[-1].cached_tokens == 0
+        assert (await run(engine, SYSTEM, tenant="one"))[-1].cached_tokens == 32
+
+    asyncio.run(main())
+
+
+def test_prompt_logprobs_are_not_cached(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        def params(start: int) -> SamplingParams:
+            return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start)
+
+        first = await run(engine, SYSTEM, sampling_params=params(0))
+        second = await run(engine, SYSTEM, sampling_params=params(0))
+        late = await run(engine, SYSTEM, sampling_params=params(20))
+        assert [chunks[-1].cached_tokens for chunks in (first, second, late)] == [0, 0, 16]
+        whole = [position for chunk in first for position in chunk.prompt_logprobs]
+        tail = [position for chunk in late for position in chunk.prompt_logprobs]
+        assert len(whole) == len(SYSTEM)
+        assert [position.token_id for position in tail] == SYSTEM[20:]
+        for one, other in zip(whole[20:], tail, strict=True):
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+
+    asyncio.run(main())
+
+
+def test_with_several_continuations_and_beams(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        beams = {"beam_search": BeamSearch(3), "n": 2}
+        several = {"n": 3, "sampling_params": SamplingParams(max_tokens=6, seed=1, ignore_eos=True)}
+        for fields in (beams, several):
+            await engine.flush_cache()
+            prompt = [*SYSTEM, 9]
+            plain = await run(engine, prompt, **fields)
+            cached = await run(engine, prompt, **fields)
+            count = max(chunk.index for chunk in plain) + 1
+            assert [tokens_of(cached, i) for i in range(count)] == [tokens_of(plain, i) for i in range(count)]
+            assert min(chunk.cached_tokens for chunk in cached) >= 32
+
+    asyncio.run(main())
+
+
+def test_flush_cache(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        await run(engine, SYSTEM)
+        assert engine.stats().prefix_blocks > 0
+        assert await engine.flush_cache()
+        assert (await run(engine, SYSTEM))[-1].cached_tokens == 0
+
+    asyncio.run(main())
+
+
+def test_cache_can_be_disabled(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefix_cache_bytes=0)
+
+    async def main() -> None:
+        for _ in range(2):
+            assert (await run(engine, SYSTEM))[-1].cached_tokens == 0
+        assert engine.stats().prefix_blocks_capacity == 0
+
+    asyncio.run(main())
+    engine.stop()

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import torch
-from logitship.server.model.packed_linear import PackedLinear, can_pack
+from logitship.server.model.fused_decoder import PackedLinear, can_pack
 
 def memory():
     with open("/proc/self/status") as file:

@@ -25,9 +25,13 @@ from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.processors.callable_library import CallableLibrary
-from logitship.server.processors.named_processors import InvalidName, NotDeletable
-from logitship.server.processors.processor_library import ProcessorLibrary
-from logitship.server.processors.processor_loader import InvalidParams, ProcessorNotAllowed
+from logitship.server.processors.processor_library import (
+    InvalidName,
+    InvalidParams,
+    NotDeletable,
+    ProcessorLibrary,
+    ProcessorNotAllowed,
+)
 from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
 
 NAME = "disallowed_tokens"

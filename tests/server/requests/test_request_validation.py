@@ -16,7 +16,15 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
-from logitship.server.requests.request_validation import check_sandboxed
+from logitship.server.requests.request_validation import check_sandboxed, in_client_words
+
+
+def test_field_names_are_replaced_except_in_quotes() -> None:
+    refused = BadRequest("'min_new_tokens' is over max_new_tokens", param="min_new_tokens")
+    in_client_words(refused, {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"})
+    assert refused.param == "min_tokens"
+    assert refused.message == "min_tokens: 'min_new_tokens' is over max_tokens"
+
 
 SHIPPED = SourceProcessor("class A: ...", "A")
 INSTALLED = InstalledProcessor("min_p")

@@ -16,7 +16,7 @@ import torch
 
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_use import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.vllm.plugin_processors import PluginProcessors

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitship.sampler.batch.batch_update_builder import BatchUpdateBuilder
+from logitship.sampler.batch.persistent_batch import BatchUpdateBuilder
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors

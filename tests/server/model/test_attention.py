@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from logitship.server.model.attention import DecodeBatch, Segment, StepLayout, cheapest_batches
 from logitship.server.model.kv_cache import CacheShape, SlotCache
-from logitship.server.model.step_layout import DecodeBatch, Segment, StepLayout, cheapest_batches
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from logitship.sampler.ops.masks import BadWords, forbidden_tokens, mask_forbidden, mask_tokens
+from logitship.sampler.ops.rows import BadWords, forbidden_tokens, mask_forbidden, mask_tokens
 
 CPU = torch.device("cpu")
 
