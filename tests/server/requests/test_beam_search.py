@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from logitship.sampler.sampling_params import InvalidSamplingParams
 from logitship.server.requests.beam_search import (
-    BeamSearch,
     Candidate,
     Hypotheses,
-    beam_search_of,
     rank_candidates,
     select,
 )
+from logitship.server.requests.messages import BeamSearch, beam_search_of
 
 
 @dataclass(frozen=True)
