@@ -16,6 +16,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
+from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.requests.generation_stream import GenerationStream
@@ -222,3 +223,10 @@ class AsyncEngine:
         except BaseException:
             self._active.release(active)
             raise
+
+
+def finish_step(active: ActiveRequests, metrics: EngineMetrics, clock: StepClock) -> None:
+    """Deliver the chunks of a step, and record the times of its phases. Engine thread only."""
+    with clock.deliver:
+        active.deliver()
+    metrics.step_ended(clock)

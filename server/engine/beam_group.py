@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs
 from logitship.sampler.processors.processor_groups import ProcessorUse, uses_of
-from logitship.server.requests.beam_search import BeamSearch, Candidate, Hypotheses, Hypothesis, rank_candidates, select
+from logitship.server.requests.beam_search import Candidate, Hypotheses, Hypothesis, rank_candidates, select
 from logitship.server.requests.generation_stream import Continuation
-from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.requests.messages import ABSENT, BeamSearch, FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.requests.sequence import Sequence, Sink
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from logitship.builtin_processors.registry import Registry
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.plugins import Plugin
@@ -25,7 +27,7 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .active_requests import ActiveRequests
-from .async_engine import AsyncEngine
+from .async_engine import AsyncEngine, finish_step
 from .engine import Engine
 from .engine_thread import EngineThread
 from .processor_setup import (
@@ -111,13 +113,7 @@ def _build(
         attached_to_all=attached_to_all(config),
         sandboxes=executor if isinstance(executor, SandboxExecutor) else None,
     )
-
-    def after_step() -> None:
-        with clock.deliver:
-            active.deliver()
-        metrics.step_ended(clock)
-
-    thread.start(engine, after_step=after_step, on_death=active.fail_all)
+    thread.start(engine, after_step=partial(finish_step, active, metrics, clock), on_death=active.fail_all)
     return async_engine
 
 

@@ -113,7 +113,7 @@ class Scheduler:
     Guarantees:
     * A sequence runs from when it gets a slot until it finishes: nothing is preempted.
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
-    * The prompt of a request is computed once for all its continuations, see `prompt_sharing`.
+    * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
     * A step computes at most `chunked_prefill_size` prompt tokens, which bounds the delay that a long prompt causes to
       running sequences.

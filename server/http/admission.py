@@ -12,7 +12,7 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.processors.processor_entries import RESERVED_KEY, read_entries, read_processor
+from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
 from logitship.server.requests.request_validation import Prompt, bad_words_token_ids, encode_prompt, in_client_words

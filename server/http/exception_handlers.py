@@ -23,7 +23,6 @@ from logitship.server.schemas.response_schemas import ErrorResponse, FaultDetail
 
 from .body import JSONResponse
 from .request_log import note_refusal
-from .running_requests import GenerationFailed
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected before the response. It only shows in access logs."""
@@ -32,6 +31,20 @@ logger = logging.getLogger(__name__)
 
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
+
+
+class GenerationFailed(Exception):
+    """An admitted request was ended by an error.
+
+    Attributes:
+        error: what went wrong.
+        index: index in the response of the first continuation that failed.
+    """
+
+    def __init__(self, error: RequestError, index: int) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.index = index
 
 
 def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> ErrorResponse:

@@ -1,35 +1,37 @@
-"""The engine's requests of one HTTP request: submitted, read and cancelled together."""
+"""The engine's requests of one HTTP request, submitted, read and cancelled together, and their responses.
+
+Responses are streamed or whole. Both cancel the requests when the client disconnects.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.generation_stream import Continuation, GenerationStream
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest, RequestError
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest
 from logitship.server.requests.request_validation import in_client_words
 
+from .body import JSONResponse
+from .exception_handlers import GenerationFailed, failure_body, internal_error_body
 from .request_log import follow
 
-
-class GenerationFailed(Exception):
-    """An admitted request was ended by an error.
-
-    Attributes:
-        error: what went wrong.
-        index: index in the response of the first continuation that failed.
-    """
-
-    def __init__(self, error: RequestError, index: int) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.index = index
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,98 @@ def raise_if_failed(continuation: Continuation) -> None:
     reason = continuation.finish_reason
     if reason is not None and reason.error is not None:
         raise GenerationFailed(reason.error, continuation.index)
+
+
+def event(data: object) -> bytes:
+    """Encode a server-sent event with JSON data."""
+    return b"data: " + orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
+
+
+async def respond_when_finished(
+    request: Request, running: RunningRequests, build: Callable[[list[Continuation]], object]
+) -> Response:
+    """Wait for all continuations, and respond with one JSON body.
+
+    Args:
+        request: the HTTP request.
+        running: the requests that it submitted; always closed.
+        build: builds the body.
+
+    Raises:
+        GenerationFailed: an error ended one of the continuations.
+        ClientDisconnect: the client disconnected.
+    """
+    try:
+        continuations = await _unless_disconnected(request.receive, running.finish())
+    finally:
+        await running.aclose()
+    return JSONResponse(build(continuations))
+
+
+class EventStream(Response):
+    """Streams server-sent events, with `[DONE]` at the end.
+
+    The status is sent before the outcome is known, so an error becomes an event: `{"error": {…}}`.
+
+    Args:
+        running: the requests that the HTTP request submitted; always closed.
+        events: the encoded events, generated from `running`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, running: RunningRequests, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._running = running
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            with suppress(ClientDisconnect):
+                await _unless_disconnected(receive, self._send_all(send))
+        finally:
+            await self._running.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._until_error()) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _until_error(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._events) as events:
+            try:
+                async for data in events:
+                    yield data
+            except GenerationFailed as failed:
+                yield event(failure_body(failed))
+            except Exception:  # boundary: a bug must end this stream with an error event, not cut the connection
+                logger.exception("unexpected error in a stream")
+                yield event(internal_error_body())
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it if the client disconnects first.
+
+    Raises:
+        ClientDisconnect: the client disconnected.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -12,7 +12,7 @@ from typing import Any
 
 from logitship.client.records import Receipt
 from logitship.sampler.sampling_params import InvalidSamplingParams
-from logitship.server.requests.beam_search import EarlyStopping
+from logitship.server.requests.messages import EarlyStopping
 from logitship.server.tokenizer import Tokenizer
 
 from .outputs import Logprob, RequestOutput

@@ -8,7 +8,7 @@ from typing import Any
 
 from logitship.client.http.processor_argument import ProcessorStrings
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
-from logitship.server.processors.processor_entries import read_entry, read_processor
+from logitship.server.processors.request_processors import read_entry, read_processor
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest
 
 from .sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 from logitship.sampler.sampling_params import InvalidSamplingParams, LogprobsMode
 from logitship.sampler.sampling_params import SamplingParams as EngineSamplingParams
-from logitship.server.processors.processor_entries import RESERVED_KEY
-from logitship.server.requests.beam_search import BeamSearch, beam_search_of
+from logitship.server.processors.request_processors import RESERVED_KEY
+from logitship.server.requests.messages import BeamSearch, beam_search_of
 from logitship.server.schemas.request_schema import parse_model
 from logitship.server.schemas.sglang_schemas import SGLangSamplingParams
 from logitship.server.schemas.structured_outputs import constraint_of

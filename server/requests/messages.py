@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from logitship.client.records import Receipt
 from logitship.client.serialization.processor_string import ProcessorString
-from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.sampler.trace import RowTrace
 
-from .beam_search import BeamSearch
+EarlyStopping: TypeAlias = bool | Literal["never"]
+
+_LARGEST_PENALTY = 10
+"""Largest absolute length penalty: far beyond useful values, and no length to that power overflows."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,97 @@ class CallableRequest:
 
 AttachedProcessor: TypeAlias = ProcessorRequest | CallableRequest
 """An entry in a request's list of processors."""
+
+
+@dataclass(frozen=True)
+class BeamSearch:
+    """Parameters of a beam search. Errors use the names of the request's fields.
+
+    Attributes:
+        width: number of beams.
+        length_penalty: exponent of the length by which a sum of log-probabilities is divided. Values above 0 favor
+            longer outputs, since the sums are negative.
+        early_stopping: when the search stops, once there are `width` hypotheses. True: at once. False: when the best
+            beam, if it ended now, would not be better than the worst of them. "never": when it could not become better
+            at any length that it can still reach.
+
+    Raises:
+        InvalidSamplingParams: a value is out of range.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.width):
+            raise InvalidSamplingParams("num_beams", "must be an integer, 1 or greater")
+        # In this form, it also refuses NaN.
+        if not -_LARGEST_PENALTY <= self.length_penalty <= _LARGEST_PENALTY:
+            raise InvalidSamplingParams(
+                "length_penalty", f"must be a number from -{_LARGEST_PENALTY} to {_LARGEST_PENALTY}"
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidSamplingParams("early_stopping", 'must be true, false or "never"')
+
+    def num_candidates(self, num_end_tokens: int) -> int:
+        """Return how many candidates a step considers: at least `width` of them do not end in an end token."""
+        return max(2, 1 + num_end_tokens) * self.width
+
+    def score(self, cumulative_logprob: float, length: int) -> float:
+        """Return the score that hypotheses are ranked by.
+
+        Args:
+            cumulative_logprob: sum of the log-probabilities of the output.
+            length: tokens of the output, 1 or more.
+        """
+        return float(cumulative_logprob / length**self.length_penalty)
+
+
+class BeamFields(Protocol):
+    """The fields of a request that select beam search, in all APIs; `n` is the number of outputs in the answer."""
+
+    @property
+    def n(self) -> int:  # noqa: D102
+        ...
+
+    @property
+    def num_beams(self) -> int | None:  # noqa: D102
+        ...
+
+    @property
+    def use_beam_search(self) -> bool:  # noqa: D102
+        ...
+
+    @property
+    def length_penalty(self) -> float:  # noqa: D102
+        ...
+
+    @property
+    def early_stopping(self) -> EarlyStopping:  # noqa: D102
+        ...
+
+
+def beam_search_of(fields: BeamFields) -> BeamSearch | None:
+    """Return the search that a request asks for, or None.
+
+    With `num_beams` above 1, as in Hugging Face, the answer has `n` of the beams. With `use_beam_search` alone, as in
+    vLLM, `n` is the number of beams.
+
+    Raises:
+        InvalidSamplingParams: a field is out of range, or contradicts another one.
+    """
+    if not fields.use_beam_search and fields.num_beams in (None, 1):
+        for name, default in (("length_penalty", 1), ("early_stopping", False)):
+            if getattr(fields, name) != default:
+                raise InvalidSamplingParams(name, "needs beam search: set num_beams above 1, or use_beam_search")
+        return None
+    search = BeamSearch(
+        fields.n if fields.num_beams is None else fields.num_beams, fields.length_penalty, fields.early_stopping
+    )
+    if fields.n > search.width:
+        raise InvalidSamplingParams("n", f"must not be greater than num_beams, which is {search.width}")
+    return search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +284,7 @@ class GenerationChunk:
     """Beam search only: sum of the log-probabilities of the output's tokens, after all edits of the logits."""
     beam_score: float | None = None
     """Beam search only: the score of the output, see `BeamSearch.score`."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1

@@ -15,8 +15,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.refusals import BadRequest, RequestRefused
 from logitship.server.tokenizer import Tokenizer
 
-from .beam_search import BeamSearch
-from .messages import GenerationRequest, ProcessorRequest
+from .messages import BeamSearch, GenerationRequest, ProcessorRequest
 
 Refused = TypeVar("Refused", bound=RequestRefused)
 

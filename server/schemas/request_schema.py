@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, PlainValidator, ValidationError, model_v
 
 from logitship.sampler.sampling_params import MOST_TRACED, LogprobsMode
 from logitship.server.refusals import BadRequest
-from logitship.server.requests.beam_search import BeamSearch, EarlyStopping, beam_search_of
+from logitship.server.requests.messages import BeamSearch, EarlyStopping, beam_search_of
 
 from .documented import Documented
 

@@ -16,7 +16,7 @@ from logitship.client.http.vllm_handshake import PROBE
 from logitship.client.serialization.processor_string import RegisteredProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.processors.processor_entries import RESERVED_KEY, read_entries, read_processor
+from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
 

@@ -11,8 +11,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
 from logitship.server.http.body import JSONResponse, read_body
 from logitship.server.http.documentation import operation
-from logitship.server.http.event_stream import EventStream, respond_when_finished
-from logitship.server.http.running_requests import submit_all
+from logitship.server.http.running_requests import EventStream, respond_when_finished, submit_all
 from logitship.server.schemas.openai_response_schemas import (
     ChatCompletionResponse,
     ChatCompletionStreamResponse,

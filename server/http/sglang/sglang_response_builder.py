@@ -6,11 +6,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, TypeAlias
 
-from logitship.server.http.body import finite
-from logitship.server.http.event_stream import event
+from logitship.server.http.body import finite, receipt_objects, trace_objects
 from logitship.server.http.exception_handlers import fault_details
-from logitship.server.http.response_objects import receipt_objects, trace_objects
-from logitship.server.http.running_requests import RunningRequests
+from logitship.server.http.running_requests import RunningRequests, event
 from logitship.server.requests.generation_stream import Continuation
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
 from logitship.server.schemas.response_schemas import TokenTraceObject

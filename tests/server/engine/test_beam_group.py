@@ -22,8 +22,13 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import BadRequest
-from logitship.server.requests.beam_search import BeamSearch
-from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import (
+    BeamSearch,
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    ProcessorRequest,
+)
 
 BuildEngine = Callable[..., AsyncEngine]
 Processors = tuple[tuple[ProcessorString, dict[str, Any]], ...]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.requests.beam_search import BeamSearch
+from logitship.server.requests.messages import BeamSearch
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 6}

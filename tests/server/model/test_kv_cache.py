@@ -14,8 +14,7 @@ import torch
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.model.kv_cache import BLOCK_SIZE, CacheShape, PrefixCache, SlotCache
-from logitship.server.requests.beam_search import BeamSearch
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest
 
 SHAPE = CacheShape(num_layers=2, num_slots=3, num_kv_heads=2, max_len=5, head_dim=4)
 

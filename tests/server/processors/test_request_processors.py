@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
-from logitship.server.processors.processor_entries import read_entries
+from logitship.server.processors.request_processors import read_entries
 from logitship.server.refusals import BadRequest, RequestTooLarge
 from logitship.server.requests.messages import CallableRequest, ProcessorRequest
 
