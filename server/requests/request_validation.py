@@ -132,7 +132,7 @@ def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> Non
         except ValueError as error:
             raise BadRequest(str(error)) from error
         # The client's parameters made it fail, so this is the client's error.
-        except Exception as error:
+        except Exception as error:  # boundary: third-party code
             raise BadRequest(
                 f"the installed logits processor {plugin.name} does not take these parameters: "
                 f"{type(error).__name__}: {error}"
