@@ -26,6 +26,14 @@ UNMARKED = ("server/check", "server/offline")
 """Folders whose broad excepts do not name their boundary yet."""
 
 
+STAND_INS = {
+    "FinishReason": "in the client, the record of the server's class",
+    "GenerationChunk": "in the client, the record of the server's class",
+    "SamplingParams": "in `logitship.server.offline`, vLLM's class",
+}
+"""Class names that two modules may define, and why."""
+
+
 @dataclass(frozen=True)
 class Import:
     """One import: `level` dots, then `module`."""
@@ -87,6 +95,17 @@ def test_modules_have_different_names() -> None:
     names = [path.name for folder in FOLDERS for path in files_of(folder) if path.name != "__init__.py"]
     stand_ins = {"sampling_params.py"}  # `logitship.server.offline` has vLLM's class of that name
     assert {name for name in names if names.count(name) > 1} - stand_ins == set()
+
+
+def test_classes_have_different_names() -> None:
+    names = [
+        statement.name
+        for folder in FOLDERS
+        for path in files_of(folder)
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.ClassDef)
+    ]
+    assert {name for name in names if names.count(name) > 1} == set(STAND_INS)
 
 
 def broad_excepts() -> Iterator[tuple[str, str]]:
