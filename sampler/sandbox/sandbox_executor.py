@@ -43,9 +43,9 @@ class SandboxLimits:
         load_timeout: seconds to load the processor.
     """
 
-    cpu_time: float = 2.0
-    step_timeout: float = 1.0
-    load_timeout: float = 10.0
+    cpu_time: float
+    step_timeout: float
+    load_timeout: float
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import marshal
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, RunOutcome
-from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any
@@ -68,7 +68,7 @@ class SandboxRow:
                 dict(sequence.params),
                 array("q", sequence.prompt_token_ids).tobytes(),
                 array("q", sequence.output_token_ids).tobytes(),
-                {name: getattr(sequence.sampling_params, name) for name in _SAMPLING_FIELDS},
+                {name: getattr(sequence.sampling_params, name) for name in SANDBOXED_FIELDS},
             )
         )
 
@@ -92,9 +92,6 @@ def step_message(sandbox: Sandbox, rows: Sequence[SandboxRow]) -> bytes:
         sandbox.group = handles
     tokens = [row.take_new_tokens() for row in rows]
     return marshal.dumps(tokens) if any(tokens) else b""
-
-
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "processors")
 
 
 class SandboxRun:

@@ -9,7 +9,7 @@ from typing import Literal
 MOST_NAMES = 100
 """Most names of shipped processors with a label of their own."""
 OTHER = "other"
-"""Label of all further names."""
+"""Label of what would need too many labels: further names, unknown HTTP methods, paths without a route."""
 _LONGEST_NAME = 80
 """Characters."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
-from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sampling_params import SANDBOXED_FIELDS, SamplingParams
 from logitship.sampler.sandbox.plain_values import NotPlainError, check_plain
 from logitship.server.config import ServerConfig
 from logitship.server.refusals import BadRequest
@@ -156,15 +156,12 @@ def check_sandboxed(request: GenerationRequest, ships_code: Callable[[ProcessorS
     }
     if not sandboxed:
         return
-    sampling = {name: getattr(request.sampling_params, name) for name in _SAMPLING_FIELDS}
+    sampling = {name: getattr(request.sampling_params, name) for name in SANDBOXED_FIELDS}
     for param, value in {**sandboxed, **sampling}.items():
         try:
             check_plain(value)
         except NotPlainError as error:
             raise BadRequest(str(error), param=param) from None
-
-
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "processors")
 
 
 def _check_prompt(prompt: list[int], limits: Limits) -> None:
