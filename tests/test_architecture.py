@@ -66,7 +66,7 @@ def package_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_only_neighbours_are_imported_relatively(folder: str) -> None:
+def test_relative_imports_only_within_a_folder(folder: str) -> None:
     imports = imports_in(folder)
     neighbours = [each for each in imports if each.module.rpartition(".")[0] == package_of(each.file)]
     modules = [each for each in neighbours if (each.file.parent / f"{each.module.rpartition('.')[2]}.py").exists()]

@@ -1,4 +1,4 @@
-"""The cookbook's classes pass the check that it recommends: above all, no row looks at another."""
+"""The classes of the cookbook pass the check that it recommends: above all, rows are independent."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
 OPTIONS: dict[str, Any] = {"batch_sizes": (1,), "ignore": frozenset({"speed"})}
 
 
-def classes_of_the_cookbook(folder: Path) -> dict[str, type[CustomLogitProcessor]]:
-    """What the page defines, without its requests. A file, because a class travels with its source."""
+def cookbook_classes(folder: Path) -> dict[str, type[CustomLogitProcessor]]:
+    """Write the code of the page, without its requests, to a file and import it: a class is sent with its source."""
     blocks = re.findall(r"^```python\n(.*?)^```$", COOKBOOK.read_text(), re.MULTILINE | re.DOTALL)
     parts = [
         ast.get_source_segment(block, statement) or ""
@@ -57,7 +57,7 @@ def classes_of_the_cookbook(folder: Path) -> dict[str, type[CustomLogitProcessor
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, type[CustomLogitProcessor]]:
-    return classes_of_the_cookbook(tmp_path_factory.mktemp("cookbook"))
+    return cookbook_classes(tmp_path_factory.mktemp("cookbook"))
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +67,13 @@ def bench(unserved_model: LoadedModel) -> Iterator[Bench]:
     bench.close()
 
 
-def test_there_are_ten(classes: dict[str, type[CustomLogitProcessor]]) -> None:
+def test_cookbook_has_ten_classes(classes: dict[str, type[CustomLogitProcessor]]) -> None:
     assert list(classes) == list(PARAMS)
     assert len(classes) == 10
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_it_passes_the_check(
+def test_class_passes_the_check(
     name: str, classes: dict[str, type[CustomLogitProcessor]], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (line_times, own_time, speed):

@@ -115,7 +115,7 @@ def requests() -> list[Wanted]:
 
 @dataclass
 class Output:
-    """What a stream gave."""
+    """Output of a stream."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -140,7 +140,7 @@ async def together_and_alone(base_url: str) -> tuple[list[Output], list[Output]]
 
 
 def is_near_tie(wanted: Wanted, position: int, alone: Output, token_id: int) -> bool:
-    """Whether rounding decides between the token drawn alone at `position` and `token_id`."""
+    """Return whether rounding decides between the token sampled alone at `position` and `token_id`."""
     record = alone.logprobs[position]
     if wanted.seed is None:
         chosen = {top.token_id: top.logprob for top in record.top}

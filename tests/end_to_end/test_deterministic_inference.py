@@ -31,7 +31,7 @@ def params(number: int) -> SamplingParams:
 
 
 def records(llm: LLM, numbers: Sequence[int]) -> dict[int, Record]:
-    """What the engine gives for some of the prompts, in one call."""
+    """Return the engine's results for some of the prompts, in one call."""
     outputs = llm.generate([PROMPTS[i] for i in numbers], [params(i) for i in numbers], use_tqdm=False)
     found = {}
     for number, output in zip(numbers, outputs, strict=True):

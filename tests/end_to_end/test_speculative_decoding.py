@@ -115,7 +115,7 @@ def prompts(engine: AsyncEngine) -> list[tuple[str, list[int]]]:
 
 
 def outputs(engine: AsyncEngine) -> dict[str, tuple[list[int], str]]:
-    """Of each request, its tokens and why it ended."""
+    """Return the tokens and the finish reason of each request."""
 
     async def generated(rid: str, prompt: list[int]) -> tuple[list[int], str]:
         params, processors = CASES[rid.rpartition(" ")[0]]
@@ -142,7 +142,7 @@ def outputs(engine: AsyncEngine) -> dict[str, tuple[list[int], str]]:
 
 
 class Counted(NGramSpeculation):
-    """Drafts all that it can guess, whatever it costs, and counts the drafts that were accepted."""
+    """Drafts as many tokens as it can, whatever the cost, and counts those accepted."""
 
     accepted = 0
 

@@ -172,10 +172,11 @@ def logitship_serve(request: pytest.FixtureRequest) -> Iterator[tuple[str, Serve
 
 @contextmanager
 def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> Iterator[tuple[str, Server]]:
-    """vLLM.
+    """Run `vllm serve` until the end of the block.
 
     Args:
-        paths: folders that its processes import from besides.
+        request: to get the fixture of vLLM's environment.
+        paths: more folders that its processes import from.
     """
     vllm: Path = request.getfixturevalue("vllm_environment")
     with socket.socket() as free:

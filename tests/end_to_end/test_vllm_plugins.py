@@ -307,7 +307,7 @@ class BatchSizes(LogitsProcessor):
 
 
 class Next(CustomLogitProcessor):
-    """What was likely for a token becomes likely for the next one in the vocabulary."""
+    """Gives each token the logit of the previous one in the vocabulary."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         return logits.roll(1, dims=-1)

@@ -156,8 +156,10 @@ def test_trigger_phrase_after(answer: Answer) -> None:
 
 @pytest.mark.parametrize(("variant", "text"), [("transformers", "1"), ("vllm", "")])
 def test_max_time(variant: str, text: str, answers: dict[tuple[str, str], RequestOutput]) -> None:
-    """The time is up at once. But in its first step, the Hugging Face variant takes the end token that stands in a
-    chat's prompt for one that was drawn, and does not force another.
+    """The time is up at once.
+
+    But in its first step, the Hugging Face variant takes the end token in a chat's prompt for a sampled one, and does
+    not force another.
     """
     (output,) = answers[variant, "time"].outputs
     assert (output.text, output.finish_reason) == (text, "stop")
@@ -184,7 +186,7 @@ def test_objects_run_as_names_do(llm: LLM, answers: dict[tuple[str, str], Reques
 
 
 def test_several_run_in_order(llm: LLM) -> None:
-    """What ends the answer runs first, so that what waits for its end sees that."""
+    """The processor that ends the answer runs first, so that one that waits for the end sees it."""
     prefix = "logits_processor_zoo.transformers."
     shorter = {"qualname": f"{prefix}GenLengthLogitsProcessor", "kwargs": REQUESTS["shorter"][2]}
     phrase = {"qualname": f"{prefix}ForceLastPhraseLogitsProcessor", "kwargs": {"phrase": REFERENCES}}

@@ -81,7 +81,7 @@ def test_answers_as_the_originals_do(llm: LLM) -> None:
 
 
 def test_several_run_in_order(llm: LLM) -> None:
-    """What ends the answer runs first, so that what waits for its end sees that."""
+    """The processor that ends the answer runs first, so that one that waits for the end sees it."""
     shorter = {"processor": "gen_length", "params": {"boost_factor": 20.0, "p": 1}}
     phrase = {"processor": "force_last_phrase", "params": {"phrase": "\n\nReferences:\n"}}
     (answer,) = ask(llm, [COLORS], [greedy([shorter, phrase])])

@@ -116,7 +116,7 @@ class GPUModelRunner:
 
 
 def request(req_id: str, prompt: list[int], output: list[int] | None = None, **params: Any) -> Any:
-    """vLLM's `NewRequestData`, as far as it is read."""
+    """Return the attributes of vLLM's `NewRequestData` that the plugin reads."""
     xargs = {"custom_logit_processor": json.dumps({"source": SOURCE, "class_name": "Sees"})}
     return SimpleNamespace(
         req_id=req_id,
@@ -140,7 +140,7 @@ class OneRank:
 
 
 def config(*, speculative_config: Any = None, is_diffusion: bool = False, **parallel: Any) -> Any:
-    """vLLM's configuration, as far as it is read."""
+    """Return the attributes of vLLM's configuration that the plugin reads."""
     one_rank = {"prefill_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
     model = SimpleNamespace(
         is_diffusion=is_diffusion,
@@ -156,14 +156,14 @@ def config(*, speculative_config: Any = None, is_diffusion: bool = False, **para
 
 
 class Changed(GPUModelRunner):
-    """The model runner of another version."""
+    """Model runner of another version."""
 
     def add_requests(self, output: Any) -> None:
-        """Another argument than the plugin looks for."""
+        """Take another argument than the plugin looks for."""
 
 
 def refusal(runner: type[GPUModelRunner], vllm_config: Any) -> str:
-    """Why the plugin does not start."""
+    """Return the reason why the plugin does not start."""
     try:
         runner(vllm_config)
     except ValueError as error:
