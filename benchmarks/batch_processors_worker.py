@@ -74,7 +74,7 @@ class Order(TypedDict):
 
 
 class Side:
-    """The classes of one side."""
+    """Classes of one side."""
 
     def __init__(self, name: str) -> None:
         interface, params, processors = MODULES[name]
@@ -83,12 +83,12 @@ class Side:
         self._modules = {name: __import__(module, fromlist=[CLASSES[name]]) for name, module in processors.items()}
 
     def processor(self, name: str, rows: int) -> Any:
-        """A new processor, on the CPU, for so many rows."""
+        """Make a processor on the CPU."""
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=rows))
         return getattr(self._modules[name], CLASSES[name])(config, torch.device("cpu"), False)
 
     def update(self, step: Step | None, outputs: list[list[int]]) -> Any:
-        """The `BatchUpdate` of a step. The live outputs of the rows are followed along."""
+        """Make the `BatchUpdate` of a step, and apply it to the live outputs of the rows."""
         if step is None:
             return None
         added = []
@@ -105,9 +105,9 @@ class Side:
 
 
 def seconds_a_step(side: Side, order: Order) -> float:
-    """The mean time of `update_state` and `apply` in a life of a batch, all processors together.
+    """Return the mean time of `update_state` and `apply` in the life of a batch, all processors together.
 
-    Making the updates and the logits is not timed; the first half of the steps is not, either.
+    Neither the creation of the updates and logits nor the first half of the steps is timed.
     """
     processors = [side.processor(name, order["rows"]) for name in order["processors"]]
     outputs: list[list[int]] = [[] for _ in range(order["rows"])]
@@ -130,7 +130,7 @@ def seconds_a_step(side: Side, order: Order) -> float:
 
 
 def main() -> None:
-    """Serve orders, after saying which version runs here."""
+    """Report the version that runs here, then serve orders."""
     name = sys.argv[1]
 
     def start() -> tuple[dict[str, str], Callable[[Order], float]]:

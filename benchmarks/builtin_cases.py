@@ -27,7 +27,7 @@ NEVER = 1_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table.
+    """Line of the table.
 
     Attributes:
         processor: the name it is installed under, or the batch processor's sampling parameter.
@@ -70,7 +70,7 @@ def random_tokens(row: int) -> list[int]:
 
 
 def _thinking_cases() -> list[Case]:
-    """One of each model. The block is open from the first token on, and never ends."""
+    """Return a case per model. The thinking block is open from the first token on, and never ends."""
     cases = []
     for name in installed_processors():
         processor = installed_processors().get(name)
@@ -87,7 +87,7 @@ def _thinking_cases() -> list[Case]:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte: texts need not be those of a real model here."""
+    """Return a tokenizer with one token per byte: the texts need not be a real model's."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: number for number, token in enumerate(["</s>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -45,7 +45,7 @@ MakeStep = Callable[[Case, torch.Tensor, "Histories"], Step]
 
 
 class Histories:
-    """The tokens of all rows, of which each step brings one more.
+    """Tokens of all rows. Each step appends one to each row.
 
     Attributes:
         prompts: of each row, the beginning of its history.
@@ -60,12 +60,12 @@ class Histories:
         self._new = iter(list(zip(*(row[length:] for row in tokens), strict=True)))
 
     def next_tokens(self) -> tuple[int, ...]:
-        """Tokens that the rows gain in a step."""
+        """Return the tokens that the rows gain in a step."""
         return next(self._new)
 
 
 def logitship_step(case: Case, logits: torch.Tensor, histories: Histories) -> Step:
-    """The processor's part of a step, as the sampler runs it."""
+    """Return the processor's part of a step, as the sampler runs it."""
     stage, params = stage_of(case)
     sequences = zip(histories.prompts, histories.outputs, strict=True)
     added = [(row, params(row), prompt, output) for row, (prompt, output) in enumerate(sequences)]
@@ -83,7 +83,7 @@ def logitship_step(case: Case, logits: torch.Tensor, histories: Histories) -> St
 
 
 def stage_of(case: Case) -> tuple[LogitsProcessor, Callable[[int], SamplingParams]]:
-    """A batch processor, and what makes the sampling parameters of its rows."""
+    """Return a batch processor, and a function that makes the sampling parameters of a row."""
     if case.make_batch_processor:
         return case.make_batch_processor(), lambda row: SamplingParams(**case.params(row))
     model = ModelView(VOCAB_SIZE, frozenset({0}), TOKENIZER)
@@ -99,7 +99,7 @@ def stage_of(case: Case) -> tuple[LogitsProcessor, Callable[[int], SamplingParam
 
 
 def sglang_steps() -> MakeStep:
-    """Loads SGLang's processors. What it returns makes steps of them."""
+    """Load SGLang's processors; return a function that makes steps of them."""
     sys.path.insert(0, str(PEERS))
     import sglang_peer  # type: ignore[import-not-found, unused-ignore]
 
@@ -142,7 +142,7 @@ class Result:
 def measure(
     case: Case, sides: Mapping[str, MakeStep], logits: torch.Tensor, lengths: Sequence[int], rounds: int, calls: int
 ) -> Result:
-    """Time a case, the sides and the lengths in turns."""
+    """Time a case, with the sides and the lengths in turns."""
     times: dict[str, dict[int, list[float]]] = {side: {length: [] for length in lengths} for side in sides}
     for _ in range(rounds):
         for length in lengths:
@@ -163,7 +163,7 @@ def measure(
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage, which takes as long as there are objects, those of other turns too."""
+    """Disable garbage collection, whose time depends on all objects, those of other turns included."""
     gc.collect()
     gc.disable()
     try:
@@ -173,21 +173,21 @@ def no_collection() -> Iterator[None]:
 
 
 def time_step(step: Step) -> float:
-    """Microseconds of a step."""
+    """Return the microseconds of a step."""
     began = time.perf_counter()
     step()
     return (time.perf_counter() - began) * 1e6
 
 
 def heading(lengths: Sequence[int]) -> str:
-    """The two lines above the table."""
+    """Return the heading of the table, two lines."""
     width = 8 * len(lengths) + 8
     columns = "".join(f"{length:8}" for length in lengths) + f"{'growth':>8}"
     return f"{'':34}{'logitship':>{width}}{'SGLang':>{width}}\n{'':34}{columns}{columns}"
 
 
 def table_line(result: Result, lengths: Sequence[int]) -> str:
-    """One line of the table: medians, and how many times as long the last takes as the first."""
+    """Return a line of the table: medians, and the ratio of the last to the first."""
     line = f"{result.case:34}"
     for side in ("logitship", "sglang"):
         if side in result.median:
@@ -199,7 +199,7 @@ def table_line(result: Result, lengths: Sequence[int]) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processors", nargs="+", choices=sorted({case.processor for case in CASES}), metavar="NAME")
     parser.add_argument("--rows", type=int, default=64)

@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is met; None without a target."""
+        """True if the target is met; None without a target."""
         return None if self.target is None else self.target.is_met(self.ratio)
 
 

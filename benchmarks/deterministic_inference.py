@@ -36,11 +36,11 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Its name in the table."""
+        """Name of the case in the table."""
         return f"prefill {self.prompt} tokens" if self.prompt else f"decode {self.rows} rows"
 
     def step(self, runner: ModelRunner) -> Callable[[], torch.Tensor]:
-        """Its forward pass: float32 [rows or 1, vocab]. The history is what stands in the cache: zeros take as long."""
+        """Run the forward pass; return float32 [rows or 1, vocab]. The history is all zeros, which take as long."""
         if self.prompt:
             chunk = Chunk(0, 0, [number % runner.model.config.vocab_size for number in range(self.prompt)])
             return lambda: runner.forward([], [chunk], [self.prompt - 1])
@@ -78,14 +78,14 @@ def measure(case: Case, runners: Mapping[str, ModelRunner], rounds: int) -> Resu
 
 
 def milliseconds(step: Callable[[], torch.Tensor]) -> float:
-    """Of a step; the copy to the host waits for an accelerator to be done."""
+    """Return the time of a step. The copy to the host waits for an accelerator to finish."""
     began = time.perf_counter()
     step().cpu()
     return (time.perf_counter() - began) * 1e3
 
 
 def prepare(load: Callable[[], LoadedModel], cases: Sequence[Case]) -> dict[str, ModelRunner]:
-    """Both sides, each with a model and a cache of its own."""
+    """Return both sides, each with its own model and cache."""
     rows = max(case.rows for case in cases)
     length = max(case.history + 1 + case.prompt for case in cases)
     return {
@@ -95,7 +95,7 @@ def prepare(load: Callable[[], LoadedModel], cases: Sequence[Case]) -> dict[str,
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--device", default="auto")

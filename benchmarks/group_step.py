@@ -78,7 +78,7 @@ class ForbidTokens(CustomLogitProcessor):
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table.
+    """Line of the table.
 
     Attributes:
         processor: its class; each group has an instance of its own.
@@ -116,7 +116,7 @@ class Request:
 
 
 class Sides:
-    """A case as each side has it: the same logits, processors and parameters."""
+    """Both sides of a case, with the same logits, processors and parameters."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -128,7 +128,7 @@ class Sides:
         self._params = [{"token_ids": token_ids.tolist()} for _ in range(case.rows)]
 
     def logitship(self) -> StepSide:
-        """Batch, row order and processors as the engine and its sampler have them."""
+        """Return our step: batch, row order and processors as in the engine and its sampler."""
         executor = InProcessExecutor({})
         loaded = [
             LoadedProcessor(f"sha256:{n}", self._case.processor.__name__, executor, each)
@@ -163,7 +163,7 @@ class Sides:
         return StepSide(step, [request.output_token_ids for request in requests])
 
     def sglang(self, peer: Any) -> StepSide:
-        """SGLang's step."""
+        """Return SGLang's step."""
         params, outputs = self._request_params()
         case = self._case
         rows_of = [[row for row in range(case.rows) if case.group_of(row) == group] for group in range(case.groups)]
@@ -171,7 +171,7 @@ class Sides:
         return StepSide(lambda: step(self._logits), outputs)
 
     def calls(self) -> StepSide:
-        """A loop of calls."""
+        """Return a loop of bare calls."""
         params, outputs = self._request_params()
         size = self._case.rows // self._case.groups
         calls = [

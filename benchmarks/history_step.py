@@ -41,7 +41,7 @@ TARGET_LENGTH = 8000
 
 
 def logitship_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[int]]) -> StepSide:
-    """The processor's part of a step, as the sampler runs it."""
+    """Return the processor's part of a step, as the sampler runs it."""
     stage, params = stage_of(case)
     outputs = [list(history[len(history) // 2 :]) for history in histories]
     prompts = [list(history[: len(history) // 2]) for history in histories]

@@ -49,7 +49,7 @@ def step(num_rows: int, num_processors: int) -> Callable[[], None]:
 
 
 def microseconds(function: Callable[[], None], calls: int) -> list[float]:
-    """The times of calls, after some that are not counted."""
+    """Return the times of calls, after a warm-up."""
     for _ in range(calls // 10):
         function()
     times = []

@@ -64,7 +64,7 @@ def measure(llm: LLM, prompt_tokens: int, output_tokens: int, n: int, rounds: in
 
 
 def seconds(llm: LLM, prompts: list[list[int]], n: int, output_tokens: int) -> float:
-    """Of requests that are all there at once."""
+    """Return the time of requests that are submitted together."""
     params = SamplingParams(n=n, seed=0, max_tokens=output_tokens, ignore_eos=True)
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -64,7 +64,9 @@ def write(comparisons: Sequence[Comparison], facts: dict[str, str], root: Path =
     """Write the figures, the tables and the plot into the repository.
 
     Args:
+        comparisons: of all benchmarks.
         facts: of the machine, with the `date`.
+        root: folder of the repository.
     """
     figures = {"machine": facts, "comparisons": [asdict(each) for each in comparisons]}
     (root / "docs" / "performance.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")

@@ -87,7 +87,7 @@ def make_logits(shape: str, rows: int, vocab_size: int, seed: int = 0) -> npt.ND
 
 
 def measure(ours: WorkerProcess, peer: WorkerProcess | None, options: Namespace) -> Iterator[Comparison]:
-    """Time each case, the sides in turns."""
+    """Time each case, with the sides in turns."""
     with tempfile.TemporaryDirectory() as folder:
         logits = Path(folder, "logits.npy")
         for vocab_size, rows, shape in itertools.product(options.vocab, options.rows, options.shapes):
@@ -126,7 +126,7 @@ def comparison(
 
 
 def parse_arguments(given: Sequence[str] | None) -> Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = arguments(__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[49152, 151936], help="vocabulary sizes")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="rows of the batch")

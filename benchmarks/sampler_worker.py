@@ -45,7 +45,7 @@ class Order(TypedDict):
 
 
 def logitship_step(order: Order, rows: int, vocab_size: int) -> Step:
-    """`Sampler.sample`. Each row has a seed of its own, as always here."""
+    """Return a step of `Sampler.sample`. Each row has its own seed, as in the engine."""
     from logitship.builtin_processors.batch_processors import BUILTIN_LOGITS_PROCESSORS
     from logitship.sampler.batch_processors.interface import BatchUpdate
     from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
@@ -129,7 +129,7 @@ def seconds_of_steps(step: Step, logits: torch.Tensor, seconds: float) -> float:
 
 
 def main() -> None:
-    """Serve orders, after saying which version runs here."""
+    """Report the version that runs here, then serve orders."""
     side = sys.argv[1]
 
     def answer(order: Order) -> float:

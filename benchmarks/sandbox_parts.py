@@ -1,4 +1,4 @@
-"""Takes a sandboxed step apart: where the time goes, from the first copy to the last check."""
+"""Time of each part of a sandboxed step, from the first copy to the last check."""
 
 from __future__ import annotations
 
@@ -49,11 +49,15 @@ _CLOCK = 1 << 44
 def time_parts(
     body: str, executor: SandboxExecutor, logits: torch.Tensor, model: Model, calls: int, history: int
 ) -> dict[str, float]:
-    """Microseconds of each part of a step, medians.
+    """Return the median microseconds of each part of a step.
 
     Args:
         body: of the processor, a key of `BODIES`.
+        executor: runs the processor.
         logits: float32 [rows, vocab].
+        model: runs before each step.
+        calls: number of steps.
+        history: tokens of each row before the first step.
     """
     string = SourceProcessor(SOURCE.format(body=BODIES[body].strip()), "Timed")
     with _Recorder() as recorder:
@@ -70,7 +74,7 @@ def time_parts(
 
 
 class _Recorder:
-    """While it is entered, it knows what the server's side of a sandbox does.
+    """Context in which the actions of the server's side of a sandbox are recorded.
 
     Attributes:
         spans: when the calls of each function in this step began and ended, in nanoseconds.
@@ -115,7 +119,7 @@ class _Recorder:
 
 
 def _of_step(recorder: _Recorder, step: Step, logits: torch.Tensor, model: Model) -> dict[str, int]:
-    """Nanoseconds of a step. "wake-up" includes parsing, "return" the making of the answer."""
+    """Return the nanoseconds of each part of a step. "wake-up" includes parsing, "return" creating the answer."""
     model()
     recorder.spans.clear()
     began = time.perf_counter_ns()
@@ -137,12 +141,14 @@ def _of_step(recorder: _Recorder, step: Step, logits: torch.Tensor, model: Model
 
 
 def _of_worker(messages: Sequence[tuple[Command, bytes]], logits: torch.Tensor, model: Model) -> tuple[float, float]:
-    """Microseconds that a sandbox's program takes before and after the call.
+    """Return the microseconds that a sandbox's program takes before and after the call.
 
-    Measured here, since no clock is sent along.
+    They are measured in this process, since a sandbox sends no clock.
 
     Args:
         messages: messages to the sandbox.
+        logits: float32 [rows, vocab].
+        model: runs before each message.
     """
     worker = Worker(logits, ModelView(logits.shape[1], frozenset({0}), None), {})
     before, after = [], []
@@ -159,6 +165,6 @@ def _of_worker(messages: Sequence[tuple[Command, bytes]], logits: torch.Tensor, 
 
 
 def _clocks(logits: torch.Tensor) -> tuple[int, int]:
-    """Times at which the processor was called and returned."""
+    """Return the times at which the processor was called and returned."""
     called, called_low, done, done_low = (int(each) for each in logits[0, :4].tolist())
     return called << 22 | called_low, done << 22 | done_low

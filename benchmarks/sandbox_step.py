@@ -34,7 +34,7 @@ ALLOWED_OVERHEAD = 150.0
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table.
+    """Line of the table.
 
     Attributes:
         body: of the processor, a key of `BODIES`.
@@ -69,7 +69,7 @@ class Result:
 
 
 def measure(case: Case, sandboxes: SandboxExecutor, rounds: int, calls: int, history: int) -> Result:
-    """Time a case, the sides in turns."""
+    """Time a case, with the sides in turns."""
     logits = torch.randn(case.rows, case.vocab_size)
     model = Model(logits, case.gap)
     strings = [source(case.body, number) for number in range(case.processors)]
@@ -99,7 +99,7 @@ def measure(case: Case, sandboxes: SandboxExecutor, rounds: int, calls: int, his
 
 
 def time_step(model: Model, step: Step) -> float:
-    """Microseconds of a step, without what the model takes before it."""
+    """Return the microseconds of a step, without the model's part before it."""
     model()
     began = time.perf_counter()
     step()
@@ -107,7 +107,7 @@ def time_step(model: Model, step: Step) -> float:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """All lines, those of one vocabulary together."""
+    """Return all cases, grouped by vocabulary."""
     shapes = sorted((tuple(map(int, shape.split("x"))) for shape in options.shapes), key=lambda shape: shape[::-1])
     for (rows, vocab_size), gap, body in itertools.product(shapes, (0.0, options.gap), options.bodies):
         yield Case(body, rows, vocab_size, 1, gap)
@@ -130,7 +130,7 @@ def table_line(result: Result) -> str:
 
 
 def parts_line(result: Result) -> str:
-    """One line of the second table."""
+    """Return a line of the second table."""
     return f"{_setting(result.case)}  " + " ".join(f"{result.parts[name]:9.0f}" for name in PARTS)
 
 
@@ -140,7 +140,7 @@ def _setting(case: Case) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="ROWSxVOCAB")
     parser.add_argument("--bodies", nargs="+", choices=BODIES, default=list(BODIES), help="what the processors do")

@@ -23,7 +23,7 @@ PROMPT = "The moon is"
 
 
 class BanSome(CustomLogitProcessor):
-    """Forbids each request's own tokens, as most processors do that people ship."""
+    """Forbids each request's own tokens, as most shipped processors do."""
 
     def __call__(self, logits, custom_param_list=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         """Edit the rows in place."""
@@ -33,7 +33,7 @@ class BanSome(CustomLogitProcessor):
 
 
 def requests(streams: int, tokens: int) -> list[SamplingParams]:
-    """One a stream."""
+    """Return one request per stream."""
     return [
         SamplingParams(
             temperature=0.8,
@@ -49,7 +49,7 @@ def requests(streams: int, tokens: int) -> list[SamplingParams]:
 
 
 def tokens_per_second(llm: LLM, streams: int, tokens: int) -> float:
-    """Output tokens, prefill included."""
+    """Return the output tokens per second, prefill included."""
     began = time.perf_counter()
     outputs = llm.generate([PROMPT] * streams, requests(streams, tokens), use_tqdm=False)
     seconds = time.perf_counter() - began

@@ -52,7 +52,7 @@ Step = Callable[[], None]
 
 
 def source(body: str, number: int = 0) -> SourceProcessor:
-    """A processor that does what `BODIES` says; another one for each number."""
+    """Return a processor string with a body of `BODIES`; a different class for each number."""
     return SourceProcessor(SOURCE.format(body=BODIES[body].strip(), number=number), f"Processor{number}")
 
 
@@ -67,7 +67,7 @@ def request_params(body: str, row: int, vocab_size: int) -> dict[str, Any]:
 
 
 class Model:
-    """Makes logits as a server does: out of matrix products that leave little else in the caches.
+    """Computes logits as a server does, with matrix products that displace most other data from the caches.
 
     Args:
         logits: float32 [rows, vocab], written by each call.
@@ -94,7 +94,7 @@ class Model:
 
 
 def shipped_step(body: str, logits: torch.Tensor, processors: Sequence[LoadedProcessor], history: int) -> Step:
-    """The shipped processors' part of a step of the engine, in which each row gains a token.
+    """Return the shipped processors' part of a step of the engine, in which each row gains a token.
 
     Args:
         body: of the processors, a key of `BODIES`.
@@ -123,7 +123,7 @@ def shipped_step(body: str, logits: torch.Tensor, processors: Sequence[LoadedPro
 
 
 def copies_step(logits: torch.Tensor) -> Step:
-    """Two plain copies of the rows, there and back."""
+    """Return a step of two plain copies of the rows, there and back."""
     there = torch.empty_like(logits)
 
     def step() -> None:
@@ -135,14 +135,16 @@ def copies_step(logits: torch.Tensor) -> Step:
 
 @contextmanager
 def sandbox_executor(max_rows: int, vocab_size: int) -> Iterator[SandboxExecutor]:
-    """Start what sandboxes are forked from, and end it all."""
+    """Start a zygote and an executor; end both at the end of the block."""
     zygote = ZygoteProcess(
         names="logitship.builtin_processors.sglang_names:SGLANG_NAMES", max_rows=max_rows, memory_limit=1 << 30
     )
     try:
         zygote.start()
         zygote.set_up(ModelView(vocab_size, frozenset({0}), None))
-        executor = SandboxExecutor(zygote, SandboxLimits(step_timeout=10.0), max_rows, vocab_size)
+        executor = SandboxExecutor(
+            zygote, SandboxLimits(cpu_time=2.0, step_timeout=10.0, load_timeout=10.0), max_rows, vocab_size
+        )
     except BaseException:
         zygote.close()
         raise

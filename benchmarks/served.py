@@ -53,6 +53,8 @@ class Client:
         Events are counted and not read: the server should have the cores for itself.
 
         Args:
+            path: of the route.
+            bodies: one per request.
             at_a_time: number of concurrent requests; None: all.
 
         Returns:
@@ -88,7 +90,7 @@ class Client:
 
 
 class Server(Client):
-    """Server in processes of its own, which may not answer yet.
+    """Server in its own processes, which may not answer yet.
 
     Args:
         command: starts it, but for `--port`.

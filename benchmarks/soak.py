@@ -83,7 +83,7 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
 
     async def run(self) -> None:
-        """All requests, with a quiet point after the warm-up and after each so many."""
+        """Send all requests, with an idle point after the warm-up and after each segment."""
         total, every = self.options.requests, self.options.quiet_every
         warm_up = min(self.options.warm_up, total // 2)
         for first, end in _segments(total, warm_up, every):
@@ -91,7 +91,7 @@ class Soak:
             await self._quiet_point()
 
     async def _segment(self, first: int, end: int) -> None:
-        """The requests of these numbers, so many at a time."""
+        """Send the requests of a segment, a fixed number at a time."""
         numbers = iter(range(first, end))
         async with AsyncExitStack() as clients:
             client = await clients.enter_async_context(_client(self.server))
@@ -156,31 +156,31 @@ class Soak:
 
 
 def choose_kind(own: random.Random, only: Sequence[str]) -> Kind:
-    """One of the kinds, or of those with these names, as often as each is to come."""
+    """Choose one of the kinds, or of those with these names, at random by weight."""
     kinds = {one: weight for one, weight in KINDS.items() if not only or one.__name__ in only}
     return own.choices(list(kinds), list(kinds.values()))[0]
 
 
 def _segments(total: int, warm_up: int, every: int) -> Iterator[tuple[int, int]]:
-    """First and end of the stretches between two quiet points."""
+    """Yield the ranges of request numbers between two idle points, each as (first, end)."""
     yield 0, warm_up
     for first in range(warm_up, total, every):
         yield first, min(first + every, total)
 
 
 def _client(server: SoakServer) -> AsyncClient:
-    """A client that is patient where all sandboxes are in use."""
+    """Return a client that retries for a long time when all sandboxes are in use."""
     return AsyncClient(server.base_url, dialect="logitship", timeout=LONGEST_REQUEST, max_retries=20)
 
 
 def _residents(sandboxes: int) -> Iterator[str]:
-    """Processors that fill all sandboxes: those that are always in use, and as many that no other request uses."""
+    """Yield processors that fill all sandboxes: those that are always in use, and others that no request uses."""
     yield from (counting(number) for number in range(4))
     yield from (forcing(3_000_000 + number) for number in range(sandboxes - 4))
 
 
 async def _fill(server: SoakServer, concurrency: int) -> None:
-    """Use what is bounded up to its bound: it takes memory, threads and a process when it is first used."""
+    """Fill every bounded resource: each takes memory, threads or a process when it is first used."""
     slots = {
         "input_ids": [[(17 * slot + place) % 40_000 + 1 for place in range(MAX_LEN - 8)] for slot in range(MAX_SEQS)],
         "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
@@ -210,7 +210,7 @@ def _flags(options: argparse.Namespace, model: Path) -> list[str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--warm-up", type=int, default=2_000, help="requests before the first quiet point")
@@ -248,7 +248,7 @@ async def _soak(server: SoakServer, options: argparse.Namespace) -> Soak:
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    """The run, and what is to be said of it."""
+    """Run, and return the verdict."""
     shared_memory = {entry.name for entry in SHARED_MEMORY.iterdir()}
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
@@ -274,7 +274,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print as it goes, and say what promise was broken.
+    """Run, print the progress, and report the failures.
 
     Returns:
         1 if one was, else 0.

@@ -1,4 +1,4 @@
-"""Requests of the soak that must fail, each in its way, and those whose clients go away."""
+"""Requests of the soak test that must fail, each in its own way, and those whose clients disconnect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def malformed(at: RequestContext) -> None:
 
 @kind(10)
 async def unloadable_class(at: RequestContext) -> None:
-    """A class that does not load is refused, with the reason."""
+    """Ship a class that does not load, which is refused with the reason."""
     body = {"text": at.known().prompt, "custom_logit_processor": unloadable(at.number)}
     response = await at.post("/generate", body)
     expect(response.status_code == 400 and f"never loads {at.number}" in response.text, response.text)
@@ -69,31 +69,31 @@ async def _fault(at: RequestContext, what: str) -> None:
 
 @kind(30)
 async def fault(at: RequestContext) -> None:
-    """A class that breaks its contract, and leaves its process alive."""
+    """Ship a class that breaks the contract but leaves its process alive."""
     await _fault(at, at.random.choice(["raises", "leaves NaN", "another shape", "no tensor"]))
 
 
 @kind(6)
 async def exiting_class(at: RequestContext) -> None:
-    """A class that ends its process."""
+    """Ship a class that ends its process."""
     await _fault(at, "exits")
 
 
 @kind(3)
 async def endless_loop(at: RequestContext) -> None:
-    """A class that never answers: its process is killed at the deadline, for which all wait."""
+    """Ship a class that never answers. All requests wait until its process is killed at the deadline."""
     await _fault(at, "loops")
 
 
 @kind(3)
 async def memory_hog(at: RequestContext) -> None:
-    """A class that allocates without end."""
+    """Ship a class that allocates without end."""
     await _fault(at, "takes all memory")
 
 
 @kind(15)
 async def fault_beside_others(at: RequestContext) -> None:
-    """A row that raises ends alone: another of the same class goes on."""
+    """Let one row raise: it ends alone, and another of the same class continues."""
     first = FIRST_TOKEN + at.random.randrange(40_000)
     options: dict[str, Any] = {"processor": counting(at.number % 4), "max_new_tokens": 6, "ignore_eos": True}
     prompt = at.known().prompt
@@ -126,7 +126,7 @@ async def fault_in_a_stream(at: RequestContext) -> None:
 
 
 async def _cancelled(at: RequestContext, request: Awaitable[Any], longest: float) -> None:
-    """Go away after a while, wherever the request then is."""
+    """Disconnect after a while, at whatever stage the request is."""
     task = asyncio.ensure_future(request)
     await asyncio.sleep(at.random.uniform(0, longest))
     task.cancel()
@@ -136,7 +136,7 @@ async def _cancelled(at: RequestContext, request: Awaitable[Any], longest: float
 
 @kind(30)
 async def gone_early(at: RequestContext) -> None:
-    """The client closes the connection, mostly before the first token."""
+    """Close the connection, mostly before the first token."""
     await _cancelled(at, at.client.generate(at.new_prompt(), **GREEDY, max_new_tokens=_LONG), 0.1)
 
 
@@ -156,7 +156,7 @@ async def several_gone(at: RequestContext) -> None:
 
 @kind(30)
 async def gone_in_the_middle(at: RequestContext) -> None:
-    """The client closes a stream after a few chunks."""
+    """Close a stream after a few chunks."""
     known, wanted, ids = at.known(), at.random.randint(1, 5), list[int]()
     stream = at.client.generate_stream(known.prompt, **GREEDY, max_new_tokens=_LONG)
     async with aclosing(stream) as chunks:
@@ -170,7 +170,7 @@ async def gone_in_the_middle(at: RequestContext) -> None:
 
 @kind(20)
 async def aborted(at: RequestContext) -> None:
-    """Somebody cancels the request by its id; with a processor, or without."""
+    """Cancel the request by its id; with a processor, or without."""
     options: dict[str, Any] = {"processor": counting(), "params": {"first": FIRST_TOKEN}} if at.number % 2 else {}
     request = asyncio.ensure_future(
         at.client.generate(at.known().prompt, rid=at.rid, **GREEDY, max_new_tokens=_LONG, **options)

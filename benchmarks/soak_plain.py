@@ -11,7 +11,7 @@ from soak_requests import GREEDY, MOST_TOKENS, RequestContext, conversation, exp
 
 @kind(110)
 async def generate(at: RequestContext) -> None:
-    """Plain, on SGLang's route."""
+    """Send a plain request to SGLang's route."""
     known = at.known()
     same(await at.client.generate(known.prompt, **GREEDY, max_new_tokens=known.tokens), known)
 
@@ -29,7 +29,7 @@ async def generate_stream(at: RequestContext) -> None:
 
 @kind(50)
 async def completions(at: RequestContext) -> None:
-    """OpenAI's completions."""
+    """Send a request to OpenAI's completions."""
     known = at.known()
     same(await at.client.completions(known.prompt, **GREEDY, max_tokens=known.tokens), known)
 
@@ -46,7 +46,7 @@ async def completions_stream(at: RequestContext) -> None:
 
 @kind(50)
 async def chat(at: RequestContext) -> None:
-    """OpenAI's chat completions."""
+    """Send a request to OpenAI's chat completions."""
     known = at.known_chat()
     same(await at.client.chat(conversation(known.prompt), **GREEDY, max_tokens=known.tokens), known)
 
@@ -63,7 +63,7 @@ async def chat_stream(at: RequestContext) -> None:
 
 @kind(30)
 async def several_continuations(at: RequestContext) -> None:
-    """`n` above 1: greedy ones are all the same."""
+    """Request several greedy continuations, which are all the same."""
     known, n = at.known(), at.random.randint(2, 4)
     results = await at.client.generate(known.prompt, n=n, **GREEDY, max_new_tokens=known.tokens)
     expect(len(results) == n, results)
@@ -73,7 +73,7 @@ async def several_continuations(at: RequestContext) -> None:
 
 @kind(15)
 async def batch(at: RequestContext) -> None:
-    """Several prompts in one request."""
+    """Send several prompts in one request."""
     knowns = [at.known() for _ in range(3)]
     tokens = min(known.tokens for known in knowns)
     results = await at.client.generate([known.prompt for known in knowns], **GREEDY, max_new_tokens=tokens)
@@ -96,7 +96,7 @@ async def sampled(at: RequestContext) -> None:
 
 @kind(25)
 async def logprobs(at: RequestContext) -> None:
-    """Log-probabilities of the output and of the prompt."""
+    """Request log-probabilities of the output and of the prompt."""
     known = at.known()
     result = await at.client.generate(
         known.prompt,
@@ -115,7 +115,7 @@ async def logprobs(at: RequestContext) -> None:
 
 @kind(15)
 async def chat_logprobs(at: RequestContext) -> None:
-    """The same in OpenAI's words."""
+    """Do the same with OpenAI's fields."""
     known = at.known_chat()
     result = await at.client.chat(
         conversation(known.prompt), **GREEDY, max_tokens=known.tokens, logprobs=True, top_logprobs=3
@@ -134,7 +134,7 @@ async def beam_search(at: RequestContext) -> None:
 
 @kind(10)
 async def trace(at: RequestContext) -> None:
-    """A trace of each token."""
+    """Request a trace of each token."""
     known = at.known()
     result = await at.client.generate(known.prompt, **GREEDY, max_new_tokens=known.tokens, trace={"top": 5})
     same(result, known)

@@ -21,10 +21,11 @@ _COUNTS = {
 
 
 def plot(figures: dict[str, Any], file: Path) -> None:
-    """Memory and what else is counted, over the requests: lines while it runs, dots where the server had finished.
+    """Plot memory and the other counts over the requests: lines during the run, dots where the server was idle.
 
     Args:
-        figures: what `soak.py` writes.
+        figures: the output of `soak.py`.
+        file: an SVG file.
     """
     import matplotlib as mpl
 

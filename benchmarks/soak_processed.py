@@ -17,12 +17,12 @@ _CHOICES = ("yes", "no", "perhaps")
 
 
 def regex(number: int) -> str:
-    """Another one for each number."""
+    """Return a regular expression, different for each number."""
     return rf"{number}-[a-c]{{2}}"
 
 
 def json_schema(number: int) -> str:
-    """The same."""
+    """Return a JSON schema, different for each number."""
     value = {"enum": [number, "none"]}
     return json.dumps(
         {"type": "object", "properties": {"value": value}, "required": ["value"], "additionalProperties": False}
@@ -35,7 +35,7 @@ def _one_step_a_token(result: Generation, tokens: int, processors: int = 1) -> N
 
 @kind(15)
 async def grammar_regex(at: RequestContext) -> None:
-    """A regular expression, another one for each request."""
+    """Send a regular expression, different for each request."""
     pattern = regex(at.number)
     result = await at.client.generate(at.known().prompt, regex=pattern, max_new_tokens=40, temperature=0)
     expect(re.fullmatch(pattern, result.text) is not None, result)
@@ -43,7 +43,7 @@ async def grammar_regex(at: RequestContext) -> None:
 
 @kind(15)
 async def grammar_json(at: RequestContext) -> None:
-    """A JSON schema, another one for each request."""
+    """Send a JSON schema, different for each request."""
     result = await at.client.generate(
         at.known().prompt, json_schema=json_schema(at.number), max_new_tokens=120, temperature=0
     )
@@ -55,7 +55,7 @@ async def grammar_json(at: RequestContext) -> None:
 
 @kind(15)
 async def grammar_choice(at: RequestContext) -> None:
-    """One of a few texts, by the built-in processor's name."""
+    """Send a choice of texts, with the built-in processor by its name."""
     result = await at.client.generate(
         at.known().prompt, processor="grammar", params={"choice": list(_CHOICES)}, max_new_tokens=20, temperature=0
     )
@@ -64,7 +64,7 @@ async def grammar_choice(at: RequestContext) -> None:
 
 @kind(30)
 async def disallowed_tokens(at: RequestContext) -> None:
-    """A built-in processor that forbids what would come."""
+    """Use a built-in processor that forbids the greedy tokens."""
     known = at.known()
     result = await at.client.generate(
         known.prompt,
@@ -79,7 +79,7 @@ async def disallowed_tokens(at: RequestContext) -> None:
 
 @kind(20)
 async def no_repeat_ngram(at: RequestContext) -> None:
-    """A built-in processor that keeps what it has seen."""
+    """Use a built-in processor that stores the tokens it has seen."""
     result = await at.client.generate(
         at.new_prompt(),
         **GREEDY,
@@ -92,7 +92,7 @@ async def no_repeat_ngram(at: RequestContext) -> None:
 
 @kind(90)
 async def shipped_source(at: RequestContext) -> None:
-    """A class as source: classes come and go."""
+    """Ship a class as source; classes are loaded and evicted."""
     number, tokens = at.class_number(), at.random.randint(1, 6)
     result = await at.client.generate(at.known().prompt, processor=forcing(number), max_new_tokens=tokens)
     expect(result.output_ids == (forced_token(number),) * tokens, (number, result))
@@ -101,7 +101,7 @@ async def shipped_source(at: RequestContext) -> None:
 
 @kind(30)
 async def shipped_pickle(at: RequestContext) -> None:
-    """A class as a pickle."""
+    """Ship a class as a pickle."""
     number, tokens = at.class_number(), at.random.randint(1, 6)
     result = await at.client.generate(at.known().prompt, processor=forcing_class(number), max_new_tokens=tokens)
     expect(result.output_ids == (forced_token(number),) * tokens, (number, result))
@@ -109,7 +109,7 @@ async def shipped_pickle(at: RequestContext) -> None:
 
 @kind(60)
 async def shipped_with_state(at: RequestContext) -> None:
-    """Classes that always are in use, with something kept of each sequence, streamed."""
+    """Stream with classes that are always in use and keep state of each sequence."""
     first, tokens = FIRST_TOKEN + at.random.randrange(40_000), at.random.randint(1, 8)
     ids: list[int] = []
     stream = at.client.generate_stream(
@@ -127,7 +127,7 @@ async def shipped_with_state(at: RequestContext) -> None:
 
 @kind(20)
 async def shipped_several_continuations(at: RequestContext) -> None:
-    """Each continuation has its own state."""
+    """Check that each continuation has its own state."""
     first = FIRST_TOKEN + at.random.randrange(40_000)
     results = await at.client.completions(
         at.known().prompt,
@@ -143,7 +143,7 @@ async def shipped_several_continuations(at: RequestContext) -> None:
 
 @kind(20)
 async def two_processors(at: RequestContext) -> None:
-    """A shipped class and a built-in processor in one request."""
+    """Use a shipped class and a built-in processor in one request."""
     number = at.class_number()
     result = await at.client.generate(
         at.known().prompt,

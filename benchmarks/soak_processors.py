@@ -1,4 +1,4 @@
-"""The classes that the soak ships: what each makes of the logits is known beforehand."""
+"""Classes that the soak test ships. The effect of each on the logits is known in advance."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COUNT = """
             state = params["__req__"].state
             sampled = state.get("sampled", 0)
             if sampled == params.get("fail_at"):
-                raise ValueError("as it was told")
+                raise ValueError("as requested")
             state["sampled"] = sampled + 1
             logits[row] = -float("inf")
             logits[row, params["first"] + sampled] = 0.0
@@ -46,7 +46,7 @@ _FAULT = """
 """
 
 FAULTS: dict[str, tuple[str, frozenset[str]]] = {
-    "raises": ("raise ValueError('as it was told')", frozenset({"exception"})),
+    "raises": ("raise ValueError('as requested')", frozenset({"exception"})),
     "leaves NaN": ("logits[:, 0] = float('nan')", frozenset({"non_finite"})),
     "another shape": ("return logits[:, :-1]", frozenset({"bad_result"})),
     "no tensor": ("return None", frozenset({"bad_result"})),
@@ -94,11 +94,11 @@ def counting(number: int = 0) -> str:
 
 
 def failing(what: str, steps: int, number: int) -> str:
-    """A processor string: one of `FAULTS`, once its request has so many tokens. Another class for each number."""
+    """Return a processor string with one of `FAULTS` after `steps` tokens; a different class for each number."""
     name = f"Fail{number}"
     return to_text(SourceProcessor(_HEAD.format(name=name) + _FAULT.format(steps=steps, fault=FAULTS[what][0]), name))
 
 
 def unloadable(number: int) -> str:
-    """A processor string whose class cannot be loaded."""
+    """Return a processor string whose class cannot be loaded."""
     return to_text(SourceProcessor(f"raise RuntimeError('never loads {number}')", "Missing"))

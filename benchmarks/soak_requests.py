@@ -44,7 +44,7 @@ class Unexpected(Exception):
 
 
 def expect(condition: bool, what: object) -> None:
-    """Demand something of an outcome.
+    """Require a condition of an outcome.
 
     Raises:
         Unexpected: it is not so.
@@ -55,7 +55,7 @@ def expect(condition: bool, what: object) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """A prompt, and what the model makes of it when it always takes the most likely token.
+    """A prompt and its greedy continuation.
 
     Attributes:
         tokens: how many are known; before the first near-tie.
@@ -77,7 +77,7 @@ class Answers:
 
 @dataclass
 class RequestContext:
-    """One request: what it goes through, and what it is made of.
+    """Random numbers, known answers and clients for one request.
 
     Attributes:
         number: of the request.
@@ -98,25 +98,25 @@ class RequestContext:
         self.rid = f"soak-{self.number}"
 
     def known(self) -> Known:
-        """One of the prompts."""
+        """Return one of the prompts."""
         return self.random.choice(self.answers.texts)
 
     def known_chat(self) -> Known:
-        """One of the conversations."""
+        """Return one of the conversations."""
         return self.random.choice(self.answers.chats)
 
     def new_prompt(self) -> str:
-        """A prompt that no other request has."""
+        """Return a prompt that no other request has."""
         words = " ".join(self.random.choices(_WORDS, k=12))
         return f"Story {self.number}: {words}"
 
     def class_number(self) -> int:
-        """Of a shipped class: new ones come with time, and old ones are asked for less and less, then never."""
+        """Return the number of a shipped class. New classes appear over time; old ones are requested less and less."""
         age = min(int(self.random.expovariate(0.4)), 10)
         return max(0, self.number // 12 - age)
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """Send JSON; again while the server has no room for the processor."""
+        """Send JSON. Retry while the server has no capacity for the processor."""
         while True:
             response = await self.http.post(path, json=body)
             if response.status_code != 503:
@@ -132,7 +132,7 @@ KINDS: dict[Kind, float] = {}
 
 
 def kind(weight: float) -> Callable[[Kind], Kind]:
-    """Enter a kind into `KINDS`."""
+    """Add a kind to `KINDS`."""
 
     def enter(function: Kind) -> Kind:
         KINDS[function] = weight
@@ -147,12 +147,12 @@ def name_of(one: Kind) -> str:
 
 
 def conversation(prompt: str) -> list[Message]:
-    """A prompt as a conversation."""
+    """Return a prompt as a conversation."""
     return [{"role": "user", "content": prompt}]
 
 
 def same(result: Generation, known: Known) -> None:
-    """Demand the greedy continuation."""
+    """Require the greedy continuation."""
     expect(result.text == known.text, f"{known.prompt!r} gave {result.text!r}, not {known.text!r}")
 
 

@@ -1,4 +1,4 @@
-"""A real `logitship serve` as a child process, and what it and the processes below it take."""
+"""A real `logitship serve` as a child process, and the resources that it and its descendants use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class SoakServer:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         base_url: where it listens.
@@ -110,6 +110,7 @@ def soak_server(folder: Path, flags: Sequence[str]) -> Iterator[SoakServer]:
 
     Args:
         folder: for its log and its temporary files.
+        flags: of the command line.
 
     Raises:
         RuntimeError: it does not start, or does not end by itself.
@@ -158,7 +159,7 @@ def _free_port() -> int:
 
 
 def processes_below(pid: int) -> Iterator[int]:
-    """The children of a process, theirs, and so on, as far as they are still there."""
+    """Return the living descendants of a process."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal() and (fields := _stat(int(name))):
@@ -175,7 +176,7 @@ def _state(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Of `/proc/PID/stat`, what stands behind the name: state, parent, …; nothing if the process is gone."""
+    """Return the fields of `/proc/PID/stat` after the name (state, parent, …); none if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -183,10 +184,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process that no file stands behind, of shared pages its share (PSS); 0 if it is gone.
+    """Return the anonymous and shared memory of a process, as proportional set size (PSS); 0 if it is gone.
 
-    A sandbox does not let its own user look at that. Where the user is not root, what it shares with nobody stands for
-    it: the rest is the zygote's.
+    Only root may read the PSS of a sandbox. For other users, its unshared memory is returned: the zygote owns the rest.
     """
     folder = Path(f"/proc/{pid}")
     try:
@@ -199,7 +199,7 @@ def proportional_bytes(pid: int) -> int:
 
 
 def _field(file: Path, name: str) -> int:
-    """Bytes that a line such as `Pss: 12 kB` tells; 0 without one."""
+    """Return the bytes in a line such as `Pss: 12 kB`; 0 without such a line."""
     lines = (line.split() for line in file.read_text().splitlines())
     return next((int(line[1]) * 1024 for line in lines if line and line[0] == name), 0)
 

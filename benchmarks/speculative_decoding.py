@@ -82,11 +82,14 @@ class Softer(CustomLogitProcessor):
 def seconds_per_token(server: Server, prompts: list[str], streams: int, more: dict[str, Any]) -> float:
     """Generate the answers, with a fixed number of concurrent requests.
 
-    They have different lengths. If all ended in the same step, those without drafts would have their prompts computed
-    together, which answers of real people do not.
+    The answers have different lengths. If all ended in the same step, the next prompts would be computed together,
+    which does not happen with real users.
 
     Args:
-        more: of each request, `max_tokens` among it: of the longest.
+        server: generates the answers.
+        prompts: one per request.
+        streams: number of concurrent requests.
+        more: further fields of each request; `max_tokens` is that of the longest.
     """
     bodies = [
         {

@@ -1,4 +1,4 @@
-"""A model for what has nothing to do with the model."""
+"""Tiny model for benchmarks in which the model does not matter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def tiny_model(folder: Path, tokenizer: Path) -> Path:
-    """A model with random weights that computes a step in little time, and another's tokenizer.
+    """Return a fast model with random weights, and the tokenizer of another one.
 
     Args:
         folder: to be made.

@@ -1,4 +1,4 @@
-"""The peer of `vllm_plugin.py`: the same edit, as a processor for vLLM's own V1 interface."""
+"""Peer of `vllm_plugin.py`: the same edit, as a processor for vLLM's own V1 interface."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def banned(stream: int) -> list[int]:
 
 
 def sampling(side: str, streams: int, tokens: int) -> list[SamplingParams]:
-    """The parameters of a turn's requests, one a stream."""
+    """Return the parameters of a turn's requests, one per stream."""
     from processors import SOURCE
     from vllm import SamplingParams
 
@@ -65,7 +65,7 @@ def seconds_of(llm: LLM, params: list[SamplingParams]) -> float:
 
 
 def rotated(turn: int) -> tuple[str, ...]:
-    """The sides, beginning with another one each time: what came before may have left the machine warm or busy."""
+    """Return the sides, starting with a different one each turn: the side before may leave the machine warm."""
     first = turn % len(SIDES)
     return SIDES[first:] + SIDES[:first]
 

@@ -1,4 +1,4 @@
-"""One side of a benchmark in a process of its own: where the two sides need different environments.
+"""One side of a benchmark in its own process, for sides that need different environments.
 
 A worker is a script that calls `serve`. This module imports nothing but the standard library, so that a worker runs in
 any environment that has what it measures.
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class WorkerProcess:
-    """A running worker. It is idle while it has no order, so that workers can take turns.
+    """Running worker. It is idle while it has no order, so that workers can take turns.
 
     Args:
         python: that has what the worker measures.
@@ -54,7 +54,7 @@ class WorkerProcess:
         self._process.stdout.close()
 
     def ask(self, order: object) -> Any:
-        """Send an order, anything that JSON has, and wait for the answer."""
+        """Send an order, any JSON value, and wait for the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -72,7 +72,7 @@ class WorkerProcess:
 def beside_vllm(
     script: Path, vllm_python: str | None, threads: int
 ) -> Iterator[tuple[WorkerProcess, WorkerProcess | None]]:
-    """Workers of a script with the arguments `logitship`, and `vllm` if there is a Python that has it."""
+    """Start workers of a script with the arguments `logitship` and, if there is a Python that has it, `vllm`."""
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(WorkerProcess(sys.executable, script, ["logitship"], threads))
         peer = stack.enter_context(WorkerProcess(vllm_python, script, ["vllm"], threads)) if vllm_python else None
@@ -80,7 +80,7 @@ def beside_vllm(
 
 
 def serve(start: Callable[[], tuple[object, Callable[[Any], object]]]) -> None:
-    """Be a worker, until there are no more orders.
+    """Serve orders until there are no more.
 
     Args:
         start: imports what is slow. Returns what the worker says of itself, and what answers an order.

@@ -1,4 +1,4 @@
-"""`min_p`: only tokens that are not too unlikely beside the most likely one."""
+"""`min_p`: only tokens that are not too unlikely compared with the most likely one."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def author_traceback(error: BaseException) -> str:
     try:
         lines = _Report().lines(error)
     # Reading an exception may run the author's code despite all precautions.
-    except BaseException as second:  # noqa: BLE001
+    except BaseException as second:  # noqa: BLE001  # boundary: author code
         return f"(the traceback cannot be shown: {class_name(type(second))})"
     return _end("".join(f"{line}\n" for line in lines)) if len(lines) > 1 else ""
 
@@ -222,7 +222,7 @@ def _message(error: BaseException) -> tuple[str, str]:
     """Return the exception's message and "", or "" and why it cannot be read: `str` may run the author's code."""
     try:
         return str(error), ""
-    except BaseException as second:  # noqa: BLE001
+    except BaseException as second:  # noqa: BLE001  # boundary: author code
         return "", f"(its message cannot be shown: str() raised {class_name(type(second))})"
 
 

@@ -34,6 +34,8 @@ class Receipt:
 class FinishReason:
     """Reason for the end of a continuation.
 
+    The server's counterpart is `logitship.server.requests.messages.FinishReason`.
+
     Attributes:
         kind: `stop` (end token, stop token or stop string), `length`, `abort`, or another value of the server.
         matched: for `stop`: the token id or string that ended it, if the server says.
@@ -163,6 +165,8 @@ class Generation:
 @dataclass(frozen=True, kw_only=True)
 class GenerationChunk:
     """New part of one continuation since its previous chunk.
+
+    The server's counterpart is `logitship.server.requests.messages.GenerationChunk`.
 
     Attributes:
         text: the new text.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -234,3 +234,7 @@ class SamplingParams:
     def min_new_tokens(self) -> int:
         """SGLang's name for `min_tokens`."""
         return self.min_tokens
+
+
+SANDBOXED_FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name != "processors")
+"""Fields that are sent to sandboxes: the processors in them see these."""

@@ -5,10 +5,9 @@ One digest per line, `sha256:` and 64 hexadecimal digits. Blank lines are ignore
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+from logitship.client.serialization.processor_string import DIGEST_PATTERN
 
 
 def read_allowed_digests(path: str) -> frozenset[str]:
@@ -24,7 +23,7 @@ def read_allowed_digests(path: str) -> frozenset[str]:
     digests = set()
     for number, line in enumerate(lines, 1):
         digest = line.partition("#")[0].strip()
-        if digest and not _DIGEST.fullmatch(digest):
+        if digest and not DIGEST_PATTERN.fullmatch(digest):
             raise ValueError(
                 f"allow_processor: {path}, line {number}: {digest[:80]!r} is not 'sha256:' and 64 hexadecimal digits "
                 "(lower case)"

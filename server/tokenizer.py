@@ -84,7 +84,8 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **template_kwargs,
             )
-        except Exception as error:  # boundary: the template author's code can raise anything
+        # A chat template is a program of the model's author.
+        except Exception as error:  # boundary: third-party code
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         # The template already contains the special tokens.
         return self.encode(text, add_special_tokens=False)

@@ -1,4 +1,7 @@
-"""How modules import each other. The import-linter contracts (`scripts/check`) hold which folder may import which."""
+"""Rules for all modules: imports, names, docstrings and broad excepts.
+
+The import-linter contracts (`scripts/check`) hold which folder may import which.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,18 @@ MAX_MODULES = 20
 """In one folder; `builtin_processors` is exempt, because each of its files is one processor."""
 RIDDLES = ("How", "Of", "That", "Those", "What", "When", "Where", "Whether", "Which", "Who", "Whose", "Why")
 """First words of docstrings that describe a thing without naming it."""
+BOUNDARIES = ("author code", "engine thread", "event loop", "process death", "third-party code", "vLLM")
+"""Places where any exception is caught. `CONTRIBUTING.md` lists them."""
+UNMARKED = ("server/check", "server/offline")
+"""Folders whose broad excepts do not name their boundary yet."""
+
+
+STAND_INS = {
+    "FinishReason": "in the client, the record of the server's class",
+    "GenerationChunk": "in the client, the record of the server's class",
+    "SamplingParams": "in `logitship.server.offline`, vLLM's class",
+}
+"""Class names that two modules may define, and why."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,7 @@ def package_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_only_neighbours_are_imported_relatively(folder: str) -> None:
+def test_relative_imports_only_within_a_folder(folder: str) -> None:
     imports = imports_in(folder)
     neighbours = [each for each in imports if each.module.rpartition(".")[0] == package_of(each.file)]
     modules = [each for each in neighbours if (each.file.parent / f"{each.module.rpartition('.')[2]}.py").exists()]
@@ -80,6 +95,40 @@ def test_modules_have_different_names() -> None:
     names = [path.name for folder in FOLDERS for path in files_of(folder) if path.name != "__init__.py"]
     stand_ins = {"sampling_params.py"}  # `logitship.server.offline` has vLLM's class of that name
     assert {name for name in names if names.count(name) > 1} - stand_ins == set()
+
+
+def test_classes_have_different_names() -> None:
+    names = [
+        statement.name
+        for folder in FOLDERS
+        for path in files_of(folder)
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.ClassDef)
+    ]
+    assert {name for name in names if names.count(name) > 1} == set(STAND_INS)
+
+
+def broad_excepts() -> Iterator[tuple[str, str]]:
+    """Yield the place and the source line of each `except` that catches all exceptions."""
+    for path in (path for folder in FOLDERS for path in files_of(folder)):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ExceptHandler):
+                caught = {each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)} if node.type else set()
+                if not node.type or caught & {"Exception", "BaseException", "BaseExceptionGroup", "ExceptionGroup"}:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", source.splitlines()[node.lineno - 1]
+
+
+def test_broad_excepts_name_their_boundary() -> None:
+    endings = (*(f"  # boundary: {boundary}" for boundary in BOUNDARIES), "  # cleanup, then re-raised")
+    found = {place: line for place, line in broad_excepts() if not place.startswith(UNMARKED)}
+    assert len(found) > 20
+    assert {place: line for place, line in found.items() if not line.endswith(endings)} == {}
+
+
+def test_boundaries_are_documented() -> None:
+    rules = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [boundary for boundary in BOUNDARIES if f"`{boundary}`" not in rules] == []
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])

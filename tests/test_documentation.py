@@ -1,4 +1,4 @@
-"""The pages for people: their examples run, and what they say of flags, routes, errors and files is so."""
+"""The pages of the documentation: examples run, and the flags, routes, errors and files in them exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
     ROOT.glob("docs/*.md")
 )
 IN_THE_EXAMPLES = "http://127.0.0.1:30000"
-"""Where the examples' server is."""
+"""URL of the server in the examples."""
 ON_THE_DEFAULT_MODEL = {
     "cookbook.md",
     "migrating-from-huggingface.md",
@@ -36,7 +36,7 @@ ON_THE_DEFAULT_MODEL = {
     "migrating-from-vllm.md",
     "traces.md",
 }
-"""Pages whose examples show what the default model says. The others run on a tiny one."""
+"""Pages whose examples show answers of the default model. The others run on a tiny one."""
 BY_ITSELF = {"tutorial.md"}
 """Followed command by command: `tests/end_to_end/test_tutorial.py`."""
 
@@ -45,7 +45,7 @@ VLLM_SERVE = (
     "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR=1 vllm serve Qwen/Qwen3-0.6B \\\n"
     "  --logits-processors logitship.server.vllm:LogitshipLogitsProcessor"
 )
-# Only these: they install, start something that stays, or need what the tests have not.
+# These install something, start something that keeps running, or need something that the tests do not have.
 NOT_RUN = {
     "checking.md": ["""logitship check ban.py:Ban --params '{"token_ids": [30]}'"""],
     "README.md": [
@@ -142,7 +142,7 @@ def default_model_url() -> Iterator[str]:
 
 
 def server_for(page: Path, request: pytest.FixtureRequest) -> str:
-    """The base URL of the server that the examples of a page talk to."""
+    """Return the base URL of the server for the examples of a page."""
     url: str = request.getfixturevalue("default_model_url" if page.name in ON_THE_DEFAULT_MODEL else "base_url")
     return url
 
@@ -150,7 +150,7 @@ def server_for(page: Path, request: pytest.FixtureRequest) -> str:
 # --- the examples ---
 
 
-def test_every_block_is_of_a_known_kind() -> None:
+def test_blocks_are_of_a_known_kind() -> None:
     assert {(block.language, re.sub(r'^title=".*"$', "title", block.word)) for block in BLOCKS} == {
         ("bash", ""),
         ("bash", "no-run"),
@@ -163,7 +163,7 @@ def test_every_block_is_of_a_known_kind() -> None:
     }
 
 
-def test_only_what_cannot_run_is_not_run() -> None:
+def test_blocks_that_are_not_run_are_listed() -> None:
     not_run: dict[str, list[str]] = {}
     for block in BLOCKS:
         if block.word == "no-run":
@@ -172,14 +172,14 @@ def test_only_what_cannot_run_is_not_run() -> None:
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_as_one_script(
+def test_python_of_a_page_runs_as_one_script(
     page: Path,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     is_shown: Callable[[str, str], bool],
 ) -> None:
-    """A `text` block right after a Python block is what that prints."""
+    """Compare each `text` block right after a Python block with what the block prints."""
     base_url = server_for(page, request)
     examples = re.findall(
         r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", page.read_text(), re.MULTILINE | re.DOTALL
@@ -196,7 +196,7 @@ def test_the_python_of_a_page_runs_as_one_script(
 
 
 @pytest.mark.parametrize("block", CURL_BLOCKS, ids=str)
-def test_curl_runs(block: Block, request: pytest.FixtureRequest) -> None:
+def test_curl_commands_run(block: Block, request: pytest.FixtureRequest) -> None:
     command = shlex.split(block.text)
     assert command.count("curl") == 1
     assert command[0] == "curl"
@@ -213,11 +213,11 @@ def test_curl_runs(block: Block, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
-def test_json_is_json(block: Block) -> None:
+def test_json_is_valid(block: Block) -> None:
     assert isinstance(json.loads(block.text), dict)
 
 
-def test_the_answer_of_generate_has_the_fields_that_are_shown(base_url: str) -> None:
+def test_generate_response_has_the_documented_fields(base_url: str) -> None:
     request = next(block for block in CURL_BLOCKS if block.page.name == "server.md" and "/generate" in block.text)
     shown = next(block for block in BLOCKS if block.language == "json" and '"meta_info"' in block.text)
     body = json.loads(shlex.split(request.text)[-1])
@@ -231,7 +231,7 @@ def test_the_answer_of_generate_has_the_fields_that_are_shown(base_url: str) -> 
 
 
 def rows_of(page: str, heading: str) -> list[list[str]]:
-    """The cells of the tables of a section, without those of their heads."""
+    """Return the cells of the tables of a section, without their headings."""
     content = (ROOT / page).read_text()
     match = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", content, re.MULTILINE | re.DOTALL)
     assert match is not None, f"{page} has no section {heading!r}"
@@ -241,7 +241,7 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
     return [row for number, row in enumerate(rows) if number not in rules and number + 1 not in rules]
 
 
-def test_the_flags_are_those_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_match_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
@@ -250,7 +250,7 @@ def test_the_flags_are_those_of_the_parser(capsys: pytest.CaptureFixture[str]) -
     assert in_page == in_parser
 
 
-def test_the_flags_defaults_are_those_of_the_configuration() -> None:
+def test_flag_defaults_match_the_configuration() -> None:
     def shown(default: object) -> str:
         return "" if default in (None, ()) else "off" if default is False else f"`{default}`"
 
@@ -259,11 +259,11 @@ def test_the_flags_defaults_are_those_of_the_configuration() -> None:
     assert in_page == in_config
 
 
-def test_the_checks_are_those_that_are_made() -> None:
+def test_all_checks_are_documented() -> None:
     assert [codes_in(row[0]) for row in rows_of("docs/checking.md", "The checks")] == [[name] for name in CHECKS]
 
 
-def test_the_options_of_check_are_those_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_check_match_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", "--help"])
     in_parser = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
@@ -271,7 +271,7 @@ def test_the_options_of_check_are_those_of_the_parser(capsys: pytest.CaptureFixt
     assert in_page == ["TARGET", *in_parser]
 
 
-def test_the_routes_are_those_of_the_server(base_url: str) -> None:
+def test_routes_match_the_server(base_url: str) -> None:
     paths = httpx.get(f"{base_url}/openapi.json").json()["paths"]
     in_page = {tuple(route.split(" ")) for row in rows_of("docs/server.md", "Routes") for route in codes_in(row[0])}
     assert {path for _, path in in_page} == set(paths)
@@ -288,12 +288,12 @@ def refusals(base: type[RequestRefused] = RequestRefused) -> Iterator[type[Reque
         yield from refusals(cls)
 
 
-def test_every_refusal_is_listed() -> None:
+def test_refusals_are_documented() -> None:
     listed = {(row[0], *codes_in(row[1])) for row in rows_of("docs/server.md", "Errors")}
     assert {(str(cls.status_code), cls.type) for cls in refusals()} <= listed
 
 
-def test_every_sampling_parameter_is_listed() -> None:
+def test_sampling_parameters_are_documented() -> None:
     module = importlib.import_module("logitship.server.schemas.sglang_schemas")
     in_page = {name for row in rows_of("docs/sampling.md", "Parameters") for name in codes_in(row[0])}
     elsewhere = {"custom_params", "logprobs_mode", "no_stop_trim"}
@@ -302,13 +302,13 @@ def test_every_sampling_parameter_is_listed() -> None:
     assert missing == set()
 
 
-def test_what_the_readme_says_is_what_ci_runs() -> None:
+def test_ci_runs_the_command_of_the_readme() -> None:
     second = NOT_RUN["README.md"][2]
     assert second in (ROOT / "README.md").read_text().splitlines()
     assert second in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-def test_the_changelog_has_an_unreleased_section() -> None:
+def test_changelog_has_an_unreleased_section() -> None:
     assert re.search(r"^## \[Unreleased\]$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
@@ -320,13 +320,13 @@ def prose_of(page: Path) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """GitHub's: lower case, without punctuation, with hyphens for spaces."""
+    """Return GitHub's anchors: lower case, without punctuation, with hyphens for spaces."""
     headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
     broken = []
     for link in links:

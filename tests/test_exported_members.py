@@ -1,4 +1,4 @@
-"""`__all__` is sorted and complete, and every name in it is there."""
+"""`__all__` is sorted and complete, and every name in it can be imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names_of(module: object) -> list[str]:
 
 
 @pytest.mark.parametrize("module", [logitship, logitship.client])
-def test_all_is_sorted_without_repetition_and_resolves(module: object) -> None:
+def test_all_is_sorted_unique_and_importable(module: object) -> None:
     names = names_of(module)
     assert names == sorted(set(names))
     for name in names:
@@ -39,7 +39,7 @@ def test_all_errors_and_records_are_exported() -> None:
     assert public <= set(names_of(logitship.client))
 
 
-def test_the_package_exports_what_the_client_does() -> None:
+def test_package_exports_all_of_the_client() -> None:
     assert set(names_of(logitship)) == {*names_of(logitship.client), "__version__"}
 
 
@@ -56,18 +56,18 @@ NEED_THE_SERVER = [
 
 
 @pytest.mark.parametrize("name", NEED_THE_SERVER)
-def test_what_needs_the_server_comes_when_it_is_asked_for(name: str) -> None:
+def test_server_names_are_imported_on_first_use(name: str) -> None:
     assert callable(getattr(logitship, name))
     assert name in dir(logitship)
     assert name not in logitship.__all__  # `import *` must not load torch
 
 
-def test_the_docstring_names_what_needs_the_server() -> None:
+def test_docstring_lists_the_server_names() -> None:
     named = re.findall(r"`(\w+)`", (logitship.__doc__ or "").split("nothing else.")[1].split("come from")[0])
     assert sorted(named) == NEED_THE_SERVER
 
 
-def test_without_the_server_it_is_said_how_to_install_it() -> None:
+def test_missing_server_error_says_how_to_install_it() -> None:
     program = "import sys; sys.modules['torch'] = None; import logitship; logitship.LLM"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 1
@@ -79,12 +79,12 @@ def test_error_tree_in_the_docstring_is_complete() -> None:
     assert shown == {name for name, value in vars(errors).items() if isinstance(value, type)} - {"Any"}
 
 
-def test_the_version_is_the_distributions() -> None:
+def test_version_matches_the_distribution() -> None:
     assert logitship.__version__ == version("logitship")
     pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'version = "{logitship.__version__}"' in pyproject
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = logitship.nothing  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The README.md of each large folder: short, and in step with the folder."""
+"""README.md of each large folder: short, and up to date with the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `docs/monitoring.md` and the dashboard say of the metrics is so."""
+"""The metrics in `docs/monitoring.md` and the dashboard are those that are exported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rows_of_page() -> Iterator[list[str]]:
             yield cells
 
 
-def test_the_page_lists_every_metric_with_its_type_and_labels(metrics: dict[str, Metric]) -> None:
+def test_page_lists_every_metric_with_its_type_and_labels(metrics: dict[str, Metric]) -> None:
     in_page = {name.strip("`"): (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows_of_page()}
     own = {
         name: (metric.type, {label for sample in metric.samples for label in sample.labels} - {"le"})
@@ -62,7 +62,7 @@ def test_the_page_lists_every_metric_with_its_type_and_labels(metrics: dict[str,
     assert in_page == own | no_sample
 
 
-def test_every_metric_of_the_dashboard_is_exported(metrics: dict[str, Metric]) -> None:
+def test_dashboard_metrics_are_exported(metrics: dict[str, Metric]) -> None:
     exported = {sample.name for metric in metrics.values() for sample in metric.samples} | set(metrics)
     queries = [target["expr"] for panel in PANELS for target in panel["targets"]]
     named = {name for query in queries for name in re.findall(r"\b((?:logitship|process)_\w+)", query)}
@@ -70,7 +70,7 @@ def test_every_metric_of_the_dashboard_is_exported(metrics: dict[str, Metric]) -
     assert len(named) > 25
 
 
-def test_every_metric_of_the_page_is_on_the_dashboard() -> None:
+def test_documented_metrics_are_on_the_dashboard() -> None:
     queries = json.dumps(DASHBOARD)
     left_out = {
         "logitship_accepting",
@@ -85,7 +85,7 @@ def test_every_metric_of_the_page_is_on_the_dashboard() -> None:
     assert missing == left_out
 
 
-def test_queries_group_by_labels_that_are_there(metrics: dict[str, Metric]) -> None:
+def test_queries_group_by_existing_labels(metrics: dict[str, Metric]) -> None:
     labels = {label for metric in metrics.values() for sample in metric.samples for label in sample.labels}
     labels |= {"reason", "instance"}
     for panel in PANELS:
@@ -97,7 +97,7 @@ def test_queries_group_by_labels_that_are_there(metrics: dict[str, Metric]) -> N
             assert target["expr"].count("(") == target["expr"].count(")")
 
 
-def test_panels_take_their_data_from_the_variable_and_do_not_overlap() -> None:
+def test_panels_use_the_datasource_variable_and_do_not_overlap() -> None:
     assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["datasource", "instance"]
     assert {panel["datasource"]["uid"] for panel in PANELS} == {"${datasource}"}
     taken: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""The site that mkdocs makes of `docs/`: nothing is missing in it, and it needs nothing from elsewhere."""
+"""The site that mkdocs builds from `docs/` is complete and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `--strict` wants it: no broken link or anchor, no page outside the navigation."""
+    """The site, built with `--strict`: no broken link or anchor, no page outside the navigation."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -30,12 +30,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     loaded = re.compile(r'<(?:script|img|iframe)\b[^>]* src="(?:https?:)?//|<link\b[^>]* href="(?:https?:)?//')
     assert [page.name for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
 
 
-def test_the_reference_has_every_public_name(site: Path) -> None:
+def test_reference_has_every_public_name(site: Path) -> None:
     pages = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
     described = set(re.findall(r'id="logitship\.(?:[\w.]*\.)?(\w+)"', pages))
     public = {name for name in dir(logitship) if name[0] != "_" and isinstance(getattr(logitship, name), type)}
@@ -43,13 +43,13 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert public - described == set()
 
 
-def test_files_from_outside_the_folder_are_there(site: Path) -> None:
+def test_files_from_outside_docs_are_included(site: Path) -> None:
     assert 'href="repository/CONTRIBUTING.html' in (site / "architecture.html").read_text()
     assert 'href="../architecture.html#words"' in (site / "repository" / "CONTRIBUTING.html").read_text()
     assert (site / "repository" / "client" / "errors.py").read_text() == (ROOT / "client" / "errors.py").read_text()
 
 
-def test_blocks_and_lists_are_read_as_on_code_hosts(site: Path) -> None:
+def test_blocks_and_lists_render_as_on_code_hosts(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text()
         assert "<p>```" not in text, page

@@ -1,4 +1,4 @@
-"""The four folders at the top of the repository and what `pip install` makes of them."""
+"""The four top-level folders of the repository, as `pip install` installs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the build reads, links as links, so that a build leaves the repository alone."""
+    """Copy of the files that the build reads, symbolic links included: a build must not change the repository."""
     tree = tmp_path_factory.mktemp("repository")
     for name in (".gitignore", "LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree / name)
@@ -29,7 +29,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(tree: Path, out: Path, *options: str) -> Path:
-    """Builds into `out` and returns the wheel."""
+    """Build into `out`; return the wheel."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(tree)]
     done = subprocess.run(command, cwd=out.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,13 +60,13 @@ def package_files(tree: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in files.items()}
 
 
-def test_the_links_are_the_four_folders() -> None:
+def test_links_are_the_four_folders() -> None:
     entries = (ROOT / "src" / "logitship").iterdir()
     links = {entry.name: entry.readlink().as_posix() for entry in entries if entry.is_symlink()}
     assert links == {folder: f"../../{folder}" for folder in FOLDERS}
 
 
-def test_the_wheel_holds_the_tree_and_nothing_else(tree: Path, wheel: Path) -> None:
+def test_wheel_contains_exactly_the_tree(tree: Path, wheel: Path) -> None:
     files = contents(wheel)
     package = {name: content for name, content in files.items() if ".dist-info/" not in name}
     assert package == package_files(tree)
@@ -74,18 +74,18 @@ def test_the_wheel_holds_the_tree_and_nothing_else(tree: Path, wheel: Path) -> N
     assert {f"logitship/{folder}/__init__.py" for folder in FOLDERS} <= set(package)
 
 
-def test_the_wheel_claims_one_top_level_name(wheel: Path) -> None:
+def test_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in contents(wheel)} == {"logitship"}
 
 
-def test_a_plain_install_is_the_light_client(wheel: Path) -> None:
+def test_plain_install_is_only_the_client(wheel: Path) -> None:
     (metadata,) = (content for name, content in contents(wheel).items() if name.endswith(".dist-info/METADATA"))
     requirements = message_from_bytes(metadata).get_all("Requires-Dist") or []
     always = sorted(requirement.split(">")[0] for requirement in requirements if "extra ==" not in requirement)
     assert always == ["dill", "httpx", "orjson"]
 
 
-def test_the_wheel_of_the_sdist_is_the_same(tree: Path, wheel: Path, tmp_path: Path) -> None:
+def test_wheel_of_the_sdist_is_the_same(tree: Path, wheel: Path, tmp_path: Path) -> None:
     out = tmp_path / "dist"
     out.mkdir()
     from_sdist = build(tree, out)  # the sdist, and the wheel from it

@@ -91,7 +91,7 @@ class Token(_Record):
     token: int | str
 
 
-class Sequence(_Record):
+class Concatenation(_Record):
     """Formats one after the other."""
 
     type: Literal["sequence"] = "sequence"
@@ -253,7 +253,7 @@ Format = Annotated[
     | JsonSchema
     | AnyText
     | Token
-    | Sequence
+    | Concatenation
     | Or
     | Tag
     | TriggeredTags
@@ -312,7 +312,7 @@ def is_open(part: Format) -> bool:
     match part:
         case AnyText() | TriggeredTags() | Dispatch():
             return True
-        case Sequence():
+        case Concatenation():
             return is_open(part.elements[-1])
         case Or():
             return any(map(is_open, part.elements))
@@ -387,6 +387,6 @@ _TYPES = (
     "repeat",
     "dispatch",
 )
-for _record in (Sequence, Or, Tag, TriggeredTags, TagsWithSeparator, Optional, Plus, Star, Repeat, Dispatch):
+for _record in (Concatenation, Or, Tag, TriggeredTags, TagsWithSeparator, Optional, Plus, Star, Repeat, Dispatch):
     _record.model_rebuild()
 StructuralTag.model_rebuild()

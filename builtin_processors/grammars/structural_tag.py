@@ -146,7 +146,7 @@ class _Lark:
                 return [self._token(part.token), *then]
             case formats.AnyText():
                 return self._free_text([*stop, *part.excludes], then, part.max_chars)
-            case formats.Sequence():
+            case formats.Concatenation():
                 for element in reversed(part.elements):
                     then = self._symbols(element, stop, then)
                 return then
@@ -181,7 +181,7 @@ class _Lark:
                 return None
             case formats.AnyText():
                 return self._free([*stop, *part.excludes], part.max_chars)
-            case formats.Sequence():
+            case formats.Concatenation():
                 return self._all(" ", (self._regular(each, stop) for each in part.elements))
             case formats.Or():
                 return self._all(" | ", (self._regular(each, stop) for each in part.elements))

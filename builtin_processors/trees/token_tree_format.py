@@ -48,7 +48,7 @@ def load_tree(path: str | Path) -> TokenTree:
         raise TreeFormatError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, NaN, a number of thousands of digits; nested too deep
         raise TreeFormatError(f"is no JSON: {error}") from None
-    reader = _Reader()
+    reader = _TreeParser()
     tree = reader.read(root)
     if reader.num_dropped:
         logger.warning("%s: left out %d token ids that are negative or above 2^31 - 1", path, reader.num_dropped)
@@ -71,10 +71,10 @@ def read_tree(value: object) -> TokenTree:
     Raises:
         TreeFormatError: it is not a tree.
     """
-    return _Reader().read(value)
+    return _TreeParser().read(value)
 
 
-class _Reader:
+class _TreeParser:
     """Parses the members of a tree.
 
     Attributes:

@@ -213,7 +213,7 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except ProcessorLoadError:
         raise
-    except (Exception, SystemExit) as error:  # author's code may raise anything
+    except (Exception, SystemExit) as error:  # boundary: author code
         module = _missing_module(error)
         message = f"{what}: {error_text(error)}" if module is None else _NOT_INSTALLED.format(module)
         raise ProcessorLoadError(f"{message}\n{author_traceback(error)}".rstrip()) from error

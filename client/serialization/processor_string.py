@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """Bytecode of a pickled class only runs on the Python minor version that made it."""
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def _digest(*parts: bytes) -> str:
@@ -154,7 +154,7 @@ def from_json(data: Any) -> ProcessorString:
     if "digest" in data:
         _only(data, "digest")
         digest = _text(data, "digest")
-        if not _DIGEST.fullmatch(digest):
+        if not DIGEST_PATTERN.fullmatch(digest):
             raise ProcessorLoadError(f"'digest' is not 'sha256:' and 64 hexadecimal digits: {digest[:80]!r}")
         return RegisteredProcessor(digest)
     if "name" in data:

@@ -66,7 +66,7 @@ class CallableFactory:
         try:
             made: RequestLogitsProcessor = call(self._make)
         # An author's code may raise anything, which must not end the engine's thread.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001  # boundary: author code
             message = f"{self.name} cannot be created: {error_text(error)}\n{author_traceback(error)}"
             raise ProcessorLoadError(message.rstrip()) from None
         convention_of(made)
@@ -140,7 +140,7 @@ def _duplicator(target: Any) -> Callable[[], Any]:
     duplicate = _copier_of(target)
     try:
         duplicate()
-    except Exception as error:
+    except Exception as error:  # boundary: author code
         raise TypeError(
             f"{name_of(target)} cannot be copied, and each sequence needs its own copy: {error_text(error)}. Give the "
             "class and its arguments instead, or add a method clone()"

@@ -56,7 +56,7 @@ def edit(
     except BadResult as bad:
         fault = ProcessorFault(f"processor {name} returned {bad}", digest=digest, name=name, kind="bad_result")
     # No exception, not even `SystemExit`, must end the engine's thread.
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001  # boundary: author code
         fault = exception_fault(error, name=name, digest=digest, shipped_class=shipped_class)
     else:
         return
@@ -96,7 +96,7 @@ def duplicate(value: T, shared: Iterable[object], *, name: str, digest: str = ""
         # deepcopy() uses the memo's entry for an object's id as its copy.
         copied: T = call(copy.deepcopy, value, {id(each): each for each in shared})
     # A `__deepcopy__` is the author's code too.
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001  # boundary: author code
         fault = ProcessorFault(
             f"processor {name} keeps state of a sequence that cannot be copied, which beam search requires: "
             f"{error_text(error)}. Keep plain values in __req__.state, or define __deepcopy__",
@@ -188,5 +188,5 @@ def _hint(error: BaseException, shipped_class: type | None) -> str | None:
     try:
         return explain_name_error(error, shipped_class)
     # Reading attributes of the exception and the class may run the author's code.
-    except BaseException:  # noqa: BLE001
+    except BaseException:  # noqa: BLE001  # boundary: author code
         return None

@@ -96,7 +96,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
             function = call(self.new_req_logits_processor, params)
             return None if function is None else bind(function, prompt_token_ids, output_token_ids)
         # An author's code may raise anything, which must not end the engine's thread.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001  # boundary: author code
             return exception_fault(error, name=self._name_in_faults)
 
     def _fault_of(self, function: BoundCallable, logits: torch.Tensor) -> ProcessorFault | None:

@@ -59,7 +59,8 @@ class GuardedProcessor(LogitsProcessor):
             self._most_rows = max(self._most_rows, self._size)
         try:
             self._processor.update_state(batch_update)
-        except Exception as error:  # noqa: BLE001  # whatever it raises, most requests can continue
+        # Whatever the processor raises, most requests can continue.
+        except Exception as error:  # noqa: BLE001  # boundary: third-party code
             self._recover(error, lambda: None)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ class GuardedProcessor(LogitsProcessor):
 
         try:
             return run(logits)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # boundary: third-party code
             self._recover(error, lambda: run(before.clone()))
             return run(logits.copy_(before))
 
@@ -116,7 +117,7 @@ class GuardedProcessor(LogitsProcessor):
             try:
                 self._processor.update_state(BatchUpdate(self._size, [], [(row, *request)], []))
                 attempt()
-            except Exception as again:  # noqa: BLE001
+            except Exception as again:  # noqa: BLE001  # boundary: third-party code
                 culprits[row] = BatchProcessorFault(self._name, again)
             self._processor.update_state(BatchUpdate(self._size, [row], [], []))
         if not culprits:

@@ -93,7 +93,7 @@ class Plugin:
             factory = CallableFactory(self.target, self.args, self.kwargs, tokenizer=tokenizer)
             factory()  # errors show now instead of at the first request
             return CallablesAdapter(factory, self.name)
-        except Exception as error:
+        except Exception as error:  # boundary: third-party code
             raise PluginLoadError(f"logits processor {self.name}: {_reason(error)}") from error
 
 
@@ -133,7 +133,7 @@ def resolve(name: str) -> Any:
         raise ImportError(f"{name[:200]!r} is not of the form 'module:Class' or 'module.Class'")
     try:
         found = importlib.import_module(module_name)
-    except Exception as error:
+    except Exception as error:  # boundary: third-party code
         raise ImportError(f"cannot import {module_name!r}: {_reason(error)}") from error
     for attribute in attributes.split("."):
         try:
@@ -149,7 +149,7 @@ def _from_entry_points() -> list[Plugin]:
         name = f"{entry_point.name} = {entry_point.value}"
         try:
             target = entry_point.load()
-        except Exception as error:
+        except Exception as error:  # boundary: third-party code
             raise PluginLoadError(
                 f"logits processor {name}, of the installed package {_package(entry_point)}: {_reason(error)}"
             ) from error

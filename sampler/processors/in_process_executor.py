@@ -39,7 +39,7 @@ class InProcessExecutor(LocalExecutor):
         except ProcessorLoadError as error:
             raise ProcessorLoadError(error_message(error)) from None
         # `load_class` lets KeyboardInterrupt and the like pass. Raised by an author's code, it must not end the server.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001  # boundary: author code
             raise ProcessorLoadError(f"the processor could not be loaded: {error_text(error)}") from None
         return LoadedProcessor(
             runnable.digest,

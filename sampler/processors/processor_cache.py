@@ -91,7 +91,7 @@ class ProcessorCache:
                         self._hits += 1
                     self._executor.ensure(entry.processor)
                 return entry.processor
-        except BaseException:
+        except BaseException:  # cleanup, then re-raised
             with self._lock:
                 self._release_entry(key, entry)
             raise

@@ -119,7 +119,8 @@ def _pickle_values(saved: Sequence[_SavedMember]) -> bytes | None:
     file = io.BytesIO()
     try:
         _PlainPickler(file, protocol=5).dump(values)
-    except Exception:  # noqa: BLE001  # not plain, nested too deep
+    # The values are not plain, or nested too deep.
+    except Exception:  # noqa: BLE001  # boundary: author code
         return None
     return file.getvalue()
 
@@ -131,7 +132,7 @@ def _changing_params(member: GroupMember) -> dict[str, Any] | None:
             if member.params == member.kept:
                 return None
         # A value of the processor's own may raise when compared.
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  # boundary: author code
             pass
         member.kept = {}
     params = member.params.copy()

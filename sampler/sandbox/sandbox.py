@@ -361,7 +361,7 @@ def _sealed_memory(size: int) -> int:
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
+    except BaseException:  # cleanup, then re-raised
         os.close(descriptor)
         raise
     return descriptor

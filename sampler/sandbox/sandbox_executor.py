@@ -55,9 +55,9 @@ class SandboxLimits:
         load_timeout: seconds to load the processor.
     """
 
-    cpu_time: float = 2.0
-    step_timeout: float = 1.0
-    load_timeout: float = 10.0
+    cpu_time: float
+    step_timeout: float
+    load_timeout: float
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class SandboxExecutor:
         except FutureTimeout:
             raise SandboxDied("load", "is being loaded again, after its process ended: try again") from None
         # An error of one processor must not abort the step of all requests.
-        except Exception as error:
+        except Exception as error:  # boundary: process death
             sandboxed.restart = None
             if not isinstance(error, ProcessorLoadError):
                 logger.exception("no sandbox can be started again")
@@ -247,7 +247,8 @@ class SandboxExecutor:
         def start() -> None:
             try:
                 self._start(sandboxed)
-            except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
+            # It is raised in the thread that waits for the restart.
+            except BaseException as error:  # noqa: BLE001  # boundary: process death
                 restart.set_exception(error)
             else:
                 restart.set_result(None)

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import orjson
 import torch
@@ -16,7 +16,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.client.scrub import scrub
 from logitship.sampler.processors.executor import ClassDescription, ExecutorSequence, RunOutcome
-from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any
@@ -142,7 +142,7 @@ class SandboxRow:
                 dict(sequence.params),
                 array("q", sequence.prompt_token_ids).tobytes(),
                 array("q", sequence.output_token_ids).tobytes(),
-                {name: getattr(sequence.sampling_params, name) for name in _SAMPLING_FIELDS},
+                {name: getattr(sequence.sampling_params, name) for name in SANDBOXED_FIELDS},
             )
         )
 
@@ -166,9 +166,6 @@ def step_message(sandbox: Sandbox, rows: Sequence[SandboxRow]) -> bytes:
         sandbox.group = handles
     tokens = [row.take_new_tokens() for row in rows]
     return marshal.dumps(tokens) if any(tokens) else b""
-
-
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "processors")
 
 
 class SandboxRun:

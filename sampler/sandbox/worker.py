@@ -126,7 +126,8 @@ class Worker:
             description = self.use(load_class(string, self._names))
         except ProcessorLoadError as error:
             return Answer.REFUSED, error_message(error).encode()
-        except BaseException as error:  # noqa: BLE001  # author code may raise anything
+        # Author code may raise anything.
+        except BaseException as error:  # noqa: BLE001  # boundary: author code
             return Answer.REFUSED, f"the processor could not be loaded: {error_text(error)}".encode()
         return Answer.LOADED, to_bytes(description)
 

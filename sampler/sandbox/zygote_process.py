@@ -143,7 +143,8 @@ class ZygoteProcess:
         """
         try:
             tokenizer = pickle.dumps(model.tokenizer)
-        except Exception as error:  # a tokenizer may be any class
+        # A tokenizer may be of any class, with its own `__reduce__`.
+        except Exception as error:  # boundary: third-party code
             raise ZygoteError(f"the model's tokenizer cannot be pickled for sandboxes: {error}") from error
         eos_token_ids = tuple(sorted(model.eos_token_ids))
         with self._lock:

@@ -220,7 +220,7 @@ class AsyncEngine:
             # Cancelling does not stop the thread: release what it still loads when it is done.
             loading.add_done_callback(lambda _: self._active.release(active))
             raise
-        except BaseException:
+        except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
 

@@ -62,7 +62,7 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
         model = loaded or thread.call(lambda: load_model(config))
         executor = make_executor(config, model, zygote)
         return thread.call(lambda: _build(config, model, plugins, registry, executor, thread, cores))
-    except BaseException:
+    except BaseException:  # cleanup, then re-raised
         thread.stop(timeout=0)
         if zygote is not None:
             zygote.close()

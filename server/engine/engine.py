@@ -111,7 +111,8 @@ class Engine:
         accepted_before = self.num_accepted
         try:
             yield
-        except Exception:  # whatever a step raises, the engine continues
+        # Whatever a step raises, the engine continues.
+        except Exception:  # boundary: engine thread
             rids = sorted({sequence.rid for sequence in self._scheduler.running})
             logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
             self._end_all_running()

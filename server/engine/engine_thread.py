@@ -59,7 +59,8 @@ class EngineThread:
         def settle() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
+            # It is raised where the result is awaited.
+            except BaseException as error:  # noqa: BLE001  # boundary: engine thread
                 future.set_exception(error)
 
         self.post(settle)
@@ -107,7 +108,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException:
+        except BaseException:  # boundary: engine thread
             self._on_death()  # first: the clients must not wait if writing the log fails
             logger.critical("the engine's thread died", exc_info=True)
 

@@ -140,7 +140,8 @@ class UnexpectedErrorMiddleware:
 
         try:
             await self._app(scope, receive, watched)
-        except Exception:  # boundary: a bug in one request must not end the server
+        # A bug in one request must not end the server.
+        except Exception:  # boundary: event loop
             if started:
                 raise  # uvicorn logs it and closes the connection
             logger.exception("%s %s failed", scope["method"], scope["path"])

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
 from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.request_metrics import OTHER
 from logitship.server.requests.generation_stream import Continuation
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ QUIET_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
 _SANE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 """Client-supplied ids that are safe in a header and in a log."""
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-OTHER = "other"
-"""Label in metrics for unknown methods and paths without a route: both are unbounded."""
 _MAX_PATH_LENGTH = 200
 """Characters."""
 

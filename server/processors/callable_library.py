@@ -65,7 +65,7 @@ class CallableLibrary:
             if isinstance(target, type) and issubclass(target, LogitsProcessor):
                 raise TypeError("is a batch processor, which the server loads at its start: --logits-processors")
             made = CallableFactory(target, wanted.args, wanted.kwargs, tokenizer=self._tokenizer)()
-        except Exception as error:
+        except Exception as error:  # boundary: author code
             raise ProcessorLoadError(
                 f"Logits processor {name[:200]!r} could not be resolved: {type(error).__name__}: {error}"
             ) from error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
-from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
+from logitship.sampler.sampling_params import SANDBOXED_FIELDS, InvalidSamplingParams, SamplingParams
 from logitship.sampler.sandbox.protocol import NotPlainError, check_plain
 from logitship.server.config import ServerConfig
 from logitship.server.refusals import BadRequest, RequestRefused
@@ -38,7 +38,6 @@ _MAX_DEPTH = 100
 """Deepest nesting of parameters: every sequence copies them, and Python's recursion is limited."""
 
 _LEAVES = frozenset({str, int, float, bool, type(None)})
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "processors")
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> Non
         except ValueError as error:
             raise BadRequest(str(error)) from error
         # The client's parameters made it fail, so this is the client's error.
-        except Exception as error:
+        except Exception as error:  # boundary: third-party code
             raise BadRequest(
                 f"the installed logits processor {plugin.name} does not take these parameters: "
                 f"{type(error).__name__}: {error}"
@@ -250,7 +249,7 @@ def check_sandboxed(request: GenerationRequest, ships_code: Callable[[ProcessorS
     }
     if not sandboxed:
         return
-    sampling = {name: getattr(request.sampling_params, name) for name in _SAMPLING_FIELDS}
+    sampling = {name: getattr(request.sampling_params, name) for name in SANDBOXED_FIELDS}
     for param, value in {**sandboxed, **sampling}.items():
         try:
             check_plain(value)

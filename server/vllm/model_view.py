@@ -29,7 +29,7 @@ def _tokenizer(config: Any) -> Any:
             config.tokenizer, revision=config.tokenizer_revision, trust_remote_code=config.trust_remote_code
         )
     # transformers does not know the tokenizers of some models. Processors that need none still run.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001  # boundary: third-party code
         logger.warning("processors get no tokenizer: transformers cannot load %s: %s", config.tokenizer, error)
         return None
 

@@ -90,7 +90,7 @@ class PluginProcessors:
                 except (ValueError, ProcessorLoadError, ProcessorCacheFull, PreparationUnavailable) as error:
                     raise ValueError(f"{PROCESSORS}[{index}]: {error}" if len(requested) > 1 else str(error)) from None
             return sampling_params(params, uses, self._eos_token_ids)
-        except BaseException:
+        except BaseException:  # cleanup, then re-raised
             self._release(uses)
             raise
 
@@ -108,7 +108,7 @@ class PluginProcessors:
         except InvalidParams as error:
             self._loader.release(processor)
             raise ValueError(f"parameters of {processor.name}: {error}") from None
-        except BaseException:
+        except BaseException:  # cleanup, then re-raised
             self._loader.release(processor)
             raise
         return ProcessorUse(processor, dict(request.params or {}), rid, prepared)

@@ -74,7 +74,7 @@ class ShippedBatch:
             if update is not None:
                 self._rows.update(_converted(update))
             self._drop_finished()
-        except Exception:  # noqa: BLE001  # no error may reach vLLM
+        except Exception:  # noqa: BLE001  # boundary: vLLM
             logger.exception("logitship cannot follow vLLM's batch: all requests with processors end")
             self._fail_all(self._requests.values())
 
@@ -98,7 +98,7 @@ class ShippedBatch:
         if self._ranks.is_first:
             try:
                 self._run(logits, rows)
-            except Exception:  # noqa: BLE001  # no error may reach vLLM
+            except Exception:  # noqa: BLE001  # boundary: vLLM
                 logger.exception("logitship failed in a step: all requests with processors end")
                 self._fail_all(self._rows[row] for row in rows)
             self._force_fault_token(logits, rows)
@@ -107,7 +107,7 @@ class ShippedBatch:
     def _sampled_rows(self, num_rows: int) -> list[int]:
         try:
             return sorted(set(self._rows) - self._runner_requests.discarded_rows(num_rows))
-        except Exception:  # noqa: BLE001  # no error may reach vLLM
+        except Exception:  # noqa: BLE001  # boundary: vLLM
             logger.exception("logitship cannot tell which prompts are computed: all requests with processors end")
             self._fail_all(self._rows.values())
             return sorted(self._rows)
@@ -187,7 +187,7 @@ class ShippedBatch:
             return None
         try:
             return self._find_or_track(params, live)
-        except Exception:  # noqa: BLE001  # no error may reach vLLM
+        except Exception:  # noqa: BLE001  # boundary: vLLM
             logger.exception("logitship cannot follow a request with processors: it ends")
             return failed_request(live)
 
@@ -215,7 +215,7 @@ class ShippedBatch:
             self._kept.update(uses_of(request.params))
         except ValueError as error:
             request.fail(str(error))
-        except Exception:  # noqa: BLE001  # no error may reach vLLM
+        except Exception:  # noqa: BLE001  # boundary: vLLM
             logger.exception("the processors of request %s cannot be loaded", request.rid)
             request.fail(INTERNAL_ERROR)
 

@@ -127,7 +127,7 @@ class SlotBatch:
         elif rows and self._reads:
             try:
                 self._read_tokens(rows, lengths)
-            except Exception:  # noqa: BLE001  # no error may reach vLLM
+            except Exception:  # noqa: BLE001  # boundary: vLLM
                 logger.exception("logitship cannot read vLLM's buffers: all requests with processors end")
                 for request in rows.values():
                     request.error = INTERNAL_ERROR

@@ -1,4 +1,4 @@
-"""The benchmark runs, in small. Nothing is timed here."""
+"""A small run of `benchmarks/builtin_step.py`; the figures themselves are not tested."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_each_case_is_timed_at_each_length(results: dict[str, Any]) -> None:
             assert all(0 < result["fastest"][side][length] <= median for length, median in medians.items())
 
 
-def test_all_that_sglang_has_is_timed_beside_it(results: dict[str, Any]) -> None:
-    beside = {case.partition(",")[0] for case, result in results.items() if "sglang" in result["median"]}
-    assert beside == {
+def test_processors_of_sglang_are_timed_on_both_sides(results: dict[str, Any]) -> None:
+    timed = {case.partition(",")[0] for case, result in results.items() if "sglang" in result["median"]}
+    assert timed == {
         "deepseek_r1_thinking_budget",
         "disallowed_tokens",
         "glm4_moe_thinking_budget",
@@ -57,13 +57,13 @@ def test_all_that_sglang_has_is_timed_beside_it(results: dict[str, Any]) -> None
     }
 
 
-def test_without_sglang_and_only_some(tmp_path: Path) -> None:
+def test_selected_processors_without_sglang(tmp_path: Path) -> None:
     some = figures(tmp_path, "--without-sglang", "--processors", "disallowed_tokens")
     assert list(some) == ["disallowed_tokens, one list", "disallowed_tokens, each its own"]
     assert all(list(result["median"]) == ["logitship"] for result in some.values())
 
 
-def test_an_unknown_processor_is_refused() -> None:
+def test_unknown_processor_is_refused() -> None:
     finished = run("--processors", "none")
     assert finished.returncode == 2
     assert "invalid choice: 'none'" in finished.stderr

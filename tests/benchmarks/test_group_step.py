@@ -1,4 +1,4 @@
-"""The benchmark runs, in small. Nothing is timed here."""
+"""A small run of `benchmarks/group_step.py`; the figures themselves are not tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark runs, in small. Nothing is timed here."""
+"""A small run of `benchmarks/metrics_step.py`; the figures themselves are not tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "metrics_step.py"
 
 
-def test_it_prints_a_line_for_each_case() -> None:
+def test_prints_a_line_for_each_case() -> None:
     command = [sys.executable, str(SCRIPT), "--rows", "1", "3", "--processors", "0", "2", "--calls", "10"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr

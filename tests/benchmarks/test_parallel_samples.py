@@ -1,4 +1,4 @@
-"""The benchmark runs, in small. Nothing is timed here."""
+"""A small run of `benchmarks/parallel_samples.py`; the figures themselves are not tested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from logitship.server.model.model_loader import LoadedModel
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "parallel_samples.py"
 
 
-def test_it_measures_every_case_and_writes_the_figures(tmp_path: Path, float32_model: LoadedModel) -> None:
+def test_all_cases_are_measured_and_written(tmp_path: Path, float32_model: LoadedModel) -> None:
     model, figures = tmp_path / "model", tmp_path / "figures.json"
     float32_model.model.save_pretrained(model)
     float32_model.tokenizer.hf_tokenizer.save_pretrained(model)

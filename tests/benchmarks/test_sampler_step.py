@@ -1,4 +1,4 @@
-"""The benchmark runs, in small and without vLLM. Nothing is timed here."""
+"""A small run of `benchmarks/sampler_step.py` without vLLM; the figures themselves are not tested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
 
 
-def test_it_measures_every_case_and_writes_the_figures(tmp_path: Path) -> None:
+def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     finished = run(*SMALL, "--shapes", "peaked", "flat", "--json", str(figures))
     assert finished.returncode == 0, finished.stderr
@@ -25,7 +25,7 @@ def test_it_measures_every_case_and_writes_the_figures(tmp_path: Path) -> None:
     assert all(each["ours"] > 0 and each["peer"] is None and each["target"] is None for each in written)
 
 
-def test_a_python_without_vllm_is_said(tmp_path: Path) -> None:
+def test_python_without_vllm_is_reported(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)

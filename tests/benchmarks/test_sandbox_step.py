@@ -1,4 +1,4 @@
-"""The benchmark runs, in small. Nothing is timed here."""
+"""A small run of `benchmarks/sandbox_step.py`; the figures themselves are not tested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
 
 
-def test_it_measures_every_case_and_writes_the_figures(tmp_path: Path) -> None:
+def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     finished = run(*SMALL, "--shapes", "4x300", "1x70", "--processors", "2", "--json", str(figures))
     assert finished.returncode == 0, finished.stderr
@@ -31,7 +31,7 @@ def test_it_measures_every_case_and_writes_the_figures(tmp_path: Path) -> None:
     assert finished.stdout.count("\n", finished.stdout.index(heading) + len(heading)) == 1 + 16
 
 
-def test_the_parts_are_those_of_the_step(tmp_path: Path) -> None:
+def test_parts_of_a_step_are_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     finished = run(*SMALL, "--shapes", "2x70", "--bodies", "ban", "--processors", "1", "--json", str(figures))
     assert finished.returncode == 0, finished.stderr
@@ -40,13 +40,13 @@ def test_the_parts_are_those_of_the_step(tmp_path: Path) -> None:
         assert list(parts) == [
             *("copy in", "frame", "wake-up", "parse", "call", "answer", "return", "copy out", "check"),
         ]
-        # The clocks of both processes are one: none of these spans can be negative, and a call does take time.
+        # Both processes share a clock: none of these spans can be negative, and a call takes time.
         assert all(parts[name] > 0 for name in ("copy in", "frame", "parse", "call", "answer", "copy out", "check"))
         assert parts["wake-up"] + parts["parse"] > 0
         assert parts["return"] + parts["answer"] > 0
 
 
-def test_an_unknown_body_is_refused() -> None:
+def test_unknown_body_is_refused() -> None:
     finished = run("--bodies", "none")
     assert finished.returncode == 2
     assert "invalid choice: 'none'" in finished.stderr

@@ -1,4 +1,4 @@
-"""The client of the benchmarks, at a real server. Nothing is timed here."""
+"""The client of the benchmarks with a real server; the figures themselves are not tested."""
 
 from __future__ import annotations
 

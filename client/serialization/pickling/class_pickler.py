@@ -82,7 +82,8 @@ class ClassPickler(ModulePickler):
             raise
         except RecursionError as error:
             raise ProcessorSerializationError(f"{self.here()} is nested too deeply to be serialized") from error
-        except Exception as error:  # __reduce__ and __getstate__ are the author's code
+        # `__reduce__` and `__getstate__` are the author's code.
+        except Exception as error:  # boundary: author code
             raise ProcessorSerializationError(
                 f"{self.here()} cannot be serialized: {type(error).__name__}: {error}"
             ) from error

@@ -63,7 +63,7 @@ def create_ruleset(readable: Iterable[Path], abi: int) -> int:
     try:
         for path in readable:
             _allow_reading(ruleset, path)
-    except BaseException:
+    except BaseException:  # cleanup, then re-raised
         os.close(ruleset)
         raise
     return ruleset

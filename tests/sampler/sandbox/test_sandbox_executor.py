@@ -147,6 +147,7 @@ def test_close_closes_unused_sandboxes() -> None:
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MAX_ROWS, VOCAB = 8, 260
 EOS = frozenset({1})
+LIMITS = SandboxLimits(cpu_time=2.0, step_timeout=1.0, load_timeout=10.0)
 NO_ANSWER = "gave no answer within 2 s: its process was killed"
 
 LOOPS = "while True: pass"
@@ -416,7 +417,7 @@ def test_unload_kills_the_process(executor: SandboxExecutor) -> None:
 
 def test_close_kills_all_sandboxes(zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    executor = SandboxExecutor(zygote, SandboxLimits(), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, LIMITS, MAX_ROWS, VOCAB)
     processes = [sandbox_of(executor.load(source(body)))._process for body in (ADDS, COUNTS)]
     monkeypatch.setattr(zygote, "close", lambda: None)
     executor.close()
@@ -428,7 +429,7 @@ def test_close_kills_all_sandboxes(zygote: ZygoteProcess, model: ModelView, monk
 def test_spare_sandbox_is_counted_once_used(
     zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = SandboxExecutor(zygote, SandboxLimits(), MAX_ROWS, VOCAB, num_spares=1)
+    executor = SandboxExecutor(zygote, LIMITS, MAX_ROWS, VOCAB, num_spares=1)
     monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     assert (executor.stats().alive, executor.stats().started) == (0, 0)
@@ -577,7 +578,7 @@ def test_results_equal_those_of_in_process_executor(
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    executor = SandboxExecutor(zygote, SandboxLimits(step_timeout=30.0), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, replace(LIMITS, step_timeout=30.0), MAX_ROWS, VOCAB)
     sides = [Side(InProcessExecutor({}), model, new_request), Side(executor, model, new_request)]
     applied = 0
     for step in range(40):

@@ -6,7 +6,6 @@ import copy
 import os
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -43,20 +42,10 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.refusals import UnsupportedModel
 
-VOCAB, MAX_LEN, SLOTS = 67, 48, 5
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 45,  # not a multiple of the vector width
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+from .conftest import TINY_SIZES
+
+SIZES = {**TINY_SIZES, "vocab_size": 67, "intermediate_size": 45}  # not multiples of the vector width
+VOCAB, MAX_LEN, SLOTS = SIZES["vocab_size"], SIZES["max_position_embeddings"], 5
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

@@ -7,7 +7,6 @@ import mmap
 import os
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,8 @@ from transformers import (
 
 from logitship.server.model.fused_decoder import FusedDecoder, PackedLinear, can_fuse, can_pack, collapse
 from logitship.server.model.model_runner import Chunk, ModelRunner
+
+from .conftest import TINY_SIZES
 
 ROWS = (1, 3, 8, 33)
 HUGE_PAGE = 1 << 21
@@ -83,24 +84,12 @@ def test_collapse_ignores_unmapped_memory(address: int, nbytes: int) -> None:
 
 
 VOCAB, MAX_LEN = 64, 48
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "llama with biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY_SIZES, tie_word_embeddings=True)),
+    "llama with biases": lambda: LlamaForCausalLM(LlamaConfig(**TINY_SIZES, attention_bias=True, mlp_bias=True)),
     "llama 3 positions": lambda: LlamaForCausalLM(
         LlamaConfig(
-            **SIZES,
+            **TINY_SIZES,
             rope_parameters={
                 "rope_type": "llama3",
                 "rope_theta": 10_000.0,
@@ -111,11 +100,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             },
         )
     ),
-    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**TINY_SIZES, sliding_window=5)),
     "qwen2, a sliding layer above a full one": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+        Qwen2Config(**TINY_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     ),
-    "qwen3, norms of heads": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+    "qwen3, norms of heads": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY_SIZES, head_dim=8)),
 }
 
 
@@ -161,14 +150,14 @@ def test_model_is_not_modified(model: PreTrainedModel) -> None:
 
 
 def test_unsupported_models() -> None:
-    assert not can_fuse(Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8)))
-    assert not can_fuse(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")))
+    assert not can_fuse(Gemma3ForCausalLM(Gemma3TextConfig(**TINY_SIZES, head_dim=8)))
+    assert not can_fuse(LlamaForCausalLM(LlamaConfig(**TINY_SIZES, hidden_act="gelu")))
     assert not can_fuse(make("llama").to(torch.bfloat16))  # type: ignore[arg-type]
 
     class Changed(LlamaForCausalLM):
         """A subclass whose layers may differ."""
 
-    assert not can_fuse(Changed(LlamaConfig(**SIZES)))
+    assert not can_fuse(Changed(LlamaConfig(**TINY_SIZES)))
 
 
 def test_modified_layers_and_hooks_are_unsupported() -> None:

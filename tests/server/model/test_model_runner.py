@@ -38,12 +38,15 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.refusals import UnsupportedModel
 
+from .conftest import TINY_SIZES
+
 CORES = sorted(os.sched_getaffinity(0))
 
 PROGRAM = """
 import json, os, threading
 import torch
 from logitship.server.model.model_runner import CoreBinding
+
 
 def cores(): return {task: sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
 
@@ -96,26 +99,13 @@ def test_nothing_is_bound(num_threads: int, team_exists: bool) -> None:
 
 # Where logits are compared: their magnitude is about 10, of which float32 rounds off 1e-6, and two layers' sums a few
 # times that. 1e-4 leaves room for any order of additions. A token that sees a wrong one is off by 0.1 and more.
-VOCAB, MAX_LEN = 64, 48
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+VOCAB, MAX_LEN = TINY_SIZES["vocab_size"], TINY_SIZES["max_position_embeddings"]
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**TINY_SIZES, sliding_window=5)),
     "qwen2, a sliding layer above a full one": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+        Qwen2Config(**TINY_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     ),
-    "gemma3, its own scale": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=3)),
+    "gemma3, its own scale": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**TINY_SIZES, head_dim=8, sliding_window=3)),
     "gpt2, learned positions": lambda: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LEN, bos_token_id=0, eos_token_id=1
@@ -221,7 +211,7 @@ def test_logits_are_always_float32(float32_model: LoadedModel) -> None:
 
 
 def gemma2() -> PreTrainedModel:
-    return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
+    return Gemma2ForCausalLM(Gemma2Config(**TINY_SIZES, head_dim=8))
 
 
 def mamba() -> PreTrainedModel:
@@ -246,7 +236,7 @@ def falcon() -> PreTrainedModel:
 def gpt_oss() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     return GptOssForCausalLM(
-        GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope)
+        GptOssConfig(**TINY_SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope)
     )
 
 

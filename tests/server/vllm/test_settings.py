@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from logitship.sampler.sandbox.sandbox_executor import SandboxLimits
 from logitship.server.config import ServerConfig
 from logitship.server.vllm.settings import PluginSettings
 
@@ -29,10 +28,6 @@ def test_defaults_agree_with_the_server_and_the_sandbox() -> None:
         "sandbox_step_timeout",
     ):
         assert getattr(plugin, name) == getattr(server, name), name
-    limits = SandboxLimits()
-    assert limits.cpu_time == server.sandbox_cpu_time
-    assert limits.step_timeout == server.sandbox_step_timeout
-    assert limits.load_timeout == server.sandbox_load_timeout
 
 
 def test_every_variable_is_read(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ USERS = {"user": False, "nobody": True} if os.geteuid() == 0 else {"user": False
 
 @pytest.fixture(params=USERS.values(), ids=USERS.keys())
 def nobody(request: pytest.FixtureRequest) -> bool:
-    """Whether to change to an unprivileged user first: False and True if the tests run as root."""
+    """True to change to an unprivileged user first: False and True if the tests run as root."""
     return bool(request.param)
 
 
