@@ -63,7 +63,9 @@ def test_server_names_are_imported_on_first_use(name: str) -> None:
 
 
 def test_docstring_lists_the_server_names() -> None:
-    named = re.findall(r"`(\w+)`", (logitship.__doc__ or "").split("nothing else.")[1].split("come from")[0])
+    named = re.findall(
+        r"`(\w+)`", (logitship.__doc__ or "").split("`logitship.client`.")[1].split("are imported from")[0]
+    )
     assert sorted(named) == NEED_THE_SERVER
 
 

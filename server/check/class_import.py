@@ -105,7 +105,7 @@ def _make_importable(folder: Path) -> None:
 def _explained(name: str) -> Iterator[None]:
     try:
         yield
-    except (Exception, SystemExit) as error:  # the author's module may raise anything
+    except (Exception, SystemExit) as error:  # boundary: author code
         where = _last_own_frame(error)
         raise UsageError(f"cannot import {name}: {type(error).__name__}: {error}{where}") from error
 

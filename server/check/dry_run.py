@@ -97,7 +97,7 @@ class DryRun:
         for step in range(min((recording.steps for recording in recordings), default=0)):
             try:
                 result = self.call(members, torch.stack([recording.inputs[step] for recording in recordings]))
-            except BaseException as error:  # noqa: BLE001  # the author's code may raise anything
+            except BaseException as error:  # noqa: BLE001  # boundary: author code
                 facts.error = CallError(error_text(error), author_traceback(error))
                 break
             facts.dtype = result.dtype if isinstance(result, torch.Tensor) else None
@@ -130,5 +130,5 @@ def _is_data(name: str, value: Any) -> bool:
 def _fingerprint(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception:  # noqa: BLE001  # the value may not be picklable
+    except Exception:  # noqa: BLE001  # boundary: author code
         return str(id(value)).encode()

@@ -53,7 +53,7 @@ def median_seconds(
             call_started = time.perf_counter()
             try:
                 output = dry_run.call(members, given)
-            except BaseException:  # noqa: BLE001  # the author's code may raise anything; the sandbox reported it
+            except BaseException:  # noqa: BLE001  # boundary: author code
                 return None
             seconds.append(time.perf_counter() - call_started)
             append_tokens(members, output)

@@ -230,6 +230,6 @@ def _dry_run(
         return None, None
     try:
         dry_run = DryRun(string, environment.model)
-    except Exception:  # noqa: BLE001  # it loads in the sandbox: the dry run only adds detail
+    except Exception:  # noqa: BLE001  # boundary: author code
         return None, None
     return dry_run, dry_run.facts(started)

@@ -22,8 +22,8 @@ from logitship.server.requests.sequence import Sequence
 
 from .beam_group import Beam, BeamGroup
 from .failures import INTERNAL_ERROR, request_error
-from .forward_pass import StepLogits, forward, prompt_logprob_offsets
-from .scheduler import Plan, Scheduler
+from .forward_pass import Plan, StepLogits, forward, prompt_logprob_offsets
+from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -185,7 +185,7 @@ def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
         result, error = None, None
         try:
             result = function(*args, **kwargs)
-        except BaseException as raised:  # noqa: BLE001  # raised where the future is awaited
+        except BaseException as raised:  # noqa: BLE001  # boundary: event loop
             error = raised
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(settle, result, error)

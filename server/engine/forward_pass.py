@@ -1,15 +1,55 @@
-"""The forward pass of a plan, and the assignment of its logits to rows, drafts and prompts."""
+"""The plan of a step, its forward pass, and the assignment of the logits to rows, drafts and prompts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.requests.sequence import Sequence
 
-from .scheduler import Plan, ScheduledChunk
+
+@dataclass(frozen=True)
+class ScheduledChunk:
+    """Tokens of one sequence that the next step computes.
+
+    Attributes:
+        token_ids: prompt tokens, or the last sampled token.
+        drafts: draft tokens that are verified in the same forward pass.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def samples(self) -> bool:
+        """True if the step samples a token for this sequence."""
+        return self.sequence.samples and self.sequence.num_computed + len(self.token_ids) >= self.sequence.num_prompt
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. False if it has nothing to compute.
+
+    Attributes:
+        decode: one token of each decoding sequence, with its drafts.
+        prefill: chunks of prompts.
+        started_at: `time.perf_counter()` when scheduling began.
+    """
+
+    decode: list[ScheduledChunk]
+    prefill: list[ScheduledChunk]
+    started_at: float
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+    @property
+    def chunks(self) -> list[ScheduledChunk]:
+        """All chunks, in the order of the forward pass."""
+        return [*self.decode, *self.prefill]
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,8 @@ class EventStream(Response):
                     yield data
             except GenerationFailed as failed:
                 yield event(failure_body(failed))
-            except Exception:  # boundary: a bug must end this stream with an error event, not cut the connection
+            # A bug must end this stream with an error event, not cut the connection.
+            except Exception:  # boundary: event loop
                 logger.exception("unexpected error in a stream")
                 yield event(internal_error_body())
 

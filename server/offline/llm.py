@@ -167,7 +167,7 @@ class LLM(EngineOwner):
                 running.result()
             except CancelledError:
                 raise RuntimeError("this LLM was shut down while it ran") from None
-            except BaseException:
+            except BaseException:  # cleanup, then re-raised
                 running.cancel()
                 raise
         return [outputs[index] for index in range(len(requests))]

@@ -99,7 +99,7 @@ class Runner:
                     running = await self._start(request)
                     started.append(running)
                     group.create_task(_finish(index, running, finished))
-        except BaseExceptionGroup as failures:
+        except BaseExceptionGroup as failures:  # cleanup, then re-raised
             raise failures.exceptions[0] from None
         finally:
             # Not in each task: a task that is cancelled before it starts never runs its `finally`.
@@ -111,7 +111,7 @@ class Runner:
         await self._semaphore.acquire(n)
         try:
             stream = await self._submit(request)
-        except BaseException:
+        except BaseException:  # cleanup, then re-raised
             self._semaphore.release(n)
             raise
         builder = OutputBuilder(request, self._engine.model, self._engine.tokenizer)

@@ -23,7 +23,7 @@ _TRACE = [example_of(TokenTraceObject)]
 
 @documented({"cached_tokens": 0})
 class PromptTokensDetails(TypedDict):
-    """Breakdown of the prompt tokens."""
+    """Cached tokens of the prompts."""
 
     cached_tokens: int
     """Tokens whose KV cache was reused."""

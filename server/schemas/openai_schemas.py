@@ -113,12 +113,12 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
 
     @property
     def usage_at_end(self) -> bool:
-        """Whether the stream ends with the token counts."""
+        """The stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def usage_in_each_event(self) -> bool:
-        """Whether every event has the token counts so far."""
+        """Every event has the token counts so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property

@@ -149,7 +149,7 @@ class TraceStageObject(TypedDict):
     }
 )
 class TokenTraceObject(TypedDict):
-    """How the probabilities changed from the model's logits to the sampled token."""
+    """Changes of the probabilities from the model's logits to the sampled token."""
 
     token_id: int
     """The sampled token."""

@@ -192,7 +192,7 @@ def test_vllm_xargs_reach_the_batch_processor(server: Server, path: str) -> None
         ([5], "logits_processors[0]", "must be an object"),
         ({}, "logits_processors", "list"),
         ("os.getcwd", "logits_processors", "list"),
-        (["served_callables.force_z"] * 65, "logits_processors", "may have 64"),
+        (["served_callables.force_z"] * 65, "logits_processors", "at most 64 are allowed"),
     ],
 )
 def test_refused_lists(server: Server, path: str, entries: Any, param: str, message: str) -> None:

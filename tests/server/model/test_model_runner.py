@@ -80,6 +80,7 @@ def run(num_threads: int, team_exists: bool = False) -> tuple[dict[str, Any], di
     return before, within, after, own
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) == 1, reason="needs several cores")
 def test_each_thread_of_the_team_gets_a_core() -> None:
     before, within, after, own = run(len(CORES))
@@ -90,6 +91,7 @@ def test_each_thread_of_the_team_gets_a_core() -> None:
     assert after[own] == CORES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_threads", "team_exists"), [(1, False), (len(CORES), True)])
 def test_nothing_is_bound(num_threads: int, team_exists: bool) -> None:
     """With one thread, or a team that was started before."""

@@ -106,7 +106,7 @@ def test_unknown_own_params_are_refused(new_library: NewLibrary) -> None:
 def test_installed_processors_are_listed_with_their_schema(new_library: NewLibrary) -> None:
     listed = {each.name: each for each in new_library().names.list_all("")}
     assert list(listed) == list(installed_processors())
-    assert listed[NAME].description.startswith("Sets the logits of `token_ids` to -inf")
+    assert listed[NAME].description.startswith("Sets the logits of each request's `token_ids` to -inf")
     assert listed[NAME].params_schema == installed_processors().get(NAME).params_schema
 
 
