@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from logitship.server.schemas.documented import SCHEMA_LOCK
 from logitship.server.schemas.response_schemas import ErrorResponse
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -84,9 +85,10 @@ def complete(document: dict[str, Any], models: Sequence[type]) -> None:
         document: the OpenAPI document, changed in place.
         models: the referenced models. The models that they refer to are added as well.
     """
-    _, definitions = TypeAdapter.json_schemas(
-        [(model, "validation", TypeAdapter(model)) for model in models], ref_template=_REFERENCE
-    )
+    with SCHEMA_LOCK:
+        _, definitions = TypeAdapter.json_schemas(
+            [(model, "validation", TypeAdapter(model)) for model in models], ref_template=_REFERENCE
+        )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     for route in document["paths"].values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -11,6 +12,10 @@ from pydantic_core import CoreSchema
 from typing_extensions import get_original_bases
 
 T = TypeVar("T")
+
+SCHEMA_LOCK = threading.RLock()
+"""Held while pydantic makes schemas. It parses the docstrings of TypedDicts with `ast`, which on Python 3.11 raises
+`SystemError` when several threads parse at the same time."""
 
 
 class Documented(BaseModel):

@@ -12,7 +12,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.flags import FLAG_OF_FIELD
 from logitship.server.http.documentation import ref
-from logitship.server.schemas.documented import example_of
+from logitship.server.schemas.documented import SCHEMA_LOCK, example_of
 from logitship.server.schemas.sglang_response_schemas import InternalState, ModelInfoResponse
 
 from .sglang_response_builder import WEIGHT_VERSION
@@ -83,9 +83,11 @@ def internal_state_of(engine: AsyncEngine) -> InternalState:
 
 def server_info_schema() -> dict[str, Any]:
     """Return the JSON schema of `server_info_of`. The settings' descriptions are the flags' help."""
-    of_model = TypeAdapter(ModelInfoResponse).json_schema()["properties"]
+    with SCHEMA_LOCK:
+        of_model = TypeAdapter(ModelInfoResponse).json_schema()["properties"]
+        settings = _settings()
     properties = {
-        **_settings(),
+        **settings,
         **of_model,
         "version": {"type": "string", "description": "logitship's version.", "examples": [version("logitship")]},
         "internal_states": {

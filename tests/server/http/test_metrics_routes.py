@@ -204,16 +204,20 @@ def test_dead_engine(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatc
 def test_concurrent_scrapes(run: Callable[..., Running]) -> None:
     running = run()
     stop = threading.Event()
+    started = threading.Barrier(3)
     answers: list[int] = []
 
     def scrape() -> None:
         with TestClient(create_app(running.engine)) as http:
+            answers.append(http.get("/metrics").status_code)
+            started.wait(60)
             while not stop.is_set():
                 answers.append(http.get("/metrics").status_code)
 
     threads = [threading.Thread(target=scrape) for _ in range(2)]
     for thread in threads:
         thread.start()
+    started.wait(60)
     for number in range(5):
         running.generate(6, **shipped(f"Mine{number}"))
     stop.set()
