@@ -41,5 +41,5 @@ def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
     printed = capsys.readouterr().out
     assert max(map(len, printed.split("4. The receipts")[0].splitlines())) <= 100
-    for word in (*demo.PROMPTS, "Lipogram", "Alliteration", "sha256:", "What next"):
+    for word in (*demo.PROMPTS, "Lipogram", "Alliteration", "sha256:", "Next steps"):
         assert word in printed
