@@ -32,7 +32,7 @@ MODULES = {
         dict.fromkeys(("min_p", "logit_bias", "min_tokens"), "vllm.v1.sample.logits_processor.builtin"),
     ),
 }
-"""Where each side has its contract, its sampling parameters, and its processors."""
+"""Modules of each side: the contract, the sampling parameters, and the processors."""
 
 CLASSES = {
     "min_p": "MinPLogitsProcessor",

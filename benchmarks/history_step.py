@@ -32,7 +32,7 @@ TITLES = (
     "no_repeat_ngram, 3 in all",
     "no_repeat_ngram, 30 in 90",
 )
-"""Of the cases that look at the history, those that neither mask nor force all of the logits."""
+"""Cases that read the history and neither mask nor force all of the logits."""
 
 MANY_TIMES = at_least(100)
 FLAT = at_most(1.1)

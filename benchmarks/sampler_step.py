@@ -24,7 +24,7 @@ WORKER = Path(__file__).with_name("sampler_worker.py")
 BENCHMARK = "sampler"
 
 ZIPF_EXPONENTS = (2.0, 3.5, 1.5, 2.5)
-"""Of one row after the other in "peaked" logits: 0.9 of the probability is then some 5 to 500 tokens."""
+"""Exponents of the rows of "peaked" logits, in turn: 5 to 500 tokens then have 0.9 of the probability."""
 
 
 @dataclass(frozen=True)

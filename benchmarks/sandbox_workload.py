@@ -37,7 +37,7 @@ BODIES = {
     """,
     "softmax": "return torch.log_softmax(logits, dim=-1)",
 }
-"""What the processors do to `logits`, given one dict a row, as `request_params` makes it."""
+"""Bodies of the processors. They edit `logits`, given one dict per row, as `request_params` makes it."""
 
 SOURCE = """
 import torch

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _GREY = "#7b838c"
-"""Of all that is no data: it can be read on white and on black, and the background is the page's own."""
+"""Color of axes and labels: legible on white and on black, since the background is the page's own."""
 _MEMORY = {"tree_pss": ("all processes", "#e8710a"), "server_pss": ("the server's own", "#2f81f7")}
 _COUNTS = {
     "descriptors": ("descriptors", "#2f81f7"),

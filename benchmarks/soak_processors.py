@@ -57,8 +57,8 @@ FAULTS: dict[str, tuple[str, frozenset[str]]] = {
         frozenset({"exception", "crash", "deadline", "load"}),
     ),
 }
-"""What a class does, and the kinds of fault that may come of it. After one that ends its process, another request with
-the class may find it gone before it finds out by itself."""
+"""Faulty classes, each with the kinds of fault that are expected. When a class ends its process, another request that
+uses it may report that first, with a kind of its own."""
 
 
 def forced_token(number: int) -> int:

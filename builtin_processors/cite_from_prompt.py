@@ -24,7 +24,7 @@ class CiteFromPromptParams(ProcessorParams):
     boost_factor: Boost = 1.0
     """Added to the logit of each token of the prompt. Negative: avoid the prompt's tokens."""
     boost_eos: Annotated[bool, Expects("true or false")] = True
-    """Whether to boost the end token, too."""
+    """Boost the end token, too."""
     conditional_boost_factor: Boost = 0.0
     """Also added to each token that follows the last sampled token anywhere in the prompt."""
 

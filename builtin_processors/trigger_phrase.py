@@ -36,9 +36,9 @@ class TriggerPhraseParams(PhraseParams):
     ] = None
     """The seconds after which the phrase is triggered. null: never."""
     trigger_count: Times = 1
-    """How many times to write the phrase."""
+    """Number of times to write the phrase."""
     trigger_after: Annotated[bool, Expects("true or false")] = False
-    """Whether to write the phrase after the token sampled in the triggering step, or instead of it."""
+    """true: write the phrase after the token sampled in the triggering step; false: instead of it."""
 
     @model_validator(mode="after")
     def _has_a_trigger(self) -> Self:

@@ -127,13 +127,19 @@ def test_boundaries_are_documented() -> None:
     assert [boundary for boundary in BOUNDARIES if f"`{boundary}`" not in rules] == []
 
 
+def docstrings_of(path: Path) -> Iterator[ast.Constant]:
+    """Yield the docstrings of modules, classes and functions, and the strings that describe attributes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])
 def test_docstrings_name_their_subject(folder: str) -> None:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     riddles = [
-        f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
+        f"{path.relative_to(ROOT)}:{text.lineno}: {text.value.splitlines()[0]}"
         for path in files_of(folder)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)) and docstring.split()[0] in RIDDLES
+        for text in docstrings_of(path)
+        if text.value.split()[:1] and text.value.split()[0] in RIDDLES
     ]
     assert riddles == []

@@ -18,7 +18,7 @@ class TargetTokenParams(ProcessorParams):
     """See `TargetToken`."""
 
     complete_sentences: Annotated[bool, Expects("true or false")] = False
-    """Whether to wait until the last token is a full stop or a new line."""
+    """Wait until the last token is a full stop or a new line."""
     boost_token_str: TokenOfTextOrEnd = Field(default=None, validate_default=True)
     """The token to use instead of the end token, for instance `</think>`."""
 

@@ -88,7 +88,7 @@ class StreamReader:
         self._last: GenerationChunk | None = None
         self._failed: GenerationError | None = None
         self.done = False
-        """Whether the stream sent `[DONE]`."""
+        """True once the stream has sent `[DONE]`."""
 
     def feed(self, piece: bytes) -> Iterator[GenerationChunk]:
         """Yield the chunks that `piece` completes.

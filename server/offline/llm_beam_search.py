@@ -39,7 +39,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     """Sums of log-probabilities are divided by length ** `length_penalty`."""
     include_stop_str_in_output: bool = False
-    """Whether the end token is among `tokens`."""
+    """Keep the end token among `tokens`."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """Constraint on the outputs."""
     skip_special_tokens: bool = True

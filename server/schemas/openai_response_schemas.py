@@ -68,7 +68,7 @@ class ChoiceEnding(TypedDict):
     """Fields common to all choices."""
 
     finish_reason: Literal["stop", "length", "abort"] | None
-    """Why the generation ended; null while it runs."""
+    """Reason for the end of the generation; null while it runs."""
     stop_reason: NotRequired[str | int | None]
     """The request's stop string or stop token that ended it; null for the model's own end token."""
     receipts: NotRequired[list[ReceiptObject]]

@@ -106,11 +106,11 @@ class ProcessorObject(TypedDict):
     digest: str | None
     """Digest, as in receipts."""
     description: str
-    """What it does, from the class's docstring; may be empty."""
+    """Description of its effect, from the class's docstring; may be empty."""
     params_schema: dict[str, Any] | None
     """JSON Schema of its parameters; null if its class has none."""
     is_mask: bool
-    """Whether it only forbids tokens. A mask runs before and after the request's other processors."""
+    """True if it only forbids tokens. A mask runs before and after the request's other processors."""
     form: ProcessorForm | None
     """Form in which it was registered; null for an installed processor."""
     python: str | None

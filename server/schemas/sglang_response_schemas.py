@@ -98,7 +98,7 @@ class MetaInfo(TypedDict):
     id: str
     """Request id, with `_0`, `_1`, … appended if there are several continuations."""
     finish_reason: StopReason | LengthReason | AbortReason | None
-    """Why the generation ended; null while it runs."""
+    """Reason for the end of the generation; null while it runs."""
     prompt_tokens: int
     """Tokens of the prompt."""
     weight_version: str

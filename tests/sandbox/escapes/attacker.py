@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 OUTCOMES: list[dict[str, Any]] = []
-"""What each attempt returned or raised."""
+"""Return value or exception of each attempt."""
 
 LONGEST_TEXT = 3000
 
