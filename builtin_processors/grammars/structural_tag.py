@@ -237,8 +237,8 @@ class _Lark:
         if any(not symbol.is_regular for symbol in then) and not then[0].is_added:
             if not then[0].texts:
                 raise ValueError(
-                    "any_text, triggered_tags or dispatch cannot be told from what follows: let it end the output or a"
-                    " tag, or stand before a const_string"
+                    "any_text, triggered_tags or dispatch cannot be distinguished from what follows: let it end the"
+                    " output or a tag, or stand before a const_string"
                 )
             avoid = [*avoid, *then[0].texts]
         end = then[0].texts if then and then[0].is_added else ()

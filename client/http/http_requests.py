@@ -14,7 +14,7 @@ import orjson
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
 from .processor_argument import ProcessorStrings
-from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SamplingOptions
+from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SGLangSamplingOptions
 
 _PROCESSOR_FIELDS = ("processor", "logits_processors")
 """May contain classes, which are converted to JSON when the body is finished."""
@@ -64,7 +64,7 @@ def generate(prompt: Any, n: int | None, options: GenerateOptions, *, stream: bo
     """
     batch_size = check_prompt(prompt)
     fields = _checked(options, GenerateOptions.__optional_keys__)
-    sampling = {key: fields.pop(key) for key in SamplingOptions.__optional_keys__ & fields.keys()}
+    sampling = {key: fields.pop(key) for key in SGLangSamplingOptions.__optional_keys__ & fields.keys()}
     if "seed" in sampling:
         sampling["sampling_seed"] = sampling.pop("seed")
     if n is not None:

@@ -42,10 +42,8 @@ class ProcessorOptions(TypedDict, total=False):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """SGLang's `sampling_params` in SGLang's names, and those of vLLM's that logitship adds to them."""
+    """Sampling parameters with the same name in SGLang's and OpenAI's APIs, where logitship adds vLLM's to both."""
 
-    max_new_tokens: int
-    min_new_tokens: int
     temperature: float
     top_p: float
     top_k: int
@@ -54,14 +52,11 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     seed: int
-    """`sampling_seed` on the wire."""
+    """`sampling_seed` on the wire of SGLang's API."""
     stop: str | list[str]
     stop_token_ids: list[int]
-    stop_regex: str | list[str]
     ignore_eos: bool
-    no_stop_trim: bool
     skip_special_tokens: bool
-    spaces_between_special_tokens: bool
     logit_bias: Mapping[int, float] | Mapping[str, float]
     allowed_token_ids: list[int]
     bad_words: list[str]
@@ -69,6 +64,16 @@ class SamplingOptions(TypedDict, total=False):
     """Maximum number of thinking tokens before the end of the thinking is forced."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     """Log-probabilities before any edit of the logits, or after all of them."""
+
+
+class SGLangSamplingOptions(SamplingOptions, total=False):
+    """SGLang's `sampling_params`."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_regex: str | list[str]
+    no_stop_trim: bool
+    spaces_between_special_tokens: bool
     json_schema: str
     regex: str
     ebnf: str
@@ -76,7 +81,7 @@ class SamplingOptions(TypedDict, total=False):
     """JSON text of a structural tag. The OpenAI routes take it in `response_format`."""
 
 
-class GenerateOptions(ProcessorOptions, SamplingOptions, total=False):
+class GenerateOptions(ProcessorOptions, SGLangSamplingOptions, total=False):
     """Options of `generate` and `generate_stream`."""
 
     rid: str | list[str]
@@ -90,28 +95,11 @@ class GenerateOptions(ProcessorOptions, SamplingOptions, total=False):
     return_text_in_logprobs: bool
 
 
-class _OpenAIOptions(ProcessorOptions, total=False):
+class _OpenAIOptions(ProcessorOptions, SamplingOptions, total=False):
     model: str
     """Default: the server's only or first model."""
     max_tokens: int
     min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    seed: int
-    stop: str | list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    logit_bias: Mapping[int, float] | Mapping[str, float]
-    allowed_token_ids: list[int]
-    bad_words: list[str]
-    thinking_token_budget: int
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     response_format: Mapping[str, Any]
     user: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,6 +99,12 @@ def max_tokens_within_model(engine: AsyncEngine, prompt: Prompt, fields: Samplin
     return max(1, min(value, engine.model.max_model_len - len(prompt.token_ids)))
 
 
+_SHARED_FIELDS = tuple(
+    each.name for each in dataclasses.fields(SamplingParams) if each.name in SamplingFields.model_fields
+)
+"""Sampling parameters that a request states under the engine's name in both APIs."""
+
+
 async def sampling_params(
     engine: AsyncEngine, fields: SamplingFields, names: Mapping[str, str], **values: Any
 ) -> SamplingParams:
@@ -117,27 +124,13 @@ async def sampling_params(
             raise InvalidSamplingParams("custom_params", f"the key {RESERVED_KEY!r} is reserved for the server")
         # Beam search has defaults of its own: no sampling, and log-probabilities after all edits.
         searches = fields.beam_search is not None
-        default_mode = "processed_logprobs" if searches else engine.config.logprobs_mode
-        return SamplingParams(
-            temperature=0 if searches and "temperature" not in fields.model_fields_set else fields.temperature,
-            top_p=fields.top_p,
-            top_k=fields.top_k,
-            min_p=fields.min_p,
-            repetition_penalty=fields.repetition_penalty,
-            frequency_penalty=fields.frequency_penalty,
-            presence_penalty=fields.presence_penalty,
-            stop=fields.stop,
-            stop_token_ids=frozenset(fields.stop_token_ids),
-            ignore_eos=fields.ignore_eos,
-            logit_bias=fields.logit_bias,
-            allowed_token_ids=None if fields.allowed_token_ids is None else frozenset(fields.allowed_token_ids),
-            bad_words_token_ids=await asyncio.to_thread(bad_words_token_ids, engine.tokenizer, fields.bad_words),
-            logprobs_mode=fields.logprobs_mode or default_mode,
-            skip_special_tokens=fields.skip_special_tokens,
-            spaces_between_special_tokens=fields.spaces_between_special_tokens,
-            custom_params=fields.custom_params,
-            **values,
-        )
+        shared = {name: getattr(fields, name) for name in _SHARED_FIELDS}
+        if searches and "temperature" not in fields.model_fields_set:
+            shared["temperature"] = 0
+        if fields.logprobs_mode is None:
+            shared["logprobs_mode"] = "processed_logprobs" if searches else engine.config.logprobs_mode
+        words = await asyncio.to_thread(bad_words_token_ids, engine.tokenizer, fields.bad_words)
+        return SamplingParams(**{**shared, "bad_words_token_ids": words, **values})
     except InvalidSamplingParams as error:
         raise in_client_words(BadRequest(error.reason, param=error.field), names) from None
 

@@ -167,7 +167,7 @@ class Target:
             self.free_port = free.getsockname()[1]
 
     def attributes(self) -> dict[str, Any]:
-        """Return what hostile processors are told about it: everything but the secret."""
+        """Return what hostile processors see of it: everything but the secret."""
         return {
             "folder": str(self.folder),
             "secret_file": str(self.secret_file),
@@ -370,14 +370,14 @@ class Sandboxed:
         self._loaded: list[LoadedProcessor] = []
 
     def __call__(
-        self, attempt: Callable[[Any], object], *, frame: str = IN_A_CALL, calls: int = 1, **told: Any
+        self, attempt: Callable[[Any], object], *, frame: str = IN_A_CALL, calls: int = 1, **attributes: Any
     ) -> Report:
         """Run an attempt."""
-        return self.run(self.source(attempt, frame, **told), calls=calls)
+        return self.run(self.source(attempt, frame, **attributes), calls=calls)
 
-    def source(self, attempt: Callable[[Any], object], frame: str = IN_A_CALL, **told: Any) -> SourceProcessor:
+    def source(self, attempt: Callable[[Any], object], frame: str = IN_A_CALL, **attributes: Any) -> SourceProcessor:
         """Return the processor of an attempt."""
-        return source_of(attempt, self._world.attributes() | told, frame)
+        return source_of(attempt, self._world.attributes() | attributes, frame)
 
     def run(self, string: SourceProcessor | PickledProcessor, *, calls: int = 1) -> Report:
         """Load a processor, and call it on rows of zeros."""
@@ -449,10 +449,10 @@ class Unsandboxed:
         frame: str = IN_A_CALL,
         calls: int = 1,
         end: bool = False,
-        **told: Any,
+        **attributes: Any,
     ) -> Report:
         """Run an attempt."""
-        return self.run(source_of(attempt, self._world.attributes() | told, frame), calls=calls, end=end)
+        return self.run(source_of(attempt, self._world.attributes() | attributes, frame), calls=calls, end=end)
 
     def run(self, string: SourceProcessor | PickledProcessor, *, calls: int = 1, end: bool = False) -> Report:
         """Load a processor, call it on rows of zeros and, if `end`, release it."""
