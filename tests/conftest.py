@@ -66,6 +66,7 @@ def tiny_model(vocab_size: int = 260, max_len: int = 512, seed: int = 0) -> Llam
 HERE = Path(__file__).parent
 SLOW = (
     "benchmarks",
+    "client/serialization/test_sglang_peer.py",
     "end_to_end",
     "sampler/ops/test_exact_sampling.py",
     "sampler/sandbox",
@@ -74,12 +75,14 @@ SLOW = (
     "server/engine/test_speculative_decoding.py",
     "server/http/test_documentation.py",
     "server/http/test_fuzz.py",
+    "server/http/test_logits_processors.py",
     "server/http/test_real_engine.py",
     "server/model/test_deterministic.py",
     "server/model/test_packed_linear_memory.py",
     "server/offline/test_engine_owner.py",
     "server/playground",
     "server/test_http_server.py",
+    "server/vllm_names/test_import_hook.py",
     "test_cookbook.py",
     "test_documentation.py",
     "test_site.py",
@@ -87,8 +90,8 @@ SLOW = (
 )
 """Left out by `--fast`: tests that need a real model, a browser, a peer or sandboxes, build the package or the site, or
 take long because they count samples, measure memory or start programs."""
-SLOW_FIXTURES = frozenset({"sglang"})
-"""Fixtures that start a peer."""
+SLOW_FIXTURES = frozenset({"sglang", "results"})
+"""Fixtures that start a peer, or programs."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from functools import cache
 from importlib.metadata import version
 from typing import Any, get_type_hints
 
@@ -81,6 +82,7 @@ def internal_state_of(engine: AsyncEngine) -> InternalState:
     }
 
 
+@cache
 def server_info_schema() -> dict[str, Any]:
     """Return the JSON schema of `server_info_of`. The settings' descriptions are the flags' help."""
     with SCHEMA_LOCK:

@@ -268,6 +268,7 @@ def test_continuations_have_separate_state(make_engine: BuildEngine, processors:
     assert len({tuple(result.token_ids) for result in results}) == 5
 
 
+@pytest.mark.slow
 def test_continuations_have_separate_state_in_a_sandbox(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=3, processor_isolation="sandbox")
     wanted = request("r", n=4, seed=3, processors=processors_of(COUNTS, seen=[]))

@@ -28,6 +28,7 @@ def shipped(condition: bool) -> dict[str, Any]:
     return {"custom_logit_processor": json.dumps({"source": source, "class_name": "Hangs"})}
 
 
+@pytest.mark.slow
 def test_admission_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -> None:
     """The verdict is remembered: the second time, nothing is loaded."""
     settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=60.0)
@@ -41,6 +42,7 @@ def test_admission_keeps_no_sandbox(model: ModelView, vllm_params: MakeParams) -
     assert processors.in_use == 0
 
 
+@pytest.mark.slow
 def test_slow_load_is_refused_and_remembered(model: ModelView, vllm_params: MakeParams) -> None:
     settings = PluginSettings(enable_custom_logit_processor=True, sandbox_load_timeout=0.3)
     processors = for_admission(settings, model)
