@@ -158,7 +158,7 @@ def _cases() -> Iterator[Case]:
             for path in (COMPLETIONS, CHAT)
         )
     yield from _everywhere("custom_logit_processor", {"name": _nested(300)}, says="ecursion")
-    part = {"type": _nested(900)}
+    part = {"type": _nested(500)}
     yield Case(CHAT, {"messages": [{"role": "user", "content": [part]}]}, "messages[0].content", says="part 0 is not")
     # the prompt and the model
     long = "x" * 100
@@ -251,7 +251,7 @@ def test_refusal_names_the_field(case: Case, shipping_client: Any, shipping_engi
 
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"text": NaN}', b'{"a": Infinity}', b'{"a": 1e999}', b"\xff", b"[" * 5000, b'{"a": 1} x']
+    "body", [b"", b"{", b'{"text": NaN}', b'{"a": Infinity}', b'{"a": 1e999}', b"\xff", b"[" * 500, b'{"a": 1} x']
 )
 def test_malformed_json(path: str, body: bytes, client: Any) -> None:
     answer = client.http.post(path, content=body)
@@ -260,6 +260,14 @@ def test_malformed_json(path: str, body: bytes, client: Any) -> None:
     assert error["message"].startswith("the request body is not JSON: ")
     assert "line 1 column" in error["message"]
     assert error["type"] == "invalid_request_error"
+    client.ok(path, GOOD[path])
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_nesting(path: str, client: Any) -> None:
+    answer = client.http.post(path, content=b"[" * 5000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the request body is nested deeper than 512 levels"
     client.ok(path, GOOD[path])
 
 
