@@ -192,15 +192,17 @@ def _most(one: int | None, other: int | None) -> int | None:
 
 
 async def _render(engine: AsyncEngine, work: RequestWork, body: ChatCompletionRequest) -> list[int]:
-    characters = sum(len(message.content or "") for message in body.messages)
-    check_text_length(engine.tokenizer, engine.model.max_model_len, characters, "messages")
+    tokenizer, max_model_len = engine.tokenizer, engine.model.max_model_len
+    characters = sum(len(text or "") for each in body.messages for text in (each.content, each.name, each.tool_call_id))
+    check_text_length(tokenizer, max_model_len, characters, "messages")
     generation_prompt = body.add_generation_prompt
     try:
         return await work.run(
-            engine.tokenizer.apply_chat_template,
+            tokenizer.apply_chat_template,
             [message.for_template() for message in body.messages],
             add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
             continue_final_message=body.continue_final_message,
+            max_characters=max_model_len * tokenizer.longest_token,
             **body.chat_template_kwargs,
         )
     except ValueError as error:

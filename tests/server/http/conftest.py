@@ -90,6 +90,7 @@ class ByteTokenizer(Tokenizer):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        max_characters: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         if messages[0]["content"] == "refuse me":

@@ -165,6 +165,8 @@ def _cases() -> Iterator[Case]:
     yield Case(GENERATE, {"text": "x" * 513}, "text", says="513 characters")
     yield Case(COMPLETIONS, {"prompt": ["a", "x" * 513]}, "prompt[1]", says="513 characters")
     yield Case(CHAT, {"messages": [{"role": "user", "content": "x" * 513}]}, "messages", says="513 characters")
+    named = {"role": "user", "content": "x" * 256, "name": "x" * 257}
+    yield Case(CHAT, {"messages": [named]}, "messages", says="513 characters")
     yield Case(GENERATE, {"text": long}, "text", says="100 tokens")
     yield Case(COMPLETIONS, {"prompt": long}, "prompt", says="100 tokens")
     yield Case(COMPLETIONS, {"prompt": ["a", long]}, "prompt[1]", says="100 tokens")
