@@ -43,7 +43,7 @@ class FairSlots(Generic[T]):
         self._slots = slots
         self._free = set(range(len(slots)))
         self._using: Counter[str] = Counter()
-        self._waiting: FairQueue[_Waiter] = FairQueue(max_waiting)
+        self._waiting: FairQueue[_SlotWaiter] = FairQueue(max_waiting)
         self._lock = threading.Lock()
 
     @contextmanager
@@ -68,7 +68,7 @@ class FairSlots(Generic[T]):
                 self._grant()
 
     def _acquire(self, tenant: str, timeout: float) -> int:
-        waiter = _Waiter()
+        waiter = _SlotWaiter()
         with self._lock:
             self._waiting.put(tenant, waiter)
             self._grant()
@@ -92,7 +92,7 @@ class FairSlots(Generic[T]):
         return self._using[tenant] < max(1, len(self._slots) - 1)
 
 
-class _Waiter:
+class _SlotWaiter:
     """A thread that waits.
 
     Attributes:
