@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
-from .fair_queue import FairQueue
+from .round_robin_queue import RoundRobinQueue
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class FairSlots(Generic[T]):
         self._slots = slots
         self._free = set(range(len(slots)))
         self._using: Counter[str] = Counter()
-        self._waiting: FairQueue[_SlotWaiter] = FairQueue(max_waiting)
+        self._waiting: RoundRobinQueue[_SlotWaiter] = RoundRobinQueue(max_waiting)
         self._lock = threading.Lock()
 
     @contextmanager

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 from llguidance import LLMatcher
 
 from logitship.builtin_processors.params import ModelFacts, PreparationUnavailable
-from logitship.sampler.fair_queue import TenantQueueFull
 from logitship.sampler.fair_slots import FairSlots, current_tenant
+from logitship.sampler.round_robin_queue import TenantQueueFull
 
 from . import check
 from .checker import GrammarChecker

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-from logitship.sampler.fair_queue import FairQueue, TenantQueueFull
+from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
 from logitship.server.refusals import QueueFull
 
 P = ParamSpec("P")
@@ -42,7 +42,7 @@ class FairPool:
         self._name = name
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
-        self._waiting: FairQueue[_Job] = FairQueue(max_waiting)
+        self._waiting: RoundRobinQueue[_Job] = RoundRobinQueue(max_waiting)
         self._running: Counter[str] = Counter()
         self._changed = threading.Condition()
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from logitship.sampler.fair_queue import TenantQueueFull
 from logitship.sampler.fair_slots import FairSlots, current_tenant, on_behalf_of
+from logitship.sampler.round_robin_queue import TenantQueueFull
 
 GENEROUS = 30.0
 

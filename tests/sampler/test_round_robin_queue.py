@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from logitship.sampler.fair_queue import FairQueue, TenantQueueFull
+from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
 
 
-def queue_of(text: str, max_per_tenant: int = 100) -> FairQueue[str]:
+def queue_of(text: str, max_per_tenant: int = 100) -> RoundRobinQueue[str]:
     """One item per word, whose first letter is its tenant."""
-    queue: FairQueue[str] = FairQueue(max_per_tenant)
+    queue: RoundRobinQueue[str] = RoundRobinQueue(max_per_tenant)
     for word in text.split():
         queue.put(word[0], word)
     return queue
 
 
-def drain(queue: FairQueue[str]) -> list[str]:
+def drain(queue: RoundRobinQueue[str]) -> list[str]:
     items = []
     while (taken := queue.get()) is not None:
         items.append(taken[1])

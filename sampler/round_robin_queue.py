@@ -13,7 +13,7 @@ class TenantQueueFull(Exception):
     """A tenant has as many waiting items as it may have."""
 
 
-class FairQueue(Generic[T]):
+class RoundRobinQueue(Generic[T]):
     """Waiting items by tenant, taken round robin.
 
     A tenant's first item waits for one item of each other tenant at most.
