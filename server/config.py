@@ -41,6 +41,9 @@ class ServerConfig:
     max_model_len: int | None = None
     """Maximum length of prompt plus output, in tokens. None: the model's length, or what fits into memory."""
     max_queued_requests: int = 1024
+    max_queued_bytes: int = 256 << 20
+    """Maximum memory of request bodies that are received or wait, in bytes. If there are several API keys, each may use
+    half of it."""
     chunked_prefill_size: int = 256
     """Maximum number of prompt tokens computed in one step next to the running rows."""
     mem_fraction_static: float = 0.5
@@ -102,6 +105,10 @@ class ServerConfig:
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate and ship code. If there are any, no other key may ship code."""
     max_request_bytes: int = 16 << 20
+    max_request_elements: int = 1 << 20
+    """Maximum number of keys and values in a request body: a key counts as 3, a list or an object as 4."""
+    request_body_timeout: float = 60.0
+    """Time limit for receiving a request body, in seconds."""
     disable_playground: bool = False
     """Do not serve the playground."""
     shutdown_timeout: float = 30.0
@@ -113,6 +120,12 @@ class ServerConfig:
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         return self.served_model_name or self.model_path
+
+    @property
+    def max_queued_bytes_per_tenant(self) -> int:
+        """The part of `max_queued_bytes` that one API key may use."""
+        keys = {*self.api_key, *self.shipping_api_key}
+        return self.max_queued_bytes // 2 if len(keys) > 1 else self.max_queued_bytes
 
     @cached_property
     def allowed_digests(self) -> frozenset[str] | None:
@@ -162,6 +175,8 @@ class ServerConfig:
             "max_sandboxes",
             "sandbox_memory",
             "max_request_bytes",
+            "max_request_elements",
+            "max_queued_bytes",
         )
         for name in positive:
             value = getattr(self, name)
@@ -170,9 +185,14 @@ class ServerConfig:
         for name in ("max_queued_requests", "max_logprobs", "prefix_cache_bytes", "shutdown_timeout"):
             if not (getattr(self, name) or 0) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
-        for name in ("sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"):
+        for name in ("sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout", "request_body_timeout"):
             if not 0 < getattr(self, name) < math.inf:  # NaN too
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+        if self.max_queued_bytes_per_tenant < self.max_request_bytes:
+            raise ValueError(
+                f"max_queued_bytes must be enough for one request body of max_request_bytes, {self.max_request_bytes}, "
+                f"twice that with several API keys; it is {self.max_queued_bytes}"
+            )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if not 0 < self.mem_fraction_static <= 1:

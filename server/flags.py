@@ -55,6 +55,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(("--max-model-len", "--context-length"), "maximum length of prompt plus output, in tokens"),
         Flag(("--max-queued-requests",), "maximum number of waiting requests; more are refused with 429"),
         Flag(
+            ("--max-queued-bytes",),
+            "maximum memory of request bodies that are received or wait, in bytes; of several API keys each gets half",
+        ),
+        Flag(
             ("--chunked-prefill-size",),
             "maximum number of prompt tokens computed in one step next to the running sequences",
         ),
@@ -140,6 +144,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "the only bearer tokens that may ship processors; or $LOGITSHIP_SHIPPING_API_KEY, comma-separated",
         ),
         Flag(("--max-request-bytes",), "maximum size of a request body, in bytes"),
+        Flag(
+            ("--max-request-elements",),
+            "maximum number of keys and values in a request body; a key counts as 3, a list or an object as 4",
+        ),
+        Flag(("--request-body-timeout",), "time limit for receiving a request body, in seconds"),
         Flag(("--disable-playground",), "do not serve the playground, the page at /"),
         Flag(("--shutdown-timeout",), "time that running requests get to finish after SIGTERM, in seconds"),
         Flag(("--log-level",), "log level"),

@@ -8,8 +8,9 @@ RequestRefused
 ├── Unauthorized          401   API key missing or wrong
 ├── Forbidden             403   the API key or the allow list does not permit it
 ├── NotFound              404   no such model, processor or route
+├── RequestTimeout        408   the body took too long to arrive
 ├── RequestTooLarge       413   body or processor over the size limit
-├── QueueFull             429   too many waiting requests: try again later
+├── QueueFull             429   too many waiting requests, or bytes of them: try again later
 └── ServiceUnavailable    503   shutting down, or no capacity for another processor
 ```
 """
@@ -75,6 +76,13 @@ class NotFound(RequestRefused):
     type = "not_found_error"
 
 
+class RequestTimeout(RequestRefused):
+    """The body took too long to arrive."""
+
+    status_code = 408
+    type = "timeout_error"
+
+
 class RequestTooLarge(RequestRefused):
     """The body, or the processor in it, is over the size limit."""
 
@@ -82,7 +90,7 @@ class RequestTooLarge(RequestRefused):
 
 
 class QueueFull(RequestRefused):
-    """Too many requests are waiting."""
+    """Too many requests, or bytes of requests, are waiting."""
 
     status_code = 429
     type = "rate_limit_error"

@@ -67,12 +67,20 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        max_characters: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         """Render a conversation and tokenize it.
 
+        Args:
+            messages: the conversation.
+            add_generation_prompt: end with the start of an assistant message.
+            continue_final_message: end within the last message.
+            max_characters: longest rendered text that is tokenized. None: any.
+            **template_kwargs: variables for the template.
+
         Raises:
-            ValueError: there is no template, or it rejects the messages.
+            ValueError: there is no template, it rejects the messages, or their text is too long.
         """
         if not (template_kwargs.get("chat_template") or self.hf_tokenizer.chat_template):
             raise ValueError("this model has no chat template: start the server with --chat-template FILE")
@@ -87,6 +95,8 @@ class Tokenizer:
         # A chat template is a program of the model's author.
         except Exception as error:  # boundary: third-party code
             raise ValueError(f"the chat template refuses the messages: {error}") from error
+        if max_characters is not None and len(text) > max_characters:
+            raise ValueError(f"the chat template makes {len(text)} characters of them, more than {max_characters}")
         # The template already contains the special tokens.
         return self.encode(text, add_special_tokens=False)
 

@@ -74,6 +74,7 @@ def test_documented_metrics_are_on_the_dashboard() -> None:
     queries = json.dumps(DASHBOARD)
     left_out = {
         "logitship_accepting",
+        "logitship_pool_jobs_running",
         "logitship_steps_total",
         "logitship_request_prompt_tokens",
         "logitship_request_generation_tokens",

@@ -11,19 +11,26 @@ answered by an error message or null. SIGPROF kills the process when a grammar t
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Iterable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_DATA = 1 << 30
 """Memory limit in bytes. The tokenizer takes some 100 MiB of it, most schemas less than 1 MiB."""
+_SECONDS_AT_FULL_PRIORITY = 0.1
+"""Nearly all grammars take less."""
+_LOW_PRIORITY = 15
+"""Nice value of the thread afterwards: beside a busy engine, 3% of a core. At 19 it would be 1.5%, and a grammar of a
+second could not be checked within a minute."""
 _NO_TEXT = ("NoExtension", "NoExtensionBias")
 """llguidance's stop reasons for a text that cannot be continued."""
 _STACK = 1 << 20
@@ -67,7 +74,10 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def check(tokenizer: LLTokenizer, grammar: str) -> str | None:
-    """Return the reason why a grammar cannot be used, or None. Runs on a small stack."""
+    """Return the reason why a grammar cannot be used, or None. Runs on a small stack.
+
+    A grammar that takes long continues at a low priority, so that it delays neither tokens nor other checks.
+    """
     answers: SimpleQueue[str | None] = SimpleQueue()
 
     def run() -> None:
@@ -80,6 +90,11 @@ def check(tokenizer: LLTokenizer, grammar: str) -> str | None:
 
     thread = threading.Thread(target=run)
     thread.start()
+    try:
+        return answers.get(timeout=_SECONDS_AT_FULL_PRIORITY)
+    except Empty:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _LOW_PRIORITY)
     return answers.get()
 
 

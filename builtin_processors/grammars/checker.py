@@ -1,4 +1,4 @@
-"""The server's client of the checker process, see `check`."""
+"""The server's client of a checker process, see `check`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from multiprocessing.connection import wait
 from typing import Any
@@ -22,42 +21,29 @@ _log = logging.getLogger(__name__)
 class GrammarChecker:
     """Compiles grammars in a separate process, one after the other. The process starts with the first one.
 
+    Not thread-safe: one thread at a time checks a grammar.
+
     Args:
         tokenizer: the arguments of `check.make_tokenizer`.
         deadline: maximum CPU seconds per grammar.
-        patience: maximum seconds to wait for other checks, for the process to start, and for its answer.
+        patience: maximum seconds to wait for the process to start, and for its answer.
     """
 
     def __init__(self, tokenizer: dict[str, Any], deadline: float = 5.0, patience: float = 60.0) -> None:
         self._tokenizer = tokenizer
         self._deadline = deadline
         self._patience = patience
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 
     def check(self, grammar: str) -> None:
-        """Check that a grammar can be compiled. Blocks while others are checked.
+        """Check that a grammar can be compiled. Blocks.
 
         Raises:
             ValueError: it cannot be compiled, or not within the limits of time, memory and stack; says why.
-            PreparationUnavailable: it could not be checked, because other checks took too long, the process does not
-                start, or the machine is too busy.
+            PreparationUnavailable: it could not be checked, because the process does not start, or the machine is too
+                busy.
         """
-        if not self._lock.acquire(timeout=self._patience):
-            raise PreparationUnavailable("the server is checking other grammars: try again later")
-        try:
-            self._check(grammar)
-        finally:
-            self._lock.release()
-
-    def close(self) -> None:
-        """Kill the process. The next check starts another one."""
-        if self._end is not None:
-            self._end()
-        self._process = None
-
-    def _check(self, grammar: str) -> None:
         try:
             process = self._running()
             _send(process, grammar)
@@ -73,6 +59,12 @@ class GrammarChecker:
         reason: str | None = json.loads(answer)
         if reason is not None:
             raise ValueError(reason)
+
+    def close(self) -> None:
+        """Kill the process. The next check starts another one."""
+        if self._end is not None:
+            self._end()
+        self._process = None
 
     def _running(self) -> subprocess.Popen[str]:
         """Return the process; start it if necessary."""

@@ -3,38 +3,62 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections import OrderedDict
 from hashlib import sha256
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from llguidance import LLMatcher
 
-from logitship.builtin_processors.params import ModelFacts
+from logitship.builtin_processors.params import ModelFacts, PreparationUnavailable
+from logitship.sampler.fair_slots import FairSlots, current_tenant
+from logitship.sampler.round_robin_queue import TenantQueueFull
 
 from . import check
 from .checker import GrammarChecker
 
+_MAX_REFUSALS = 4096
+"""Refused grammars that are remembered: a client may send an expensive one again and again."""
+_MAX_WAITING = 128
+"""Grammars of a tenant that may wait for a checker."""
+_Made = TypeVar("_Made")
+
 
 class GrammarCompiler:
-    """Compiles grammars for one model.
+    """Compiles grammars for one model. Tenants take turns; `current_tenant` is the one that a call is for.
+
+    A grammar is compiled while its checker is in use, so that one tenant's grammars occupy few cores.
 
     Args:
         model: the model.
         max_grammars: size of the LRU cache.
         deadline: maximum CPU seconds per grammar.
+        patience: maximum seconds to wait for other grammars, and for a checker's answer.
+        num_checkers: checker processes, which start when they are needed; None: a quarter of the cores, at least 2.
 
     Raises:
         ValueError: llguidance does not support the model's tokenizer, or the model has no end token.
     """
 
-    def __init__(self, model: ModelFacts, *, max_grammars: int = 128, deadline: float = 5.0) -> None:
+    def __init__(
+        self,
+        model: ModelFacts,
+        *,
+        max_grammars: int = 128,
+        deadline: float = 5.0,
+        patience: float = 60.0,
+        num_checkers: int | None = None,
+    ) -> None:
         arguments = _tokenizer_arguments(model)
         self._tokenizer = check.make_tokenizer(**arguments)
-        self._checker = GrammarChecker(arguments, deadline)
-        self._max_grammars = max_grammars
+        self._patience = patience
+        count = num_checkers or max(2, len(os.sched_getaffinity(0)) // 4)
+        self._checkers = [GrammarChecker(arguments, deadline, patience) for _ in range(count)]
+        self._slots = FairSlots(self._checkers, _MAX_WAITING)
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, LLMatcher | str] = OrderedDict()
+        self._compiled = _Recent[LLMatcher](max_grammars)
+        self._refused = _Recent[str](_MAX_REFUSALS)
 
     @property
     def mask_words(self) -> int:
@@ -52,30 +76,63 @@ class GrammarCompiler:
             PreparationUnavailable: the grammar could not be checked.
         """
         key = sha256(grammar.encode()).digest()
-        made = self._get(key)
-        if made is None:
-            made = self._make(grammar)
-            with self._lock:
-                self._known[key] = made
-                while len(self._known) > self._max_grammars:
-                    self._known.popitem(last=False)
-        if isinstance(made, str):
-            raise ValueError(made)
-        return made
-
-    def _get(self, key: bytes) -> LLMatcher | str | None:
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-            return self._known.get(key)
-
-    def _make(self, grammar: str) -> LLMatcher | str:
-        """Return the matcher, or the error message, which is cached too: an expensive grammar may be sent again."""
+        known = self._known(key)
+        if known is not None:
+            return known
         try:
-            self._checker.check(grammar)
-            return check.make_matcher(self._tokenizer, grammar)
+            with self._slots.use(current_tenant.get(), self._patience) as checker:
+                # Another request may have sent the same grammar while this one waited.
+                return self._known(key) or self._make(key, grammar, checker)
+        except TenantQueueFull:
+            raise PreparationUnavailable(
+                f"{_MAX_WAITING} of your requests wait for their grammars to be checked: try again later"
+            ) from None
+        except TimeoutError:
+            raise PreparationUnavailable("the server is checking other grammars: try again later") from None
+
+    def _known(self, key: bytes) -> LLMatcher | None:
+        """Return the matcher of a grammar that was compiled before; None if it was not. Raises if it was refused."""
+        with self._lock:
+            refusal = self._refused.get(key)
+            if refusal is None:
+                return self._compiled.get(key)
+        raise ValueError(refusal)
+
+    def _make(self, key: bytes, grammar: str, checker: GrammarChecker) -> LLMatcher:
+        try:
+            checker.check(grammar)
+            matcher = check.make_matcher(self._tokenizer, grammar)
         except ValueError as error:
-            return str(error)
+            with self._lock:
+                self._refused.put(key, str(error))
+            raise
+        with self._lock:
+            self._compiled.put(key, matcher)
+        return matcher
+
+
+class _Recent(Generic[_Made]):
+    """LRU cache. Not thread-safe.
+
+    Args:
+        max_entries: most entries.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
+        self._entries: OrderedDict[bytes, _Made] = OrderedDict()
+
+    def get(self, key: bytes) -> _Made | None:
+        """Return an entry, which is the most recently used one then; None if there is none."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def put(self, key: bytes, made: _Made) -> None:
+        """Add an entry, and drop the least recently used one if there are too many."""
+        self._entries[key] = made
+        while len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
 
 
 def _tokenizer_arguments(model: ModelFacts) -> dict[str, Any]:

@@ -5,16 +5,19 @@ A mask gives forbidden tokens a logit of -inf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
-def forbidden_tokens(allowed_token_ids: Iterable[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+def forbidden_tokens(allowed_token_ids: Collection[int], vocab_size: int, device: torch.device) -> torch.Tensor:
     """Return a mask, bool [vocab], True at every token outside `allowed_token_ids`."""
     forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
-    forbidden[torch.tensor(sorted(allowed_token_ids), dtype=torch.int64, device=device)] = False
+    # NumPy reads a whole vocabulary in milliseconds, `torch.tensor` in tens of them.
+    allowed = np.fromiter(allowed_token_ids, dtype=np.int64, count=len(allowed_token_ids))
+    forbidden[torch.from_numpy(allowed).to(device)] = False
     return forbidden
 
 

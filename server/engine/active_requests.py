@@ -16,6 +16,7 @@ from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
+from logitship.server.requests.queued_bytes import QueuedBody
 from logitship.server.requests.sequence import Sequence, Sink
 from logitship.server.tokenizer import Tokenizer
 
@@ -35,6 +36,7 @@ class ActiveRequest:
         unfinished: slots that its sequences have or wait for.
         processors: the processors that were loaded for it.
         sequences: empty until they are queued.
+        body: counts the bytes of the body that it came from, until it starts.
         cancelled: the client has cancelled it, possibly before its sequences were made.
         undelivered: chunks of the current step. Engine thread only.
     """
@@ -45,8 +47,15 @@ class ActiveRequest:
     unfinished: int
     processors: list[LoadedProcessor] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
+    body: QueuedBody | None = None
     cancelled: bool = False
     undelivered: list[GenerationChunk] = field(default_factory=list)
+
+    def release_body(self) -> None:
+        """Stop counting the bytes of its body. A no-op after the first call."""
+        body, self.body = self.body, None
+        if body is not None:
+            body.release()
 
 
 class ActiveRequests:
@@ -108,10 +117,13 @@ class ActiveRequests:
             if queued + active.unfinished > self._max_queued:
                 raise QueueFull(f"the queue is full: {self._max_queued} requests wait, try again later")
             self._active[_key(active)] = active
+        if active.body is not None:
+            active.body.hold()
 
     def release(self, active: ActiveRequest) -> None:
-        """Remove a request and release its processors."""
+        """Remove a request, and release its processors and the bytes of its body."""
         self._release(active.processors)
+        active.release_body()
         with self._lock:
             del self._active[_key(active)]
 
@@ -134,7 +146,9 @@ class ActiveRequests:
 
     def sequence_started(self, sequence: Sequence) -> None:
         """Observe that a sequence got its slot."""
-        self._active[sequence.request_key].meter.started()
+        active = self._active[sequence.request_key]
+        active.meter.started()
+        active.release_body()
 
     def sequence_finished(self, sequence: Sequence) -> None:
         """Count a finished sequence; release its request with the last one."""

@@ -19,8 +19,10 @@ from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
+from logitship.server.requests.fair_pool import FairPool
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest
+from logitship.server.requests.queued_bytes import QueuedBody, QueuedBytes
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
@@ -33,6 +35,9 @@ _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 5.0
 """Seconds that the current step gets to end. It takes far less, unless shipped code hangs in it."""
 
+_LARGE_BODY = 1 << 20
+"""Bytes of memory of a body beyond which its requests are not checked on the event loop."""
+
 _NO_SANDBOXES = SandboxStats(alive=0, started=0, ended={})
 
 
@@ -42,6 +47,8 @@ class AsyncEngine:
     Args:
         engine: reports to `active`, and is only called on `thread`.
         active: the registry of requests.
+        pool: see the attribute.
+        queued_bytes: see the attribute.
         library: where `processors` come from.
         plugins: the installed batch processors.
         attached_to_all: processors of every request, which run after its own.
@@ -53,6 +60,8 @@ class AsyncEngine:
         tokenizer: the model's tokenizer.
         metrics: the Prometheus metrics.
         processors: lists, names, pins and deletes processors.
+        pool: threads for the CPU work of requests before their first step.
+        queued_bytes: memory of the bodies of requests that have not started.
     """
 
     def __init__(
@@ -66,6 +75,8 @@ class AsyncEngine:
         engine: Engine,
         thread: EngineThread,
         active: ActiveRequests,
+        pool: FairPool,
+        queued_bytes: QueuedBytes,
         library: ProcessorLibrary,
         plugins: Iterable[Plugin] = (),
         attached_to_all: Iterable[AttachedProcessor] = (),
@@ -76,6 +87,8 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.processors = processors
+        self.pool = pool
+        self.queued_bytes = queued_bytes
         self._engine = engine
         self._thread = thread
         self._active = active
@@ -98,18 +111,25 @@ class AsyncEngine:
         if self.config.processor_isolation == "sandbox":
             check_sandboxed(request, lambda string: self.processors.ships_code(string, request.tenant))
 
-    async def submit(self, request: GenerationRequest) -> GenerationStream:
+    async def submit(self, request: GenerationRequest, body: QueuedBody | None = None) -> GenerationStream:
         """Admit a request.
+
+        Args:
+            request: the request.
+            body: the HTTP body that it came from, if any. Held until the request starts or ends.
 
         Raises:
             RequestRefused: it was not admitted. `param` is a field of `SamplingParams`, `prompt`, `rid`, `n`,
                 `processors`, `processors[i]` or `processors[i].params`; None where a batch processor refused.
         """
-        self.check(request)
+        if body is not None and body.size > _LARGE_BODY:
+            await self.pool.run(request.tenant, self.check, request)
+        else:
+            self.check(request)
         # Last in the list: a refusal names the request's own processors by their index.
         request = dataclasses.replace(request, processors=(*request.processors, *self._attached_to_all))
         stream = GenerationStream(request.num_sequences, lambda: self._cancel(active))
-        active = ActiveRequest(request, stream, RequestMeter(self.metrics.requests), request.num_slots)
+        active = ActiveRequest(request, stream, RequestMeter(self.metrics.requests), request.num_slots, body=body)
         self._active.reserve(active)
         uses = await self._load_processors(active)
         sink = self._active.sink(active)
@@ -181,6 +201,9 @@ class AsyncEngine:
             sandboxes=sandboxes.alive,
             sandboxes_started=sandboxes.started,
             sandboxes_ended=sandboxes.ended,
+            pool_jobs_running=self.pool.num_running,
+            pool_jobs_waiting=self.pool.num_waiting,
+            queued_bytes=self.queued_bytes.total,
         )
 
     @property

@@ -23,6 +23,8 @@ from logitship.server.model.reasoning_markers import resolve_reasoning_config
 from logitship.server.model.step_cost import measure_step_cost
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.processors.tree_files import attached_to_all, load_trees
+from logitship.server.requests.fair_pool import FairPool, pool_threads
+from logitship.server.requests.queued_bytes import QueuedBytes
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
@@ -108,6 +110,8 @@ def _build(
         engine=engine,
         thread=thread,
         active=active,
+        pool=FairPool(pool_threads(), config.max_num_seqs + config.max_queued_requests, "logitship-work"),
+        queued_bytes=QueuedBytes(config.max_queued_bytes, config.max_queued_bytes_per_tenant),
         library=library,
         plugins=plugins,
         attached_to_all=attached_to_all(config),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,21 +15,32 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
-from logitship.server.requests.request_validation import Prompt, bad_words_token_ids, encode_prompt, in_client_words
+from logitship.server.requests.request_validation import (
+    Prompt,
+    bad_words_token_ids,
+    check_text_length,
+    encode_prompt,
+    in_client_words,
+)
 from logitship.server.schemas.request_schema import SamplingFields
 from logitship.server.schemas.structured_outputs import Constraint
 
 from .auth import Caller, check_key_may_ship
+from .request_work import RequestWork
 
 
-async def read_prompt(engine: AsyncEngine, value: str | list[int], at: str, *, add_special_tokens: bool) -> Prompt:
+async def read_prompt(
+    engine: AsyncEngine, work: RequestWork, value: str | list[int], at: str, *, add_special_tokens: bool
+) -> Prompt:
     """Tokenize a prompt, unless it is a list of token ids already.
 
     Raises:
         BadRequest: the prompt is empty, or far too long.
+        QueueFull: too many requests of the tenant wait for that.
     """
     if isinstance(value, str):
-        return await asyncio.to_thread(
+        check_text_length(engine.tokenizer, engine.model.max_model_len, len(value), at)  # before it waits
+        return await work.run(
             encode_prompt,
             engine.tokenizer,
             engine.model.max_model_len,
@@ -106,12 +116,13 @@ _SHARED_FIELDS = tuple(
 
 
 async def sampling_params(
-    engine: AsyncEngine, fields: SamplingFields, names: Mapping[str, str], **values: Any
+    engine: AsyncEngine, work: RequestWork, fields: SamplingFields, names: Mapping[str, str], **values: Any
 ) -> SamplingParams:
     """Build the engine's sampling parameters.
 
     Args:
-        engine: tokenizes the bad words, and configures the default of `logprobs_mode`.
+        engine: has the tokenizer, and configures the default of `logprobs_mode`.
+        work: tokenizes the bad words.
         fields: the parameters with the same name in both APIs.
         names: the client's names of the fields of `SamplingParams`, where they differ.
         **values: fields of `SamplingParams` that the APIs name differently.
@@ -129,8 +140,9 @@ async def sampling_params(
             shared["temperature"] = 0
         if fields.logprobs_mode is None:
             shared["logprobs_mode"] = "processed_logprobs" if searches else engine.config.logprobs_mode
-        words = await asyncio.to_thread(bad_words_token_ids, engine.tokenizer, fields.bad_words)
-        return SamplingParams(**{**shared, "bad_words_token_ids": words, **values})
+        if fields.bad_words:
+            values["bad_words_token_ids"] = await work.run(bad_words_token_ids, engine.tokenizer, fields.bad_words)
+        return await work.run_if_large(SamplingParams, **{**shared, **values})
     except InvalidSamplingParams as error:
         raise in_client_words(BadRequest(error.reason, param=error.field), names) from None
 

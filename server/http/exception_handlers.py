@@ -30,7 +30,12 @@ CLIENT_CLOSED_REQUEST = 499
 logger = logging.getLogger(__name__)
 
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
 
 
 class GenerationFailed(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fastapi import APIRouter, Request
 
@@ -10,7 +11,7 @@ from logitship.builtin_processors.batch_processors import STR_POOLING_REJECTS_LO
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
 
-from .body import read_json
+from .received_body import received_json
 
 _APIS = {
     "/v1/embeddings": "Embeddings",
@@ -35,10 +36,16 @@ def pooling_router(engine: AsyncEngine) -> APIRouter:
 
 def _refusal(engine: AsyncEngine, api: str) -> Callable[[Request], Awaitable[None]]:
     async def refuse(request: Request) -> None:
-        body = await read_json(request, engine.config.max_request_bytes)
-        for field in _PROCESSOR_FIELDS:
-            if isinstance(body, dict) and body.get(field) is not None:
-                raise BadRequest(f"{field}: {STR_POOLING_REJECTS_LOGITSPROCS}", param=field)
+        async with received_json(request, engine, _processor_field) as body:
+            field = body.value
+        if field is not None:
+            raise BadRequest(f"{field}: {STR_POOLING_REJECTS_LOGITSPROCS}", param=field)
         raise BadRequest(f"The model does not support {api} API")
 
     return refuse
+
+
+def _processor_field(body: Any) -> str | None:
+    """Return the field of a decoded body that has processors."""
+    given = body if isinstance(body, dict) else {}
+    return next((field for field in _PROCESSOR_FIELDS if given.get(field) is not None), None)

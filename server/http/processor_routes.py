@@ -24,8 +24,9 @@ from logitship.server.schemas.processor_schemas import (
 
 from .admission import check_may_ship
 from .auth import caller_of, check_key_may_ship
-from .body import JSONResponse, read_bytes
+from .body import JSONResponse
 from .documentation import operation
+from .received_body import received_processor
 
 Name = Annotated[
     str | None,
@@ -55,9 +56,9 @@ def processor_router(engine: AsyncEngine) -> APIRouter:
         caller = caller_of(request)
         # Even an installed processor: a registration takes up capacity.
         check_key_may_ship(caller)
-        string = _parse(await read_bytes(request, engine.config.max_processor_size))
-        check_may_ship(engine, caller, string)
-        return JSONResponse(_processor_object(await engine.register(string, caller.tenant, name)))
+        async with received_processor(request, engine, _parse) as body:
+            check_may_ship(engine, caller, body.value)
+            return JSONResponse(_processor_object(await engine.register(body.value, caller.tenant, name)))
 
     @router.get("/{id:path}", openapi_extra=operation(response=ProcessorDetailsObject))
     async def processor(request: Request, id: ProcessorId) -> Response:

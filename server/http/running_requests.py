@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -23,14 +22,15 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.generation_stream import Continuation, GenerationStream
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest
+from logitship.server.requests.queued_bytes import QueuedBody
 from logitship.server.requests.request_validation import in_client_words
 
 from .body import JSONResponse
+from .disconnects import while_connected
 from .exception_handlers import GenerationFailed, failure_body, internal_error_body
 from .request_log import follow
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -47,12 +47,13 @@ class Submission:
     names: Mapping[str, str]
 
 
-async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> RunningRequests:
+async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission], body: QueuedBody) -> RunningRequests:
     """Submit all or none: if one is refused, those before it are cancelled.
 
     Args:
         engine: the engine.
         submissions: one per prompt, all with the same number of continuations.
+        body: the body that they come from: its bytes are counted until all of them have started.
 
     Raises:
         RequestRefused: the engine's refusal, with the client's field names.
@@ -61,7 +62,7 @@ async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> 
     pins: dict[ProcessorString, ProcessorString] = {}  # a name resolves to the same version for all prompts
     async with AsyncExitStack() as submitted:
         for submission in submissions:
-            stream = await _submit(engine, submission, pins)
+            stream = await _submit(engine, submission, body, pins)
             submitted.push_async_callback(stream.aclose)
             streams.append(stream)
         submitted.pop_all()
@@ -72,10 +73,10 @@ async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission]) -> 
 
 
 async def _submit(
-    engine: AsyncEngine, submission: Submission, pins: dict[ProcessorString, ProcessorString]
+    engine: AsyncEngine, submission: Submission, body: QueuedBody, pins: dict[ProcessorString, ProcessorString]
 ) -> GenerationStream:
     try:
-        return await engine.submit(engine.processors.pin(submission.request, pins))
+        return await engine.submit(engine.processors.pin(submission.request, pins), body)
     except RequestRefused as refused:
         raise in_client_words(refused, submission.names) from None
 
@@ -162,22 +163,18 @@ def event(data: object) -> bytes:
     return b"data: " + orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
 
 
-async def respond_when_finished(
-    request: Request, running: RunningRequests, build: Callable[[list[Continuation]], object]
-) -> Response:
+async def respond_when_finished(running: RunningRequests, build: Callable[[list[Continuation]], object]) -> Response:
     """Wait for all continuations, and respond with one JSON body.
 
     Args:
-        request: the HTTP request.
-        running: the requests that it submitted; always closed.
+        running: the requests that the HTTP request submitted; always closed.
         build: builds the body.
 
     Raises:
         GenerationFailed: an error ended one of the continuations.
-        ClientDisconnect: the client disconnected.
     """
     try:
-        continuations = await _unless_disconnected(request.receive, running.finish())
+        continuations = await running.finish()
     finally:
         await running.aclose()
     return JSONResponse(build(continuations))
@@ -205,7 +202,8 @@ class EventStream(Response):
         """Send the events."""
         try:
             with suppress(ClientDisconnect):
-                await _unless_disconnected(receive, self._send_all(send))
+                async with while_connected(receive):
+                    await self._send_all(send)
         finally:
             await self._running.aclose()
 
@@ -227,27 +225,3 @@ class EventStream(Response):
             except Exception:  # boundary: event loop
                 logger.exception("unexpected error in a stream")
                 yield event(internal_error_body())
-
-
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it if the client disconnects first.
-
-    Raises:
-        ClientDisconnect: the client disconnected.
-    """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -38,6 +38,9 @@ class EngineStats:
         sandboxes: running sandboxes.
         sandboxes_started: sandboxes started so far.
         sandboxes_ended: sandboxes ended so far, by reason: `unloaded`, or the kind of a `ProcessorFault`.
+        pool_jobs_running: jobs that prepare requests now: decode, validate, tokenize.
+        pool_jobs_waiting: jobs that wait for a thread.
+        queued_bytes: memory of the bodies of requests that are received or wait.
     """
 
     running: int
@@ -59,3 +62,6 @@ class EngineStats:
     sandboxes: int = 0
     sandboxes_started: int = 0
     sandboxes_ended: Mapping[str, int] = field(default_factory=dict)
+    pool_jobs_running: int = 0
+    pool_jobs_waiting: int = 0
+    queued_bytes: int = 0

@@ -34,6 +34,17 @@ def _engine(stats: EngineStats) -> Iterable[Metric]:
     yield GaugeMetricFamily(
         "logitship_accepting", "1 while requests are accepted, 0 while shutting down.", stats.accepting
     )
+    yield GaugeMetricFamily(
+        "logitship_queued_bytes",
+        "Memory of the bodies of requests that are received or wait, in bytes.",
+        stats.queued_bytes,
+    )
+    yield GaugeMetricFamily(
+        "logitship_pool_jobs_running",
+        "Jobs that prepare requests: decode, validate, tokenize.",
+        stats.pool_jobs_running,
+    )
+    yield GaugeMetricFamily("logitship_pool_jobs_waiting", "Such jobs that wait for a thread.", stats.pool_jobs_waiting)
     yield CounterMetricFamily("logitship_steps", "Steps of the engine.", stats.steps)
     yield CounterMetricFamily(
         "logitship_draft_tokens", "Draft tokens that were verified (speculative decoding).", stats.drafted

@@ -26,6 +26,7 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
+from logitship.sampler.fair_slots import on_behalf_of
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse
@@ -281,7 +282,8 @@ class RequestProcessors:
         held.append(processor)
         key = id(processor), id(wanted.params)
         if key not in prepared:
-            prepared[key] = self._library.prepare(processor, wanted.params, own=wanted.own)
+            with on_behalf_of(request.tenant):
+                prepared[key] = self._library.prepare(processor, wanted.params, own=wanted.own)
         params = dict(wanted.params or {})
         return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.num_started)]
 

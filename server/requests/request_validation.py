@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -100,7 +100,7 @@ def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tup
         InvalidSamplingParams: a word is empty.
     """
     sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in dict.fromkeys(words):
         if not word.strip():
             raise InvalidSamplingParams("bad_words", "must not contain an empty string")
         for text in (word.lstrip(), f" {word.lstrip()}"):
@@ -210,7 +210,7 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
-    _check_tokens((token for word in params.bad_words_token_ids for token in word), "bad_words", limits)
+    _check_tokens([token for word in params.bad_words_token_ids for token in word], "bad_words", limits)
 
 
 def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> None:
@@ -317,9 +317,8 @@ def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:
     raise BadRequest(f"is nested deeper than {_MAX_DEPTH} levels", param=param)
 
 
-def _check_tokens(token_ids: Iterable[int], param: str, limits: Limits) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < limits.vocab_size:
-            raise BadRequest(
-                f"token id {token_id} is outside the vocabulary (0 to {limits.vocab_size - 1})", param=param
-            )
+def _check_tokens(token_ids: Collection[int], param: str, limits: Limits) -> None:
+    lowest, highest = min(token_ids, default=0), max(token_ids, default=0)  # in C: a prompt may have a million
+    if lowest < 0 or highest >= limits.vocab_size:
+        outside = lowest if lowest < 0 else highest
+        raise BadRequest(f"token id {outside} is outside the vocabulary (0 to {limits.vocab_size - 1})", param=param)

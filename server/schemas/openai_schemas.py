@@ -6,7 +6,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import FailFast, Field, PlainValidator, model_validator
 
-from .request_schema import Count, FieldError, RequestModel, SamplingFields, Seed, TraceOptions, is_token_ids
+from .request_schema import (
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    Count,
+    FieldError,
+    Id,
+    RequestModel,
+    SamplingFields,
+    Seed,
+    TraceOptions,
+    check_length,
+    is_token_ids,
+)
 from .structured_outputs import OpenAIGrammarFields
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -77,7 +89,7 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
         {"custom_labels", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
     )
 
-    model: str | None = None
+    model: Id | None = None
     """Name of the model; optional, since there is only one."""
     best_of: Count | None = None
     """Generate this many continuations per prompt, and return the `n` with the highest log-probability per token, best
@@ -99,16 +111,16 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
     custom_logit_processor: Any = None
     """The processor: a processor string or its JSON object, or a list of processors, which run in this order. For a
     list of prompts, a list has one entry per prompt."""
-    logits_processors: list[Any] | None = None
+    logits_processors: Annotated[list[Any], Field(max_length=MAX_PROMPTS)] | None = None
     """Processors with parameters of their own, and callables by name; see "Processors in a request". For a list of
     prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of installed batch processors, as in vLLM."""
     trace: TraceOptions | None = None
     """Return a trace per token: how each processor and sampling parameter changed the probabilities."""
-    request_id: str | None = None
+    request_id: Id | None = None
     """Id of the request and the response."""
-    rid: str | None = None
+    rid: Id | None = None
     """Alias of `request_id` (SGLang)."""
 
     @property
@@ -148,6 +160,8 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
 def _prompt(value: Any) -> Any:
     if isinstance(value, str) or is_token_ids(value):
         return value
+    if isinstance(value, list):
+        check_length(value, MAX_PROMPTS)
     if isinstance(value, list) and (
         all(isinstance(each, str) for each in value) or all(is_token_ids(each) for each in value)
     ):
@@ -155,7 +169,17 @@ def _prompt(value: Any) -> Any:
     raise ValueError("must be a string, a list of token ids (integers), or a list of one of these")
 
 
-_PromptTypes = str | list[str] | list[int] | list[list[int]]
+_TokenIds = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
+_PromptTypes = (
+    str
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+    | _TokenIds
+    | Annotated[list[_TokenIds], Field(max_length=MAX_PROMPTS)]
+)
+MAX_MESSAGES = 1 << 14
+"""Most messages of a conversation, and text parts of a message. Each message is several tokens of the prompt."""
+MAX_TEMPLATE_VARIABLES = 256
+"""Most variables for the chat template."""
 
 
 class CompletionRequest(OpenAIFields):
@@ -187,6 +211,7 @@ def _content(value: Any) -> str:
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of text parts")
+    check_length(value, MAX_MESSAGES)
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else None
@@ -195,6 +220,9 @@ def _content(value: Any) -> str:
         if unknown := sorted(part.keys() - {"type", "text"}):
             raise ValueError(f"part {index} has an unknown field {unknown[0][:40]!r}")
     return "\n".join(part["text"] for part in value)
+
+
+_TextParts = Annotated[list[dict[str, str]], Field(max_length=MAX_MESSAGES)]
 
 
 class Message(RequestModel):
@@ -218,11 +246,11 @@ class Message(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Author of the message. `developer`, OpenAI's newer name of `system`, is rendered as `system`."""
-    content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | list[dict[str, str]])] = None
+    content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | _TextParts)] = None
     """Text, or a list of text parts, which are joined with newlines."""
-    name: str | None = None
+    name: Id | None = None
     """Passed to the chat template."""
-    tool_call_id: str | None = None
+    tool_call_id: Id | None = None
     """Passed to the chat template."""
 
     @model_validator(mode="after")
@@ -247,6 +275,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "continue_final_message",
         "conversation",
         "documents",
+        "max_characters",
         "max_length",
         "messages",
         "padding",
@@ -304,7 +333,7 @@ class ChatCompletionRequest(OpenAIFields):
         "web_search_options": (),
     }
 
-    messages: Annotated[list[Message], FailFast()]
+    messages: Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation."""
     max_completion_tokens: int | None = None
     """Maximum number of output tokens. Default: up to the model's length."""
@@ -318,7 +347,7 @@ class ChatCompletionRequest(OpenAIFields):
     """End the prompt with the start of an assistant message. Default: true, unless `continue_final_message` is set."""
     continue_final_message: bool = False
     """Continue the last message instead of starting a new one."""
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=MAX_TEMPLATE_VARIABLES)
     """Variables for the chat template."""
 
     @model_validator(mode="after")

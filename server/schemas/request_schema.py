@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -15,6 +15,27 @@ from logitship.server.requests.messages import BeamSearch, EarlyStopping, beam_s
 from .documented import Documented
 
 Model = TypeVar("Model", bound="RequestModel")
+
+MAX_PROMPTS = 1 << 16
+"""Most prompts of a request, and entries of lists with one per prompt. The queue usually takes fewer."""
+MAX_PROMPT_TOKENS = 1 << 24
+"""Most token ids in a list of token ids. The model's length usually allows fewer."""
+MAX_ID_LENGTH = 1024
+"""Most characters of an id or a name."""
+MAX_STOP_STRINGS = 1024
+"""Most stop strings of a request. Each is searched for in every step."""
+MAX_STOP_LENGTH = 1024
+"""Most characters of a stop string: so much of the output may be held back."""
+MAX_STOP_TOKENS = 4096
+"""Most stop tokens of a request."""
+MAX_BIASES = 1 << 16
+"""Most entries of `logit_bias`, which are written in every step."""
+MAX_ALLOWED_TOKENS = 1 << 19
+"""Most entries of `allowed_token_ids`: more than any vocabulary has."""
+MAX_BAD_WORDS = 1024
+"""Most bad words of a request. Each is tokenized twice, and compared with the output in every step."""
+MAX_BAD_WORD_LENGTH = 256
+"""Most characters of a bad word."""
 
 _SEEDS = range(-(1 << 63), 1 << 64)
 """Integers that fit into 64 bits, signed or unsigned."""
@@ -102,15 +123,41 @@ def _join(path: str, location: tuple[int | str, ...]) -> str:
     return path
 
 
-def one_or_list(kind: type, words: str) -> Callable[[Any], Any]:
-    """Create a validator for a `kind` or a list of them. A `bool` is not an `int`."""
+def one_or_list(
+    kind: type, words: str, max_items: int = MAX_PROMPTS, max_length: int | None = None
+) -> Callable[[Any], Any]:
+    """Create a validator for a `kind` or a list of them. A `bool` is not an `int`.
+
+    Args:
+        kind: the type.
+        words: its name in an error.
+        max_items: most entries of a list.
+        max_length: most characters of a string.
+    """
 
     def check(value: Any) -> Any:
-        if type(value) is kind or _is_list_of(kind, value):
-            return value
-        raise ValueError(f"must be {words}, or a list of them")
+        if isinstance(value, list):
+            check_length(value, max_items)
+        if not (type(value) is kind or _is_list_of(kind, value)):
+            raise ValueError(f"must be {words}, or a list of them")
+        if max_length is not None:
+            check_texts([value] if isinstance(value, str) else value, max_length)
+        return value
 
     return check
+
+
+def check_length(value: Collection[Any], max_items: int) -> None:
+    """Raise `ValueError` if a list or an object has too many entries."""
+    if len(value) > max_items:
+        raise ValueError(f"has {len(value)} entries, at most {max_items} are allowed")
+
+
+def check_texts(texts: Iterable[str], max_length: int) -> None:
+    """Raise `ValueError` if a string is too long."""
+    longest = max(map(len, texts), default=0)
+    if longest > max_length:
+        raise ValueError(f"has a string of {longest} characters, at most {max_length} are allowed")
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
@@ -118,13 +165,14 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
-    value = one_or_list(str, "a string")(value)
+    value = one_or_list(str, "a string", MAX_STOP_STRINGS, MAX_STOP_LENGTH)(value)
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _token_biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
+    check_length(value, MAX_BIASES)
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit()):
             raise ValueError(f"{key[:80]!r} is not a token id")
@@ -138,22 +186,42 @@ def is_token_ids(value: Any) -> bool:
     return _is_list_of(int, value)
 
 
-def _token_ids(value: Any) -> Any:
-    if is_token_ids(value):
-        return value
-    raise ValueError("must be a list of token ids (integers)")
+def _token_ids(max_items: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if isinstance(value, list):
+            check_length(value, max_items)
+        if is_token_ids(value):
+            return value
+        raise ValueError("must be a list of token ids (integers)")
+
+    return check
 
 
-def _texts(value: Any) -> Any:
-    if _is_list_of(str, value):
+def texts(max_items: int, max_length: int) -> Callable[[Any], Any]:
+    """Create a validator for a list of strings.
+
+    Args:
+        max_items: most strings.
+        max_length: most characters of each.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list):
+            check_length(value, max_items)
+        if not _is_list_of(str, value):
+            raise ValueError("must be a list of strings")
+        check_texts(value, max_length)
         return value
-    raise ValueError("must be a list of strings")
+
+    return check
 
 
 def _count(value: Any) -> Any:
-    if type(value) is int and value >= 1:
-        return value
-    raise ValueError("must be an integer, 1 or greater")
+    if type(value) is not int or value < 1:
+        raise ValueError("must be an integer, 1 or greater")
+    if value > MAX_PROMPTS:
+        raise ValueError(f"must be at most {MAX_PROMPTS}")
+    return value
 
 
 def _seed(value: Any) -> Any:
@@ -169,11 +237,42 @@ def _early_stopping(value: Any) -> Any:
     raise ValueError('must be true, false or "never"')
 
 
-StopStrings = Annotated[tuple[str, ...], PlainValidator(_stop_strings, json_schema_input_type=str | list[str])]
-TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
-Texts = Annotated[list[str], PlainValidator(_texts, json_schema_input_type=list[str])]
-TokenBiases = Annotated[dict[int, float], PlainValidator(_token_biases, json_schema_input_type=dict[str, float])]
-Count = Annotated[int, PlainValidator(_count, json_schema_input_type=Annotated[int, Field(ge=1)])]
+Id = Annotated[str, Field(max_length=MAX_ID_LENGTH)]
+_StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[
+    tuple[str, ...],
+    PlainValidator(
+        _stop_strings,
+        json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)],
+    ),
+]
+StopTokenIds = Annotated[
+    list[int],
+    PlainValidator(
+        _token_ids(MAX_STOP_TOKENS), json_schema_input_type=Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)]
+    ),
+]
+AllowedTokenIds = Annotated[
+    list[int],
+    PlainValidator(
+        _token_ids(MAX_ALLOWED_TOKENS),
+        json_schema_input_type=Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKENS)],
+    ),
+]
+BadWordTexts = Annotated[
+    list[str],
+    PlainValidator(
+        texts(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        json_schema_input_type=Annotated[
+            list[Annotated[str, Field(max_length=MAX_BAD_WORD_LENGTH)]], Field(max_length=MAX_BAD_WORDS)
+        ],
+    ),
+]
+TokenBiases = Annotated[
+    dict[int, float],
+    PlainValidator(_token_biases, json_schema_input_type=Annotated[dict[str, float], Field(max_length=MAX_BIASES)]),
+]
+Count = Annotated[int, PlainValidator(_count, json_schema_input_type=Annotated[int, Field(ge=1, le=MAX_PROMPTS)])]
 EarlyStoppingField = Annotated[
     EarlyStopping, PlainValidator(_early_stopping, json_schema_input_type=bool | Literal["never"])
 ]
@@ -238,7 +337,7 @@ class SamplingFields(RequestModel):
     """For tokens in the prompt and the output: divides positive logits and multiplies negative ones."""
     stop: StopStrings = ()
     """Strings that end the output."""
-    stop_token_ids: TokenIds = Field(default=[])
+    stop_token_ids: StopTokenIds = Field(default=[])
     """Tokens that end the output, in addition to the model's end tokens."""
     ignore_eos: bool = False
     """Continue after the model's end token."""
@@ -250,9 +349,9 @@ class SamplingFields(RequestModel):
     """Keep the stop string in the text."""
     logit_bias: TokenBiases = Field(default={})
     """Added to the logits of these tokens."""
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
     """Only these tokens may be sampled."""
-    bad_words: Texts = Field(default=[])
+    bad_words: BadWordTexts = Field(default=[])
     """Texts that must not appear in the output."""
     logprobs_mode: LogprobsMode | None = None
     """Log-probabilities before or after all edits of the logits. Default: the server's `--logprobs-mode`."""

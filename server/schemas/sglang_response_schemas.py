@@ -236,6 +236,9 @@ class ModelInfoResponse(TypedDict):
         "sandboxes": 2,
         "sandboxes_started": 3,
         "sandboxes_ended": {"deadline": 1},
+        "pool_jobs_running": 0,
+        "pool_jobs_waiting": 0,
+        "queued_bytes": 0,
     }
 )
 class InternalState(TypedDict):
@@ -279,3 +282,9 @@ class InternalState(TypedDict):
     """Sandboxes started."""
     sandboxes_ended: dict[str, int]
     """Sandboxes ended, by reason: `unloaded`, or the kind of a processor's fault."""
+    pool_jobs_running: int
+    """Jobs that prepare requests."""
+    pool_jobs_waiting: int
+    """Such jobs that wait for a thread."""
+    queued_bytes: int
+    """Memory of the bodies of requests that are received or wait, in bytes."""

@@ -7,34 +7,74 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
-from .request_schema import RequestModel, SamplingFields, Seed, TraceOptions, is_token_ids, one_or_list
-from .structured_outputs import Constraint, GrammarFields
+from .request_schema import (
+    MAX_ID_LENGTH,
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    Id,
+    RequestModel,
+    SamplingFields,
+    Seed,
+    TraceOptions,
+    check_length,
+    is_token_ids,
+    one_or_list,
+)
+from .structured_outputs import Constraint, GrammarFields, GrammarText
 
 OneOrMoreTexts = Annotated[
-    str | list[str], PlainValidator(one_or_list(str, "a string"), json_schema_input_type=str | list[str])
+    str | list[str],
+    PlainValidator(
+        one_or_list(str, "a string"),
+        json_schema_input_type=str | Annotated[list[str], Field(max_length=MAX_PROMPTS)],
+    ),
+]
+OneOrMoreIds = Annotated[
+    str | list[str],
+    PlainValidator(
+        one_or_list(str, "a string", max_length=MAX_ID_LENGTH),
+        json_schema_input_type=Id | Annotated[list[Id], Field(max_length=MAX_PROMPTS)],
+    ),
 ]
 OneOrMoreInts = Annotated[
-    int | list[int], PlainValidator(one_or_list(int, "an integer"), json_schema_input_type=int | list[int])
+    int | list[int],
+    PlainValidator(
+        one_or_list(int, "an integer"),
+        json_schema_input_type=int | Annotated[list[int], Field(max_length=MAX_PROMPTS)],
+    ),
 ]
 OneOrMoreFlags = Annotated[
-    bool | list[bool], PlainValidator(one_or_list(bool, "true or false"), json_schema_input_type=bool | list[bool])
+    bool | list[bool],
+    PlainValidator(
+        one_or_list(bool, "true or false"),
+        json_schema_input_type=bool | Annotated[list[bool], Field(max_length=MAX_PROMPTS)],
+    ),
 ]
-
 OneOrMoreObjects = Annotated[
     dict[str, Any] | list[dict[str, Any]],
-    PlainValidator(one_or_list(dict, "an object"), json_schema_input_type=dict[str, Any] | list[dict[str, Any]]),
+    PlainValidator(
+        one_or_list(dict, "an object"),
+        json_schema_input_type=dict[str, Any] | Annotated[list[dict[str, Any]], Field(max_length=MAX_PROMPTS)],
+    ),
 ]
 
 
 def _input_ids(value: Any) -> Any:
-    if is_token_ids(value) or (isinstance(value, list) and all(is_token_ids(each) for each in value)):
+    if is_token_ids(value):
         return value
+    if isinstance(value, list):
+        check_length(value, MAX_PROMPTS)
+        if all(is_token_ids(each) for each in value):
+            return value
     raise ValueError("must be a list of token ids (integers), or a list of such lists")
 
 
+_TokenIds = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 InputIds = Annotated[
     list[int] | list[list[int]],
-    PlainValidator(_input_ids, json_schema_input_type=list[int] | list[list[int]]),
+    PlainValidator(
+        _input_ids, json_schema_input_type=_TokenIds | Annotated[list[_TokenIds], Field(max_length=MAX_PROMPTS)]
+    ),
 ]
 
 
@@ -55,7 +95,7 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
     }
     nullable: ClassVar = frozenset({"max_new_tokens"})
 
-    structural_tag: str | None = None
+    structural_tag: GrammarText | None = None
     """Structured output: a structural tag, as JSON text."""
     max_new_tokens: int | None = 128
     """Maximum number of output tokens; null: up to the model's length."""
@@ -139,7 +179,7 @@ class GenerateRequest(RequestModel):
     custom_logit_processor: Any = None
     """The processor: a processor string or its JSON object, or a list of processors, which run in this order. For a
     list of prompts, a list has one entry per prompt."""
-    logits_processors: list[Any] | None = None
+    logits_processors: Annotated[list[Any], Field(max_length=MAX_PROMPTS)] | None = None
     """Processors with parameters of their own, and callables by name; see "Processors in a request". For a list of
     prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
@@ -148,7 +188,7 @@ class GenerateRequest(RequestModel):
     """Alias of `thinking_token_budget` (SGLang), for all prompts."""
     stream: bool = False
     """Stream server-sent events, each with the whole text so far."""
-    rid: OneOrMoreTexts | None = None
+    rid: OneOrMoreIds | None = None
     """Request id, for `/abort_request`. For a list of prompts a list, or one id to which `_0`, `_1`, … are appended."""
     return_logprob: OneOrMoreFlags = False
     """Return log-probabilities."""
@@ -167,7 +207,7 @@ class AbortRequest(RequestModel):
 
     examples: ClassVar = {"rid": "first", "abort_all": True}
 
-    rid: str = ""
+    rid: Id = ""
     """The request to cancel."""
     abort_all: bool = False
     """Cancel all requests."""

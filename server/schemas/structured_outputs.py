@@ -9,22 +9,37 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from logitship.builtin_processors.grammar import GrammarProcessor
+from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import ProcessorRequest
 
-from .request_schema import FieldError, RequestModel, Texts
+from .request_schema import FieldError, Id, RequestModel, check_texts, texts
+
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_LENGTH)]
+"""A regular expression, a grammar, or JSON text."""
+
+MAX_CHOICES = 1 << 14
+"""Most texts of a choice, and structures and triggers of a structural tag. `MAX_GRAMMAR_LENGTH` bounds their total."""
+Choices = Annotated[
+    list[str],
+    PlainValidator(
+        texts(MAX_CHOICES, MAX_GRAMMAR_LENGTH),
+        json_schema_input_type=Annotated[list[GrammarText], Field(max_length=MAX_CHOICES)],
+    ),
+]
 
 
 def _schema(value: Any) -> Any:
+    if isinstance(value, str):
+        check_texts([value], MAX_GRAMMAR_LENGTH)
     if isinstance(value, dict | bool | str):
         return value
     raise ValueError("must be a JSON schema: an object, true, or its JSON text")
 
 
 Schema = Annotated[
-    dict[str, Any] | bool | str, PlainValidator(_schema, json_schema_input_type=dict[str, Any] | bool | str)
+    dict[str, Any] | bool | str, PlainValidator(_schema, json_schema_input_type=dict[str, Any] | bool | GrammarText)
 ]
 """A JSON schema, or its JSON text."""
 
@@ -58,7 +73,7 @@ class JsonSchemaFormat(RequestModel):
     examples: ClassVar = {"name": "capital", "schema": _EXAMPLE_SCHEMA}
     without_effect: ClassVar = frozenset({"description", "strict"})  # constraints are always strict
 
-    name: str
+    name: Id
     """Has no effect."""
     json_schema: Schema = Field(alias="schema")
     """The JSON schema."""
@@ -82,9 +97,9 @@ class ResponseFormat(RequestModel):
     """Only with type `json_schema`."""
     format: dict[str, Any] | None = None
     """Only with type `structural_tag`: the tag in xgrammar's format."""
-    structures: list[dict[str, Any]] | None = None
+    structures: Annotated[list[dict[str, Any]], Field(max_length=MAX_CHOICES)] | None = None
     """Only with type `structural_tag`, in the legacy format: objects with `begin`, `schema` and `end`."""
-    triggers: Texts | None = None
+    triggers: Choices | None = None
     """Required with `structures`: prefixes of their `begin` texts."""
 
     @model_validator(mode="after")
@@ -130,15 +145,15 @@ class StructuredOutputs(RequestModel):
     """A JSON schema, or its JSON text."""
     json_object: bool = False
     """Any JSON object."""
-    regex: str | None = None
+    regex: GrammarText | None = None
     """A regular expression that the output matches."""
-    choice: Texts | None = None
+    choice: Choices | None = None
     """Texts, one of which becomes the output."""
-    grammar: str | None = None
+    grammar: GrammarText | None = None
     """A grammar in EBNF or Lark."""
-    structural_tag: str | None = None
+    structural_tag: GrammarText | None = None
     """A structural tag, as JSON text."""
-    whitespace_pattern: str | None = None
+    whitespace_pattern: GrammarText | None = None
     """Regular expression for the whitespace between JSON tokens."""
     disable_any_whitespace: bool = False
     """Allow no whitespace between JSON tokens."""
@@ -181,9 +196,9 @@ class GrammarFields(RequestModel):
 
     json_schema: Schema | None = None
     """Structured output: JSON that matches this JSON schema, an object or JSON text."""
-    regex: str | None = None
+    regex: GrammarText | None = None
     """Structured output: text that matches this regular expression."""
-    ebnf: str | None = None
+    ebnf: GrammarText | None = None
     """Structured output: text in the language of this grammar, in EBNF or Lark."""
 
     def constraints(self, at: str = "") -> Iterator[Constraint]:
@@ -215,11 +230,11 @@ class OpenAIGrammarFields(GrammarFields):
     """Structured output in vLLM's format."""
     guided_json: Schema | None = None
     """Deprecated alias of `structured_outputs.json` (vLLM)."""
-    guided_regex: str | None = None
+    guided_regex: GrammarText | None = None
     """Deprecated alias of `structured_outputs.regex` (vLLM)."""
-    guided_choice: Texts | None = None
+    guided_choice: Choices | None = None
     """Deprecated alias of `structured_outputs.choice` (vLLM)."""
-    guided_grammar: str | None = None
+    guided_grammar: GrammarText | None = None
     """Deprecated alias of `structured_outputs.grammar` (vLLM)."""
 
     def constraints(self, at: str = "") -> Iterator[Constraint]:

@@ -57,6 +57,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "log_level": ["error"],
         "log_format": ["json"],
         "max_model_len": ["7"],
+        "max_queued_bytes": ["99999999"],
         "prefix_cache_bytes": ["7"],
         "random_seed": ["7"],
         "allow_processor": [str(allowed)],

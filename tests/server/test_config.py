@@ -85,3 +85,11 @@ def test_sandboxes_are_the_default() -> None:
     assert config.processor_isolation == "sandbox"
     assert (config.max_sandboxes, config.sandbox_memory) == (64, 1 << 30)
     assert (config.sandbox_cpu_time, config.sandbox_step_timeout, config.sandbox_load_timeout) == (2.0, 1.0, 10.0)
+
+
+def test_share_of_queued_bytes() -> None:
+    assert ServerConfig(max_queued_bytes=1 << 28).max_queued_bytes_per_tenant == 1 << 28
+    assert ServerConfig(max_queued_bytes=1 << 28, api_key="one").max_queued_bytes_per_tenant == 1 << 28
+    assert ServerConfig(max_queued_bytes=1 << 28, api_key=("one", "two")).max_queued_bytes_per_tenant == 1 << 27
+    with pytest.raises(ValueError, match="max_queued_bytes must be enough for one request body"):
+        ServerConfig(max_queued_bytes=1 << 24, api_key=("one", "two"))

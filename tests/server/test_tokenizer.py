@@ -83,6 +83,12 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "user: Hi\n"
 
 
+def test_rendered_conversation_is_bounded(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.apply_chat_template(MESSAGES, max_characters=20)) == 20
+    with pytest.raises(ValueError, match="makes 20 characters of them, more than 19"):
+        tokenizer.apply_chat_template(MESSAGES, max_characters=19)
+
+
 def test_missing_chat_template(tokenizer: Tokenizer) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.hf_tokenizer.backend_tokenizer, eos_token="</s>")
     with pytest.raises(ValueError, match="no chat template: start the server with --chat-template FILE"):

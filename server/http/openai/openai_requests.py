@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from logitship.server.http.admission import (
     sampling_params,
 )
 from logitship.server.http.auth import Caller
+from logitship.server.http.received_body import ReceivedBody
+from logitship.server.http.request_work import RequestWork
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest, NotFound
 from logitship.server.requests.messages import GenerationRequest
@@ -60,13 +61,14 @@ class ParsedOpenAIRequest(Generic[Body]):
 
 
 async def parse_completion_request(
-    engine: AsyncEngine, caller: Caller, body: CompletionRequest
+    engine: AsyncEngine, caller: Caller, received: ReceivedBody[CompletionRequest]
 ) -> ParsedOpenAIRequest[CompletionRequest]:
     """Validate what the schema cannot, tokenize, and build the engine's requests.
 
     Raises:
         RequestRefused: names the field.
     """
+    body, work = received.value, received.work
     _check_model(engine, body.model)
     is_batch = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
     given: list[Any] = body.prompt if is_batch and isinstance(body.prompt, list) else [body.prompt]
@@ -77,17 +79,24 @@ async def parse_completion_request(
     request_id = _request_id(body, "cmpl")
     request = ParsedOpenAIRequest(request_id, engine.model.name, body, [], [])
     for i, value in enumerate(given):
-        parsed = read_processors(
-            engine, caller, body, i if is_batch else None, body.custom_params, "custom_params", constraint
+        parsed = await work.run_if_large(
+            read_processors,
+            engine,
+            caller,
+            body,
+            i if is_batch else None,
+            body.custom_params,
+            "custom_params",
+            constraint,
         )
         names = {**_names(body), **parsed.names, "prompt": f"prompt[{i}]" if is_batch else "prompt"}
-        prompt = await read_prompt(engine, value, names["prompt"], add_special_tokens=body.add_special_tokens)
+        prompt = await read_prompt(engine, work, value, names["prompt"], add_special_tokens=body.add_special_tokens)
         request.prompts.append(prompt)
         request.submissions.append(
             await _submission(
                 engine,
                 caller,
-                body,
+                received,
                 prompt,
                 names,
                 f"{request_id}_{i}" if is_batch else request_id,
@@ -102,18 +111,21 @@ async def parse_completion_request(
 
 
 async def parse_chat_request(
-    engine: AsyncEngine, caller: Caller, body: ChatCompletionRequest
+    engine: AsyncEngine, caller: Caller, received: ReceivedBody[ChatCompletionRequest]
 ) -> ParsedOpenAIRequest[ChatCompletionRequest]:
     """Parse a conversation, which the chat template renders as one prompt.
 
     Raises:
         RequestRefused: names the field.
     """
+    body, work = received.value, received.work
     _check_model(engine, body.model)
     check_batch(engine.config, 1, "messages", *_sequences_of_a_prompt(body))
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    parsed = read_processors(engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body))
+    parsed = await work.run_if_large(
+        read_processors, engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body)
+    )
     names = {
         **_names(body),
         **parsed.names,
@@ -121,13 +133,13 @@ async def parse_chat_request(
         "logprobs": "top_logprobs",
         "prompt": "messages",
     }
-    prompt = Prompt(await _render(engine, body))
+    prompt = Prompt(await _render(engine, work, body))
     if not prompt.token_ids:
         raise BadRequest("messages: the chat template renders them as an empty prompt", param="messages")
     submission = await _submission(
         engine,
         caller,
-        body,
+        received,
         prompt,
         names,
         request_id,
@@ -179,16 +191,18 @@ def _most(one: int | None, other: int | None) -> int | None:
     return max((count for count in (one, other) if count is not None), default=None)
 
 
-async def _render(engine: AsyncEngine, body: ChatCompletionRequest) -> list[int]:
-    characters = sum(len(message.content or "") for message in body.messages)
-    check_text_length(engine.tokenizer, engine.model.max_model_len, characters, "messages")
+async def _render(engine: AsyncEngine, work: RequestWork, body: ChatCompletionRequest) -> list[int]:
+    tokenizer, max_model_len = engine.tokenizer, engine.model.max_model_len
+    characters = sum(len(text or "") for each in body.messages for text in (each.content, each.name, each.tool_call_id))
+    check_text_length(tokenizer, max_model_len, characters, "messages")
     generation_prompt = body.add_generation_prompt
     try:
-        return await asyncio.to_thread(
-            engine.tokenizer.apply_chat_template,
+        return await work.run(
+            tokenizer.apply_chat_template,
             [message.for_template() for message in body.messages],
             add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
             continue_final_message=body.continue_final_message,
+            max_characters=max_model_len * tokenizer.longest_token,
             **body.chat_template_kwargs,
         )
     except ValueError as error:
@@ -198,7 +212,7 @@ async def _render(engine: AsyncEngine, body: ChatCompletionRequest) -> list[int]
 async def _submission(
     engine: AsyncEngine,
     caller: Caller,
-    body: OpenAIFields,
+    received: ReceivedBody[Body],
     prompt: Prompt,
     names: Mapping[str, str],
     rid: str,
@@ -206,8 +220,10 @@ async def _submission(
     parsed: ParsedProcessors,
     **values: Any,
 ) -> Submission:
+    body = received.value
     params = await sampling_params(
         engine,
+        received.work,
         body,
         names,
         min_tokens=body.min_tokens,

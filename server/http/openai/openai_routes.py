@@ -9,8 +9,9 @@ from fastapi import APIRouter, Path, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
-from logitship.server.http.body import JSONResponse, read_body
+from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import operation
+from logitship.server.http.received_body import ReceivedBody, received
 from logitship.server.http.running_requests import EventStream, respond_when_finished, submit_all
 from logitship.server.schemas.openai_response_schemas import (
     ChatCompletionResponse,
@@ -49,22 +50,21 @@ _CHAT = operation(
 def openai_router(engine: AsyncEngine) -> APIRouter:
     """Create the routes for `engine`."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
-    limit = engine.config.max_request_bytes
     started = int(time.time())
 
     @router.post("/completions", openapi_extra=_COMPLETION)
     async def completions(request: Request) -> Response:
         """Complete one or more prompts."""
-        body = await read_body(request, CompletionRequest, limit)
-        parsed = await parse_completion_request(engine, caller_of(request), body)
-        return await _respond(engine, request, CompletionResponseBuilder(engine, parsed))
+        async with received(request, engine, CompletionRequest) as body:
+            parsed = await parse_completion_request(engine, caller_of(request), body)
+            return await _respond(engine, body, CompletionResponseBuilder(engine, parsed))
 
     @router.post("/chat/completions", openapi_extra=_CHAT)
     async def chat_completions(request: Request) -> Response:
         """Generate the next message of a conversation."""
-        body = await read_body(request, ChatCompletionRequest, limit)
-        parsed = await parse_chat_request(engine, caller_of(request), body)
-        return await _respond(engine, request, ChatResponseBuilder(engine, parsed))
+        async with received(request, engine, ChatCompletionRequest) as body:
+            parsed = await parse_chat_request(engine, caller_of(request), body)
+            return await _respond(engine, body, ChatResponseBuilder(engine, parsed))
 
     @router.get("/models", openapi_extra=operation(response=ModelList))
     async def models() -> Response:
@@ -81,11 +81,11 @@ def openai_router(engine: AsyncEngine) -> APIRouter:
     return router
 
 
-async def _respond(engine: AsyncEngine, request: Request, builder: OpenAIResponseBuilder[Any]) -> Response:
-    running = await submit_all(engine, builder.request.submissions)
+async def _respond(engine: AsyncEngine, body: ReceivedBody[Any], builder: OpenAIResponseBuilder[Any]) -> Response:
+    running = await submit_all(engine, builder.request.submissions, body.queued)
     if builder.body.stream:
         return EventStream(running, builder.stream(running))
-    return await respond_when_finished(request, running, builder.response)
+    return await respond_when_finished(running, builder.response)
 
 
 def _model(engine: AsyncEngine, created: int) -> ModelCard:

@@ -79,6 +79,9 @@ def internal_state_of(engine: AsyncEngine) -> InternalState:
         "sandboxes": stats.sandboxes,
         "sandboxes_started": stats.sandboxes_started,
         "sandboxes_ended": dict(stats.sandboxes_ended),
+        "pool_jobs_running": stats.pool_jobs_running,
+        "pool_jobs_waiting": stats.pool_jobs_waiting,
+        "queued_bytes": stats.queued_bytes,
     }
 
 

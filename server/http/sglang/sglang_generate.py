@@ -21,6 +21,7 @@ from logitship.server.http.admission import (
     value_for_prompt,
 )
 from logitship.server.http.auth import Caller
+from logitship.server.http.received_body import ReceivedBody
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import GenerationRequest
@@ -67,33 +68,37 @@ class ParsedGenerateRequest:
     texts_in_logprobs: bool
 
 
-async def parse_generate_request(engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> ParsedGenerateRequest:
+async def parse_generate_request(
+    engine: AsyncEngine, caller: Caller, received: ReceivedBody[GenerateRequest]
+) -> ParsedGenerateRequest:
     """Validate what the schema cannot, tokenize, and build the engine's requests.
 
     Raises:
         RequestRefused: names the field.
     """
-    parser = _GenerateParser(engine, caller, body)
+    parser = _GenerateParser(engine, caller, received)
     parser.check_lists()
-    samplings = parser.samplings()
+    samplings = await received.work.run_if_large(parser.samplings)
     n = samplings[0].n
     rids = parser.rids()
     return ParsedGenerateRequest(
         submissions=[await parser.submission(i, samplings[i], rids[i]) for i in range(len(samplings))],
         rids=rids if n == 1 else [f"{rid}_{j}" for rid in rids for j in range(n)],
         many=parser.is_batch or n > 1,
-        texts_in_logprobs=body.return_text_in_logprobs,
+        texts_in_logprobs=received.value.return_text_in_logprobs,
     )
 
 
 class _GenerateParser:
     """Parses one body, prompt by prompt."""
 
-    def __init__(self, engine: AsyncEngine, caller: Caller, body: GenerateRequest) -> None:
+    def __init__(self, engine: AsyncEngine, caller: Caller, received: ReceivedBody[GenerateRequest]) -> None:
+        body = received.value
         if (body.text is None) == (body.input_ids is None):
             raise BadRequest("text: give either text or input_ids", param="text")
         self._engine = engine
         self._caller = caller
+        self._work = received.work
         self._body = body
         self._at = "input_ids" if body.text is None else "text"
         given = body.input_ids if body.text is None else body.text
@@ -142,7 +147,8 @@ class _GenerateParser:
         body = self._body
         at = f"{self._at}[{i}]" if self.is_batch else self._at
         sampling_at = path_for_prompt(body.sampling_params, i, "sampling_params")
-        parsed = read_processors(
+        parsed = await self._work.run_if_large(
+            read_processors,
             self._engine,
             self._caller,
             body,
@@ -156,11 +162,12 @@ class _GenerateParser:
             names["num_beams"] = f"{sampling_at}.n"
         if body.max_thinking_tokens is not None:
             names["thinking_token_budget"] = "max_thinking_tokens"
-        prompt = await read_prompt(self._engine, self._prompts[i], at, add_special_tokens=True)
+        prompt = await read_prompt(self._engine, self._work, self._prompts[i], at, add_special_tokens=True)
         start = _logprob_start(value_for_prompt(body.logprob_start_len, i), len(prompt.token_ids))
         top = value_for_prompt(body.top_logprobs_num, i) if value_for_prompt(body.return_logprob, i) else None
         params = await sampling_params(
             self._engine,
+            self._work,
             sampling,
             names,
             max_tokens=max_tokens_within_model(self._engine, prompt, sampling, "max_new_tokens"),

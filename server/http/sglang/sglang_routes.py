@@ -10,8 +10,9 @@ from fastapi import APIRouter, Request, Response
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
-from logitship.server.http.body import JSONResponse, read_body
+from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import one_or_more, operation
+from logitship.server.http.received_body import received
 from logitship.server.http.running_requests import EventStream, respond_when_finished, submit_all
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
 from logitship.server.requests.messages import GenerationRequest
@@ -41,24 +42,24 @@ _GENERATE = operation(
 def sglang_router(engine: AsyncEngine) -> APIRouter:
     """Create the routes for `engine`."""
     router = APIRouter(tags=["SGLang"])
-    limit = engine.config.max_request_bytes
 
     @router.post("/generate", openapi_extra=_GENERATE)
     @router.put("/generate", openapi_extra=_GENERATE)
     async def generate(request: Request) -> Response:
         """Complete one or more prompts."""
-        body = await read_body(request, GenerateRequest, limit)
-        parsed = await parse_generate_request(engine, caller_of(request), body)
-        builder = GenerateResponseBuilder(parsed, engine.tokenizer)
-        running = await submit_all(engine, parsed.submissions)
-        if body.stream:
-            return EventStream(running, builder.stream(running))
-        return await respond_when_finished(request, running, builder.response)
+        async with received(request, engine, GenerateRequest) as body:
+            parsed = await parse_generate_request(engine, caller_of(request), body)
+            builder = GenerateResponseBuilder(parsed, engine.tokenizer)
+            running = await submit_all(engine, parsed.submissions, body.queued)
+            if body.value.stream:
+                return EventStream(running, builder.stream(running))
+            return await respond_when_finished(running, builder.response)
 
     @router.post("/abort_request", openapi_extra=operation(body=AbortRequest, body_example={"rid": "first"}))
     async def abort_request(request: Request) -> Response:
         """Cancel one or all of the caller's requests."""
-        body = await read_body(request, AbortRequest, limit)
+        async with received(request, engine, AbortRequest) as received_body:
+            body = received_body.value
         if not body.rid and not body.abort_all:
             raise BadRequest("rid: name a request, or set abort_all", param="rid")
         engine.abort(None if body.abort_all else body.rid, caller_of(request).tenant)

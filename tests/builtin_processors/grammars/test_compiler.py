@@ -6,15 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from logitship.builtin_processors.grammars import check
 from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.builtin_processors.grammars.compiler import GrammarCompiler
 from logitship.builtin_processors.grammars.grammar_source import from_ebnf, from_json_schema, from_regex
 from logitship.builtin_processors.params import PreparationUnavailable
+from logitship.sampler.fair_slots import on_behalf_of
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.tokenizer import Tokenizer
 
@@ -102,7 +105,7 @@ def test_refusal_is_cached(model: ModelView) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=TIME):
             compiler.compile(grammar)
-        assert compiler._checker._process is None  # ended by the first time, and not started for the second
+        assert compiler._checkers[0]._process is None  # ended by the first time, and not started for the second
 
 
 def test_least_recently_used_grammar_is_evicted(model: ModelView) -> None:
@@ -147,18 +150,18 @@ def test_unsupported_models(tokenizer: Tokenizer) -> None:
 def test_dead_checker_process_is_replaced(model: ModelView) -> None:
     compiler = GrammarCompiler(model)
     compiler.compile(from_regex("a"))
-    process = compiler._checker._process
+    process = compiler._checkers[0]._process
     assert process is not None
     process.kill()
     process.wait()
     compiler.compile(from_regex("b"))
-    assert compiler._checker._process is not process
+    assert compiler._checkers[0]._process is not process
 
 
 def test_checker_process_ends_with_its_owner(model: ModelView) -> None:
     compiler = GrammarCompiler(model)
     compiler.compile(from_regex("a"))
-    process = compiler._checker._process
+    process = compiler._checkers[0]._process
     assert process is not None
     del compiler
     assert process.poll() is not None
@@ -188,22 +191,90 @@ def test_busy_machine_refuses_no_grammar(model: ModelView) -> None:
 def test_unchecked_grammar_is_not_cached(model: ModelView) -> None:
     compiler = GrammarCompiler(model)
     compiler.compile(from_regex("a"))
-    process = compiler._checker._process
+    process = compiler._checkers[0]._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
-    compiler._checker._patience = 0.01
+    compiler._checkers[0]._patience = 0.01
     with pytest.raises(PreparationUnavailable, match="try again later"):
         compiler.compile(from_regex("b"))
     assert process.poll() == -signal.SIGKILL
-    compiler._checker._patience = 60.0
+    compiler._checkers[0]._patience = 60.0
     compiler.compile(from_regex("b"))
 
 
 def test_wait_for_other_checks_times_out(model: ModelView) -> None:
-    checker = GrammarChecker(tokenizer_arguments(model), patience=0.01)
-    with checker._lock, pytest.raises(PreparationUnavailable, match="other grammars: try again later"):
-        checker.check(from_regex("a"))
-    assert checker._process is None
+    compiler = GrammarCompiler(model, patience=0.01, num_checkers=1)
+    with compiler._slots.use("a", 0), pytest.raises(PreparationUnavailable, match="other grammars: try again later"):
+        compiler.compile(from_regex("a"))
+    assert compiler._checkers[0]._process is None
+
+
+def test_grammars_of_one_tenant_do_not_delay_another(model: ModelView) -> None:
+    """The checker of tenant a is stopped; its other grammars wait, and b's is compiled."""
+    compiler = GrammarCompiler(model, num_checkers=2)
+
+    def compile_for(tenant: str, text: str) -> None:
+        with on_behalf_of(tenant):
+            compiler.compile(from_regex(text))
+
+    compile_for("a", "first")
+    process = compiler._checkers[0]._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(20) as threads:
+        theirs = [threads.submit(compile_for, "a", f"a{i}") for i in range(14)]
+        threads.submit(compile_for, "b", "b").result(timeout=60)
+        assert not any(each.done() for each in theirs)
+        process.send_signal(signal.SIGCONT)
+        for each in theirs:
+            each.result(timeout=60)
+    assert compiler._checkers[0]._process is process
+
+
+def test_equal_grammars_are_checked_once(model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    original = GrammarChecker.check
+
+    def counted(self: GrammarChecker, grammar: str) -> None:
+        checked.append(grammar)
+        original(self, grammar)
+
+    monkeypatch.setattr(GrammarChecker, "check", counted)
+    compiler = GrammarCompiler(model, num_checkers=1)
+    with ThreadPoolExecutor(8) as threads:
+        with compiler._slots.use("other", 0):
+            made = [threads.submit(compiler.compile, from_regex("a")) for _ in range(8)]
+        assert len({id(each.result(timeout=60)) for each in made}) == 1
+    assert len(checked) == 1
+
+
+def test_refusals_do_not_evict_grammars(model: ModelView) -> None:
+    compiler = GrammarCompiler(model, max_grammars=1)
+    matcher = compiler.compile(from_regex("a"))
+    for text in ("(", "(("):
+        with pytest.raises(ValueError, match="unclosed group"):
+            compiler.compile(from_regex(text))
+    assert compiler.compile(from_regex("a")) is matcher
+
+
+def test_long_check_continues_at_low_priority(model: ModelView) -> None:
+    checker = GrammarChecker(tokenizer_arguments(model), deadline=2.0)
+    checker.check(from_regex("a"))
+    process = checker._process
+    assert process is not None
+
+    def nices() -> set[int]:
+        tasks = Path(f"/proc/{process.pid}/task").glob("*/stat")
+        return {int(task.read_text().rpartition(")")[2].split()[16]) for task in tasks}
+
+    assert nices() == {0}
+    with ThreadPoolExecutor() as threads:
+        checked = threads.submit(checker.check, from_json_schema({"type": "integer", "multipleOf": 99999989}))
+        while nices() != {0, check._LOW_PRIORITY}:
+            assert not checked.done()
+            time.sleep(0.01)
+        with pytest.raises(ValueError, match=TIME):
+            checked.result()
 
 
 def test_checker_process_that_does_not_start(model: ModelView, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from logitship.server.metrics.request_metrics import ProcessorLabels, RequestMet
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
+from logitship.server.requests.queued_bytes import QueuedBytes
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
 
@@ -161,3 +162,39 @@ def test_fail_all_ends_every_stream_and_refuses_new_requests(requests: ActiveReq
             requests.check_accepting()
 
     run(fail())
+
+
+def test_body_is_counted_until_the_request_starts(requests: ActiveRequests, make_sequence: MakeSequence) -> None:
+    async def scenario() -> None:
+        queued = QueuedBytes(100, 100)
+        body = queued.open("")
+        body.add(10)
+        first, second = active("first"), active("second")
+        for each in (first, second):
+            each.body = body
+            requests.reserve(each)
+        body.release()  # the route's
+        sequence = make_sequence(first, 0)
+        requests.sequence_started(sequence)
+        requests.sequence_finished(sequence)
+        assert queued.total == 10
+        requests.release(second)
+        assert queued.total == 0
+
+    run(scenario())
+
+
+def test_refused_request_does_not_hold_its_body(requests: ActiveRequests) -> None:
+    async def scenario() -> None:
+        queued = QueuedBytes(100, 100)
+        body = queued.open("")
+        body.add(10)
+        requests.reserve(active("r"))
+        again = active("r")
+        again.body = body
+        with pytest.raises(BadRequest):
+            requests.reserve(again)
+        body.release()
+        assert queued.total == 0
+
+    run(scenario())

@@ -23,6 +23,7 @@ from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, RequestRefused
+from logitship.server.requests.fair_pool import FairPool
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import (
     FinishReason,
@@ -31,6 +32,7 @@ from logitship.server.requests.messages import (
     RequestError,
     TokenLogprobs,
 )
+from logitship.server.requests.queued_bytes import QueuedBody, QueuedBytes
 from logitship.server.requests.request_validation import Limits, check
 from logitship.server.tokenizer import Tokenizer
 
@@ -88,6 +90,7 @@ class ByteTokenizer(Tokenizer):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        max_characters: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         if messages[0]["content"] == "refuse me":
@@ -228,6 +231,8 @@ class FakeEngine(AsyncEngine):
         self.registered: list[tuple[ProcessorString, str]] = []
         """Processor string and tenant per call."""
         self.processors = FakeProcessors()
+        self.pool = FairPool(2, 100, "test-pool")
+        self.queued_bytes = QueuedBytes(self.config.max_queued_bytes, self.config.max_queued_bytes_per_tenant)
         self.refusals: dict[str, Exception] = {}
         """Exceptions that `submit` raises, by request id."""
         self.refuse_all: Exception | None = None
@@ -237,7 +242,7 @@ class FakeEngine(AsyncEngine):
         self.alive = True
         self.accepting = True
 
-    async def submit(self, request: GenerationRequest) -> GenerationStream:
+    async def submit(self, request: GenerationRequest, body: QueuedBody | None = None) -> GenerationStream:
         check(request, Limits.of(self.config, self.model.vocab_size, self.model.max_model_len))
         if self.refuse_all is not None:
             raise self.refuse_all

@@ -158,13 +158,15 @@ def _cases() -> Iterator[Case]:
             for path in (COMPLETIONS, CHAT)
         )
     yield from _everywhere("custom_logit_processor", {"name": _nested(300)}, says="ecursion")
-    part = {"type": _nested(900)}
+    part = {"type": _nested(500)}
     yield Case(CHAT, {"messages": [{"role": "user", "content": [part]}]}, "messages[0].content", says="part 0 is not")
     # the prompt and the model
     long = "x" * 100
     yield Case(GENERATE, {"text": "x" * 513}, "text", says="513 characters")
     yield Case(COMPLETIONS, {"prompt": ["a", "x" * 513]}, "prompt[1]", says="513 characters")
     yield Case(CHAT, {"messages": [{"role": "user", "content": "x" * 513}]}, "messages", says="513 characters")
+    named = {"role": "user", "content": "x" * 256, "name": "x" * 257}
+    yield Case(CHAT, {"messages": [named]}, "messages", says="513 characters")
     yield Case(GENERATE, {"text": long}, "text", says="100 tokens")
     yield Case(COMPLETIONS, {"prompt": long}, "prompt", says="100 tokens")
     yield Case(COMPLETIONS, {"prompt": ["a", long]}, "prompt[1]", says="100 tokens")
@@ -251,7 +253,7 @@ def test_refusal_names_the_field(case: Case, shipping_client: Any, shipping_engi
 
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"text": NaN}', b'{"a": Infinity}', b'{"a": 1e999}', b"\xff", b"[" * 5000, b'{"a": 1} x']
+    "body", [b"", b"{", b'{"text": NaN}', b'{"a": Infinity}', b'{"a": 1e999}', b"\xff", b"[" * 500, b'{"a": 1} x']
 )
 def test_malformed_json(path: str, body: bytes, client: Any) -> None:
     answer = client.http.post(path, content=body)
@@ -260,6 +262,14 @@ def test_malformed_json(path: str, body: bytes, client: Any) -> None:
     assert error["message"].startswith("the request body is not JSON: ")
     assert "line 1 column" in error["message"]
     assert error["type"] == "invalid_request_error"
+    client.ok(path, GOOD[path])
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_nesting(path: str, client: Any) -> None:
+    answer = client.http.post(path, content=b"[" * 5000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the request body is nested deeper than 512 levels"
     client.ok(path, GOOD[path])
 
 

@@ -86,7 +86,8 @@ def test_disconnect_before_the_stream(engine: Any) -> None:
         caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
         caller.gone.set()
         await asyncio.wait_for(create_app(engine)(caller.scope, caller.receive, caller.send), 30)
-        assert set(engine.closed) == {"r"}
+        assert engine.closed == [request.rid for request in engine.requests]
+        assert [message["status"] for message in caller.sent if "status" in message] == [499]
 
     asyncio.run(scenario())
 

@@ -1,0 +1,141 @@
+"""Threads for the CPU work of requests, shared fairly between tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
+
+from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
+from logitship.server.refusals import QueueFull
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def pool_threads() -> int:
+    """Return the number of threads for a server: half the cores, because the engine computes on all; at least 2."""
+    return max(2, len(os.sched_getaffinity(0)) // 2)
+
+
+class FairPool:
+    """A bounded pool of daemon threads. Waiting jobs are taken round robin between tenants.
+
+    Guarantees:
+    * A tenant occupies all threads but one at most, so that the first job of another tenant starts at once.
+    * A job that waits ends when its caller is cancelled. A job that runs is not interrupted: keep jobs short.
+    * Threads start with the first jobs. They do not delay the end of the process.
+
+    Args:
+        num_threads: most threads, 2 or more.
+        max_waiting: most waiting jobs of a tenant.
+        name: prefix of the threads' names.
+    """
+
+    def __init__(self, num_threads: int, max_waiting: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._max_waiting = max_waiting
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        self._waiting: RoundRobinQueue[_Job] = RoundRobinQueue(max_waiting)
+        self._running: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for a thread."""
+        with self._changed:
+            return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Jobs that run."""
+        with self._changed:
+            return self._running.total()
+
+    async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on a thread of the pool, and return its result.
+
+        Args:
+            tenant: whose job it is.
+            function: must not block on anything but the CPU.
+            *args: its arguments.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            QueueFull: too many jobs of the tenant wait.
+            Exception: what the function raises.
+        """
+        job = _Job(lambda: function(*args, **kwargs))
+        self._put(tenant, job)
+        try:
+            return await asyncio.wrap_future(job.future)  # type: ignore[no-any-return]
+        except asyncio.CancelledError:
+            with self._changed:
+                self._waiting.remove(tenant, job)
+            raise
+
+    def _put(self, tenant: str, job: _Job) -> None:
+        with self._changed:
+            try:
+                self._waiting.put(tenant, job)
+            except TenantQueueFull:
+                raise QueueFull(
+                    f"{self._max_waiting} of your requests wait to be prepared, the most that may: try again later"
+                ) from None
+            if len(self._waiting) > self._num_idle and len(self._threads) < self._num_threads:
+                self._start_thread()
+            self._changed.notify()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while True:
+            tenant, job = self._next()
+            job.run()
+            del job  # it may hold a large body
+            with self._changed:
+                self._running[tenant] -= 1
+                if not self._running[tenant]:
+                    del self._running[tenant]
+                self._changed.notify_all()  # the tenant may have been passed over
+
+    def _next(self) -> tuple[str, _Job]:
+        """Wait for a job, and count it as running."""
+        with self._changed:
+            while (taken := self._waiting.get(self._may_take)) is None:
+                self._num_idle += 1
+                self._changed.wait()
+                self._num_idle -= 1
+            self._running[taken[0]] += 1
+            return taken
+
+    def _may_take(self, tenant: str) -> bool:
+        return self._running[tenant] < self._num_threads - 1
+
+
+class _Job:
+    """A call whose result is a future's."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Call, unless the caller was cancelled. Exceptions go to the caller."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._call()
+        except BaseException as error:  # noqa: BLE001  # boundary: event loop
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)

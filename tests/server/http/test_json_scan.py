@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitship.server.http import json_scan
+from logitship.server.http.json_scan import MAX_DEPTH, JSONScan, scan_json
+from logitship.server.refusals import BadRequest, RequestTooLarge
+
+MANY = 10**9
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"\\[]{},:é\n', max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\{,', max_size=4), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def elements_of(value: Any) -> int:
+    """Sum of the weights in a value, on top of the 1 that it has itself."""
+    if isinstance(value, list):
+        return 4 + max(0, len(value) - 1) + sum(map(elements_of, value))
+    if isinstance(value, dict):
+        return 4 + max(0, len(value) - 1) + 3 * len(value) + sum(map(elements_of, value.values()))
+    return 0
+
+
+def depth_of(value: Any) -> int:
+    inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else None
+    return 0 if inner is None else 1 + max(map(depth_of, inner), default=0)
+
+
+@given(value=values, block=st.integers(1, 20), ascii_only=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_counts_match_the_decoded_value(value: Any, block: int, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    scan = JSONScan()
+    for start in range(0, len(text), block):
+        scan.add(text[start : start + block])
+    assert scan.elements == 1 + elements_of(value)
+    assert scan.max_depth == depth_of(value)
+    assert scan.depth == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "elements"),
+    [
+        (rb"", 1),
+        (rb"5", 1),
+        (rb'"a,b,[{"', 1),
+        (rb'"\",\",["', 1),
+        (rb'"\\",[', 6),
+        (rb'["\\\"", ","]', 6),
+        (rb'{"a": [1, 2]}', 13),
+        ('"é,\u2028,"'.encode(), 1),
+    ],
+)
+def test_only_what_is_outside_strings_counts(text: bytes, elements: int) -> None:
+    assert scan_json(text, MANY) == elements
+
+
+def test_bound_on_elements_names_the_flag() -> None:
+    text = orjson.dumps([1] * 99)
+    assert scan_json(text, 103) == 103
+    with pytest.raises(RequestTooLarge, match=r"more than 102 keys and values.*--max-request-elements"):
+        scan_json(text, 102)
+
+
+def test_bound_on_depth() -> None:
+    assert scan_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, MANY)
+    with pytest.raises(BadRequest, match=f"deeper than {MAX_DEPTH} levels"):
+        scan_json(b'{"a":' * (MAX_DEPTH + 1), MANY)
+
+
+def test_scan_stops_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = []
+
+    class Counting(JSONScan):
+        def add(self, block: bytes) -> None:
+            blocks.append(block)
+            super().add(block)
+
+    monkeypatch.setattr(json_scan, "JSONScan", Counting)
+    with pytest.raises(RequestTooLarge):
+        scan_json(b"[]," * (1 << 20), 1000)
+    assert len(blocks) == 1

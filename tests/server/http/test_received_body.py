@@ -1,0 +1,241 @@
+"""Bodies at the level of ASGI messages: slow, large, cut off, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from logitship.server.http import received_body
+from logitship.server.http.app import create_app
+from logitship.server.http.request_work import LARGE_BODY
+from logitship.server.schemas.request_schema import parse_model
+
+GENEROUS = 30.0
+PATHS = ("/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/v1/embeddings", "/v1/processors")
+
+
+class Upload:
+    """An HTTP request whose body arrives piece by piece."""
+
+    def __init__(self, engine: Any, path: str = "/generate") -> None:
+        self._pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.sent: list[Any] = []
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        self.call = asyncio.create_task(create_app(engine)(scope, self._pieces.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def put(self, body: bytes, more: bool = True) -> None:
+        self._pieces.put_nowait({"type": "http.request", "body": body, "more_body": more})
+
+    def disconnect(self) -> None:
+        self._pieces.put_nowait({"type": "http.disconnect"})
+
+    async def answer(self) -> tuple[int, dict[str, str], Any]:
+        """Wait for the end. Returns the status, the headers and the JSON body."""
+        await asyncio.wait_for(self.call, GENEROUS)
+        start, *parts = self.sent
+        body = b"".join(part["body"] for part in parts)
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        return start["status"], headers, orjson.loads(body) if body else None
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, GENEROUS))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_body_that_does_not_arrive_is_refused_with_408(path: str, engine: Any) -> None:
+    async def scenario() -> None:
+        engine.config = replace(engine.config, request_body_timeout=0.05)
+        upload = Upload(engine, path)
+        upload.put(b'{"text": "')
+        status, headers, body = await upload.answer()
+        assert status == 408
+        assert headers["connection"] == "close"
+        assert body["error"]["type"] == "timeout_error"
+        assert "0.05 seconds (--request-body-timeout)" in body["error"]["message"]
+        assert engine.queued_bytes.total == 0
+
+    run(scenario())
+
+
+def test_time_to_generate_is_not_bounded_by_the_timeout_of_the_body(engine: Any) -> None:
+    async def scenario() -> None:
+        engine.config = replace(engine.config, request_body_timeout=0.05)
+        engine.hangs = True
+        upload = Upload(engine)
+        upload.put(b'{"text": "a"}', more=False)
+        await until(engine.hung.is_set)
+        await asyncio.sleep(0.1)
+        assert not upload.call.done()
+        upload.disconnect()
+        assert (await upload.answer())[0] == 499
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "/v1/processors"])
+def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(received_body, "orjson", None)
+
+    async def scenario() -> None:
+        engine.config = replace(engine.config, max_request_elements=1000)
+        upload = Upload(engine, path)
+        upload.put(b'{"custom_params": [' + b"1," * 1000, more=False)
+        status, _, body = await upload.answer()
+        assert status == 413
+        assert "1000 keys and values" in body["error"]["message"]
+        assert "--max-request-elements" in body["error"]["message"]
+
+    run(scenario())
+
+
+def test_bytes_are_counted_as_they_arrive(engine: Any) -> None:
+    async def scenario() -> None:
+        upload = Upload(engine)
+        upload.put(b" " * 1000)
+        await until(lambda: engine.queued_bytes.total == 1000)
+        upload.put(b" " * 500)
+        await until(lambda: engine.queued_bytes.total == 1500)
+        upload.disconnect()
+        assert (await upload.answer())[0] == 499
+        assert engine.queued_bytes.total == 0
+
+    run(scenario())
+
+
+def test_slow_uploads_cannot_fill_the_memory(engine: Any) -> None:
+    async def scenario() -> None:
+        engine.config = replace(engine.config, max_queued_bytes=1 << 16)
+        engine.queued_bytes = type(engine.queued_bytes)(5000, 5000)
+        uploads = [Upload(engine) for _ in range(5)]
+        for upload in uploads:
+            upload.put(b" " * 1000)
+        await until(lambda: engine.queued_bytes.total == 5000)
+        one_too_many = Upload(engine)
+        one_too_many.put(b" " * 1000)
+        status, headers, body = await one_too_many.answer()
+        assert status == 429
+        assert headers["retry-after"] == "1"
+        assert "--max-queued-bytes" in body["error"]["message"]
+        for upload in uploads:
+            upload.disconnect()
+            await upload.answer()
+        assert engine.queued_bytes.total == 0
+
+    run(scenario())
+
+
+def test_elements_count_as_memory(engine: Any) -> None:
+    async def scenario() -> None:
+        engine.queued_bytes = type(engine.queued_bytes)(10_000, 10_000)
+        upload = Upload(engine)
+        upload.put(orjson.dumps({"text": "a", "sampling_params": {"custom_params": {"a": [1] * 500}}}), more=False)
+        status, _, body = await upload.answer()
+        assert status == 429
+        assert "--max-queued-bytes" in body["error"]["message"]
+        assert engine.queued_bytes.total == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("size", [100, LARGE_BODY + 1])
+def test_large_bodies_are_parsed_off_the_event_loop(size: int, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def parse(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return parse_model(*args)
+
+    monkeypatch.setattr(received_body, "parse_model", parse)
+
+    async def scenario() -> None:
+        engine.config = replace(engine.config, max_request_bytes=1 << 20)
+        upload = Upload(engine)
+        upload.put(b'{"text": "a"}' + b" " * size, more=False)
+        assert (await upload.answer())[0] == 200
+        (thread,) = threads
+        assert (thread is threading.current_thread()) == (size < LARGE_BODY)
+
+    run(scenario())
+
+
+def test_client_that_leaves_frees_its_place_in_the_pool(engine: Any) -> None:
+    """The tokenizer is busy with one prompt of the tenant, and its other request waits."""
+    gate, busy = threading.Event(), threading.Semaphore(0)
+
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        busy.release()
+        assert gate.wait(GENEROUS)
+        return [1]
+
+    async def scenario() -> None:
+        engine.tokenizer.encode = encode
+        first, second = Upload(engine), Upload(engine)
+        for upload in (first, second):
+            upload.put(b'{"text": "a"}', more=False)
+        assert await asyncio.to_thread(busy.acquire, timeout=GENEROUS)
+        await until(lambda: engine.pool.num_waiting == 1)
+        second.disconnect()
+        assert (await second.answer())[0] == 499
+        assert engine.pool.num_waiting == 0
+        first.disconnect()
+        assert (await first.answer())[0] == 499
+        gate.set()
+        await until(lambda: engine.pool.num_running == 0)
+        assert engine.requests == []
+        assert engine.queued_bytes.total == 0
+
+    run(scenario())
+
+
+def test_client_that_leaves_during_admission_cancels_it(engine: Any) -> None:
+    async def scenario() -> None:
+        cancelled = asyncio.Event()
+        admitting = asyncio.Event()
+
+        async def submit(request: Any, body: Any = None) -> Any:
+            try:
+                admitting.set()
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        engine.submit = submit
+        upload = Upload(engine)
+        upload.put(b'{"text": "a"}', more=False)
+        await admitting.wait()
+        upload.disconnect()
+        assert (await upload.answer())[0] == 499
+        assert cancelled.is_set()
+        assert engine.queued_bytes.total == 0
+
+    run(scenario())
+
+
+def test_cancellation_from_outside_is_not_a_disconnect(engine: Any) -> None:
+    async def scenario() -> None:
+        engine.hangs = True
+        upload = Upload(engine)
+        upload.put(b'{"text": "a"}', more=False)
+        await until(engine.hung.is_set)
+        upload.call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upload.call
+        assert upload.sent == []
+        assert len(engine.closed) == 1
+
+    run(scenario())

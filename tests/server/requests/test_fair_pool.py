@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from logitship.server.refusals import QueueFull
+from logitship.server.requests.fair_pool import FairPool
+
+GENEROUS = 30.0
+
+
+class Blocker:
+    """Jobs that run until `open`."""
+
+    def __init__(self) -> None:
+        self.started = threading.Semaphore(0)
+        self.gate = threading.Event()
+
+    def __call__(self) -> str:
+        self.started.release()
+        assert self.gate.wait(GENEROUS)
+        return "done"
+
+    async def wait_until_running(self, jobs: int) -> None:
+        for _ in range(jobs):
+            assert await asyncio.to_thread(self.started.acquire, timeout=GENEROUS)
+
+
+@pytest.fixture
+def blocker() -> Iterator[Blocker]:
+    made = Blocker()
+    yield made
+    made.gate.set()
+
+
+@pytest.fixture
+def pool() -> FairPool:
+    return FairPool(3, 10, "test-pool")
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, GENEROUS))
+
+
+def start(pool: FairPool, tenant: str, function: Callable[[], Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(pool.run(tenant, function))
+
+
+def test_returns_and_raises_what_the_function_does(pool: FairPool) -> None:
+    async def scenario() -> None:
+        assert await pool.run("a", int, "11", base=2) == 3
+        with pytest.raises(ValueError, match="invalid literal"):
+            await pool.run("a", int, "x")
+
+    run(scenario())
+
+
+def test_first_job_of_another_tenant_starts_at_once(pool: FairPool, blocker: Blocker) -> None:
+    async def scenario() -> None:
+        theirs = [start(pool, "a", blocker) for _ in range(10)]
+        await blocker.wait_until_running(2)
+        assert await pool.run("b", threading.get_ident)
+        assert pool.num_running == 2
+        assert pool.num_waiting == 8
+        blocker.gate.set()
+        assert await asyncio.gather(*theirs) == ["done"] * 10
+
+    run(scenario())
+    assert pool.num_running == pool.num_waiting == 0
+
+
+def test_waiting_jobs_are_taken_in_turns(pool: FairPool, blocker: Blocker) -> None:
+    """Three tenants occupy the threads; of what waits, each gets its first job before any gets its second."""
+    ran: list[str] = []
+
+    async def scenario() -> None:
+        running = [start(pool, tenant, blocker) for tenant in "xyz"]
+        await blocker.wait_until_running(3)
+        waiting = [start(pool, tenant, lambda tenant=tenant: ran.append(tenant)) for tenant in "aaaabbcc"]
+        await asyncio.sleep(0)
+        blocker.gate.set()
+        await asyncio.gather(*running, *waiting)
+
+    run(scenario())
+    assert sorted(ran[:3]) == ["a", "b", "c"]
+    assert sorted(ran[3:6]) == ["a", "b", "c"]
+
+
+def test_cancelled_caller_frees_its_place_at_once(blocker: Blocker) -> None:
+    pool = FairPool(2, 1, "test-pool")
+    ran: list[str] = []
+
+    async def scenario() -> None:
+        running = start(pool, "a", blocker)
+        await blocker.wait_until_running(1)
+        waiting = start(pool, "a", lambda: ran.append("cancelled"))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="1 of your requests wait"):
+            await pool.run("a", int)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert pool.num_waiting == 0
+        next_one = start(pool, "a", lambda: ran.append("next"))
+        blocker.gate.set()
+        await asyncio.gather(running, next_one)
+
+    run(scenario())
+    assert ran == ["next"]
+
+
+def test_caller_may_be_cancelled_while_its_job_runs(pool: FairPool, blocker: Blocker) -> None:
+    async def scenario() -> None:
+        running = start(pool, "a", blocker)
+        await blocker.wait_until_running(1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        blocker.gate.set()
+        assert await pool.run("a", int) == 0
+
+    run(scenario())
+
+
+def test_threads_are_reused_and_bounded(pool: FairPool) -> None:
+    async def scenario() -> set[int]:
+        first = {await pool.run("a", threading.get_ident) for _ in range(5)}
+        assert len(first) == 1
+        jobs = [pool.run(str(i % 5), lambda: (time.sleep(0.001), threading.get_ident())[1]) for i in range(50)]
+        return {*first, *await asyncio.gather(*jobs)}
+
+    assert 1 <= len(asyncio.run(scenario())) <= 3
+
+
+def test_running_jobs_do_not_delay_the_end_of_the_process() -> None:
+    program = (
+        "import asyncio, time\n"
+        "from logitship.server.requests.fair_pool import FairPool\n"
+        "async def main():\n"
+        "    task = asyncio.create_task(FairPool(2, 9, 'p').run('a', time.sleep, 3600))\n"
+        "    await asyncio.sleep(0.1)\n"
+        "    task.cancel()\n"
+        "asyncio.run(main())\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
