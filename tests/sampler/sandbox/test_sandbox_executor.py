@@ -20,6 +20,7 @@ from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.processors.executor import (
     ExecutorRow,
     ExecutorSequence,
+    ExecutorUnavailable,
     LoadedProcessor,
     ProcessorExecutor,
     RunOutcome,
@@ -148,7 +149,7 @@ NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MAX_ROWS, VOCAB = 8, 260
 EOS = frozenset({1})
 LIMITS = SandboxLimits(cpu_time=2.0, step_timeout=1.0, load_timeout=10.0)
-NO_ANSWER = "gave no answer within 2 s: its process was killed"
+NO_ANSWER = "gave no answer within 2 s of CPU time: its process was killed"
 
 LOOPS = "while True: pass"
 ADDS = "for row, params in zip(logits, custom_param_list):\n    row += params['by']\nreturn logits"
@@ -309,6 +310,7 @@ def test_dead_sandbox_is_replaced_for_new_sequences(executor: SandboxExecutor, c
     old = caller.attach(processor)
     caller.call(processor, old)
     sandbox_of(processor).kill("deadline", "was slow")
+    executor.ensure(processor)
     values, outcome = caller.call(processor, old, caller.attach(processor))
     assert faults(outcome) == {0: ("deadline", "processor P was slow")}
     assert values[1] == 1, "the class is instantiated again"
@@ -327,54 +329,79 @@ def test_ensure_replaces_sandbox_that_died_while_idle(executor: SandboxExecutor,
     assert not outcome.faults
 
 
-def test_failed_restart(executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_never_starts_a_sandbox(
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting one may take seconds. The rows end at once, and the next request restarts it at admission."""
+    processor = executor.load(source(ADDS))
+    with_state, new = caller.attach(processor, by=1.0), caller.attach(processor, by=1.0)
+    caller.call(processor, with_state)
+    sandbox_of(processor).kill("crash", "crashed")
+    assert not executor.is_ready(processor)
+
+    def started_in_a_step(*_: object) -> Sandbox:
+        raise AssertionError("a step started a sandbox")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox_executor, "Sandbox", started_in_a_step)
+        _, outcome = caller.call(processor, with_state, new)
+    assert faults(outcome) == {
+        0: ("crash", "processor P crashed"),
+        1: ("load", "processor P lost its process before the first step of this request: try again"),
+    }
+    executor.ensure(processor)
+    assert executor.is_ready(processor)
+    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+
+
+def test_sandbox_that_cannot_be_started_is_not_the_fault_of_the_processor(
+    executor: SandboxExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processor = executor.load(source(ADDS))
     sandbox_of(processor).kill("crash", "crashed")
 
     def no_descriptor(*_: object) -> Sandbox:
         raise OSError(24, "Too many open files")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sandbox_executor, "Sandbox", no_descriptor)
-        with pytest.raises(ProcessorLoadError, match=r"no sandbox can be started: .* Too many open files"):
-            executor.load(source(COUNTS))
-        _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
-        assert outcome.faults[0].kind == "load"
-        assert "could not be loaded again, after its process ended: no sandbox can be" in outcome.faults[0].message
-    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+    monkeypatch.setattr(sandbox_executor, "Sandbox", no_descriptor)
+    for start in (lambda: executor.load(source(COUNTS)), lambda: executor.ensure(processor)):
+        with pytest.raises(ExecutorUnavailable, match=r"no sandbox can be started: .* Too many open files"):
+            start()
 
 
-def test_internal_error_is_a_fault_of_its_rows_only(
-    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    processor = executor.load(source(ADDS))
-    sandbox_of(processor).kill("crash", "crashed")
+HANGS_IN_INIT = """
+import time
+from logitship import CustomLogitProcessor
 
-    def broken(*_: object) -> Sandbox:
-        raise RuntimeError("the secret cause")
+class P(CustomLogitProcessor):
+    def __init__(self):
+        {body}
 
-    monkeypatch.setattr(sandbox_executor, "Sandbox", broken)
-    _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
-    assert outcome.faults[0].message.endswith("no sandbox can be started now")
-    assert "the secret cause" in caplog.text
+    def __call__(self, logits, custom_param_list=None):
+        return logits
+"""
 
 
-def test_restart_times_out(executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = executor.load(source(ADDS))
-    sandbox_of(processor).kill("crash", "crashed")
-    go = threading.Event()
+@pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
+def test_cancelled_load_fails_soon(executor: SandboxExecutor, body: str) -> None:
+    string = SourceProcessor(HANGS_IN_INIT.format(body=body), "P")
+    failed: list[str] = []
 
-    def slow(*arguments: Any) -> Sandbox:
-        assert go.wait(30)
-        return Sandbox(*arguments)
+    def load() -> None:
+        with pytest.raises(ProcessorLoadError) as raised:
+            executor.load(string, "tenant")
+        failed.append(str(raised.value))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sandbox_executor, "Sandbox", slow)
-        _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
-    assert faults(outcome)[0][0] == "load"
-    assert faults(outcome)[0][1].endswith("try again")
-    go.set()
-    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+    thread = threading.Thread(target=load)
+    thread.start()
+    while not executor._loading:
+        assert thread.is_alive()
+    executor.cancel_load(string.digest, "another")
+    executor.cancel_load(string.digest, "tenant")
+    thread.join(LONG)
+    assert failed == ["the processor was killed because its load was cancelled (while it was loaded)"]
+    assert not executor._loading
+    assert not executor._sandboxes
 
 
 def test_sandbox_computing_between_calls_is_killed(executor: SandboxExecutor, caller: Caller) -> None:
@@ -394,6 +421,7 @@ def test_unfinished_call_kills_only_its_sandbox(executor: SandboxExecutor, calle
     assert caller.call(other, caller.attach(other))[0] == [1]
     message = "processor P was killed because its previous call was not finished"
     assert faults(caller.call(unfinished, row)[1]) in ({0: ("crash", message)}, {})
+    executor.ensure(unfinished)
     assert caller.call(unfinished, caller.attach(unfinished, by=2.0))[0] == [2]
     assert sandbox_of(other).alive
 
