@@ -137,6 +137,11 @@ class Sandbox:
         return status.done() and status.result() is None
 
     @property
+    def is_new(self) -> bool:
+        """True until the first call after LOAD begins."""
+        return self._call_number <= 1
+
+    @property
     def death(self) -> SandboxDied:
         """The reason of its death. Only for a dead sandbox."""
         assert self._death is not None

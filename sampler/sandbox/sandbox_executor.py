@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from logitship.sampler.processors.executor import (
 )
 
 from .deadline import BACKSTOP
+from .first_calls import FirstCallCredit
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import LONGEST_TEXT, SandboxedProcessor, SandboxRow, SandboxRun
@@ -56,12 +58,14 @@ class SandboxLimits:
 
     Attributes:
         cpu_time: CPU seconds outside calls.
-        step_timeout: seconds per call.
+        step_timeout: seconds that a tenant's calls in a step may take, see `Deadline`.
+        first_step_timeout: seconds of the first call in a sandbox, see `FirstCallCredit`.
         load_timeout: seconds to load the processor.
     """
 
     cpu_time: float
     step_timeout: float
+    first_step_timeout: float
     load_timeout: float
 
 
@@ -104,6 +108,7 @@ class SandboxExecutor:
         self._ended: Counter[str] = Counter()
         self._loading: dict[tuple[str, str], SandboxLoad] = {}
         self._pending: list[SandboxRun] = []
+        self._first_calls = FirstCallCredit(limits.step_timeout, limits.first_step_timeout)
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="logitship-sandboxes", daemon=True)
         self._watcher.start()
@@ -163,15 +168,24 @@ class SandboxExecutor:
         self, sandboxed: SandboxedProcessor, logits: torch.Tensor, members: Sequence[SandboxRow], spent: float = 0.0
     ) -> SandboxRun:
         """Begin a call, see `ExecutorGroup.begin`."""
-        step_timeout = self._limits.step_timeout
-        timeout = max(step_timeout - spent, step_timeout * LEAST_SHARE)
-        run = SandboxRun(sandboxed, logits, timeout, BACKSTOP * timeout, self._pending)
         sandbox: Sandbox | SandboxDied = sandboxed.current_sandbox
+        run = self._new_run(sandboxed, logits, spent)
         # A sandbox that died is replaced at admission, never here: a step does not wait for a process to start.
         if any(row.sandbox is None for row in members) and not sandboxed.current_sandbox.check():
             sandbox = SandboxDied("load", "lost its process before the first step of this request: try again")
         run.begin(sandbox, members)
         return run
+
+    def _new_run(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, spent: float) -> SandboxRun:
+        step_timeout = self._limits.step_timeout
+        if sandboxed.current_sandbox.is_new and (extra := self._first_calls.left(sandboxed.tenant)):
+            timeout = step_timeout + extra
+            # Not several times as long: all requests wait.
+            backstop = max(timeout, BACKSTOP * step_timeout)
+            use = partial(self._first_calls.use, sandboxed.tenant)
+            return SandboxRun(sandboxed, logits, timeout, backstop, self._pending, use)
+        timeout = max(step_timeout - spent, step_timeout * LEAST_SHARE)
+        return SandboxRun(sandboxed, logits, timeout, BACKSTOP * timeout, self._pending)
 
     def stats(self) -> SandboxStats:
         """Return the numbers of sandboxes. Thread-safe."""

@@ -6,7 +6,7 @@ import marshal
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import orjson
@@ -174,6 +174,7 @@ class SandboxRun:
         backstop: wall-clock seconds that it may take at most.
         pending: all runs that wait for an answer. `finish` serves all of them while it waits for its own, so that no
             run misses its deadline because of another.
+        use_credit: takes the seconds of the first call in a sandbox, which has a deadline of its own.
     """
 
     def __init__(
@@ -183,12 +184,14 @@ class SandboxRun:
         timeout: float,
         backstop: float,
         pending: list[SandboxRun],
+        use_credit: Callable[[float], None] | None = None,
     ) -> None:
         self._processor = processor
         self._logits = logits
         self._timeout = timeout
         self._backstop = backstop
         self._pending = pending
+        self._use_credit = use_credit
         self._faults: dict[int, ProcessorFault] = {}
         self._sandbox: Sandbox | None = None
         self._rows_in_call: list[int] = []
@@ -243,7 +246,10 @@ class SandboxRun:
             except SandboxDied as died:
                 self.fail(self._rows_in_call, died)
         seconds = self._ended - self._began
-        return RunOutcome(seconds, self._faults, self._is_retry, seconds)
+        if self._use_credit is None:
+            return RunOutcome(seconds, self._faults, self._is_retry, seconds)
+        self._use_credit(seconds)
+        return RunOutcome(seconds, self._faults, self._is_retry)
 
     def advance(self) -> None:
         """Receive the answer if it has arrived. Never blocks."""

@@ -164,6 +164,7 @@ def _sandbox_executor(config: ServerConfig, model: ModelView, max_rows: int) -> 
     limits = SandboxLimits(
         cpu_time=config.sandbox_cpu_time,
         step_timeout=config.sandbox_step_timeout,
+        first_step_timeout=config.sandbox_first_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
     return SandboxExecutor(zygote, limits, max_rows=max_rows, vocab_size=model.vocab_size)

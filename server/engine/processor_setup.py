@@ -95,6 +95,7 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
     limits = SandboxLimits(
         cpu_time=config.sandbox_cpu_time,
         step_timeout=config.sandbox_step_timeout,
+        first_step_timeout=config.sandbox_first_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
     return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)

@@ -154,6 +154,7 @@ def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) 
     limits = SandboxLimits(
         cpu_time=settings.sandbox_cpu_time,
         step_timeout=settings.sandbox_step_timeout,
+        first_step_timeout=settings.sandbox_first_step_timeout,
         load_timeout=settings.sandbox_load_timeout,
     )
     return SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)

@@ -242,6 +242,7 @@ def loaded(loaded_model: LoadedModel, sandbox_processes: Any) -> Iterator[Loaded
         enable_custom_logit_processor=True,
         processor_isolation="sandbox",
         sandbox_step_timeout=STEP_TIMEOUT,
+        sandbox_first_step_timeout=STEP_TIMEOUT,
         sandbox_load_timeout=LOAD_TIMEOUT,
         sandbox_cpu_time=0.5,
         sandbox_memory=64 << 20,

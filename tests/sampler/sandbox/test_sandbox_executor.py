@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox import sandbox_executor
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats, SpareSandboxes
@@ -148,7 +151,7 @@ def test_close_closes_unused_sandboxes() -> None:
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MAX_ROWS, VOCAB = 8, 260
 EOS = frozenset({1})
-LIMITS = SandboxLimits(cpu_time=2.0, step_timeout=1.0, load_timeout=10.0)
+LIMITS = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=10.0)
 NO_ANSWER = "gave no answer within 2 s of CPU time: its process was killed"
 
 LOOPS = "while True: pass"
@@ -194,7 +197,7 @@ def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
 def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
     """An executor on the module's zygote, which outlives it."""
     monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
-    limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, load_timeout=20.0)
+    limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, first_step_timeout=2.0, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     with monkeypatch.context() as patch:
         yield executor
@@ -352,6 +355,75 @@ def test_step_never_starts_a_sandbox(
     executor.ensure(processor)
     assert executor.is_ready(processor)
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+
+
+SPINS_ONCE = """
+import time
+if not hasattr(self, "called"):
+    self.called = True
+    end = time.process_time() + {seconds}
+    while time.process_time() < end: pass
+return logits + 1
+"""
+
+
+def test_first_call_may_take_longer_once(
+    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = SandboxLimits(cpu_time=20.0, step_timeout=0.1, first_step_timeout=20.0, load_timeout=20.0)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
+    monkeypatch.setattr(zygote, "close", lambda: None)
+    caller = Caller(executor, model)
+    slow_at_first = executor.load(source(SPINS_ONCE.format(seconds=0.4)), "one")
+    assert caller.call(slow_at_first, caller.attach(slow_at_first)) == ([1], RunOutcome(ANY, {}, False, 0.0))
+    hangs_later = executor.load(
+        source("if hasattr(self, 'called'):\n    while True: pass\nself.called = 1\nreturn logits")
+    )
+    assert not caller.call(hangs_later, row := caller.attach(hangs_later))[1].faults
+    reason = "processor P gave no answer within 0.1 s of CPU time: its process was killed"
+    assert faults(caller.call(hangs_later, row)[1]) == {0: ("deadline", reason)}
+    executor._first_calls.use("one", 1000.0)
+    another = executor.load(source(SPINS_ONCE.format(seconds=0.5)), "one")
+    assert faults(caller.call(another, caller.attach(another))[1]) == {0: ("deadline", reason)}
+    executor.close()
+
+
+def test_earlier_stages_use_up_the_deadline(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(LOOPS))
+    row = caller.attach(processor)
+    outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 1.5).finish()
+    assert faults(outcome) == {
+        0: ("deadline", "processor P gave no answer within 0.5 s of CPU time: its process was killed")
+    }
+    assert outcome.charged == outcome.seconds > 0.4
+    executor.ensure(processor)
+    row = caller.attach(processor)
+    outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 100.0).finish()
+    assert "within 0.0625 s of CPU time" in outcome.faults[0].message
+
+
+CLOSES_ITS_CONNECTION = """
+import os, sys, time
+frame = sys._getframe()
+while "connection" not in frame.f_locals:
+    frame = frame.f_back
+os.close(frame.f_locals["connection"])
+time.sleep(1000)
+"""
+
+
+def test_processes_that_close_their_connections_are_awaited_together(
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their wait statuses never come. The step waits for one of them, not for each in turn."""
+    monkeypatch.setattr(sandbox_module, "_STATUS_TIMEOUT", 2.0)
+    processors = [executor.load(source(f"{CLOSES_ITS_CONNECTION}# {number}")) for number in range(6)]
+    began = time.monotonic()
+    runs = [executor.group(each, [caller.attach(each)]).begin(torch.zeros(1, VOCAB)) for each in processors]
+    outcomes = [run.finish() for run in runs]
+    assert time.monotonic() - began < 6 * 2.0
+    reason = "processor P closed its connection: its process was killed"
+    assert [faults(outcome) for outcome in outcomes] == [{0: ("crash", reason)}] * 6
 
 
 def test_sandbox_that_cannot_be_started_is_not_the_fault_of_the_processor(
@@ -606,7 +678,7 @@ def test_results_equal_those_of_in_process_executor(
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    executor = SandboxExecutor(zygote, replace(LIMITS, step_timeout=30.0), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, replace(LIMITS, step_timeout=30.0, first_step_timeout=30.0), MAX_ROWS, VOCAB)
     sides = [Side(InProcessExecutor({}), model, new_request), Side(executor, model, new_request)]
     applied = 0
     for step in range(40):
