@@ -212,15 +212,17 @@ class LoadQueue:
             self._failures.popitem(last=False)
 
     def _settle(self, waiters: list[_Waiter], outcome: _Outcome) -> None:
-        """Give each waiter the processor, or the error."""
-        for waiter in waiters:
-            if isinstance(outcome, LoadedProcessor):
+        """Give each waiter the processor, which was acquired once, or the error."""
+        if not waiters:
+            self._release(outcome)
+        if isinstance(outcome, LoadedProcessor):
+            for _ in waiters[1:]:
                 self._cache.acquire_again(outcome)
+        for waiter in waiters:
             try:
                 waiter.loop.call_soon_threadsafe(self._resolve, waiter, outcome)
             except RuntimeError:  # its event loop is closed
                 self._release(outcome)
-        self._release(outcome)
 
     def _resolve(self, waiter: _Waiter, outcome: _Outcome) -> None:
         if waiter.future.cancelled():
