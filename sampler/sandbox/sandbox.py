@@ -12,12 +12,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 import torch
 
+from . import priority
 from .deadline import Deadline, ProcessClock
 from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .zygote_process import ForkedProcess, ZygoteProcess
@@ -91,7 +92,8 @@ class Sandbox:
             on_failure.callback(memory.close)
             self._process: ForkedProcess = zygote.fork(other_end.fileno(), shared_memory)
             on_failure.callback(os.close, self._process.pidfd)
-            self._clock = ProcessClock(_pid(self._process.pidfd))
+            self._pid = _pid(self._process.pidfd)
+            self._clock = ProcessClock(self._pid)
             on_failure.pop_all()
         values = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size)
         self._logits: torch.Tensor | None = values.view(max_rows, -1)
@@ -227,6 +229,17 @@ class Sandbox:
             # Wakes up a waiting thread. The descriptors are closed by `close`.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def at_low_priority(self) -> Iterator[None]:
+        """Lower the priority of the process while the block runs."""
+        if self.is_running:
+            priority.lower(self._pid)
+        try:
+            yield
+        finally:
+            if self.is_running:
+                priority.restore(self._pid)
 
     def reject_answer(self) -> SandboxDied:
         """Kill the process because of an invalid answer. Return the exception to raise."""

@@ -216,7 +216,8 @@ class SandboxExecutor:
                 sandbox = self._take_sandbox(sandboxed)
                 try:
                     load.begin(sandbox)
-                    description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
+                    with sandbox.at_low_priority():
+                        description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
                 except BaseException:  # cleanup, then re-raised
                     self._end(sandbox)
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -454,8 +455,20 @@ class P(CustomLogitProcessor):
 """
 
 
+NORMAL = os.SCHED_OTHER, len(os.sched_getaffinity(0))
+
+
+def priority_of(sandbox: Sandbox) -> tuple[int, int]:
+    """Return the policy of its process, and the number of its cores."""
+    return os.sched_getscheduler(sandbox._pid), len(os.sched_getaffinity(sandbox._pid))
+
+
+def test_loaded_sandbox_has_normal_priority(executor: SandboxExecutor) -> None:
+    assert priority_of(sandbox_of(executor.load(source(ADDS)))) == NORMAL
+
+
 @pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
-def test_cancelled_load_fails_soon(executor: SandboxExecutor, body: str) -> None:
+def test_cancelled_load_fails_soon_and_runs_at_low_priority(executor: SandboxExecutor, body: str) -> None:
     string = SourceProcessor(HANGS_IN_INIT.format(body=body), "P")
     failed: list[str] = []
 
@@ -466,8 +479,9 @@ def test_cancelled_load_fails_soon(executor: SandboxExecutor, body: str) -> None
 
     thread = threading.Thread(target=load)
     thread.start()
-    while not executor._loading:
+    while not (running := [each for each in list(executor._sandboxes) if priority_of(each) != NORMAL]):
         assert thread.is_alive()
+    assert len(running) == 1
     executor.cancel_load(string.digest, "another")
     executor.cancel_load(string.digest, "tenant")
     thread.join(LONG)

@@ -303,8 +303,9 @@ def test_failure_is_remembered_for_a_while() -> None:
     async def test() -> None:
         scene = Scene()
         async with no_leftovers(scene):
-            scene.executor.end("a", "A", ProcessorLoadError("no such name"))
             tasks = [scene.acquire("A") for _ in range(3)]
+            await scene.executor.until_began(("a", "A"))
+            scene.executor.end("a", "A", ProcessorLoadError("no such name"))
             errors = await asyncio.gather(*tasks, return_exceptions=True)
             assert [str(error) for error in errors] == ["no such name"] * 3
             assert len(set(map(id, errors))) == 3
