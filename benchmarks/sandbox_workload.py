@@ -143,7 +143,10 @@ def sandbox_executor(max_rows: int, vocab_size: int) -> Iterator[SandboxExecutor
         zygote.start()
         zygote.set_up(ModelView(vocab_size, frozenset({0}), None))
         executor = SandboxExecutor(
-            zygote, SandboxLimits(cpu_time=2.0, step_timeout=10.0, load_timeout=10.0), max_rows, vocab_size
+            zygote,
+            SandboxLimits(cpu_time=2.0, step_timeout=10.0, first_step_timeout=10.0, load_timeout=10.0),
+            max_rows,
+            vocab_size,
         )
     except BaseException:
         zygote.close()

@@ -51,7 +51,7 @@ class ProcessorFault(ProcessorError):
             `uncopyable` (its state of a sequence cannot be copied, as beam search requires). In a sandbox also:
             `deadline` (no response in time), `crash` (its process died: a signal, an exit, the memory limit),
             `cpu_time` (it used the CPU outside its calls), `protocol` (it violated the sandbox protocol), each of
-            which ends the sandbox; and `load` (it could not be loaded again afterwards).
+            which ends the sandbox; and `load` (it had ended before the request's first step).
         traceback: traceback of the processor's own code, or `""` if there is none.
     """
 

@@ -90,6 +90,7 @@ _CHECK_FIELDS = (
     "sandbox_memory",
     "sandbox_cpu_time",
     "sandbox_step_timeout",
+    "sandbox_first_step_timeout",
     "sandbox_load_timeout",
 )
 """Server settings that `logitship check` takes."""

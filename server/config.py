@@ -15,6 +15,12 @@ from .allowed_processors import read_allowed_digests
 from .logs import LogFormat
 from .reasoning_config import ReasoningStrings, read_reasoning_config
 
+_SANDBOX_TIMES = (
+    "sandbox_cpu_time",
+    "sandbox_step_timeout",
+    "sandbox_first_step_timeout",
+    "sandbox_load_timeout",
+)
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 
@@ -92,9 +98,13 @@ class ServerConfig:
     sandbox_cpu_time: float = 2.0
     """CPU time that a sandbox may use outside its calls, in seconds."""
     sandbox_step_timeout: float = 1.0
-    """Time limit for one call of a processor, in seconds."""
+    """CPU time that the calls of a tenant's processors may take in a step, in seconds. A call that waits instead of
+    computing may take as long by the wall clock, and one that gets no core five times as long."""
+    sandbox_first_step_timeout: float = 10.0
+    """The same for the first call in a new sandbox, in seconds. A tenant's first calls may take the additional time
+    once a minute."""
     sandbox_load_timeout: float = 10.0
-    """Time limit for loading a processor, in seconds."""
+    """CPU time for loading a processor, in seconds; like `sandbox_step_timeout`."""
 
     # HTTP
     host: str = "127.0.0.1"
@@ -185,7 +195,7 @@ class ServerConfig:
         for name in ("max_queued_requests", "max_logprobs", "prefix_cache_bytes", "shutdown_timeout"):
             if not (getattr(self, name) or 0) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
-        for name in ("sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout", "request_body_timeout"):
+        for name in (*_SANDBOX_TIMES, "request_body_timeout"):
             if not 0 < getattr(self, name) < math.inf:  # NaN too
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
         if self.max_queued_bytes_per_tenant < self.max_request_bytes:

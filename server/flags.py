@@ -129,8 +129,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(("--max-sandboxes",), "maximum number of sandboxes; each is a process with one shipped processor"),
         Flag(("--sandbox-memory",), "memory limit of a sandbox, in bytes, on top of what torch takes"),
         Flag(("--sandbox-cpu-time",), "CPU time that a sandbox may use outside its calls, in seconds"),
-        Flag(("--sandbox-step-timeout",), "time limit for one call of a shipped processor, in seconds"),
-        Flag(("--sandbox-load-timeout",), "time limit for loading a shipped processor, in seconds"),
+        Flag(
+            ("--sandbox-step-timeout",),
+            "CPU time that shipped processors of one API key may take in a step, in seconds",
+        ),
+        Flag(
+            ("--sandbox-first-step-timeout",),
+            "the same for the first call of a shipped processor in a new sandbox, in seconds",
+        ),
+        Flag(("--sandbox-load-timeout",), "CPU time for loading a shipped processor, in seconds"),
     ),
     "HTTP": (
         Flag(("--host",), "address to listen on"),

@@ -128,11 +128,13 @@ class RunOutcome(NamedTuple):
         seconds: duration of the call.
         faults: faults of failed rows, by row index within the call. The logits of these rows are unspecified.
         row_by_row: True if the call failed for the whole group and was repeated for each row.
+        charged: seconds that count against the deadline of the step: 0 in this process, where there is none.
     """
 
     seconds: float
     faults: Mapping[int, ProcessorFault] = MappingProxyType({})
     row_by_row: bool = False
+    charged: float = 0.0
 
 
 class Run(Protocol):
@@ -146,16 +148,21 @@ class Run(Protocol):
 class ExecutorGroup(Protocol):
     """The rows of one processor at its executor. Valid until the batch changes."""
 
-    def begin(self, logits: torch.Tensor) -> Run:
+    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> Run:
         """Begin a call of the processor. Several groups may begin before the first one finishes.
 
         The processor sees all output tokens of its rows.
 
         Args:
+            spent: seconds of the step's deadline that earlier stages of the tenant have used.
             logits: float32 [rows, vocab], contiguous; edited in place until the call finishes. The author's code never
                 gets this tensor object, though its tensor may share the memory.
         """
         ...
+
+
+class ExecutorUnavailable(Exception):
+    """The executor cannot load anything now, whatever the processor. The message is for the client: try again later."""
 
 
 class ProcessorExecutor(Protocol):
@@ -166,6 +173,7 @@ class ProcessorExecutor(Protocol):
 
         Raises:
             ProcessorLoadError: the processor cannot be loaded; the message is for the client.
+            ExecutorUnavailable: no processor can be loaded now.
         """
         ...
 
@@ -174,6 +182,23 @@ class ProcessorExecutor(Protocol):
 
         Raises:
             ProcessorLoadError: the processor can no longer be loaded.
+            ExecutorUnavailable: no processor can be loaded now.
+        """
+        ...
+
+    def is_ready(self, processor: LoadedProcessor) -> bool:
+        """Return whether a processor can run: False if `ensure` would reload it. Never blocks."""
+        ...
+
+    def cancel_load(self, digest: str, tenant: str) -> bool:
+        """Make a load that another thread waits for fail soon with a `ProcessorLoadError`.
+
+        Args:
+            digest: the processor that is loaded or reloaded.
+            tenant: its owner.
+
+        Returns:
+            False if loads cannot be cancelled.
         """
         ...
 
@@ -216,6 +241,14 @@ class DisabledExecutor:
     def ensure(self, processor: LoadedProcessor) -> NoReturn:
         """Never called: this executor has no processors."""
         raise AssertionError("no processor was loaded")
+
+    def is_ready(self, processor: LoadedProcessor) -> NoReturn:
+        """Never called."""
+        raise AssertionError("no processor was loaded")
+
+    def cancel_load(self, digest: str, tenant: str) -> NoReturn:
+        """Never called."""
+        raise AssertionError("no processor is loaded")
 
     def unload(self, processor: LoadedProcessor) -> NoReturn:
         """Never called."""

@@ -104,6 +104,14 @@ class LocalExecutor(ABC):
     def ensure(self, processor: LoadedProcessor) -> None:  # noqa: B027  # nothing to do, nor in a subclass
         """See `ProcessorExecutor.ensure`. Processors in this process are always ready."""
 
+    def is_ready(self, processor: LoadedProcessor) -> bool:
+        """See `ProcessorExecutor.is_ready`."""
+        return True
+
+    def cancel_load(self, digest: str, tenant: str) -> bool:
+        """See `ProcessorExecutor.cancel_load`. A thread of this process cannot be stopped."""
+        return False
+
     def unload(self, processor: LoadedProcessor) -> None:  # noqa: B027
         """See `ProcessorExecutor.unload`. The processor is freed with its last reference."""
 
@@ -134,8 +142,8 @@ class LocalGroup:
         self._num_first_uses = -1
         self._logits: torch.Tensor | None = None
 
-    def begin(self, logits: torch.Tensor) -> LocalGroup:
-        """See `ExecutorGroup.begin`."""
+    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> LocalGroup:
+        """See `ExecutorGroup.begin`. There is no deadline."""
         self._logits = logits
         return self
 

@@ -76,9 +76,10 @@ class ProcessorCache:
 
         Raises:
             ProcessorLoadError: the processor cannot be loaded, or is larger than the whole cache.
+            ExecutorUnavailable: no processor can be loaded now.
             ProcessorCacheFull: the cache is full of processors that are in use.
         """
-        runnable = string.runnable if isinstance(string, PickledProcessor) else string
+        runnable = _runnable(string)
         key = (tenant, runnable.digest)
         entry = self._enter(key, _size(runnable))
         try:
@@ -95,6 +96,32 @@ class ProcessorCache:
             with self._lock:
                 self._release_entry(key, entry)
             raise
+
+    def acquire_ready(self, string: PickledProcessor | SourceProcessor, tenant: str = "") -> LoadedProcessor | None:
+        """As `acquire` if that needs no load. Return None otherwise. Never waits for a load.
+
+        Raises:
+            ProcessorLoadError: no form of the processor runs on this Python.
+        """
+        key = (tenant, _runnable(string).digest)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.processor is None or not self._executor.is_ready(entry.processor):
+                return None
+            self._hits += 1
+            entry.users += 1
+            self._entries.move_to_end(key)
+            return entry.processor
+
+    def acquire_again(self, processor: LoadedProcessor) -> None:
+        """Acquire a processor once more, for another user, while it is acquired."""
+        with self._lock:
+            self._hits += 1
+            self._entries[processor.tenant, processor.digest].users += 1
+
+    def cancel_load(self, digest: str, tenant: str) -> bool:
+        """Make the `acquire` that loads a processor fail soon, see `ProcessorExecutor.cancel_load`."""
+        return self._executor.cancel_load(digest, tenant)
 
     def release(self, processor: LoadedProcessor) -> None:
         """Release a processor that was acquired."""
@@ -176,6 +203,10 @@ class ProcessorCache:
         entry = self._entries.pop(key)
         self._bytes -= entry.size
         return entry
+
+
+def _runnable(string: PickledProcessor | SourceProcessor) -> PickledProcessor | SourceProcessor:
+    return string.runnable if isinstance(string, PickledProcessor) else string
 
 
 def _size(string: PickledProcessor | SourceProcessor) -> int:

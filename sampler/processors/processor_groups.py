@@ -183,7 +183,7 @@ class ProcessorGroup:
 
     def count(self, outcome: RunOutcome) -> None:
         """Count a call."""
-        total, faults, _ = outcome
+        total, faults = outcome.seconds, outcome.faults
         num_rows = len(self.rows)
         self.observe_call(num_rows, total)
         steps, seconds = int(not self.again), total / num_rows

@@ -85,6 +85,7 @@ class ShippedProcessors(LogitsProcessor):
         self._members: dict[ProcessorUse, GroupRow] = {}
         self._stages: list[GroupStage] = []
         self._faults: dict[int, ProcessorFault] = {}
+        self._spent: dict[str, float] = {}
         self._trace = StepTrace({})
 
     def is_argmax_invariant(self) -> bool:
@@ -109,7 +110,7 @@ class ShippedProcessors(LogitsProcessor):
         """Run every group on its own rows, in place.
 
         The groups of a stage have no row in common: all begin before the first one finishes, so that processes of their
-        own run in parallel.
+        own run in parallel. The stages of a tenant share one deadline.
 
         Args:
             logits: float32 [rows, vocab].
@@ -117,13 +118,15 @@ class ShippedProcessors(LogitsProcessor):
         Returns:
             `logits`. The rows of `take_faults()` are zeros and must not be used.
         """
+        self._spent.clear()
         self._run(self._stages, logits)
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
         """Run the groups on some rows of the batch, see `SpeculativeLogitsProcessor`.
 
-        A processor never sees a rejected draft token, so no state has to be rolled back.
+        A processor never sees a rejected draft token, so no state has to be rolled back. The deadline is that of the
+        step, which began with `apply`.
         """
         rows = rows_of_drafts(num_draft_tokens)
         places = {row: place for place, row in enumerate(rows)}
@@ -140,9 +143,19 @@ class ShippedProcessors(LogitsProcessor):
         for stage in stages:
             if self._faults:
                 stage = stage.without(self._faults)
-            begun = [(group, rows, group.executor_group.begin(rows)) for group, rows in stage.rows_of(logits)]
+            begun = [
+                (group, rows, group.executor_group.begin(rows, self._spent.get(group.processor.tenant, 0.0)))
+                for group, rows in stage.rows_of(logits)
+            ]
+            slowest: dict[str, float] = {}
             for group, rows, run in begun:
-                self._finish(group, rows, run.finish(), logits)
+                outcome = run.finish()
+                if outcome.charged:
+                    tenant = group.processor.tenant
+                    slowest[tenant] = max(slowest.get(tenant, 0.0), outcome.charged)
+                self._finish(group, rows, outcome, logits)
+            for tenant, seconds in slowest.items():
+                self._spent[tenant] = self._spent.get(tenant, 0.0) + seconds
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         """Return (row, fault) of the processors that failed in the last `apply`, and clear them."""

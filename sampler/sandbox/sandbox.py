@@ -12,22 +12,25 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 import torch
 
+from . import priority
+from .deadline import Deadline, ProcessClock
 from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .zygote_process import ForkedProcess, ZygoteProcess
 
 _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended."""
 
+_STATUS_INTERVAL = 0.002
+"""Seconds between two looks whether the wait status has arrived."""
+
 _CHUNK = 4096
 """Bytes of an answer to read at once."""
-
-_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class SandboxDied(Exception):
@@ -51,15 +54,15 @@ class _Call:
     Attributes:
         unsent: the rest of the message, not sent yet.
         received: the answer received so far.
-        began: `time.perf_counter` at the start of the call.
-        deadline: `time.perf_counter` when the answer is due.
+        deadline: when the process is killed for giving none.
+        closed_at: `time.perf_counter` when the connection was found closed; None while it is open.
     """
 
     number: int
     unsent: memoryview
     received: bytearray
-    began: float
-    deadline: float
+    deadline: Deadline
+    closed_at: float | None = None
 
 
 class Sandbox:
@@ -69,6 +72,7 @@ class Sandbox:
 
     Attributes:
         group: handles of the sequences of the last GROUP.
+        last_deadline: deadline of the last call that ended; None before the first.
     """
 
     def __init__(self, zygote: ZygoteProcess, max_rows: int, vocab_size: int) -> None:
@@ -85,9 +89,11 @@ class Sandbox:
             at_once.callback(other_end.close)
             on_failure.callback(self._connection.close)
             memory = mmap.mmap(shared_memory, 0)
+            on_failure.callback(memory.close)
             self._process: ForkedProcess = zygote.fork(other_end.fileno(), shared_memory)
             on_failure.callback(os.close, self._process.pidfd)
-            self._stat = f"/proc/{_pid(self._process.pidfd)}/stat"
+            self._pid = _pid(self._process.pidfd)
+            self._clock = ProcessClock(self._pid)
             on_failure.pop_all()
         values = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size)
         self._logits: torch.Tensor | None = values.view(max_rows, -1)
@@ -98,6 +104,7 @@ class Sandbox:
         self._outbox = bytearray()
         self._call: _Call | None = None
         self.group: list[int] = []
+        self.last_deadline: Deadline | None = None
         self._seconds_in_calls = 0.0
         self._lowest_balance = 0.0
         self._closed = False
@@ -120,6 +127,23 @@ class Sandbox:
         return self._death is None
 
     @property
+    def is_running(self) -> bool:
+        """False once the process has ended or was killed. Never blocks."""
+        with self._lock:  # `close` closes the pidfd
+            return self._death is None and not _is_readable(self._process.pidfd)
+
+    @property
+    def was_lost(self) -> bool:
+        """True if it ended because the zygote did."""
+        status = self._process.status
+        return status.done() and status.result() is None
+
+    @property
+    def is_new(self) -> bool:
+        """True until the first call after LOAD begins."""
+        return self._call_number <= 1
+
+    @property
     def death(self) -> SandboxDied:
         """The reason of its death. Only for a dead sandbox."""
         assert self._death is not None
@@ -135,13 +159,14 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 del self._outbox[: self._connection.send(self._outbox, socket.MSG_NOSIGNAL)]
 
-    def begin(self, command: Command, body: bytes, timeout: float) -> None:
+    def begin(self, command: Command, body: bytes, timeout: float, backstop: float | None = None) -> None:
         """Begin a call. Never blocks.
 
         Args:
             command: one that has an answer.
             body: the body of the message.
-            timeout: seconds from now until the answer is due.
+            timeout: seconds that the answer may take, see `Deadline`.
+            backstop: wall-clock seconds that it may take at most, see `Deadline`.
 
         Raises:
             SandboxDied: the sandbox is dead.
@@ -150,10 +175,10 @@ class Sandbox:
             self.kill("crash", "was killed because its previous call was not finished")
         self._check_alive()
         self._call_number += 1
-        began = time.perf_counter()
         message = bytes(self._outbox) + pack(command, self._call_number, body)
         self._outbox.clear()
-        self._call = _Call(self._call_number, memoryview(message), bytearray(), began, began + timeout)
+        deadline = Deadline(self._clock, timeout, backstop)
+        self._call = _Call(self._call_number, memoryview(message), bytearray(), deadline)
         with contextlib.suppress(SandboxDied):  # `finish` raises it
             self._send(self._call)
 
@@ -183,16 +208,15 @@ class Sandbox:
             answer = self._exchange(call)
         finally:
             if answer is not None or not self.alive:
-                self._seconds_in_calls += time.perf_counter() - call.began
+                self._seconds_in_calls += time.perf_counter() - call.deadline.began
+                self.last_deadline = call.deadline
                 self._call = None
         return answer
 
     def check(self) -> bool:
         """Return whether the process is alive. Unlike `alive`, detects that it died while idle."""
-        with self._lock:  # `close` closes the pidfd
-            ended = self._death is None and _is_readable(self._process.pidfd)
-        if ended:
-            self.kill("crash", self._exit_reason())
+        if self.alive and not self.is_running:
+            self.kill("crash", self._exit_reason(_STATUS_TIMEOUT))
         return self.alive
 
     def kill(self, kind: str, reason: str) -> None:
@@ -205,6 +229,17 @@ class Sandbox:
             # Wakes up a waiting thread. The descriptors are closed by `close`.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def at_low_priority(self) -> Iterator[None]:
+        """Lower the priority of the process while the block runs."""
+        if self.is_running:
+            priority.lower(self._pid)
+        try:
+            yield
+        finally:
+            if self.is_running:
+                priority.restore(self._pid)
 
     def reject_answer(self) -> SandboxDied:
         """Kill the process because of an invalid answer. Return the exception to raise."""
@@ -228,13 +263,11 @@ class Sandbox:
         CPU time minus call time is counted from its lowest value so far.
         """
         call = self._call
-        in_calls = self._seconds_in_calls + (time.perf_counter() - call.began if call else 0.0)
-        try:
-            with open(self._stat, "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has ended
+        in_calls = self._seconds_in_calls + (time.perf_counter() - call.deadline.began if call else 0.0)
+        used = self._clock.cpu_seconds()
+        if used is None:  # it has ended
             return 0.0
-        balance = (int(fields[11]) + int(fields[12])) * _TICK - in_calls  # utime, stime
+        balance = used - in_calls
         self._lowest_balance = min(self._lowest_balance, balance)
         return balance - self._lowest_balance
 
@@ -251,11 +284,18 @@ class Sandbox:
         if call.unsent:
             self._send(call)
         self._receive(call)
+        if call.closed_at is not None:
+            self._fail_once_ended(call.closed_at)
+            return None
         answer = self._answer(call)
         # Checked last: an answer that arrived in time may be read late, because the server waited for another sandbox.
-        if answer is None and time.perf_counter() >= call.deadline:
-            seconds = call.deadline - call.began
-            raise self._fail("deadline", f"gave no answer within {seconds:g} s: its process was killed")
+        if answer is None and time.perf_counter() >= call.deadline.next_look:
+            limit = call.deadline.exceeded()
+            if limit is not None:
+                self._receive(call)  # it may have answered just before it was looked at
+                answer = self._answer(call)
+            if limit is not None and answer is None:
+                raise self._fail("deadline", f"gave no answer within {limit}: its process was killed")
         return answer
 
     def _receive(self, call: _Call) -> None:
@@ -268,9 +308,9 @@ class Sandbox:
             return
         except OSError:
             chunk = b""
-        if not chunk:
-            raise self._fail("crash", self._exit_reason())
         call.received += chunk
+        if not chunk:
+            call.closed_at = call.closed_at or time.perf_counter()
 
     def _send(self, call: _Call) -> None:
         while call.unsent:
@@ -279,7 +319,17 @@ class Sandbox:
             except BlockingIOError:
                 return
             except OSError:
-                raise self._fail("crash", self._exit_reason()) from None
+                call.closed_at = call.closed_at or time.perf_counter()
+                return
+
+    def _fail_once_ended(self, closed_at: float) -> None:
+        """Kill the process once its wait status is known, or does not come. Never blocks: other calls go on meanwhile.
+
+        Raises:
+            SandboxDied: it is known, or did not come.
+        """
+        if self._process.status.done() or time.perf_counter() >= closed_at + _STATUS_TIMEOUT:
+            raise self._fail("crash", self._exit_reason(timeout=0))
 
     def _answer(self, call: _Call) -> tuple[Answer, bytes] | None:
         """Parse the answer. Return None if it is not complete.
@@ -298,9 +348,9 @@ class Sandbox:
             return None
         return answer, bytes(call.received[HEADER.size :])
 
-    def _exit_reason(self) -> str:
+    def _exit_reason(self, timeout: float) -> str:
         try:
-            status = self._process.status.result(_STATUS_TIMEOUT)
+            status = self._process.status.result(timeout)
         except FutureTimeout:
             return "closed its connection: its process was killed"
         if status is None:
@@ -312,7 +362,7 @@ class Sandbox:
 
 
 def wait_for_any(sandboxes: Collection[Sandbox]) -> list[Sandbox]:
-    """Wait until a call can `advance`, or its deadline has passed.
+    """Wait until a call can `advance`, or its deadline must be looked at.
 
     Args:
         sandboxes: at least one, each with a call in flight.
@@ -322,20 +372,26 @@ def wait_for_any(sandboxes: Collection[Sandbox]) -> list[Sandbox]:
     """
     poll = select.poll()
     waiting: dict[int, tuple[Sandbox, float]] = {}
-    first_deadline = math.inf
+    closed: list[Sandbox] = []
+    next_look = math.inf
     for sandbox in sandboxes:
         call = sandbox._call
         assert call is not None
-        first_deadline = min(first_deadline, call.deadline)
+        if call.closed_at is not None:  # its connection stays readable
+            closed.append(sandbox)
+            next_look = min(next_look, time.perf_counter() + _STATUS_INTERVAL)
+            continue
+        next_look = min(next_look, call.deadline.next_look)
         try:
             descriptor = sandbox._connection.fileno()
             poll.register(descriptor, select.POLLIN | (select.POLLOUT if call.unsent else 0))
         except ValueError:  # closed by another thread
             return [sandbox]
-        waiting[descriptor] = sandbox, call.deadline
-    ready = {descriptor for descriptor, _ in poll.poll(max(0.0, first_deadline - time.perf_counter()) * 1e3)}
+        waiting[descriptor] = sandbox, call.deadline.next_look
+    ready = {descriptor for descriptor, _ in poll.poll(max(0.0, next_look - time.perf_counter()) * 1e3)}
     now = time.perf_counter()
-    return [sandbox for descriptor, (sandbox, deadline) in waiting.items() if descriptor in ready or now >= deadline]
+    due = [sandbox for descriptor, (sandbox, look) in waiting.items() if descriptor in ready or now >= look]
+    return closed + due
 
 
 def _is_readable(descriptor: int) -> bool:

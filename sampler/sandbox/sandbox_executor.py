@@ -11,10 +11,9 @@ import logging
 import marshal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,10 +24,13 @@ from logitship.sampler.processors.executor import (
     ClassDescription,
     ExecutorRow,
     ExecutorSequence,
+    ExecutorUnavailable,
     LoadedProcessor,
     from_bytes,
 )
 
+from .deadline import BACKSTOP
+from .first_calls import FirstCallCredit
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import LONGEST_TEXT, SandboxedProcessor, SandboxRow, SandboxRun
@@ -41,6 +43,11 @@ NUM_SPARES = 2
 PAUSE = 0.2
 """Seconds between taking a spare sandbox and starting the next, because the one taken needs the CPU now."""
 
+LEAST_SHARE = 1 / 32
+"""Share of the step timeout that a call may take after earlier stages have used it up.
+
+Those may have waited for a core. A request has at most 64 stages: a step takes at most three times the timeout."""
+
 WATCH_INTERVAL = 0.25
 """Seconds between checks of the sandboxes' CPU time outside calls."""
 
@@ -51,12 +58,14 @@ class SandboxLimits:
 
     Attributes:
         cpu_time: CPU seconds outside calls.
-        step_timeout: seconds per call.
+        step_timeout: seconds that a tenant's calls in a step may take, see `Deadline`.
+        first_step_timeout: seconds of the first call in a sandbox, see `FirstCallCredit`.
         load_timeout: seconds to load the processor.
     """
 
     cpu_time: float
     step_timeout: float
+    first_step_timeout: float
     load_timeout: float
 
 
@@ -97,7 +106,9 @@ class SandboxExecutor:
         self._counter_lock = threading.Lock()
         self._num_started = 0
         self._ended: Counter[str] = Counter()
+        self._loading: dict[tuple[str, str], SandboxLoad] = {}
         self._pending: list[SandboxRun] = []
+        self._first_calls = FirstCallCredit(limits.step_timeout, limits.first_step_timeout)
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="logitship-sandboxes", daemon=True)
         self._watcher.start()
@@ -125,6 +136,19 @@ class SandboxExecutor:
         sandboxed: SandboxedProcessor = processor.instance
         self._start(sandboxed)
 
+    def is_ready(self, processor: LoadedProcessor) -> bool:
+        """See `ProcessorExecutor.is_ready`."""
+        sandboxed: SandboxedProcessor = processor.instance
+        return sandboxed.current_sandbox.is_running
+
+    def cancel_load(self, digest: str, tenant: str) -> bool:
+        """See `ProcessorExecutor.cancel_load`. Kills the sandbox."""
+        with self._counter_lock:
+            load = self._loading.get((digest, tenant))
+        if load is not None:
+            load.cancel()
+        return True
+
     def unload(self, processor: LoadedProcessor) -> None:
         """See `ProcessorExecutor.unload`."""
         sandboxed: SandboxedProcessor = processor.instance
@@ -140,21 +164,28 @@ class SandboxExecutor:
         """See `ProcessorExecutor.group`."""
         return SandboxGroup(self, processor.instance, [row for row in rows if isinstance(row, SandboxRow)])
 
-    def begin(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, members: Sequence[SandboxRow]) -> SandboxRun:
+    def begin(
+        self, sandboxed: SandboxedProcessor, logits: torch.Tensor, members: Sequence[SandboxRow], spent: float = 0.0
+    ) -> SandboxRun:
         """Begin a call, see `ExecutorGroup.begin`."""
-        run = SandboxRun(sandboxed, logits, self._limits.step_timeout, self._pending)
-        sandbox: Sandbox | SandboxDied
-        try:
-            # Rows whose state died with their sandbox need no new one.
-            sandbox = (
-                self._live_sandbox(sandboxed)
-                if any(row.sandbox is None for row in members)
-                else sandboxed.current_sandbox
-            )
-        except SandboxDied as died:
-            sandbox = died
+        sandbox: Sandbox | SandboxDied = sandboxed.current_sandbox
+        run = self._new_run(sandboxed, logits, spent)
+        # A sandbox that died is replaced at admission, never here: a step does not wait for a process to start.
+        if any(row.sandbox is None for row in members) and not sandboxed.current_sandbox.check():
+            sandbox = SandboxDied("load", "lost its process before the first step of this request: try again")
         run.begin(sandbox, members)
         return run
+
+    def _new_run(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, spent: float) -> SandboxRun:
+        step_timeout = self._limits.step_timeout
+        if sandboxed.current_sandbox.is_new and (extra := self._first_calls.left(sandboxed.tenant)):
+            timeout = step_timeout + extra
+            # Not several times as long: all requests wait.
+            backstop = max(timeout, BACKSTOP * step_timeout)
+            use = partial(self._first_calls.use, sandboxed.tenant)
+            return SandboxRun(sandboxed, logits, timeout, backstop, self._pending, use)
+        timeout = max(step_timeout - spent, step_timeout * LEAST_SHARE)
+        return SandboxRun(sandboxed, logits, timeout, BACKSTOP * timeout, self._pending)
 
     def stats(self) -> SandboxStats:
         """Return the numbers of sandboxes. Thread-safe."""
@@ -175,27 +206,50 @@ class SandboxExecutor:
         """Start a processor's sandbox, if it has no live one. Blocks.
 
         Raises:
-            ProcessorLoadError: no sandbox can be started, or the processor cannot be loaded.
+            ProcessorLoadError: the processor cannot be loaded.
+            ExecutorUnavailable: no sandbox can be started.
         """
         with sandboxed.lock:
             if sandboxed.sandbox is not None and sandboxed.sandbox.check():
                 return
-            try:
-                sandbox = self._spares.take()
-            except (OSError, ZygoteError) as error:
-                raise ProcessorLoadError(f"no sandbox can be started: {error}") from None
-            self._sandboxes.add(sandbox)
-            self._unreported[sandbox] = sandboxed
-            with self._counter_lock:
-                self._num_started += 1
-            try:
-                sandboxed.class_description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
-            except ProcessorLoadError:
-                self._end(sandbox)
-                raise
+            with self._cancellable(sandboxed) as load:
+                sandbox = self._take_sandbox(sandboxed)
+                try:
+                    load.begin(sandbox)
+                    with sandbox.at_low_priority():
+                        description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
+                except BaseException:  # cleanup, then re-raised
+                    self._end(sandbox)
+                    raise
+            sandboxed.class_description = description
             if sandboxed.sandbox is not None:
                 self._end(sandboxed.sandbox)
             sandboxed.sandbox = sandbox
+
+    def _take_sandbox(self, sandboxed: SandboxedProcessor) -> Sandbox:
+        try:
+            sandbox = self._spares.take()
+        except (OSError, ZygoteError) as error:
+            reason = f"no sandbox can be started: {error}"
+            logger.error("processor %s: %s", sandboxed.digest, reason)
+            raise ExecutorUnavailable(reason) from None
+        self._sandboxes.add(sandbox)
+        self._unreported[sandbox] = sandboxed
+        with self._counter_lock:
+            self._num_started += 1
+        return sandbox
+
+    @contextlib.contextmanager
+    def _cancellable(self, sandboxed: SandboxedProcessor) -> Iterator[SandboxLoad]:
+        """Let `cancel_load` find this load while the block runs."""
+        key, load = (sandboxed.digest, sandboxed.tenant), SandboxLoad()
+        with self._counter_lock:
+            self._loading[key] = load
+        try:
+            yield load
+        finally:
+            with self._counter_lock:
+                self._loading.pop(key, None)
 
     def _end(self, sandbox: Sandbox) -> None:
         self._report(sandbox)
@@ -218,44 +272,6 @@ class SandboxExecutor:
         with self._counter_lock:
             self._ended[reason] += 1
 
-    def _live_sandbox(self, sandboxed: SandboxedProcessor) -> Sandbox:
-        """Return a processor's live sandbox. If it died, wait up to `step_timeout` for a new one.
-
-        Raises:
-            SandboxDied: no sandbox could be started in time.
-        """
-        if sandboxed.current_sandbox.check():
-            return sandboxed.current_sandbox
-        try:
-            sandboxed.restart = sandboxed.restart or self._restart(sandboxed)
-            sandboxed.restart.result(self._limits.step_timeout)
-        except FutureTimeout:
-            raise SandboxDied("load", "is being loaded again, after its process ended: try again") from None
-        # An error of one processor must not abort the step of all requests.
-        except Exception as error:  # boundary: process death
-            sandboxed.restart = None
-            if not isinstance(error, ProcessorLoadError):
-                logger.exception("no sandbox can be started again")
-                error = ProcessorLoadError("no sandbox can be started now")
-            raise SandboxDied("load", f"could not be loaded again, after its process ended: {error}") from None
-        sandboxed.restart = None
-        return sandboxed.current_sandbox
-
-    def _restart(self, sandboxed: SandboxedProcessor) -> Future[None]:
-        restart: Future[None] = Future()
-
-        def start() -> None:
-            try:
-                self._start(sandboxed)
-            # It is raised in the thread that waits for the restart.
-            except BaseException as error:  # noqa: BLE001  # boundary: process death
-                restart.set_exception(error)
-            else:
-                restart.set_result(None)
-
-        threading.Thread(target=start, name="logitship-restart", daemon=True).start()
-        return restart
-
     def _watch(self) -> None:
         """Kill sandboxes that use too much CPU time outside calls, and report those that died."""
         limit = self._limits.cpu_time
@@ -274,9 +290,9 @@ class SandboxGroup:
     processor: SandboxedProcessor
     rows: Sequence[SandboxRow]
 
-    def begin(self, logits: torch.Tensor) -> SandboxRun:
+    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> SandboxRun:
         """See `ExecutorGroup.begin`."""
-        return self.executor.begin(self.processor, logits, self.rows)
+        return self.executor.begin(self.processor, logits, self.rows, spent)
 
 
 def _load_message(string: PickledProcessor | SourceProcessor) -> bytes:
@@ -290,6 +306,7 @@ def _load_class(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescri
 
     Raises:
         ProcessorLoadError: the processor cannot be loaded; the message is for the client.
+        ExecutorUnavailable: the zygote ended.
     """
     try:
         sandbox.begin(Command.LOAD, message, timeout)
@@ -299,6 +316,8 @@ def _load_class(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescri
         if answer is not Answer.REFUSED:
             raise sandbox.reject_answer()
     except SandboxDied as died:
+        if sandbox.was_lost:
+            raise ExecutorUnavailable("the process that sandboxes are forked from ended: try again later") from None
         raise ProcessorLoadError(f"the processor {died.reason} (while it was loaded)") from None
     raise ProcessorLoadError(scrub(body.decode(errors="replace"))[:LONGEST_TEXT])
 
@@ -308,6 +327,29 @@ def _class_description(sandbox: Sandbox, body: bytes) -> ClassDescription:
         return from_bytes(body)
     except ValueError:
         raise sandbox.reject_answer() from None
+
+
+class SandboxLoad:
+    """A load in progress. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sandbox: Sandbox | None = None
+        self._cancelled = False
+
+    def begin(self, sandbox: Sandbox) -> None:
+        """Set the sandbox that loads."""
+        with self._lock:
+            self._sandbox = sandbox
+        if self._cancelled:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Kill the sandbox, now or as soon as it has been started."""
+        with self._lock:
+            self._cancelled = True
+            if self._sandbox is not None:
+                self._sandbox.kill("crash", "was killed because its load was cancelled")
 
 
 class SpareSandboxes:

@@ -6,8 +6,7 @@ import marshal
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import orjson
@@ -35,7 +34,6 @@ class SandboxedProcessor:
         lock: held while a sandbox is started.
         sandbox: the sandbox that was started last; None before the first.
         class_description: description of the class. It comes from the sandbox, so it is not trusted.
-        restart: a thread's result that starts the next sandbox on behalf of a step; None if there is none.
     """
 
     def __init__(self, digest: str, tenant: str, load_message: bytes) -> None:
@@ -45,7 +43,6 @@ class SandboxedProcessor:
         self.lock = threading.Lock()
         self.sandbox: Sandbox | None = None
         self.class_description = ClassDescription("")
-        self.restart: Future[None] | None = None
 
     @property
     def name(self) -> str:
@@ -173,17 +170,28 @@ class SandboxRun:
 
     Args:
         logits: float32 [rows, vocab]; edited in place by `finish`.
+        timeout: seconds that the call may take, see `Deadline`.
+        backstop: wall-clock seconds that it may take at most.
         pending: all runs that wait for an answer. `finish` serves all of them while it waits for its own, so that no
             run misses its deadline because of another.
+        use_credit: takes the seconds of the first call in a sandbox, which has a deadline of its own.
     """
 
     def __init__(
-        self, processor: SandboxedProcessor, logits: torch.Tensor, timeout: float, pending: list[SandboxRun]
+        self,
+        processor: SandboxedProcessor,
+        logits: torch.Tensor,
+        timeout: float,
+        backstop: float,
+        pending: list[SandboxRun],
+        use_credit: Callable[[float], None] | None = None,
     ) -> None:
         self._processor = processor
         self._logits = logits
         self._timeout = timeout
+        self._backstop = backstop
         self._pending = pending
+        self._use_credit = use_credit
         self._faults: dict[int, ProcessorFault] = {}
         self._sandbox: Sandbox | None = None
         self._rows_in_call: list[int] = []
@@ -206,7 +214,7 @@ class SandboxRun:
             # A run of an aborted step may still be pending here. Beginning another call kills its sandbox.
             self._pending[:] = [run for run in self._pending if run._sandbox is not sandbox]
             message = step_message(sandbox, [rows[index] for index in self._rows_in_call])
-            self._send_call(Command.STEP, message, self._timeout)
+            self._send_call(Command.STEP, message, self._timeout, self._backstop)
 
     def _attach(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, index: int) -> bool:
         """Attach a new sequence to a sandbox. Return False if that is impossible; the row then has a fault."""
@@ -237,7 +245,11 @@ class SandboxRun:
                 self._apply_answer(*self._answer)
             except SandboxDied as died:
                 self.fail(self._rows_in_call, died)
-        return RunOutcome(self._ended - self._began, self._faults, self._is_retry)
+        seconds = self._ended - self._began
+        if self._use_credit is None:
+            return RunOutcome(seconds, self._faults, self._is_retry, seconds)
+        self._use_credit(seconds)
+        return RunOutcome(seconds, self._faults, self._is_retry)
 
     def advance(self) -> None:
         """Receive the answer if it has arrived. Never blocks."""
@@ -246,6 +258,7 @@ class SandboxRun:
             answer = self._sandbox.advance()
         except SandboxDied as died:
             self._pending.remove(self)
+            self._ended = time.perf_counter()
             self.fail(self._rows_in_call, died)
             return
         if answer is None:
@@ -254,15 +267,22 @@ class SandboxRun:
         self._ended = time.perf_counter()
         if answer[0] is Answer.AGAIN and not self._is_retry:
             self._is_retry = True
-            self._send_call(Command.RETRY, b"", self._began + self._timeout - self._ended)
+            self._send_call(Command.RETRY, b"", *self._remaining())
         else:
             self._answer = answer
 
-    def _send_call(self, command: Command, body: bytes, timeout: float) -> None:
+    def _remaining(self) -> tuple[float, float]:
+        """Return the timeout and the backstop that the first attempt left for the second."""
+        assert self._sandbox is not None
+        assert self._sandbox.last_deadline is not None
+        timeout = self._timeout - self._sandbox.last_deadline.cpu_seconds()
+        return max(0.0, timeout), max(0.0, self._backstop - (self._ended - self._began))
+
+    def _send_call(self, command: Command, body: bytes, timeout: float, backstop: float) -> None:
         assert self._sandbox is not None
         try:
             self._copy_in()
-            self._sandbox.begin(command, body, timeout)
+            self._sandbox.begin(command, body, timeout, backstop)
         except SandboxDied as died:
             self.fail(self._rows_in_call, died)
         else:

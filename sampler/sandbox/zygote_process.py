@@ -174,13 +174,16 @@ class ZygoteProcess:
                 with contextlib.suppress(ChannelClosed):  # the reader thread handles it
                     zygote.channel.send(ControlMessage.FORK, sandbox, descriptors=[connection, shared_memory])
             try:
-                return ForkedProcess(forked.result(FORK_TIMEOUT), status)
-            except ChannelClosed:
-                continue
+                error = forked.exception(FORK_TIMEOUT)
             except FutureTimeout:
-                if zygote.forks.pop(sandbox, None) is None:  # it arrived at the last moment
-                    return ForkedProcess(forked.result(), status)
-                self._abandon(zygote)
+                if zygote.forks.pop(sandbox, None) is not None:
+                    self._abandon(zygote)
+                    continue
+                error = forked.exception()  # it arrived at the last moment
+            if error is None:
+                return ForkedProcess(forked.result(), status)
+            if not isinstance(error, ChannelClosed):
+                raise ZygoteError(str(error))  # a new one, see `_read`
         raise ZygoteError("the process that sandboxes are forked from keeps crashing")
 
     def close(self) -> None:
@@ -285,7 +288,13 @@ class ZygoteProcess:
             _hang_up(zygote.channel)
 
     def _read(self, zygote: _RunningZygote) -> None:
-        """Read a zygote's messages until it ends."""
+        """Read a zygote's messages until it ends.
+
+        A future with an exception that was raised is a reference cycle: the traceback refers to the frames that wait
+        for the future, and these to shared memory and sockets, until the garbage collector runs. So the exceptions of
+        futures are never raised.
+        """
+        reason = ""
         try:
             while True:
                 note, (sandbox, *values), descriptors = zygote.channel.receive()
@@ -293,22 +302,24 @@ class ZygoteProcess:
                     zygote.statuses.pop(sandbox).set_result(values[0])
                     continue
                 fork = zygote.forks.pop(sandbox, None)
-                if fork is None:  # the request timed out
+                if fork is None:  # the request has timed out
                     for descriptor in descriptors:
                         os.close(descriptor)
                 elif note is ControlMessage.FORKED:
                     fork.set_result(descriptors[0])
                 else:
+                    zygote.statuses.pop(sandbox)
                     fork.set_exception(ZygoteError(f"cannot fork a process: {values[0]}"))
         except ChannelClosed as closed:
-            with self._lock:  # a concurrent `fork` either sees that it is dead, or its future fails below
-                zygote.alive = False
-            for fork in list(zygote.forks.values()):
-                fork.set_exception(closed)
-            for status in zygote.statuses.values():
-                status.set_result(None)
-            zygote.channel.close()
-            _end(zygote.pidfd)
+            reason = str(closed)
+        with self._lock:  # a concurrent `fork` either sees that it is dead, or its future fails below
+            zygote.alive = False
+        while zygote.forks:
+            zygote.forks.popitem()[1].set_exception(ChannelClosed(reason))
+        while zygote.statuses:
+            zygote.statuses.popitem()[1].set_result(None)
+        zygote.channel.close()
+        _end(zygote.pidfd)
 
 
 def _refusal(protections: Protections, failures: list[str]) -> str:

@@ -11,7 +11,13 @@ import torch
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
 from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.processors.executor import ExecutorRow, ExecutorSequence, LoadedProcessor, ProcessorExecutor
+from logitship.sampler.processors.executor import (
+    ExecutorRow,
+    ExecutorSequence,
+    ExecutorUnavailable,
+    LoadedProcessor,
+    ProcessorExecutor,
+)
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
@@ -135,8 +141,12 @@ class CheckEnvironment:
 
         Raises:
             ProcessorLoadError: it cannot be loaded there.
+            StartError: no sandbox can be started now.
         """
-        processor = self._executor.load(string)
+        try:
+            processor = self._executor.load(string)
+        except ExecutorUnavailable as error:
+            raise StartError(str(error)) from error
         try:
             yield FreshProcessor(self._executor, processor, self.model)
         finally:
@@ -154,6 +164,7 @@ def _sandbox_executor(config: ServerConfig, model: ModelView, max_rows: int) -> 
     limits = SandboxLimits(
         cpu_time=config.sandbox_cpu_time,
         step_timeout=config.sandbox_step_timeout,
+        first_step_timeout=config.sandbox_first_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
     return SandboxExecutor(zygote, limits, max_rows=max_rows, vocab_size=model.vocab_size)

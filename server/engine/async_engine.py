@@ -153,7 +153,7 @@ class AsyncEngine:
                 `param` is `name`, or None.
         """
         self._active.check_accepting()
-        return await in_daemon_thread(self.processors.register, string, tenant, name)
+        return await self.processors.register(string, tenant, name)
 
     def abort(self, rid: str | None, tenant: str = "") -> None:
         """Abort requests of a tenant by id: a request, the requests of a batch, or one continuation; None: all.
@@ -234,9 +234,17 @@ class AsyncEngine:
 
     async def _load_processors(self, active: ActiveRequest) -> list[list[ProcessorUse]]:
         """Load the request's processors. Returns the uses of each sequence that it starts with."""
-        if not active.request.processors:
-            return [[] for _ in range(active.request.num_started)]
-        loading = in_daemon_thread(self.processors.load, active.request, active.processors)
+        request, held = active.request, active.processors
+        if not request.processors:
+            return [[] for _ in range(request.num_started)]
+        try:
+            shipped = await self.processors.load_shipped(request, held)
+            if len(shipped) == len(request.processors):
+                return self.processors.load(request, held, shipped)
+        except BaseException:  # cleanup, then re-raised
+            self._active.release(active)
+            raise
+        loading = in_daemon_thread(self.processors.load, request, held, shipped)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:

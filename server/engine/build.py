@@ -37,6 +37,7 @@ from .processor_setup import (
     load_batch_processors,
     make_executor,
     make_library,
+    make_load_queue,
     make_registry,
     start_zygote,
 )
@@ -88,7 +89,7 @@ def _build(
     library = make_library(config, loaded, registry, executor)
     metrics = EngineMetrics(model, library.installed_digests)
     clock = StepClock()
-    processors = RequestProcessors(library, metrics.processor_load)
+    processors = RequestProcessors(library, make_load_queue(config, library), metrics.processor_load)
     active = ActiveRequests(config.max_num_seqs, config.max_queued_requests, processors.release)
     runner = _model_runner(config, loaded, model.max_model_len, cores)
     scheduler = Scheduler(

@@ -91,13 +91,13 @@ class EngineThread:
 
         Args:
             timeout: longest wait for that, in seconds. A client's code in the process may never return; the thread then
-                ends with the process.
+                ends with the process. Before the first step, it ends once the model is loaded, which takes long.
         """
         with self._wake:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout)
-        if self.alive:
+        if self.alive and not isinstance(self._engine, _NoEngine):
             logger.error("the engine's step does not end: a processor in it may never return")
 
     @property

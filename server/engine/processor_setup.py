@@ -24,12 +24,16 @@ from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.processors.callable_library import CallableLibrary
+from logitship.server.processors.load_queue import MAX_LOADS, LoadQueue
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.registered_processors import RegisteredProcessors
 from logitship.server.refusals import SHIPPING_IS_OFF, StartError
 from logitship.server.vllm_names import enable_vllm_names
 
 logger = logging.getLogger(__name__)
+
+MAX_UNISOLATED = 64
+"""Loads at a time without sandboxes."""
 
 
 def load_batch_processors(config: ServerConfig) -> list[Plugin]:
@@ -91,6 +95,7 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
     limits = SandboxLimits(
         cpu_time=config.sandbox_cpu_time,
         step_timeout=config.sandbox_step_timeout,
+        first_step_timeout=config.sandbox_first_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
     return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
@@ -109,6 +114,12 @@ def make_library(
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
         config.allowed_digests,
     )
+
+
+def make_load_queue(config: ServerConfig, library: ProcessorLibrary) -> LoadQueue:
+    """Return the queue in which the library's shipped processors are loaded."""
+    # In this process, a load that never returns keeps its thread: trusted code, that shares the GIL with all else.
+    return LoadQueue(library.cache, max_loads=MAX_LOADS if config.processor_isolation == "sandbox" else MAX_UNISOLATED)
 
 
 def model_view(loaded: LoadedModel) -> ModelView:

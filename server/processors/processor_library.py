@@ -28,6 +28,7 @@ from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCa
 from logitship.sampler.processors.request_view import ModelView
 
 from .callable_library import CallableLibrary
+from .load_queue import Runnable
 from .processor_descriptions import (
     installed_details,
     installed_digest,
@@ -163,6 +164,9 @@ class ProcessorLoader:
         installed_executor: runs the installed ones: they are the operator's own and need no isolation.
         model: what installed processors check their parameters against.
         allowed_digests: the only shipped processors that may run; None: any may.
+
+    Attributes:
+        cache: the cache.
     """
 
     def __init__(
@@ -174,7 +178,7 @@ class ProcessorLoader:
         allowed_digests: frozenset[str] | None = None,
     ) -> None:
         self._registry = registry
-        self._cache = cache
+        self.cache = cache
         self._installed_executor = installed_executor
         self._model = model
         self._allowed_digests = allowed_digests
@@ -193,7 +197,28 @@ class ProcessorLoader:
             ProcessorNotAllowed: it is shipped, and not on the operator's list.
             ProcessorCacheFull: the cache cannot take another shipped processor.
         """
-        return self._load(string, tenant)[0]
+        found = self.find(string, tenant)
+        if isinstance(found, InstalledProcessor):
+            return self._installed_processor(found.name)
+        return self.cache.acquire(found, tenant)
+
+    def find(self, string: ProcessorString, tenant: str) -> InstalledProcessor | Runnable:
+        """Return the string of exactly what runs for a string. Loads nothing.
+
+        Returns:
+            The name of an installed processor, or a shipped processor for the cache.
+
+        Raises:
+            ProcessorLoadError: no form of it runs on this Python, or no processor has that name or digest.
+            ProcessorNotAllowed: it is shipped, and not on the operator's list.
+        """
+        name = self._installed_name(string)
+        if name is not None:
+            return InstalledProcessor(name)
+        assert isinstance(string, PickledProcessor | SourceProcessor)
+        runnable = string.runnable if isinstance(string, PickledProcessor) else string
+        self._check_allowed(runnable.digest)
+        return runnable
 
     def prepare(self, processor: LoadedProcessor, params: Mapping[str, Any] | None, *, own: bool = False) -> Any:
         """Return what a built-in processor makes of a request's parameters; None for all other processors.
@@ -220,25 +245,15 @@ class ProcessorLoader:
     def release(self, processor: LoadedProcessor) -> None:
         """Give back a processor that `acquire` returned."""
         if processor is not self._installed.get(processor.name):
-            self._cache.release(processor)
+            self.cache.release(processor)
 
     def cache_stats(self) -> CacheStats:
         """Return the counters and sizes of the cache of shipped processors."""
-        return self._cache.stats()
+        return self.cache.stats()
 
     def clear(self) -> None:
         """Evict every shipped processor that is not in use."""
-        self._cache.clear()
-
-    def _load(self, string: ProcessorString, tenant: str) -> tuple[LoadedProcessor, ProcessorString]:
-        """Return a processor and the string of exactly what runs: both have the same digest."""
-        name = self._installed_name(string)
-        if name is not None:
-            return self._installed_processor(name), InstalledProcessor(name)
-        assert isinstance(string, PickledProcessor | SourceProcessor)
-        runnable = string.runnable if isinstance(string, PickledProcessor) else string
-        self._check_allowed(runnable.digest)
-        return self._cache.acquire(runnable, tenant), runnable
+        self.cache.clear()
 
     def _check_allowed(self, digest: str) -> None:
         """Check the digest of what runs: a string may hold one class in its pickle and another in its source."""
@@ -342,17 +357,33 @@ class ProcessorLibrary(ProcessorLoader):
             ProcessorCacheFull: the cache cannot take another shipped processor.
             RegistryFull: the registry cannot take another processor of this tenant.
         """
-        if name is not None:  # before its code runs for nothing
-            self.names.check_name(name, self._installed_name(string))
-        processor, string = self._load(string, tenant)
+        found = self.find_to_register(string, tenant, name)
+        processor = self.acquire(found, tenant)
         try:
-            self.names.check_name(name or processor.name, self._installed_name(string))
-            return registered_info(self._registered.add(_upload(name, processor, string), tenant))
+            return self.add_registration(processor, found, tenant, name)
         finally:
             self.release(processor)
 
-    def _load(self, string: ProcessorString, tenant: str) -> tuple[LoadedProcessor, ProcessorString]:
-        return super()._load(self.names.resolve(string, tenant), tenant)
+    def find_to_register(self, string: ProcessorString, tenant: str, name: str | None) -> InstalledProcessor | Runnable:
+        """As `find`, for a processor that is to be registered: checks its name before its code runs for nothing.
+
+        Raises:
+            InvalidName: it cannot be registered under that name.
+        """
+        if name is not None:
+            self.names.check_name(name, self._installed_name(string))
+        return self.find(string, tenant)
+
+    def add_registration(
+        self, processor: LoadedProcessor, string: ProcessorString, tenant: str, name: str | None
+    ) -> ProcessorInfo:
+        """Register a processor that was loaded from what `find_to_register` returned. Raises as `register`."""
+        self.names.check_name(name or processor.name, self._installed_name(string))
+        return registered_info(self._registered.add(_upload(name, processor, string), tenant))
+
+    def find(self, string: ProcessorString, tenant: str) -> InstalledProcessor | Runnable:
+        """As `ProcessorLoader.find`, also for the name or the digest of a registered processor."""
+        return super().find(self.names.resolve(string, tenant), tenant)
 
 
 def _upload(name: str | None, processor: LoadedProcessor, string: ProcessorString) -> Upload:

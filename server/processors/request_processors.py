@@ -13,6 +13,7 @@ Parsing loads nothing. Every error is a refusal.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +28,20 @@ from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.fair_slots import on_behalf_of
-from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse
-from logitship.server.refusals import BadRequest, Forbidden, NotFound, RequestTooLarge, ServiceUnavailable
+from logitship.server.refusals import (
+    BadRequest,
+    Forbidden,
+    NotFound,
+    QueueFull,
+    RequestTooLarge,
+    ServiceUnavailable,
+)
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
+from .load_queue import LoadQueue, LoadQueueFull
 from .processor_library import InvalidName, InvalidParams, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
 
@@ -149,12 +158,14 @@ class RequestProcessors:
     """Loads, registers and lists processors for requests. Errors are refusals that name the request's field.
 
     Args:
-        library: loads the processors.
+        library: the processors.
+        loads: loads the shipped ones.
         load_time: histogram of the load time of each of a request's processors.
     """
 
-    def __init__(self, library: ProcessorLibrary, load_time: Histogram) -> None:
+    def __init__(self, library: ProcessorLibrary, loads: LoadQueue, load_time: Histogram) -> None:
         self._library = library
+        self._loads = loads
         self._load_time = load_time
 
     def list_all(self, tenant: str) -> list[ProcessorInfo]:
@@ -191,11 +202,19 @@ class RequestProcessors:
         except NotDeletable as error:
             raise Forbidden(str(error), param="id") from error
 
-    def register(self, string: ProcessorString, tenant: str, name: str | None) -> ProcessorInfo:
+    async def register(self, string: ProcessorString, tenant: str, name: str | None) -> ProcessorInfo:
         """Register a processor: see `AsyncEngine.register`. Waits until it is loaded."""
         try:
             with _load_errors_refused(param=None):
-                return self._library.register(string, tenant, name)
+                found = self._library.find_to_register(string, tenant, name)
+                if isinstance(found, InstalledProcessor):
+                    processor = await asyncio.to_thread(self._library.acquire, found, tenant)
+                else:
+                    processor = await self._loads.acquire(found, tenant)
+                try:
+                    return self._library.add_registration(processor, found, tenant, name)
+                finally:
+                    self._library.release(processor)
         except InvalidName as error:
             raise BadRequest(f"name: {error}", param="name") from error
         except RegistryFull as error:
@@ -237,12 +256,42 @@ class RequestProcessors:
                 processors[index] = dataclasses.replace(wanted, string=pins[wanted.string])
         return dataclasses.replace(request, processors=tuple(processors))
 
-    def load(self, request: GenerationRequest, held: list[LoadedProcessor]) -> list[list[ProcessorUse]]:
-        """Load the request's processors, and return the uses of each sequence in order.
+    async def load_shipped(self, request: GenerationRequest, held: list[LoadedProcessor]) -> dict[int, LoadedProcessor]:
+        """Load the request's shipped processors. Cancelling it leaves the queue of loads.
 
         Args:
             request: the request.
             held: each processor is added as soon as it is loaded; the caller gives them back with `release`.
+
+        Returns:
+            The processors by their index in the request.
+
+        Raises:
+            RequestRefused: a processor cannot be loaded.
+        """
+        shipped: dict[int, LoadedProcessor] = {}
+        for index, wanted in enumerate(request.processors):
+            if isinstance(wanted, CallableRequest):
+                continue
+            with _load_errors_refused(param=f"processors[{index}]"):
+                found = self._library.find(wanted.string, request.tenant)
+                if not isinstance(found, InstalledProcessor):
+                    with self._load_time.time():
+                        shipped[index] = await self._loads.acquire(found, request.tenant)
+                    held.append(shipped[index])
+        return shipped
+
+    def load(
+        self, request: GenerationRequest, held: list[LoadedProcessor], shipped: Mapping[int, LoadedProcessor]
+    ) -> list[list[ProcessorUse]]:
+        """Load the request's other processors, and return the uses of each sequence in order.
+
+        Blocks, unless all processors are shipped.
+
+        Args:
+            request: the request.
+            held: each processor is added as soon as it is loaded; the caller gives them back with `release`.
+            shipped: what `load_shipped` returned.
 
         Raises:
             RequestRefused: a processor cannot be loaded, or rejects its parameters.
@@ -250,8 +299,10 @@ class RequestProcessors:
         uses: list[list[ProcessorUse]] = [[] for _ in range(request.num_started)]
         prepared: dict[tuple[int, int], Any] = {}
         for index, wanted in enumerate(request.processors):
-            with self._load_time.time(), _load_errors_refused(param=f"processors[{index}]"):
-                for sequence_uses, use in zip(uses, self._uses(request, held, wanted, prepared), strict=True):
+            loaded = shipped.get(index)
+            timer = contextlib.nullcontext() if loaded is not None else self._load_time.time()
+            with timer, _load_errors_refused(param=f"processors[{index}]"):
+                for sequence_uses, use in zip(uses, self._uses(request, held, wanted, loaded, prepared), strict=True):
                     sequence_uses.append(use)
         return uses
 
@@ -265,6 +316,7 @@ class RequestProcessors:
         request: GenerationRequest,
         held: list[LoadedProcessor],
         wanted: AttachedProcessor,
+        processor: LoadedProcessor | None,
         prepared: dict[tuple[int, int], Any],
     ) -> list[ProcessorUse]:
         """Return a use for each sequence, of the same processor, or of its own callable.
@@ -273,13 +325,15 @@ class RequestProcessors:
             request: the request.
             held: see `load`.
             wanted: the processor or callable.
+            processor: the processor if it is shipped, and so loaded already.
             prepared: results of `prepare` for this request so far, by the identities of processor and parameters.
         """
         if isinstance(wanted, CallableRequest):
             made = [self._library.callables.make(wanted) for _ in range(request.num_started)]
             return [ProcessorUse(callable_, {}, request.rid) for callable_ in made]
-        processor = self._library.acquire(wanted.string, request.tenant)
-        held.append(processor)
+        if processor is None:
+            processor = self._library.acquire(wanted.string, request.tenant)
+            held.append(processor)
         key = id(processor), id(wanted.params)
         if key not in prepared:
             with on_behalf_of(request.tenant):
@@ -299,5 +353,7 @@ def _load_errors_refused(param: str | None) -> Iterator[None]:
         raise BadRequest(str(error), param=param) from error
     except ProcessorNotAllowed as error:
         raise Forbidden(str(error), param=param) from error
-    except (ProcessorCacheFull, PreparationUnavailable) as error:
+    except LoadQueueFull as error:
+        raise QueueFull(str(error), param=param) from error
+    except (ProcessorCacheFull, ExecutorUnavailable, PreparationUnavailable) as error:
         raise ServiceUnavailable(str(error), param=param) from error

@@ -57,6 +57,14 @@ class AdmissionExecutor:
     def ensure(self, processor: LoadedProcessor) -> None:
         """Do nothing: the processor was loaded once."""
 
+    def is_ready(self, processor: LoadedProcessor) -> bool:
+        """Return True: the processor was loaded once."""
+        return True
+
+    def cancel_load(self, digest: str, tenant: str) -> bool:
+        """Return False: the thread that loads is the one that could cancel."""
+        return False
+
     def unload(self, processor: LoadedProcessor) -> None:
         """Do nothing: the processor is unloaded already."""
 

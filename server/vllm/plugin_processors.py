@@ -17,7 +17,7 @@ from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
 from logitship.client.errors import ProcessorLoadError
-from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExecutor
+from logitship.sampler.processors.executor import DisabledExecutor, ExecutorUnavailable, ProcessorExecutor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse, uses_of
@@ -34,6 +34,7 @@ from .extra_args import PROCESSORS, read_processors, sampling_params
 from .log import logger
 from .settings import PREFIX, PluginSettings
 
+_LOAD_ERRORS = (ValueError, ProcessorLoadError, ExecutorUnavailable, ProcessorCacheFull, PreparationUnavailable)
 SHIPPING_IS_OFF = (
     f"this server does not accept shipped processors: its operator has to set {PREFIX}ENABLE_CUSTOM_LOGIT_PROCESSOR=1"
 )
@@ -87,7 +88,7 @@ class PluginProcessors:
                 try:
                     uses.append(self._use(request, rid))
                     self.in_use += 1
-                except (ValueError, ProcessorLoadError, ProcessorCacheFull, PreparationUnavailable) as error:
+                except _LOAD_ERRORS as error:
                     raise ValueError(f"{PROCESSORS}[{index}]: {error}" if len(requested) > 1 else str(error)) from None
             return sampling_params(params, uses, self._eos_token_ids)
         except BaseException:  # cleanup, then re-raised
@@ -153,6 +154,7 @@ def shipped_executor(settings: PluginSettings, model: ModelView, max_rows: int) 
     limits = SandboxLimits(
         cpu_time=settings.sandbox_cpu_time,
         step_timeout=settings.sandbox_step_timeout,
+        first_step_timeout=settings.sandbox_first_step_timeout,
         load_timeout=settings.sandbox_load_timeout,
     )
     return SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)

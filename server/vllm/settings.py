@@ -31,9 +31,11 @@ class PluginSettings:
     sandbox_cpu_time: float = ServerConfig.sandbox_cpu_time
     """CPU seconds that a sandbox may use outside its calls."""
     sandbox_step_timeout: float = ServerConfig.sandbox_step_timeout
-    """Seconds that a call of a processor may take."""
+    """CPU seconds that the calls of processors may take in a step."""
+    sandbox_first_step_timeout: float = ServerConfig.sandbox_first_step_timeout
+    """CPU seconds that the first call in a sandbox may take, instead."""
     sandbox_load_timeout: float = 2.0
-    """Seconds that loading a processor may take. Shorter than the server's: in vLLM other requests wait meanwhile."""
+    """CPU seconds that loading a processor may take. Shorter than the server's: in vLLM other requests wait."""
     allow_processor: str | None = None
     """A file with the digests of the only shipped processors that may run. None: any may."""
     tree: Mapping[str, str] | None = None
@@ -119,6 +121,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "sandbox_memory": _count,
     "sandbox_cpu_time": _seconds,
     "sandbox_step_timeout": _seconds,
+    "sandbox_first_step_timeout": _seconds,
     "sandbox_load_timeout": _seconds,
     "allow_processor": str,
     "tree": _trees,

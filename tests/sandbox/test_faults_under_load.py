@@ -242,6 +242,7 @@ def loaded(loaded_model: LoadedModel, sandbox_processes: Any) -> Iterator[Loaded
         enable_custom_logit_processor=True,
         processor_isolation="sandbox",
         sandbox_step_timeout=STEP_TIMEOUT,
+        sandbox_first_step_timeout=STEP_TIMEOUT,
         sandbox_load_timeout=LOAD_TIMEOUT,
         sandbox_cpu_time=0.5,
         sandbox_memory=64 << 20,
@@ -300,7 +301,7 @@ def ending(name: str, body: str, fault: str, message: str) -> FaultCase:
     return FaultCase(name, body, fault, f"processor Offender {message}", ends_sandbox=True)
 
 
-NO_ANSWER = rf"gave no answer within {STEP_TIMEOUT:g} s: its process was killed"
+NO_ANSWER = rf"gave no answer within {STEP_TIMEOUT:g} s( of CPU time)?: its process was killed"
 INVALID_ANSWER = "sent an invalid answer: its process was killed"
 WRITE_FRAME = (
     "connection, number = answer_frame()\nos.write(connection, struct.pack('<IIQ', {kind}, number, {size}){more})"
@@ -554,7 +555,7 @@ os.write(frame.f_locals["connection"], struct.pack("<IIQ", 3, 1, 0))
 time.sleep(60)
 """
 KILLED = r"was killed \(while it was loaded\)"
-TOO_SLOW = rf"gave no answer within {LOAD_TIMEOUT:g} s: its process {KILLED}"
+TOO_SLOW = rf"gave no answer within {LOAD_TIMEOUT:g} s( of CPU time)?: its process {KILLED}"
 LOAD_CASES = [
     LoadCase("loops", load_source("while True: pass"), TOO_SLOW),
     LoadCase("sleeps", load_source("time.sleep(60)"), TOO_SLOW),

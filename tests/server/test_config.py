@@ -67,7 +67,9 @@ def test_allowed_digests_are_read_once_at_construction(tmp_path: Path) -> None:
         dataclasses.replace(config, port=1)
 
 
-@pytest.mark.parametrize("field", ["sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"])
+@pytest.mark.parametrize(
+    "field", ["sandbox_cpu_time", "sandbox_step_timeout", "sandbox_first_step_timeout", "sandbox_load_timeout"]
+)
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
 def test_sandbox_timeouts_are_positive_and_finite(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} must be above 0 and finite"):
@@ -85,6 +87,7 @@ def test_sandboxes_are_the_default() -> None:
     assert config.processor_isolation == "sandbox"
     assert (config.max_sandboxes, config.sandbox_memory) == (64, 1 << 30)
     assert (config.sandbox_cpu_time, config.sandbox_step_timeout, config.sandbox_load_timeout) == (2.0, 1.0, 10.0)
+    assert config.sandbox_first_step_timeout == 10.0
 
 
 def test_share_of_queued_bytes() -> None:

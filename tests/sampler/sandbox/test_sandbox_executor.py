@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.processors.executor import (
     ExecutorRow,
     ExecutorSequence,
+    ExecutorUnavailable,
     LoadedProcessor,
     ProcessorExecutor,
     RunOutcome,
@@ -29,6 +33,7 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox import sandbox_executor
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats, SpareSandboxes
@@ -147,8 +152,8 @@ def test_close_closes_unused_sandboxes() -> None:
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MAX_ROWS, VOCAB = 8, 260
 EOS = frozenset({1})
-LIMITS = SandboxLimits(cpu_time=2.0, step_timeout=1.0, load_timeout=10.0)
-NO_ANSWER = "gave no answer within 2 s: its process was killed"
+LIMITS = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=10.0)
+NO_ANSWER = "gave no answer within 2 s of CPU time: its process was killed"
 
 LOOPS = "while True: pass"
 ADDS = "for row, params in zip(logits, custom_param_list):\n    row += params['by']\nreturn logits"
@@ -193,7 +198,7 @@ def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
 def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
     """An executor on the module's zygote, which outlives it."""
     monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
-    limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, load_timeout=20.0)
+    limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, first_step_timeout=2.0, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     with monkeypatch.context() as patch:
         yield executor
@@ -309,6 +314,7 @@ def test_dead_sandbox_is_replaced_for_new_sequences(executor: SandboxExecutor, c
     old = caller.attach(processor)
     caller.call(processor, old)
     sandbox_of(processor).kill("deadline", "was slow")
+    executor.ensure(processor)
     values, outcome = caller.call(processor, old, caller.attach(processor))
     assert faults(outcome) == {0: ("deadline", "processor P was slow")}
     assert values[1] == 1, "the class is instantiated again"
@@ -327,54 +333,161 @@ def test_ensure_replaces_sandbox_that_died_while_idle(executor: SandboxExecutor,
     assert not outcome.faults
 
 
-def test_failed_restart(executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_never_starts_a_sandbox(
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting one may take seconds. The rows end at once, and the next request restarts it at admission."""
+    processor = executor.load(source(ADDS))
+    with_state, new = caller.attach(processor, by=1.0), caller.attach(processor, by=1.0)
+    caller.call(processor, with_state)
+    sandbox_of(processor).kill("crash", "crashed")
+    assert not executor.is_ready(processor)
+
+    def started_in_a_step(*_: object) -> Sandbox:
+        raise AssertionError("a step started a sandbox")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox_executor, "Sandbox", started_in_a_step)
+        _, outcome = caller.call(processor, with_state, new)
+    assert faults(outcome) == {
+        0: ("crash", "processor P crashed"),
+        1: ("load", "processor P lost its process before the first step of this request: try again"),
+    }
+    executor.ensure(processor)
+    assert executor.is_ready(processor)
+    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+
+
+SPINS_ONCE = """
+import time
+if not hasattr(self, "called"):
+    self.called = True
+    end = time.process_time() + {seconds}
+    while time.process_time() < end: pass
+return logits + 1
+"""
+
+
+def test_first_call_may_take_longer_once(
+    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = SandboxLimits(cpu_time=20.0, step_timeout=0.1, first_step_timeout=20.0, load_timeout=20.0)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
+    monkeypatch.setattr(zygote, "close", lambda: None)
+    caller = Caller(executor, model)
+    slow_at_first = executor.load(source(SPINS_ONCE.format(seconds=0.4)), "one")
+    assert caller.call(slow_at_first, caller.attach(slow_at_first)) == ([1], RunOutcome(ANY, {}, False, 0.0))
+    hangs_later = executor.load(
+        source("if hasattr(self, 'called'):\n    while True: pass\nself.called = 1\nreturn logits")
+    )
+    assert not caller.call(hangs_later, row := caller.attach(hangs_later))[1].faults
+    reason = "processor P gave no answer within 0.1 s of CPU time: its process was killed"
+    assert faults(caller.call(hangs_later, row)[1]) == {0: ("deadline", reason)}
+    executor._first_calls.use("one", 1000.0)
+    another = executor.load(source(SPINS_ONCE.format(seconds=0.5)), "one")
+    assert faults(caller.call(another, caller.attach(another))[1]) == {0: ("deadline", reason)}
+    executor.close()
+
+
+def test_earlier_stages_use_up_the_deadline(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(LOOPS))
+    row = caller.attach(processor)
+    outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 1.5).finish()
+    assert faults(outcome) == {
+        0: ("deadline", "processor P gave no answer within 0.5 s of CPU time: its process was killed")
+    }
+    assert outcome.charged == outcome.seconds > 0.4
+    executor.ensure(processor)
+    row = caller.attach(processor)
+    outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 100.0).finish()
+    assert "within 0.0625 s of CPU time" in outcome.faults[0].message
+
+
+CLOSES_ITS_CONNECTION = """
+import os, sys, time
+frame = sys._getframe()
+while "connection" not in frame.f_locals:
+    frame = frame.f_back
+os.close(frame.f_locals["connection"])
+time.sleep(1000)
+"""
+
+
+def test_processes_that_close_their_connections_are_awaited_together(
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their wait statuses never come. The step waits for one of them, not for each in turn."""
+    monkeypatch.setattr(sandbox_module, "_STATUS_TIMEOUT", 2.0)
+    processors = [executor.load(source(f"{CLOSES_ITS_CONNECTION}# {number}")) for number in range(6)]
+    began = time.monotonic()
+    runs = [executor.group(each, [caller.attach(each)]).begin(torch.zeros(1, VOCAB)) for each in processors]
+    outcomes = [run.finish() for run in runs]
+    assert time.monotonic() - began < 6 * 2.0
+    reason = "processor P closed its connection: its process was killed"
+    assert [faults(outcome) for outcome in outcomes] == [{0: ("crash", reason)}] * 6
+
+
+def test_sandbox_that_cannot_be_started_is_not_the_fault_of_the_processor(
+    executor: SandboxExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processor = executor.load(source(ADDS))
     sandbox_of(processor).kill("crash", "crashed")
 
     def no_descriptor(*_: object) -> Sandbox:
         raise OSError(24, "Too many open files")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sandbox_executor, "Sandbox", no_descriptor)
-        with pytest.raises(ProcessorLoadError, match=r"no sandbox can be started: .* Too many open files"):
-            executor.load(source(COUNTS))
-        _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
-        assert outcome.faults[0].kind == "load"
-        assert "could not be loaded again, after its process ended: no sandbox can be" in outcome.faults[0].message
-    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+    monkeypatch.setattr(sandbox_executor, "Sandbox", no_descriptor)
+    for start in (lambda: executor.load(source(COUNTS)), lambda: executor.ensure(processor)):
+        with pytest.raises(ExecutorUnavailable, match=r"no sandbox can be started: .* Too many open files"):
+            start()
 
 
-def test_internal_error_is_a_fault_of_its_rows_only(
-    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    processor = executor.load(source(ADDS))
-    sandbox_of(processor).kill("crash", "crashed")
+HANGS_IN_INIT = """
+import time
+from logitship import CustomLogitProcessor
 
-    def broken(*_: object) -> Sandbox:
-        raise RuntimeError("the secret cause")
+class P(CustomLogitProcessor):
+    def __init__(self):
+        {body}
 
-    monkeypatch.setattr(sandbox_executor, "Sandbox", broken)
-    _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
-    assert outcome.faults[0].message.endswith("no sandbox can be started now")
-    assert "the secret cause" in caplog.text
+    def __call__(self, logits, custom_param_list=None):
+        return logits
+"""
 
 
-def test_restart_times_out(executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = executor.load(source(ADDS))
-    sandbox_of(processor).kill("crash", "crashed")
-    go = threading.Event()
+NORMAL = os.SCHED_OTHER, len(os.sched_getaffinity(0))
 
-    def slow(*arguments: Any) -> Sandbox:
-        assert go.wait(30)
-        return Sandbox(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sandbox_executor, "Sandbox", slow)
-        _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
-    assert faults(outcome)[0][0] == "load"
-    assert faults(outcome)[0][1].endswith("try again")
-    go.set()
-    assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+def priority_of(sandbox: Sandbox) -> tuple[int, int]:
+    """Return the policy of its process, and the number of its cores."""
+    return os.sched_getscheduler(sandbox._pid), len(os.sched_getaffinity(sandbox._pid))
+
+
+def test_loaded_sandbox_has_normal_priority(executor: SandboxExecutor) -> None:
+    assert priority_of(sandbox_of(executor.load(source(ADDS)))) == NORMAL
+
+
+@pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
+def test_cancelled_load_fails_soon_and_runs_at_low_priority(executor: SandboxExecutor, body: str) -> None:
+    string = SourceProcessor(HANGS_IN_INIT.format(body=body), "P")
+    failed: list[str] = []
+
+    def load() -> None:
+        with pytest.raises(ProcessorLoadError) as raised:
+            executor.load(string, "tenant")
+        failed.append(str(raised.value))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    while not (running := [each for each in list(executor._sandboxes) if priority_of(each) != NORMAL]):
+        assert thread.is_alive()
+    assert len(running) == 1
+    executor.cancel_load(string.digest, "another")
+    executor.cancel_load(string.digest, "tenant")
+    thread.join(LONG)
+    assert failed == ["the processor was killed because its load was cancelled (while it was loaded)"]
+    assert not executor._loading
+    assert not executor._sandboxes
 
 
 def test_sandbox_computing_between_calls_is_killed(executor: SandboxExecutor, caller: Caller) -> None:
@@ -394,6 +507,7 @@ def test_unfinished_call_kills_only_its_sandbox(executor: SandboxExecutor, calle
     assert caller.call(other, caller.attach(other))[0] == [1]
     message = "processor P was killed because its previous call was not finished"
     assert faults(caller.call(unfinished, row)[1]) in ({0: ("crash", message)}, {})
+    executor.ensure(unfinished)
     assert caller.call(unfinished, caller.attach(unfinished, by=2.0))[0] == [2]
     assert sandbox_of(other).alive
 
@@ -578,7 +692,7 @@ def test_results_equal_those_of_in_process_executor(
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    executor = SandboxExecutor(zygote, replace(LIMITS, step_timeout=30.0), MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, replace(LIMITS, step_timeout=30.0, first_step_timeout=30.0), MAX_ROWS, VOCAB)
     sides = [Side(InProcessExecutor({}), model, new_request), Side(executor, model, new_request)]
     applied = 0
     for step in range(40):

@@ -47,8 +47,8 @@ HERE = Path(__file__).parent
 VOCAB = 8192
 MAX_ROWS = 4
 MEMORY_LIMIT = 256 << 20
-LONG_DEADLINES = SandboxLimits(cpu_time=20.0, step_timeout=20.0, load_timeout=20.0)
-SHORT_DEADLINES = SandboxLimits(cpu_time=0.3, step_timeout=1.0, load_timeout=3.0)
+LONG_DEADLINES = SandboxLimits(cpu_time=20.0, step_timeout=20.0, first_step_timeout=20.0, load_timeout=20.0)
+SHORT_DEADLINES = SandboxLimits(cpu_time=0.3, step_timeout=1.0, first_step_timeout=1.0, load_timeout=3.0)
 MODEL = ModelView(VOCAB, frozenset({1}), None)
 EXIT_TIMEOUT = 60.0
 """Seconds for a process to exit, which takes milliseconds."""

@@ -43,7 +43,8 @@ if __name__ == "__main__":
     )
     zygote.start()
     zygote.set_up(ModelView(64, frozenset({1}), None))
-    executor = SandboxExecutor(zygote, SandboxLimits(cpu_time=2.0, step_timeout=1.0, load_timeout=10.0), 1, 64)
+    limits = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=10.0)
+    executor = SandboxExecutor(zygote, limits, 1, 64)
     try:
         executor.load(SourceProcessor(SOURCE, "P"))
     except ProcessorLoadError as error:

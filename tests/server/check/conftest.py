@@ -38,7 +38,9 @@ def loaded_model(unserved_model: LoadedModel) -> LoadedModel:
 def environment(loaded_model: LoadedModel) -> Iterator[CheckEnvironment]:
     """An environment for calls of up to 8 rows of 260 logits."""
     environment = CheckEnvironment(
-        ServerConfig(model_path="tiny"), loaded_model, max_batch_size(CheckOptions(**OPTIONS))
+        ServerConfig(model_path="tiny", sandbox_first_step_timeout=1.0),
+        loaded_model,
+        max_batch_size(CheckOptions(**OPTIONS)),
     )
     yield environment
     environment.close()

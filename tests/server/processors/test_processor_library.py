@@ -127,7 +127,7 @@ def test_sglang_reference_ships_no_code(new_library: NewLibrary) -> None:
     by_reference = [parse(text) for text in texts if not library.ships_code(parse(text), "")]
     assert by_reference
     assert len(by_reference) < len(texts)
-    processors = [library._load(string, "")[0] for string in by_reference]
+    processors = [library.acquire(string, "") for string in by_reference]
     assert {processor.name for processor in processors} <= set(installed_processors())
     assert library.cache_stats().misses == 0
 

@@ -26,6 +26,7 @@ def test_defaults_agree_with_the_server_and_the_sandbox() -> None:
         "sandbox_cpu_time",
         "sandbox_memory",
         "sandbox_step_timeout",
+        "sandbox_first_step_timeout",
     ):
         assert getattr(plugin, name) == getattr(server, name), name
 
@@ -42,6 +43,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "LOGITSHIP_VLLM_SANDBOX_MEMORY": "1048576",
             "LOGITSHIP_VLLM_SANDBOX_CPU_TIME": "1.5",
             "LOGITSHIP_VLLM_SANDBOX_STEP_TIMEOUT": "0.25",
+            "LOGITSHIP_VLLM_SANDBOX_FIRST_STEP_TIMEOUT": "3",
             "LOGITSHIP_VLLM_SANDBOX_LOAD_TIMEOUT": " 2 ",
             "LOGITSHIP_VLLM_ALLOW_PROCESSOR": str(tmp_path / "allowed"),
             "LOGITSHIP_VLLM_TREE": "a=/x.json, b=/y=z.json",
@@ -55,6 +57,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         sandbox_memory=1 << 20,
         sandbox_cpu_time=1.5,
         sandbox_step_timeout=0.25,
+        sandbox_first_step_timeout=3.0,
         sandbox_load_timeout=2.0,
         allow_processor=str(tmp_path / "allowed"),
         tree={"a": "/x.json", "b": "/y=z.json"},

@@ -1,0 +1,263 @@
+"""The queue of shipped processors that are to be loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
+from logitship.sampler.processors.processor_cache import Key, ProcessorCache, ProcessorCacheFull
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADS = 3
+"""Loads at a time in sandboxes: author code that competes with the engine for the cores."""
+
+MAX_WAITING = 64
+"""Loads of one tenant that may wait."""
+
+FAILURE_TTL = 10.0
+"""Seconds in which a processor that could not be loaded is refused without another attempt."""
+
+_MAX_FAILURES = 1024
+_EXPECTED = (ProcessorLoadError, ProcessorCacheFull, ExecutorUnavailable)
+_Outcome: TypeAlias = LoadedProcessor | BaseException
+Runnable: TypeAlias = PickledProcessor | SourceProcessor
+
+
+class LoadQueueFull(Exception):
+    """Too many processors of a tenant wait to be loaded. Try again later."""
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """Numbers of loads.
+
+    Attributes:
+        running: loads in progress.
+        waiting: loads that wait.
+    """
+
+    running: int
+    waiting: int
+
+
+@dataclass(eq=False)
+class _Load:
+    """A processor to load, and those who wait for it.
+
+    Attributes:
+        runs: a thread loads it.
+        abandoned: it ran when the last waiter left.
+    """
+
+    key: Key
+    string: Runnable
+    waiters: list[_Waiter] = field(default_factory=list)
+    runs: bool = False
+    abandoned: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiter:
+    load: _Load
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[LoadedProcessor]
+
+
+class LoadQueue:
+    """Loads shipped processors in threads, a few at a time. Thread-safe; each call belongs to its own event loop.
+
+    Guarantees:
+    * At most `max_loads` threads; nobody else waits in one.
+    * Tenants take turns, and one alone never uses the last thread: another tenant's load waits for no more than those
+      that run.
+    * A processor that several requests of a tenant wait for is loaded once. A load that nobody waits for any more is
+      cancelled.
+    * A processor that is loaded already waits for nothing.
+
+    Args:
+        cache: loads and keeps the processors.
+        max_loads: most loads at a time.
+        max_waiting: most loads of a tenant that wait.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        cache: ProcessorCache,
+        *,
+        max_loads: int = MAX_LOADS,
+        max_waiting: int = MAX_WAITING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._max_loads = max_loads
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._loads: dict[Key, _Load] = {}
+        self._waiting: OrderedDict[str, deque[_Load]] = OrderedDict()
+        """Loads that wait, by tenant; the tenant whose turn it is first."""
+        self._running: list[_Load] = []
+        self._failures: OrderedDict[Key, tuple[float, ProcessorLoadError]] = OrderedDict()
+        """Key → (time until which it is refused, reason); the oldest first."""
+
+    async def acquire(self, string: Runnable, tenant: str) -> LoadedProcessor:
+        """As `ProcessorCache.acquire`, without blocking. Cancelling it leaves the queue at once.
+
+        Raises:
+            ProcessorLoadError: the processor cannot be loaded; or could not, a moment ago.
+            ExecutorUnavailable: no processor can be loaded now.
+            ProcessorCacheFull: the cache is full of processors that are in use.
+            LoadQueueFull: too many processors of the tenant wait.
+        """
+        processor = self._cache.acquire_ready(string, tenant)
+        if processor is not None:
+            return processor
+        waiter = self._enter((tenant, string.digest), string)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            self._leave(waiter)
+            raise
+
+    def stats(self) -> LoadStats:
+        """Return the numbers of loads."""
+        with self._lock:
+            return LoadStats(len(self._running), sum(map(len, self._waiting.values())))
+
+    def _enter(self, key: Key, string: Runnable) -> _Waiter:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            load = self._loads.get(key) or self._new_load(key, string)
+            waiter = _Waiter(load, loop, loop.create_future())
+            load.waiters.append(waiter)
+            self._start_loads()
+        return waiter
+
+    def _new_load(self, key: Key, string: Runnable) -> _Load:
+        self._check_failed(key)
+        waiting = self._waiting.setdefault(key[0], deque())
+        if len(waiting) >= self._max_waiting:
+            raise LoadQueueFull(f"{len(waiting)} processors of this API key wait to be loaded already: try again later")
+        load = self._loads[key] = _Load(key, string)
+        waiting.append(load)
+        return load
+
+    def _check_failed(self, key: Key) -> None:
+        until, error = self._failures.get(key, (0.0, None))
+        left = until - self._clock()
+        if error is not None and left > 0:
+            raise ProcessorLoadError(f"{error} (as it was; it is tried again in {left:.0f} s)")
+
+    def _start_loads(self) -> None:
+        """Start loads in turn. The caller holds the lock."""
+        while len(self._running) < self._max_loads and (tenant := self._next_tenant()) is not None:
+            load = self._waiting[tenant].popleft()
+            self._waiting.move_to_end(tenant)
+            self._drop_if_empty(tenant)
+            load.runs = True
+            self._running.append(load)
+            threading.Thread(target=self._run, args=(load,), name="logitship-load", daemon=True).start()
+
+    def _next_tenant(self) -> str | None:
+        most = max(1, self._max_loads - 1)
+        return next((tenant for tenant in self._waiting if self._num_running(tenant) < most), None)
+
+    def _num_running(self, tenant: str) -> int:
+        return sum(load.key[0] == tenant for load in self._running)
+
+    def _drop_if_empty(self, tenant: str) -> None:
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+
+    def _run(self, load: _Load) -> None:
+        outcome = self._outcome(load)
+        with self._lock:
+            if self._loads.get(load.key) is load:
+                del self._loads[load.key]
+            if load in self._running:
+                self._running.remove(load)
+            if isinstance(outcome, ProcessorLoadError) and not load.abandoned:
+                self._remember(load.key, outcome)
+            waiters, load.waiters = load.waiters, []
+            self._start_loads()
+        self._settle(waiters, outcome)
+
+    def _outcome(self, load: _Load) -> _Outcome:
+        try:
+            return self._cache.acquire(load.string, load.key[0])
+        # It is raised where the processor is awaited.
+        except BaseException as error:  # boundary: event loop
+            if not isinstance(error, _EXPECTED):
+                logger.exception("a processor cannot be loaded")
+            # Its frames hold the sandbox.
+            error.__context__ = error.__cause__ = None
+            return error.with_traceback(None)
+
+    def _remember(self, key: Key, error: ProcessorLoadError) -> None:
+        self._failures.pop(key, None)  # it becomes the last
+        self._failures[key] = self._clock() + FAILURE_TTL, error
+        if len(self._failures) > _MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def _settle(self, waiters: list[_Waiter], outcome: _Outcome) -> None:
+        """Give each waiter the processor, which was acquired once, or the error."""
+        if not waiters:
+            self._release(outcome)
+        if isinstance(outcome, LoadedProcessor):
+            for _ in waiters[1:]:
+                self._cache.acquire_again(outcome)
+        for waiter in waiters:
+            try:
+                waiter.loop.call_soon_threadsafe(self._resolve, waiter, outcome)
+            except RuntimeError:  # its event loop is closed
+                self._release(outcome)
+
+    def _resolve(self, waiter: _Waiter, outcome: _Outcome) -> None:
+        if waiter.future.cancelled():
+            self._release(outcome)
+        elif isinstance(outcome, LoadedProcessor):
+            waiter.future.set_result(outcome)
+        else:
+            # Each waiter raises an error of its own: raising adds to its traceback.
+            waiter.future.set_exception(type(outcome)(*outcome.args) if isinstance(outcome, _EXPECTED) else outcome)
+
+    def _release(self, outcome: _Outcome) -> None:
+        if isinstance(outcome, LoadedProcessor):
+            self._cache.release(outcome)
+
+    def _leave(self, waiter: _Waiter) -> None:
+        """Remove a cancelled waiter, and its load if it was the last one."""
+        load = waiter.load
+        with self._lock:
+            with contextlib.suppress(ValueError):
+                load.waiters.remove(waiter)
+            if not load.waiters and self._loads.get(load.key) is load:
+                self._drop(load)
+        future = waiter.future
+        if future.done() and not future.cancelled() and future.exception() is None:
+            self._release(future.result())  # it arrived at the last moment
+
+    def _drop(self, load: _Load) -> None:
+        """Cancel a load. The caller holds the lock, so that no other load of the processor begins meanwhile."""
+        del self._loads[load.key]
+        tenant, digest = load.key
+        if load.runs:
+            load.abandoned = True
+            if not self._cache.cancel_load(digest, tenant):
+                self._running.remove(load)  # its thread may never end
+                self._start_loads()
+        else:
+            self._waiting[tenant].remove(load)
+            self._drop_if_empty(tenant)

@@ -1,0 +1,387 @@
+"""The queue of loads, with an executor whose loads end when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import pytest
+
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.processor_string import ProcessorString, SourceProcessor
+from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
+from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.server.processors.load_queue import FAILURE_TTL, LoadQueue, LoadQueueFull, LoadStats
+
+LONG = 60.0
+
+
+class PausedExecutor:
+    """Loads nothing. Each load waits until the test ends it, or until it is cancelled, if it can be.
+
+    Attributes:
+        began: (tenant, name) of the loads, in the order in which they began.
+        cancelled: those that were cancelled.
+        most: most loads at a time.
+        ready: what `is_ready` returns.
+    """
+
+    def __init__(self, *, cancels: bool = True) -> None:
+        self._cancels = cancels
+        self._changed = threading.Condition()
+        self._ends: dict[tuple[str, str], BaseException | None] = {}
+        self._keys: dict[tuple[str, str], str] = {}
+        self._num_loading = 0
+        self.began: list[tuple[str, str]] = []
+        self.cancelled: list[tuple[str, str]] = []
+        self.most = 0
+        self.ready = True
+
+    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
+        assert isinstance(string, SourceProcessor)
+        key = tenant, string.class_name
+        with self._changed:
+            self._keys[string.digest, tenant] = string.class_name
+            self.began.append(key)
+            self._num_loading += 1
+            self.most = max(self.most, self._num_loading)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: key in self._ends, LONG)
+            self._num_loading -= 1
+            error = self._ends.pop(key)
+            self._changed.notify_all()
+        if error is not None:
+            raise error
+        return LoadedProcessor(string.digest, string.class_name, self, object(), tenant=tenant)
+
+    def cancel_load(self, digest: str, tenant: str) -> bool:
+        if self._cancels:
+            key = tenant, self._keys[digest, tenant]
+            self.cancelled.append(key)
+            self.end(*key, ProcessorLoadError("was cancelled"))
+        return self._cancels
+
+    def end(self, tenant: str, name: str, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._ends[tenant, name] = error
+            self._changed.notify_all()
+
+    async def until_began(self, *keys: tuple[str, str]) -> None:
+        """Wait until exactly these loads have begun, in any order."""
+
+        def wait() -> bool:
+            with self._changed:
+                return self._changed.wait_for(lambda: set(keys) <= set(self.began), LONG)
+
+        assert await asyncio.to_thread(wait)
+        assert sorted(self.began) == sorted(keys)
+
+    def is_ready(self, processor: LoadedProcessor) -> bool:
+        return self.ready
+
+    def ensure(self, processor: LoadedProcessor) -> None:
+        self.began.append(("ensured", processor.name))
+
+    def unload(self, processor: LoadedProcessor) -> None:
+        pass
+
+    def attach(self, *_: Any) -> NoReturn:
+        raise AssertionError("nothing runs")
+
+    def group(self, *_: Any) -> NoReturn:
+        raise AssertionError("nothing runs")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scene:
+    """A queue, and tasks that wait in it."""
+
+    def __init__(self, *, cancels: bool = True, max_loads: int = 3, max_waiting: int = 64) -> None:
+        self.executor = PausedExecutor(cancels=cancels)
+        self.cache = ProcessorCache(self.executor, max_entries=1000, max_bytes=1 << 20)
+        self.clock = Clock()
+        self.queue = LoadQueue(self.cache, max_loads=max_loads, max_waiting=max_waiting, clock=self.clock)
+
+    def acquire(self, name: str, tenant: str = "a") -> asyncio.Task[LoadedProcessor]:
+        return asyncio.ensure_future(self.queue.acquire(string(name), tenant))
+
+    async def load(self, name: str, tenant: str = "a") -> LoadedProcessor:
+        """Load a processor at once."""
+        self.executor.end(tenant, name)
+        return await self.acquire(name, tenant)
+
+    async def until_idle(self) -> None:
+        """Wait until no load is running."""
+        loads = [thread for thread in threading.enumerate() if thread.name == "logitship-load"]
+        await asyncio.to_thread(lambda: [thread.join(LONG) for thread in loads])
+
+
+@asynccontextmanager
+async def no_leftovers(scene: Scene) -> AsyncIterator[None]:
+    """Check that nothing is loading, waiting or acquired in the end."""
+    yield
+    await scene.until_idle()
+    assert scene.queue.stats() == LoadStats(0, 0)
+    scene.cache.clear()
+    assert scene.cache.stats().entries == 0, "one is still acquired"
+
+
+def string(name: str) -> SourceProcessor:
+    return SourceProcessor("#", name)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * LONG):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+async def turns() -> None:
+    """Let the other tasks run until they wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_few_loads_at_a_time_in_turn_for_each_tenant() -> None:
+    async def test() -> None:
+        scene = Scene()
+        executor = scene.executor
+        async with no_leftovers(scene):
+            tasks = [scene.acquire(f"A{number}", "a") for number in range(6)]
+            # The third thread is for another tenant.
+            await executor.until_began(("a", "A0"), ("a", "A1"))
+            assert scene.queue.stats() == LoadStats(running=2, waiting=4)
+            tasks += [scene.acquire(f"B{number}", "b") for number in range(2)]
+            await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"))
+            executor.end("a", "A0")
+            await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"), ("a", "A2"))
+            executor.end("a", "A1")
+            await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"), ("a", "A2"), ("b", "B1"))
+            for number in range(6):
+                executor.end("a", f"A{number}")
+                executor.end("b", f"B{number}")
+            for task in tasks:
+                scene.cache.release(await task)
+            assert executor.most == 3
+
+    run(test())
+
+
+def test_same_processor_is_loaded_once() -> None:
+    async def test() -> None:
+        scene = Scene()
+        async with no_leftovers(scene):
+            threads = threading.active_count()
+            tasks = [scene.acquire("A") for _ in range(1000)]
+            await scene.executor.until_began(("a", "A"))
+            assert threading.active_count() <= threads + 2  # the load, and the test's own `to_thread`
+            scene.executor.end("a", "A")
+            processors = [await task for task in tasks]
+            assert len(set(processors)) == 1
+            assert scene.executor.began == [("a", "A")]
+            for processor in processors[1:]:
+                scene.cache.release(processor)
+            scene.cache.clear()
+            assert scene.cache.stats().entries == 1, "one user is left"
+            scene.cache.release(processors[0])
+
+    run(test())
+
+
+def test_loaded_processor_does_not_wait_for_loads() -> None:
+    async def test() -> None:
+        scene = Scene(max_loads=1)
+        async with no_leftovers(scene):
+            loaded = await scene.load("ready")
+            hanging = scene.acquire("hangs")
+            await scene.executor.until_began(("a", "ready"), ("a", "hangs"))
+            before = threading.active_count()
+            assert await scene.queue.acquire(string("ready"), "a") is loaded
+            assert threading.active_count() == before
+            scene.executor.end("a", "hangs")
+            for processor in (loaded, loaded, await hanging):
+                scene.cache.release(processor)
+
+    run(test())
+
+
+def test_processor_that_must_be_reloaded_is_queued() -> None:
+    async def test() -> None:
+        scene = Scene()
+        async with no_leftovers(scene):
+            loaded = await scene.load("A")
+            scene.executor.ready = False
+            assert await scene.acquire("A") is loaded
+            assert scene.executor.began == [("a", "A"), ("ensured", "A")]
+            scene.cache.release(loaded)
+            scene.cache.release(loaded)
+
+    run(test())
+
+
+def test_load_without_waiters_is_cancelled() -> None:
+    async def test() -> None:
+        scene = Scene(max_loads=1)
+        async with no_leftovers(scene):
+            leaving = [scene.acquire("A") for _ in range(2)]
+            waiting = [scene.acquire("B"), scene.acquire("C")]
+            await scene.executor.until_began(("a", "A"))
+            waiting[0].cancel()
+            leaving[0].cancel()
+            await turns()
+            assert scene.executor.cancelled == [], "one still waits for A"
+            assert scene.queue.stats() == LoadStats(running=1, waiting=1)
+            leaving[1].cancel()
+            await turns()
+            assert scene.executor.cancelled == [("a", "A")]
+            await scene.executor.until_began(("a", "A"), ("a", "C"))
+            scene.executor.end("a", "C")
+            scene.cache.release(await waiting[1])
+            # Nobody heard that it could not be loaded.
+            scene.cache.release(await scene.load("A"))
+
+    run(test())
+
+
+def test_load_that_cannot_be_cancelled_blocks_no_other() -> None:
+    async def test() -> None:
+        scene = Scene(cancels=False, max_loads=1)
+        async with no_leftovers(scene):
+            hanging = scene.acquire("hangs")
+            await scene.executor.until_began(("a", "hangs"))
+            hanging.cancel()
+            scene.cache.release(await scene.load("A"))
+            scene.executor.end("a", "hangs")
+
+    run(test())
+
+
+def test_processor_that_arrives_while_its_waiter_leaves_is_released() -> None:
+    async def test() -> None:
+        scene = Scene()
+        async with no_leftovers(scene):
+            waiter = scene.queue._enter(("a", string("A").digest), string("A"))
+            scene.executor.end("a", "A")
+            await waiter.future
+            scene.queue._leave(waiter)  # its task is cancelled before it runs again
+
+    run(test())
+
+
+def test_waiting_loads_of_a_tenant_are_bounded() -> None:
+    async def test() -> None:
+        scene = Scene(max_loads=1, max_waiting=2)
+        async with no_leftovers(scene):
+            tasks = [scene.acquire(name) for name in "ABC"]
+            await scene.executor.until_began(("a", "A"))
+            with pytest.raises(LoadQueueFull, match="2 processors of this API key wait"):
+                await scene.acquire("D")
+            tasks += [scene.acquire("C"), scene.acquire("D", "b")]  # C waits already, and b is another tenant
+            for name in "ABC":
+                scene.executor.end("a", name)
+            scene.executor.end("b", "D")
+            for task in tasks:
+                scene.cache.release(await task)
+
+    run(test())
+
+
+def test_failure_is_remembered_for_a_while() -> None:
+    async def test() -> None:
+        scene = Scene()
+        async with no_leftovers(scene):
+            tasks = [scene.acquire("A") for _ in range(3)]
+            await scene.executor.until_began(("a", "A"))
+            scene.executor.end("a", "A", ProcessorLoadError("no such name"))
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [str(error) for error in errors] == ["no such name"] * 3
+            assert len(set(map(id, errors))) == 3
+            with pytest.raises(ProcessorLoadError, match=r"no such name \(as it was; it is tried again in 10 s\)"):
+                await scene.acquire("A")
+            assert scene.executor.began == [("a", "A")]
+            scene.cache.release(await scene.load("A", "another tenant"))
+            scene.clock.now += FAILURE_TTL
+            scene.cache.release(await scene.load("A"))
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [ExecutorUnavailable("no zygote"), ProcessorCacheFull("full"), RuntimeError("bug")])
+def test_failure_of_the_server_is_not_remembered(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        scene = Scene()
+        async with no_leftovers(scene):
+            scene.executor.end("a", "A", error)
+            with pytest.raises(type(error), match=str(error)):
+                await scene.acquire("A")
+            scene.cache.release(await scene.load("A"))
+
+    run(test())
+    assert ("a processor cannot be loaded" in caplog.text) == isinstance(error, RuntimeError)
+
+
+def test_closed_event_loop_releases_the_processor() -> None:
+    scene = Scene()
+
+    async def leave() -> None:
+        asyncio.ensure_future(scene.queue.acquire(string("A"), "a"))  # noqa: RUF006  # cancelled with the loop
+        await scene.executor.until_began(("a", "A"))
+        scene.queue._leave = lambda waiter: None  # type: ignore[method-assign]
+
+    asyncio.run(leave())
+    scene.executor.end("a", "A")
+
+    async def later() -> None:
+        async with no_leftovers(scene):
+            pass
+
+    run(later())
+
+
+def test_error_keeps_no_frame_alive() -> None:
+    """A frame of a failed load holds its sandbox: shared memory and descriptors."""
+
+    class Held:
+        pass
+
+    held = Held()
+    alive = weakref.ref(held)
+
+    def fail(it: Held) -> BaseException:
+        try:
+            raise ProcessorLoadError("no such name")
+        except ProcessorLoadError as error:
+            return error
+
+    error = fail(held)
+    assert error.__traceback__ is not None
+    del held
+
+    async def test() -> None:
+        scene = Scene()
+        async with no_leftovers(scene):
+            nonlocal error
+            scene.executor.end("a", "A", error)
+            del error
+            with pytest.raises(ProcessorLoadError):
+                await scene.acquire("A")
+
+    gc.disable()
+    try:
+        run(test())
+        assert alive() is None
+    finally:
+        gc.enable()
