@@ -273,7 +273,7 @@ class AppClient:
     """A TestClient that parses the event streams."""
 
     def __init__(self, app: FastAPI) -> None:
-        self.http = TestClient(app, raise_server_exceptions=False)
+        self.http = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
     def post(self, path: str, body: Any) -> Any:
         return self.http.post(path, json=body)
