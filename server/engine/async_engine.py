@@ -30,7 +30,7 @@ from .engine import Engine
 from .engine_thread import EngineThread, in_daemon_thread
 
 _SHUTDOWN_INTERVAL = 0.05
-_STOP_TIMEOUT = 5.0
+_STOP_TIMEOUT = 3.0
 """Seconds that the current step gets to end. It takes far less, unless shipped code hangs in it."""
 
 _NO_SANDBOXES = SandboxStats(alive=0, started=0, ended={})
@@ -196,7 +196,8 @@ class AsyncEngine:
                 # Polled: cancelling this leaves no waiting thread behind.
                 while self._active and self.healthy:
                     await asyncio.sleep(_SHUTDOWN_INTERVAL)
-        await asyncio.to_thread(self.stop)
+        # Not in the pool of `asyncio.to_thread`: jobs of requests may occupy all of its threads.
+        await in_daemon_thread(self.stop)
 
     def stop(self) -> None:
         """Stop now: running requests are aborted."""
