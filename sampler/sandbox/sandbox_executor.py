@@ -156,6 +156,15 @@ class SandboxExecutor:
         run.begin(sandbox, members)
         return run
 
+    @property
+    def can_start(self) -> bool:
+        """Return whether sandboxes can be forked now. Needs no lock."""
+        return self._zygote.alive
+
+    def revive(self) -> None:
+        """Start the zygote again if it died. Blocks."""
+        self._zygote.revive()
+
     def stats(self) -> SandboxStats:
         """Return the numbers of sandboxes. Thread-safe."""
         with self._counter_lock:

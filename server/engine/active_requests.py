@@ -94,6 +94,12 @@ class ActiveRequests:
         with self._lock:
             self._check_accepting()
 
+    def check_capacity(self) -> None:
+        """Raise what `reserve` would raise now for a request with one sequence."""
+        with self._lock:
+            self._check_accepting()
+            self._check_capacity(1)
+
     def reserve(self, active: ActiveRequest) -> None:
         """Enter a request, before anything is loaded for it.
 
@@ -104,9 +110,7 @@ class ActiveRequests:
             self._check_accepting()
             if _key(active) in self._active:
                 raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
-            queued = sum(other.unfinished for other in self._active.values()) - self._max_running
-            if queued + active.unfinished > self._max_queued:
-                raise QueueFull(f"the queue is full: {self._max_queued} requests wait, try again later")
+            self._check_capacity(active.unfinished)
             self._active[_key(active)] = active
 
     def release(self, active: ActiveRequest) -> None:
@@ -181,6 +185,11 @@ class ActiveRequests:
             raise ServiceUnavailable("the server is shutting down")
         if self._failed:
             raise ServiceUnavailable("the engine has died")
+
+    def _check_capacity(self, num_slots: int) -> None:
+        queued = sum(other.unfinished for other in self._active.values()) - self._max_running
+        if queued + num_slots > self._max_queued:
+            raise QueueFull(f"the queue is full: {self._max_queued} requests wait, try again later")
 
 
 def _key(active: ActiveRequest) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
+from logitship.server.refusals import ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
@@ -28,6 +29,7 @@ from logitship.server.tokenizer import Tokenizer
 from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
 from .engine import Engine
 from .engine_thread import EngineThread, in_daemon_thread
+from .readiness import Readiness
 
 _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 3.0
@@ -85,6 +87,7 @@ class AsyncEngine:
         self._sandboxes = sandboxes
         self._limits = Limits.of(config, model.vocab_size, model.max_model_len)
         self._sequences = SequenceFactory(model, tokenizer, config.random_seed)
+        self._readiness = Readiness(active, thread, sandboxes)
         metrics.watch(self.stats)
 
     def check(self, request: GenerationRequest) -> None:
@@ -187,6 +190,20 @@ class AsyncEngine:
     def healthy(self) -> bool:
         """False once the engine's thread has died."""
         return self._thread.alive
+
+    @property
+    def accepting(self) -> bool:
+        """False once the shutdown has begun."""
+        return self._active.accepting
+
+    async def check_ready(self) -> None:
+        """Check that a request could be admitted now, and that the engine begins its next step within a second.
+
+        Raises:
+            ServiceUnavailable: it could not; the message lists the reasons.
+        """
+        if reasons := await self._readiness.reasons():
+            raise ServiceUnavailable(f"not ready: {'; '.join(reasons)}")
 
     async def shutdown(self, timeout: float) -> None:
         """Refuse new requests, let the running ones finish for at most `timeout` seconds, stop."""

@@ -209,6 +209,8 @@ class FakeProcessors(RequestProcessors):
 class FakeEngine(AsyncEngine):
     """Validates requests like the real engine, then follows `script`."""
 
+    accepting = True  # type: ignore[assignment]
+
     def __init__(self, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig(
             model_path="tiny", max_request_bytes=1 << 16, max_processor_size=1 << 12, max_queued_requests=64
@@ -235,7 +237,11 @@ class FakeEngine(AsyncEngine):
         self.metrics.watch(self.stats)
         self.idle = True
         self.alive = True
-        self.accepting = True
+        self.unready: RequestRefused | None = None
+
+    async def check_ready(self) -> None:
+        if self.unready is not None:
+            raise self.unready
 
     async def submit(self, request: GenerationRequest) -> GenerationStream:
         check(request, Limits.of(self.config, self.model.vocab_size, self.model.max_model_len))
