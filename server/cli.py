@@ -63,9 +63,10 @@ def _serve(config: ServerConfig) -> int:
 
     from .http_server import HTTPServer
     from .logs import set_up_logging
+    from .shutdown_watchdog import ShutdownWatchdog
 
     set_up_logging(config.log_level, config.log_format)
-    server = HTTPServer(build_engine(config))
+    server = HTTPServer(build_engine(config), ShutdownWatchdog(config.shutdown_timeout))
     server.run()
     return 0 if server.started else 1
 

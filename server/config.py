@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from logitship.sampler.sampling_params import LogprobsMode
 
+from .allowed_hosts import ANY, check_allowed_host, check_allowed_origin, is_loopback
 from .allowed_processors import read_allowed_digests
 from .logs import LogFormat
 from .reasoning_config import ReasoningStrings, read_reasoning_config
@@ -105,10 +106,16 @@ class ServerConfig:
     once a minute."""
     sandbox_load_timeout: float = 10.0
     """CPU time for loading a processor, in seconds; like `sandbox_step_timeout`."""
+    allow_anonymous_code: bool = False
+    """Run shipped code in sandboxes without API keys, although other machines or any web page may send it."""
 
     # HTTP
     host: str = "127.0.0.1"
     port: int = 30000
+    allowed_host: Sequence[str] = ()
+    """Further names of this server in `Host`: a name, `*.NAME`, or `*` for any."""
+    allowed_origin: Sequence[str] = ()
+    """Origins whose web pages may use the server; `*`: any. Empty: only the server's own pages, without CORS."""
     # A single key may be given as a plain string: `__post_init__` converts both to tuples.
     api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate. They may also ship code, unless there are shipping keys. Empty: no key is required."""
@@ -161,12 +168,17 @@ class ServerConfig:
         return trees
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "shipping_api_key", "tree"):
+        for name in ("api_key", "shipping_api_key", "tree", "allowed_host", "allowed_origin"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         self.named_trees  # noqa: B018  # report errors before the model is loaded
         self._check_numbers()
         self._check_keys()
+        for pattern in self.allowed_host:
+            check_allowed_host(pattern)
+        for origin in self.allowed_origin:
+            check_allowed_origin(origin)
+        self._check_anonymous_code()
         self.reasoning_strings  # noqa: B018  # report errors before the model is loaded
         try:
             re.compile(self.logits_processor_pattern or "")
@@ -218,3 +230,26 @@ class ServerConfig:
                 "shipping_api_key: this server does not accept shipped code; set enable_custom_logit_processor as well"
             )
         self.allowed_digests  # noqa: B018  # report errors in the file before the model is loaded
+
+    def _check_anonymous_code(self) -> None:
+        """Refuse to run shipped code for everybody: without API keys, for other machines or for any web page."""
+        if not self.enable_custom_logit_processor or self.api_key or self.shipping_api_key:
+            return
+        if not is_loopback(self.host):
+            risk, fix = f"--host {self.host} lets other machines", "listen on --host 127.0.0.1"
+        elif ANY in self.allowed_origin:
+            risk, fix = "--allowed-origin * lets every web page", "list the origins"
+        elif ANY in self.allowed_host:
+            risk, fix = "--allowed-host * lets every web page", "list the hosts"
+        else:
+            return
+        if self.processor_isolation == "none":
+            raise ValueError(
+                f"processor_isolation none: {risk} run code with all rights of the server, because there are no API "
+                f"keys: set --api-key, or {fix}, or leave out --processor-isolation none"
+            )
+        if not self.allow_anonymous_code:
+            raise ValueError(
+                f"enable_custom_logit_processor: {risk} run code in sandboxes, because there are no API keys: set "
+                f"--api-key, or {fix}, or permit it with --allow-anonymous-code"
+            )

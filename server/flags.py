@@ -138,10 +138,23 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "the same for the first call of a shipped processor in a new sandbox, in seconds",
         ),
         Flag(("--sandbox-load-timeout",), "CPU time for loading a shipped processor, in seconds"),
+        Flag(
+            ("--allow-anonymous-code",),
+            "run code in sandboxes for clients without API keys, also from other machines",
+        ),
     ),
     "HTTP": (
         Flag(("--host",), "address to listen on"),
         Flag(("--port",), "port to listen on; 0: any free one"),
+        Flag(
+            ("--allowed-host",),
+            "further names of this server in URLs: NAME, *.NAME, or * for any; IP addresses are always allowed",
+            metavar="NAME",
+        ),
+        Flag(
+            ("--allowed-origin",),
+            "origins whose web pages may use the server, such as https://app.example.org; *: any",
+        ),
         Flag(
             ("--api-key",),
             "bearer tokens; every request must send one of them; or $LOGITSHIP_API_KEY, comma-separated",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,12 @@ from logitship.server.engine.build import build_engine
 from logitship.server.http.app import create_app
 
 from .config import ServerConfig
+from .shutdown_watchdog import ShutdownWatchdog
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT = 3
+"""Seconds that clients get to read the end of their responses, after the engine has stopped."""
 
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. Longer than the timeouts of clients and proxies (httpx 5 seconds,
@@ -30,9 +35,13 @@ class HTTPServer(uvicorn.Server):
 
     The first signal stops admission: running requests continue for at most `shutdown_timeout` seconds, new requests get
     503. Then the sockets close. A second signal closes them at once.
+
+    Args:
+        engine: the engine to serve.
+        watchdog: ends the process if the shutdown hangs; None: nothing does, for a server inside another program.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, watchdog: ShutdownWatchdog | None = None) -> None:
         config = engine.config
         super().__init__(
             uvicorn.Config(
@@ -43,7 +52,7 @@ class HTTPServer(uvicorn.Server):
                 log_config=None,  # use the root logger's handlers
                 access_log=False,  # `RequestLogMiddleware` writes one
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT,
                 lifespan="off",
             )
         )
@@ -53,9 +62,20 @@ class HTTPServer(uvicorn.Server):
                 "only serve clients whose code you would run yourself"
             )
         self._engine = engine
+        self._watchdog = watchdog
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.ready = threading.Event()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal, or `request_exit`."""
+        if self._watchdog is not None:
+            self._watchdog.watch_signals()
+        try:
+            await super().serve(sockets)
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.server_ended()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the sockets."""
@@ -85,7 +105,7 @@ class HTTPServer(uvicorn.Server):
 
     def request_exit(self) -> None:
         """Call `drain` from any thread."""
-        self.handle_exit(0, None)
+        self.handle_exit(signal.SIGTERM, None)
 
     async def _drain(self) -> None:
         try:

@@ -10,6 +10,7 @@ RequestRefused
 ├── NotFound              404   no such model, processor or route
 ├── RequestTimeout        408   the body took too long to arrive
 ├── RequestTooLarge       413   body or processor over the size limit
+├── UnsupportedMediaType  415   the body is not declared as JSON
 ├── QueueFull             429   too many waiting requests, or bytes of them: try again later
 └── ServiceUnavailable    503   shutting down, or no capacity for another processor
 ```
@@ -63,7 +64,7 @@ class Unauthorized(RequestRefused):
 
 
 class Forbidden(RequestRefused):
-    """The API key does not permit this, or the processor is not on the allow list."""
+    """The API key does not permit this, the processor is not on the allow list, or another site's page asks."""
 
     status_code = 403
     type = "permission_error"
@@ -87,6 +88,12 @@ class RequestTooLarge(RequestRefused):
     """The body, or the processor in it, is over the size limit."""
 
     status_code = 413
+
+
+class UnsupportedMediaType(RequestRefused):
+    """The body is not declared as JSON."""
+
+    status_code = 415
 
 
 class QueueFull(RequestRefused):

@@ -35,7 +35,7 @@ class Bad(CustomLogitProcessor):
 @pytest.fixture
 def metrics(make_engine: BuildEngine) -> dict[str, Metric]:
     """All metrics by name, each with a sample: a processor ran, and one failed."""
-    with TestClient(create_app(make_engine())) as http:
+    with TestClient(create_app(make_engine()), base_url="http://localhost") as http:
         ban = {"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [30]}}
         for body in ({"logits_processors": [ban]}, {"custom_logit_processor": {"source": SOURCE, "class_name": "Bad"}}):
             http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 4}, **body})

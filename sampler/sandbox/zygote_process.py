@@ -154,6 +154,17 @@ class ZygoteProcess:
                 self._launcher_channel.send(ControlMessage.SETUP, *self._setup)
             return self._live_zygote().protections
 
+    @property
+    def alive(self) -> bool:
+        """Return whether the zygote runs. Needs no lock."""
+        zygote = self._zygote
+        return zygote is not None and zygote.alive
+
+    def revive(self) -> None:
+        """Start another zygote if this one died. Blocks; the next `fork` raises what fails here."""
+        with self._lock, contextlib.suppress(ZygoteError):
+            self._live_zygote()
+
     def fork(self, connection: int, shared_memory: int) -> ForkedProcess:
         """Fork a sandbox.
 

@@ -103,6 +103,12 @@ class ActiveRequests:
         with self._lock:
             self._check_accepting()
 
+    def check_capacity(self) -> None:
+        """Raise what `reserve` would raise now for a request with one sequence."""
+        with self._lock:
+            self._check_accepting()
+            self._check_capacity(1)
+
     def reserve(self, active: ActiveRequest) -> None:
         """Enter a request, before anything is loaded for it.
 
@@ -113,9 +119,7 @@ class ActiveRequests:
             self._check_accepting()
             if _key(active) in self._active:
                 raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
-            queued = sum(other.unfinished for other in self._active.values()) - self._max_running
-            if queued + active.unfinished > self._max_queued:
-                raise QueueFull(f"the queue is full: {self._max_queued} requests wait, try again later")
+            self._check_capacity(active.unfinished)
             self._active[_key(active)] = active
         if active.body is not None:
             active.body.hold()
@@ -195,6 +199,11 @@ class ActiveRequests:
             raise ServiceUnavailable("the server is shutting down")
         if self._failed:
             raise ServiceUnavailable("the engine has died")
+
+    def _check_capacity(self, num_slots: int) -> None:
+        queued = sum(other.unfinished for other in self._active.values()) - self._max_running
+        if queued + num_slots > self._max_queued:
+            raise QueueFull(f"the queue is full: {self._max_queued} requests wait, try again later")
 
 
 def _key(active: ActiveRequest) -> tuple[str, str]:

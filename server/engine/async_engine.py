@@ -20,6 +20,7 @@ from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.requests.fair_pool import FairPool
+from logitship.server.refusals import ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest
 from logitship.server.requests.queued_bytes import QueuedBody, QueuedBytes
@@ -30,9 +31,10 @@ from logitship.server.tokenizer import Tokenizer
 from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
 from .engine import Engine
 from .engine_thread import EngineThread, in_daemon_thread
+from .readiness import Readiness
 
 _SHUTDOWN_INTERVAL = 0.05
-_STOP_TIMEOUT = 5.0
+_STOP_TIMEOUT = 3.0
 """Seconds that the current step gets to end. It takes far less, unless shipped code hangs in it."""
 
 _LARGE_BODY = 1 << 20
@@ -98,6 +100,7 @@ class AsyncEngine:
         self._sandboxes = sandboxes
         self._limits = Limits.of(config, model.vocab_size, model.max_model_len)
         self._sequences = SequenceFactory(model, tokenizer, config.random_seed)
+        self._readiness = Readiness(active, thread, sandboxes)
         metrics.watch(self.stats)
 
     def check(self, request: GenerationRequest) -> None:
@@ -211,6 +214,20 @@ class AsyncEngine:
         """False once the engine's thread has died."""
         return self._thread.alive
 
+    @property
+    def accepting(self) -> bool:
+        """False once the shutdown has begun."""
+        return self._active.accepting
+
+    async def check_ready(self) -> None:
+        """Check that a request could be admitted now, and that the engine begins its next step within a second.
+
+        Raises:
+            ServiceUnavailable: it could not; the message lists the reasons.
+        """
+        if reasons := await self._readiness.reasons():
+            raise ServiceUnavailable(f"not ready: {'; '.join(reasons)}")
+
     async def shutdown(self, timeout: float) -> None:
         """Refuse new requests, let the running ones finish for at most `timeout` seconds, stop."""
         self._active.close()
@@ -219,7 +236,8 @@ class AsyncEngine:
                 # Polled: cancelling this leaves no waiting thread behind.
                 while self._active and self.healthy:
                     await asyncio.sleep(_SHUTDOWN_INTERVAL)
-        await asyncio.to_thread(self.stop)
+        # Not in the pool of `asyncio.to_thread`: jobs of requests may occupy all of its threads.
+        await in_daemon_thread(self.stop)
 
     def stop(self) -> None:
         """Stop now: running requests are aborted."""

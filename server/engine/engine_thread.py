@@ -97,7 +97,7 @@ class EngineThread:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout)
-        if self.alive and not isinstance(self._engine, _NoEngine):
+        if self.alive and not isinstance(self._engine, _NoEngine):  # else it is still loading the model
             logger.error("the engine's step does not end: a processor in it may never return")
 
     @property

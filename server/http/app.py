@@ -6,7 +6,10 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
+from logitship.server.allowed_hosts import AllowedHosts
+from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
 from logitship.server.http.sglang.sglang_routes import sglang_router
@@ -30,6 +33,7 @@ from logitship.server.schemas.sglang_response_schemas import GenerateResponse, I
 from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
 
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
+from .cross_origin import CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
 from .documentation import complete
 from .exception_handlers import install_error_handlers
@@ -37,6 +41,7 @@ from .metrics_routes import metrics_router
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
+from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import RequestLogMiddleware
 
 _SCHEMAS: list[type] = [
@@ -74,8 +79,8 @@ class _App(FastAPI):
 def create_app(engine: AsyncEngine) -> FastAPI:
     """Create the HTTP application of `engine`, which the caller starts and stops.
 
-    If `engine.config` has API keys, every route requires one, except `/health`, `/health_generate` and the playground's
-    files.
+    If `engine.config` has API keys, every route requires one, except `/health`, `/health/ready`, `/health_generate` and
+    the playground's files.
     """
     app = _App(
         title="logitship",
@@ -96,5 +101,22 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys())
+    _add_browser_checks(app, engine.config)
     app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # outermost: sees the responses of all others
     return app
+
+
+def _add_browser_checks(app: FastAPI, config: ServerConfig) -> None:
+    app.add_middleware(
+        CrossOriginProtectionMiddleware,
+        hosts=AllowedHosts(config.host, config.allowed_host),
+        allowed_origins=config.allowed_origin,
+    )
+    if config.allowed_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.lower() for origin in config.allowed_origin],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, "Retry-After"],
+        )

@@ -23,7 +23,7 @@ from logitship.server.requests.generation_stream import Continuation
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-ID"
-QUIET_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
+QUIET_PATHS = frozenset({"/health", "/health/ready", "/health_generate", "/metrics"})
 """Paths that are polled every few seconds: a response with status 200 is logged at level `debug`."""
 
 _SANE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)

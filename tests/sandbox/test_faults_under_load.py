@@ -455,7 +455,9 @@ async def offend(engine: AsyncEngine, request: GenerationRequest) -> Ended:
 
 
 async def post(app: FastAPI, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=120) as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120
+    ) as client:
         return await client.post("/generate", json=body)
 
 

@@ -159,6 +159,19 @@ def test_signal_ends_everything(serve: Callable[..., Serving], processes: Any, n
     assert not processes.roles(), "the server did not wait for its sandbox processes"
 
 
+def test_signal_ends_processes_that_do_not_react(serve: Callable[..., Serving], processes: Any) -> None:
+    serving = serve("--shutdown-timeout", "0.1")
+
+    def end() -> None:
+        for pid in processes.roles():
+            os.kill(pid, signal.SIGSTOP)
+        serving.process.send_signal(signal.SIGTERM)
+
+    asyncio.run(under_load(serving.url(), end))
+    assert serving.process.wait(DEADLINE) in (0, 1)
+    processes.wait_for_end()
+
+
 def test_port_in_use(serve: Callable[..., Serving], processes: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         serving = serve("--port", str(taken.getsockname()[1]))

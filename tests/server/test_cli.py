@@ -61,6 +61,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "prefix_cache_bytes": ["7"],
         "random_seed": ["7"],
         "allow_processor": [str(allowed)],
+        "allowed_origin": ["https://app.example.org"],
         "tree": ["cities=cities.json"],
         "reasoning_config": ['{"reasoning_parser": "qwen3"}'],
     }.get(field) or ([] if default is False else [OTHER_VALUES.get(type(default), "other")])
@@ -153,6 +154,8 @@ def test_empty_key_in_the_environment(
         (["serve", "--tree", "a="], "tree: expected NAME=FILE"),
         (["serve", "--tree", "a=1", "a=2"], "tree: two trees are named 'a'"),
         (["serve", "--tree", "a=1", "--tree-decode-config", "a"], "tree: two trees are named 'a'"),
+        (["serve", "--host", "0.0.0.0", "--enable-custom-logit-processor"], "permit it with --allow-anonymous-code"),
+        (["serve", "--allowed-origin", "app.example.org"], "allowed_origin: expected SCHEME://HOST"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "the following arguments are required: COMMAND"),
     ],

@@ -96,3 +96,45 @@ def test_share_of_queued_bytes() -> None:
     assert ServerConfig(max_queued_bytes=1 << 28, api_key=("one", "two")).max_queued_bytes_per_tenant == 1 << 27
     with pytest.raises(ValueError, match="max_queued_bytes must be enough for one request body"):
         ServerConfig(max_queued_bytes=1 << 24, api_key=("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("opened", "flag"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0"),
+        ({"host": "::"}, "--host ::"),
+        ({"host": "llm.example.org"}, "--host llm.example.org"),
+        ({"allowed_origin": "*"}, r"--allowed-origin \*"),
+        ({"allowed_host": ("a", "*")}, r"--allowed-host \*"),
+    ],
+)
+def test_anonymous_code(opened: dict[str, Any], flag: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^enable_custom_logit_processor: {flag} .*--api-key.*--allow-anonymous-code$"
+    ):
+        ServerConfig(**SHIPPING, **opened)
+    ServerConfig(**SHIPPING, **opened, allow_anonymous_code=True)
+    ServerConfig(**opened)
+    for isolation in ("sandbox", "none"):
+        ServerConfig(**SHIPPING, **opened, processor_isolation=isolation, api_key="k")
+        ServerConfig(**SHIPPING, **opened, processor_isolation=isolation, shipping_api_key="k")
+    with pytest.raises(ValueError, match=rf"^processor_isolation none: {flag} .*--api-key"):
+        ServerConfig(**SHIPPING, **opened, processor_isolation="none", allow_anonymous_code=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+@pytest.mark.parametrize("isolation", ["sandbox", "none"])
+def test_local_code_needs_no_key(host: str, isolation: Any) -> None:
+    allowed = {"allowed_origin": ("https://app.example.org",), "allowed_host": ("*.example.org",)}
+    ServerConfig(enable_custom_logit_processor=True, host=host, processor_isolation=isolation, **allowed)
+
+
+def test_one_allowed_host_or_origin() -> None:
+    config = ServerConfig(allowed_host="a.example.org", allowed_origin="https://a.example.org")
+    assert (config.allowed_host, config.allowed_origin) == (("a.example.org",), ("https://a.example.org",))
+
+
+@pytest.mark.parametrize("field", ["allowed_host", "allowed_origin"])
+def test_malformed_hosts_and_origins(field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: expected"):
+        ServerConfig(**{field: "https://a.example.org/path"})  # type: ignore[arg-type]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import signal
+import socket
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,11 +45,49 @@ class Hold(CustomLogitProcessor):
 }
 
 
+HANGING = """
+import asyncio, sys, threading
+from logitship.server import cli
+from logitship.server.http_server import HTTPServer
+from logitship.server.tokenizer import Tokenizer
+
+what, *arguments = sys.argv[1:]
+never = threading.Event()
+encode, startup = Tokenizer.encode, HTTPServer.startup
+
+def hang(self, text, **options):
+    if text == "hang":
+        never.wait()
+    return encode(self, text, **options)
+
+async def start(self, sockets=None):
+    await startup(self, sockets)
+    if what == "pool":
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, never.wait)
+    if what == "task":
+        self.task = asyncio.create_task(ignore_cancelling())
+    if what == "loop":
+        asyncio.get_running_loop().call_later(0.1, never.wait)
+
+async def ignore_cancelling():
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+Tokenizer.encode, HTTPServer.startup = hang, start
+sys.exit(cli.main(arguments))
+"""
+"""A server in which something hangs: jobs of the thread pool, a task, the event loop, or the prompt `hang`."""
+
+
 class Serving:
     """A `logitship serve` process."""
 
-    def __init__(self, model: Path, *flags: str) -> None:
-        command = [LOGITSHIP, "serve", "--model-path", str(model), "--port", "0"]
+    def __init__(self, model: Path, *flags: str, program: Sequence[str] = (LOGITSHIP,)) -> None:
+        command = [*program, "serve", "--model-path", str(model), "--port", "0"]
         self.process = subprocess.Popen(
             # The processor of these tests waits for a file.
             [*command, "--device", "cpu", "--enable-custom-logit-processor", "--processor-isolation", "none", *flags],
@@ -101,8 +142,8 @@ def serve(model_folder: Path) -> Iterator[Callable[..., Serving]]:
     """Starts servers; they are killed after the test."""
     started: list[Serving] = []
 
-    def start(*flags: str) -> Serving:
-        started.append(Serving(model_folder, *flags))
+    def start(*flags: str, **options: Any) -> Serving:
+        started.append(Serving(model_folder, *flags, **options))
         return started[-1]
 
     yield start
@@ -164,6 +205,29 @@ def test_hanging_processor_does_not_block_shutdown(serve: Callable[..., Serving]
         next(data_of(answer))
         serving.process.send_signal(signal.SIGTERM)
         assert serving.process.wait(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("what", ["pool", "task", "loop"])
+def test_shutdown_ends_whatever_hangs(what: str, serve: Callable[..., Serving]) -> None:
+    serving = serve("--shutdown-timeout", "0.1", program=[sys.executable, "-c", HANGING, what])
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.process.wait(DEADLINE) == 1
+    serving._reader.join()
+    assert "the shutdown takes too long: ending the process" in serving.log[-1]
+
+
+def test_shutdown_ends_requests_that_hang_before_the_engine(serve: Callable[..., Serving]) -> None:
+    serving = serve("--shutdown-timeout", "0.1", program=[sys.executable, "-c", HANGING, "prompt"])
+    body = orjson.dumps({"text": "hang"})
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    address = (serving.http.base_url.host, serving.http.base_url.port or 0)
+    with contextlib.ExitStack() as connections:
+        for _ in range(64):  # more than the pools have threads
+            connection = connections.enter_context(socket.create_connection(address))
+            connection.sendall(head + body)
+        assert serving.http.get("/health").status_code == 200
+        serving.process.send_signal(signal.SIGTERM)
+        serving.process.wait(DEADLINE)
 
 
 def test_port_in_use(serve: Callable[..., Serving], model_folder: Path) -> None:

@@ -88,7 +88,13 @@ def sglang_router(engine: AsyncEngine) -> APIRouter:
     @router.get("/health", openapi_extra=operation())
     async def health() -> Response:
         """Return 200 while the engine is alive and accepts requests, else 503."""
-        return Response(status_code=200 if engine.healthy and engine.stats().accepting else 503)
+        return Response(status_code=200 if engine.healthy and engine.accepting else 503)
+
+    @router.get("/health/ready", openapi_extra=operation())
+    async def ready() -> Response:
+        """Return 200 if a request could be admitted and stepped now, else 503 with the reasons."""
+        await engine.check_ready()
+        return Response()
 
     @router.get("/health_generate", openapi_extra=operation())
     async def health_generate() -> Response:

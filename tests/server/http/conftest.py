@@ -212,6 +212,8 @@ class FakeProcessors(RequestProcessors):
 class FakeEngine(AsyncEngine):
     """Validates requests like the real engine, then follows `script`."""
 
+    accepting = True  # type: ignore[assignment]
+
     def __init__(self, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig(
             model_path="tiny", max_request_bytes=1 << 16, max_processor_size=1 << 12, max_queued_requests=64
@@ -240,7 +242,11 @@ class FakeEngine(AsyncEngine):
         self.metrics.watch(self.stats)
         self.idle = True
         self.alive = True
-        self.accepting = True
+        self.unready: RequestRefused | None = None
+
+    async def check_ready(self) -> None:
+        if self.unready is not None:
+            raise self.unready
 
     async def submit(self, request: GenerationRequest, body: QueuedBody | None = None) -> GenerationStream:
         check(request, Limits.of(self.config, self.model.vocab_size, self.model.max_model_len))
@@ -278,7 +284,7 @@ class AppClient:
     """A TestClient that parses the event streams."""
 
     def __init__(self, app: FastAPI) -> None:
-        self.http = TestClient(app, raise_server_exceptions=False)
+        self.http = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
     def post(self, path: str, body: Any) -> Any:
         return self.http.post(path, json=body)

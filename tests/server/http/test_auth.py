@@ -47,7 +47,7 @@ def test_right_key(scheme: str, locked: Any) -> None:
     assert answer.json()["text"] == "Hi!"
 
 
-@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/health_generate"])
 def test_health_needs_no_key(path: str, locked: Any) -> None:
     assert locked.http.get(path).status_code == 200
 

@@ -28,7 +28,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def http(make_engine: Callable[..., AsyncEngine]) -> Iterator[TestClient]:
     engine = make_engine()
-    with TestClient(create_app(engine)) as client:
+    with TestClient(create_app(engine), base_url="http://localhost") as client:
         yield client
     engine.stop()
 

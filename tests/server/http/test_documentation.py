@@ -36,7 +36,7 @@ class Documented:
     """A running app with its OpenAPI document."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self.http = TestClient(create_app(engine), raise_server_exceptions=False)
+        self.http = TestClient(create_app(engine), base_url="http://localhost", raise_server_exceptions=False)
         self.document: dict[str, Any] = self.http.get("/openapi.json").json()
 
     def validator(self, schema: Any) -> Draft202012Validator:

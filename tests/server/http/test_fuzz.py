@@ -155,7 +155,7 @@ def cases() -> list[tuple[str, bytes]]:
 @pytest.fixture
 def client(make_engine: Callable[..., AsyncEngine]) -> Iterator[TestClient]:
     settings: dict[str, Any] = {"max_model_len": 64, "max_queued_requests": 8, "enable_custom_logit_processor": True}
-    with TestClient(create_app(make_engine(**settings))) as client:
+    with TestClient(create_app(make_engine(**settings)), base_url="http://localhost") as client:
         yield client
 
 

@@ -71,7 +71,7 @@ class Running:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.http = TestClient(create_app(engine), raise_server_exceptions=False)
+        self.http = TestClient(create_app(engine), base_url="http://localhost", raise_server_exceptions=False)
 
     def generate(self, max_new_tokens: int = 4, status: int = 200, **body: Any) -> Any:
         params = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **body.pop("sampling_params", {})}
@@ -208,7 +208,7 @@ def test_concurrent_scrapes(run: Callable[..., Running]) -> None:
     answers: list[int] = []
 
     def scrape() -> None:
-        with TestClient(create_app(running.engine)) as http:
+        with TestClient(create_app(running.engine), base_url="http://localhost") as http:
             answers.append(http.get("/metrics").status_code)
             started.wait(60)
             while not stop.is_set():

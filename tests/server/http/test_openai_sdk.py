@@ -82,7 +82,7 @@ def test_async_client(engine: Any) -> None:
     async def talk() -> None:
         transport = httpx2.ASGITransport(create_app(engine))
         http = httpx2.AsyncClient(transport=transport)
-        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+        async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=http) as client:
             chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=2)
             assert chat.choices[0].message.content == "Hi"
             assert chat.choices[0].finish_reason == "length"
@@ -100,7 +100,7 @@ def test_async_client(engine: Any) -> None:
 def test_concurrent_requests(engine: Any) -> None:
     async def talk() -> list[str]:
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(engine)))
-        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+        async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=http) as client:
             answers = await asyncio.gather(
                 *(client.completions.create(model="tiny", prompt="a", max_tokens=1 + i % 3) for i in range(12))
             )

@@ -21,6 +21,8 @@ from logitship.server.http_server import running_server
 from logitship.server.model.model_loader import LoadedModel
 
 CHROMIUM = Path(__file__).parents[2] / "peers" / "chromium.sh"
+FOREIGN_NAME = "evil.example"
+"""A host name that the browser resolves to this machine, as after DNS rebinding."""
 PATIENCE = 30_000
 """Timeout of an expectation in milliseconds, for a busy machine."""
 
@@ -97,7 +99,9 @@ def browser() -> Iterator[Browser]:
     """Headless Chromium. Module scope: its event loop occupies this thread, where other test files run their own."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     path = subprocess.run([CHROMIUM], check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout.strip()
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    arguments = [f"--host-resolver-rules=MAP {FOREIGN_NAME} 127.0.0.1"]
+    if os.geteuid() == 0:
+        arguments.append("--no-sandbox")
     with sync_playwright() as playwright:
         expect.set_options(timeout=PATIENCE)
         browser = playwright.chromium.launch(executable_path=path, args=arguments)

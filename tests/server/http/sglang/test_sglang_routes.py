@@ -47,6 +47,22 @@ def test_health(client: Any, engine: Any) -> None:
     assert client.http.get("/health").status_code == 503
 
 
+def test_health_reads_no_stats(client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take locks, which a slow load or a restart may hold."""
+    monkeypatch.setattr(engine, "stats", None)
+    assert client.http.get("/health").status_code == 200
+
+
+def test_ready(client: Any, engine: Any) -> None:
+    answer = client.http.get("/health/ready")
+    assert (answer.status_code, answer.content) == (200, b"")
+    engine.unready = ServiceUnavailable("not ready: the queue is full; the engine has died")
+    answer = client.http.get("/health/ready")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == engine.unready.message
+    assert answer.headers["retry-after"]
+
+
 def test_health_generate(client: Any, engine: Any) -> None:
     assert client.http.get("/health_generate").status_code == 200
     (request,) = engine.requests
