@@ -93,6 +93,9 @@ class ServerConfig:
     sandbox_load_timeout: float = 10.0
     """Time limit for loading a processor, in seconds."""
 
+    tenant_step_share: float = 0.5
+    """Share of the cores' time that one API key's shipped processors may take while requests of other keys run."""
+
     # HTTP
     host: str = "127.0.0.1"
     port: int = 30000
@@ -173,6 +176,8 @@ class ServerConfig:
         for name in ("sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"):
             if not 0 < getattr(self, name) < math.inf:  # NaN too
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+        if not 0 < self.tenant_step_share <= 1:  # NaN too
+            raise ValueError(f"tenant_step_share must be above 0 and at most 1, not {self.tenant_step_share}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if not 0 < self.mem_fraction_static <= 1:

@@ -127,6 +127,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(("--sandbox-cpu-time",), "CPU time that a sandbox may use outside its calls, in seconds"),
         Flag(("--sandbox-step-timeout",), "time limit for one call of a shipped processor, in seconds"),
         Flag(("--sandbox-load-timeout",), "time limit for loading a shipped processor, in seconds"),
+        Flag(
+            ("--tenant-step-share",),
+            "share of the cores' time that one key's shipped processors may take while requests of other keys run",
+        ),
     ),
     "HTTP": (
         Flag(("--host",), "address to listen on"),

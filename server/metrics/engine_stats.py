@@ -38,6 +38,8 @@ class EngineStats:
         sandboxes: running sandboxes.
         sandboxes_started: sandboxes started so far.
         sandboxes_ended: sandboxes ended so far, by reason: `unloaded`, or the kind of a `ProcessorFault`.
+        deferred_calls: calls of processors that a step did not wait for.
+        tenant_step_seconds: time of the calls of shipped processors, by tenant; those without a label as `other`.
     """
 
     running: int
@@ -59,3 +61,5 @@ class EngineStats:
     sandboxes: int = 0
     sandboxes_started: int = 0
     sandboxes_ended: Mapping[str, int] = field(default_factory=dict)
+    deferred_calls: int = 0
+    tenant_step_seconds: Mapping[str, float] = field(default_factory=dict)
