@@ -113,6 +113,12 @@ class ServerConfig:
     log_format: LogFormat = "text"
 
     @property
+    def reserved_slots(self) -> int:
+        """Slots that an API key gets only if it has at most as many: an eighth, where there are several keys."""
+        num_keys = len({*self.api_key, *self.shipping_api_key})
+        return self.max_num_seqs // 8 if num_keys > 1 else 0
+
+    @property
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         return self.served_model_name or self.model_path

@@ -101,6 +101,8 @@ def _build(
         _speculation(config, runner),
         on_start=active.sequence_started,
         select=StepSelection(deferred, shares),
+        shares=shares,
+        reserved_slots=config.reserved_slots,
     )
     sampler = make_sampler(plugin_config(config, model, loaded, reasoning), loaded, plugins, metrics, clock, deferred)
     batch: PersistentBatch[Sequence] = PersistentBatch(config.max_num_seqs)

@@ -23,6 +23,7 @@ from logitship.server.speculation.ngram_speculation import NGramSpeculation
 from .beam_group import Beam, BeamGroup
 from .fair_queue import FairQueue
 from .forward_pass import Plan, ScheduledChunk
+from .tenant_shares import TenantShares
 
 
 def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
@@ -75,7 +76,8 @@ class Scheduler:
 
     Guarantees:
     * A sequence keeps its slot from when it gets it until it finishes: nothing is preempted. It may sit out steps.
-    * A free slot goes to the waiting tenant with the fewest slots.
+    * A free slot goes to the waiting tenant with the fewest slots, the last `reserved_slots` only to tenants with at most
+      as many.
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
@@ -89,6 +91,8 @@ class Scheduler:
         speculation: drafts tokens; None: no speculative decoding.
         on_start: called with each sequence that got its slot.
         select: returns the running sequences that take part in the next step; called once a step.
+        shares: limits the prompt tokens of a step while several tenants run; None: nothing else limits them.
+        reserved_slots: slots that only tenants with at most as many slots get.
     """
 
     def __init__(
@@ -99,12 +103,16 @@ class Scheduler:
         speculation: NGramSpeculation | None = None,
         on_start: Callable[[Sequence], None] = _noop,
         select: Callable[[list[Sequence]], list[Sequence]] = _all,
+        shares: TenantShares | None = None,
+        reserved_slots: int = 0,
     ) -> None:
         self._cache = cache
         self.prefixes = prefixes or PrefixCache(cache, 0)
         self._speculation = speculation
         self._on_start = on_start
         self._select = select
+        self._shares = shares or TenantShares()
+        self._reserved_slots = reserved_slots
         self.chunked_prefill_size = chunked_prefill_size
         self.waiting = FairQueue()
         self.running: list[Sequence] = []
@@ -132,16 +140,25 @@ class Scheduler:
         drafting = [sequence for sequence in decoding if not isinstance(sequence, Beam)]
         drafts = self._speculation.drafts(drafting) if self._speculation else {}
         decode = [ScheduledChunk(s, s.next_tokens(1), drafts.get(s, [])) for s in decoding]
-        prefill = []
         budget = self.chunked_prefill_size
-        for sequence in computing_prompts(selected):
+        prefill = self._prompt_chunks(selected, self._shares.num_prompt_tokens(budget) if decoding else budget)
+        return Plan(decode, prefill, started_at, self._without_chunk([*decode, *prefill]))
+
+    def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
+        """Plan at most `budget` prompt tokens, first for the tenants that had the fewest recently."""
+        computing = list(computing_prompts(selected))
+        if self._shares.is_limited and len(computing) > 1:
+            computing.sort(key=lambda sequence: self._shares.recent_prompt_tokens(sequence.tenant))
+        chunks = []
+        for sequence in computing:
             if budget:
                 # In every step: a sequence ahead of it may just have computed the same prefix.
                 self._restore_prefix(sequence)
                 chunk = ScheduledChunk(sequence, sequence.next_tokens(budget))
                 budget -= len(chunk.token_ids)
-                prefill.append(chunk)
-        return Plan(decode, prefill, started_at, self._without_chunk([*decode, *prefill]))
+                self._shares.charge_prompt(sequence.tenant, len(chunk.token_ids))
+                chunks.append(chunk)
+        return chunks
 
     def _without_chunk(self, chunks: list[ScheduledChunk]) -> list[Sequence]:
         if len(chunks) == len(self.running):
@@ -154,7 +171,7 @@ class Scheduler:
         slots = Counter(sequence.tenant for sequence in self.running)
         for group in {sequence.group for sequence in self.running if isinstance(sequence, Beam)}:
             slots[group.lead.tenant] += len(group.spare_slots)
-        while (sequence := self.waiting.first(slots)) and self._cache.num_free >= sequence.num_slots:
+        while (sequence := self.waiting.first(slots)) and self._may_start(sequence, slots[sequence.tenant]):
             self.waiting.pop(sequence)
             slots[sequence.tenant] += sequence.num_slots
             sequence.slot = self._cache.allocate()
@@ -162,6 +179,12 @@ class Scheduler:
                 sequence.group.spare_slots = [self._cache.allocate() for _ in range(sequence.num_slots - 1)]
             self.running.append(sequence)
             self._on_start(sequence)
+
+    def _may_start(self, sequence: Sequence, num_held: int) -> bool:
+        """Return whether a sequence may have slots now, beside those that its tenant has."""
+        left = self._cache.num_free - sequence.num_slots
+        is_small = num_held + sequence.num_slots <= self._reserved_slots
+        return left >= (0 if is_small else self._reserved_slots)
 
     def observe(self, plan: Plan, num_accepted: int, seconds: float) -> None:
         """Record how many drafts of a step were accepted, and how long it took."""

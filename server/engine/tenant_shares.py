@@ -1,4 +1,4 @@
-"""Accounts for the time that each tenant's processors take, and limits how long steps wait for them."""
+"""Accounts for the time that each tenant's processors take, and limits how long steps wait for one tenant's work."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ PATIENCE = 0.5
 LEAST_PATIENCE = 0.01
 """Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
 
+PROMPT_BLOCK = 16
+"""Prompt tokens of a step are a multiple of this, and at least as many."""
+
 _STEP_WEIGHT = 1 / 8
 
 
@@ -25,17 +28,25 @@ class _Use:
     """Recent use of a tenant.
 
     Attributes:
-        seconds: time of its calls, those of the past with their weight.
+        amount: seconds or tokens, those of the past with their weight.
         at: time of the last change.
     """
 
-    seconds: float
+    amount: float
     at: float
 
-    def decay(self, now: float) -> float:
-        self.seconds *= math.exp((self.at - now) / WINDOW)
-        self.at = now
-        return self.seconds
+    def add(self, amount: float, now: float) -> None:
+        """Add to the amount."""
+        self.amount, self.at = self.at_time(now) + amount, now
+
+    def at_time(self, now: float) -> float:
+        """Return the amount with its weight at a later time."""
+        return self.amount * math.exp((self.at - now) / WINDOW)
+
+
+def _follow(average: float, value: float) -> float:
+    """Return the moving average after another value; 0 is no average."""
+    return average + _STEP_WEIGHT * (value - average) if average else value
 
 
 class TenantShares:
@@ -68,6 +79,8 @@ class TenantShares:
         self._clock = clock
         self._uses: dict[str, _Use] = {}
         self._usual_step = 0.0
+        self._prompt_token = 0.0
+        self._prompts: dict[str, _Use] = {}
         self._wait_until: float | None = None
 
     def begin_step(self, tenants: Collection[str]) -> None:
@@ -79,10 +92,41 @@ class TenantShares:
         self.is_limited = len(tenants) > 1
         self._wait_until = None
 
-    def observe_step(self, seconds: float) -> None:
-        """Record what a step without prompts took, without the time for processors."""
-        weight = _STEP_WEIGHT if self._usual_step else 1.0
-        self._usual_step += weight * (seconds - self._usual_step)
+    def observe_step(self, seconds: float, num_prompt_tokens: int = 0) -> None:
+        """Record what a step took, without the time for processors.
+
+        Args:
+            seconds: duration of the step.
+            num_prompt_tokens: prompt tokens that it computed.
+        """
+        if num_prompt_tokens == 0:
+            self._usual_step = _follow(self._usual_step, seconds)
+        else:
+            per_token = max(0.0, seconds - self._usual_step) / num_prompt_tokens
+            self._prompt_token = _follow(self._prompt_token, per_token)
+
+    def num_prompt_tokens(self, most: int) -> int:
+        """Return how many prompt tokens a step may compute beside the sequences that decode.
+
+        While several tenants run, they may take half as long as the rest of the step.
+
+        Args:
+            most: the limit while one tenant is alone.
+        """
+        if not self.is_limited or not self._prompt_token:
+            return most
+        affordable = int(PATIENCE * self._usual_step / self._prompt_token)
+        return min(most, max(PROMPT_BLOCK, affordable // PROMPT_BLOCK * PROMPT_BLOCK))
+
+    def recent_prompt_tokens(self, tenant: str) -> float:
+        """Return the prompt tokens that were recently computed for a tenant, those of the past with their weight."""
+        use = self._prompts.get(tenant)
+        return use.at_time(self._clock()) if use else 0.0
+
+    def charge_prompt(self, tenant: str, num_tokens: int) -> None:
+        """Account for prompt tokens that the next step computes."""
+        if self.is_limited:
+            self._prompts.setdefault(tenant, _Use(0.0, 0.0)).add(num_tokens, self._clock())
 
     def left(self, tenant: str) -> float:
         """See `StepPatience.left`."""
@@ -99,16 +143,14 @@ class TenantShares:
         """See `StepPatience.charge`."""
         self.seconds[tenant] = self.seconds.get(tenant, 0.0) + seconds
         if self.is_limited:
-            use = self._uses.setdefault(tenant, _Use(0.0, self._clock()))
-            use.decay(self._clock())
-            use.seconds += seconds
+            self._uses.setdefault(tenant, _Use(0.0, 0.0)).add(seconds, self._clock())
 
     def share(self, tenant: str) -> float:
         """Return a tenant's current share: 1 if its processors kept all cores busy in the last seconds."""
         use = self._uses.get(tenant)
         if use is None:
             return 0.0
-        return use.seconds * math.exp((use.at - self._clock()) / WINDOW) / (WINDOW * self._cores)
+        return use.at_time(self._clock()) / (WINDOW * self._cores)
 
     def is_over(self, tenant: str) -> bool:
         """Return whether a tenant's processors have taken more than their share."""

@@ -85,3 +85,16 @@ def test_sandboxes_are_the_default() -> None:
     assert config.processor_isolation == "sandbox"
     assert (config.max_sandboxes, config.sandbox_memory) == (64, 1 << 30)
     assert (config.sandbox_cpu_time, config.sandbox_step_timeout, config.sandbox_load_timeout) == (2.0, 1.0, 10.0)
+
+
+def test_slots_are_reserved_where_there_are_several_keys() -> None:
+    assert ServerConfig(max_num_seqs=32).reserved_slots == 0
+    assert ServerConfig(max_num_seqs=32, api_key="a").reserved_slots == 0
+    assert ServerConfig(max_num_seqs=32, api_key=("a", "b")).reserved_slots == 4
+    assert ServerConfig(max_num_seqs=4, api_key=("a", "b")).reserved_slots == 0
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
+def test_tenant_step_share_is_a_fraction(share: float) -> None:
+    with pytest.raises(ValueError, match="tenant_step_share"):
+        ServerConfig(tenant_step_share=share)
