@@ -76,6 +76,10 @@ class ShippedStage(Protocol):
         """Return (row of the batch, fault) of the processors that failed in the last call."""
         ...
 
+    def take_deferred(self) -> list[int]:
+        """Return the rows of the batch that cannot sample a token in this step, because a processor has not ended."""
+        ...
+
     def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
         """Return the fault of the processor that left a row not finite, if its last call was not checked.
 
@@ -91,16 +95,18 @@ class SamplerOutput:
     """Result of a step, one entry per row of the logits.
 
     Attributes:
-        token_ids: next tokens. The token of a row in `faults` is meaningless.
-        logprobs: log-probabilities of the rows that asked for them; None for other rows and those in `faults`.
-        faults: (row, fault) of the rows without a next token, in row order.
-        traces: traces of the rows that asked for them; None for other rows and those in `faults`.
+        token_ids: next tokens. The token of a row in `faults` or `deferred` is meaningless.
+        logprobs: log-probabilities of the rows that asked for them; None for other rows, and those without a token.
+        faults: (row, fault) of the rows whose request ends, in row order.
+        traces: traces of the rows that asked for them; None for other rows, and those without a token.
+        deferred: rows that get their next token in a later step, see `DeferredCalls`.
     """
 
     token_ids: list[int]
     logprobs: list[RowLogprobs | None]
     faults: list[tuple[int, LogitshipError]]
     traces: list[RowTrace | None]
+    deferred: frozenset[int] = frozenset()
 
 
 class Sampler:
@@ -112,7 +118,8 @@ class Sampler:
     3. Repetition, frequency and presence penalties.
     4. Batch processors that force tokens: the thinking budget.
     5. Shipped and built-in processors, group by group: first a request's masks (grammars, trees), then its other
-       processors in list order, then the masks again.
+       processors in list order, then the masks again. A row whose processor takes too long is deferred: it is zero in
+       the steps below, and gets its token in a later step.
     6. Mask the tokens outside `allowed_token_ids` again: forced tokens obey masks. Then check that each row has a
        finite logit and neither NaN nor +inf. A row that fails ends its own request, and is zero in the steps below.
     7. Take the most likely token of greedy rows.
@@ -179,6 +186,7 @@ class Sampler:
         trace.record("model", logits)
 
         faults: dict[int, LogitshipError] = {}
+        deferred: dict[int, None] = {}
 
         # 1
         mask_forbidden(logits, batch.forbidden)
@@ -198,6 +206,7 @@ class Sampler:
             self._shipped.watch(trace)
             logits = apply_to(self._shipped, logits, chosen)
             faults.update((place[row], fault) for row, fault in self._shipped.take_faults())
+            deferred = dict.fromkeys(place[row] for row in self._shipped.take_deferred())
         with one_thread_for_few(logits):
             # 6
             mask_forbidden(logits, batch.forbidden)
@@ -229,10 +238,11 @@ class Sampler:
                 logits, batch.processed_random, len(batch.raw) + len(batch.processed_greedy)
             )
             _look_up(logprobs, processed_random, token_ids, batch.processed_random)
-            for row in faults:
+            for row in (*faults, *deferred):
                 logprobs[row] = None
             in_row_order = sorted(faults.items(), key=lambda fault: fault[0])
-            return SamplerOutput(token_ids, logprobs, in_row_order, trace.finish(token_ids, faults))
+            traces = trace.finish(token_ids, {**faults, **deferred})
+            return SamplerOutput(token_ids, logprobs, in_row_order, traces, frozenset(deferred.keys() - faults.keys()))
 
     def _all_logprobs(self, logits: torch.Tensor, asking: LogprobRows, start: int = 0) -> torch.Tensor | None:
         """Return the current log-probabilities of all tokens for the rows that ask for them; None if none does.

@@ -32,7 +32,7 @@ class RowTrace:
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class Snapshot:
     """A row at one stage.
 
     Attributes:
@@ -55,7 +55,16 @@ class StepTrace:
 
     def __init__(self, top: Mapping[int, int]) -> None:
         self.top = top
-        self._snapshots: dict[int, list[_Snapshot]] = {row: [] for row in top}
+        self._snapshots: dict[int, list[Snapshot]] = {row: [] for row in top}
+
+    def take(self, row: int) -> list[Snapshot]:
+        """Return what was recorded of a row that goes on in a later step; empty if it is not traced."""
+        return self._snapshots.get(row, []).copy()
+
+    def resume(self, row: int, recorded: list[Snapshot]) -> None:
+        """Replace what was recorded of a row by what an earlier step recorded of the same token."""
+        if row in self.top:
+            self._snapshots[row] = recorded
 
     def record(self, stage: str, logits: torch.Tensor) -> None:
         """Record the current logits of the traced rows.
@@ -78,7 +87,7 @@ class StepTrace:
             again: True if it is a mask that has already run before the other processors.
         """
         if row in self.top:
-            self._keep(row, TraceStage("processor", name, digest, again), logits)
+            self._snapshots[row].append(after_processor(name, digest, logits, again=again))
 
     def record_sampled(self, logits: torch.Tensor, params: Sequence[SamplingParams], tokens: torch.Tensor) -> None:
         """Record the distributions that the tokens were sampled from.
@@ -113,10 +122,19 @@ class StepTrace:
         return traces
 
     def _keep(self, row: int, stage: TraceStage, logits: torch.Tensor) -> None:
-        self._snapshots[row].append(_Snapshot(stage, logits.detach().to("cpu", copy=True)))
+        self._snapshots[row].append(_snapshot(stage, logits))
 
 
-def _trace(token_id: int, snapshots: Sequence[_Snapshot], top: int) -> RowTrace:
+def after_processor(name: str, digest: str, logits: torch.Tensor, *, again: bool) -> Snapshot:
+    """Return a row after a processor; for the arguments see `StepTrace.record_processor`."""
+    return _snapshot(TraceStage("processor", name, digest, again), logits)
+
+
+def _snapshot(stage: TraceStage, logits: torch.Tensor) -> Snapshot:
+    return Snapshot(stage, logits.detach().to("cpu", copy=True))
+
+
+def _trace(token_id: int, snapshots: Sequence[Snapshot], top: int) -> RowTrace:
     logprobs = torch.stack([each.logits for each in snapshots]).log_softmax(dim=-1)
     values, token_ids = top_candidates(logprobs, top)
     found = token_ids[~values.isneginf()].tolist()

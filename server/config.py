@@ -109,6 +109,9 @@ class ServerConfig:
     allow_anonymous_code: bool = False
     """Run shipped code in sandboxes without API keys, although other machines or any web page may send it."""
 
+    tenant_step_share: float = 0.5
+    """Share of the cores' time that one API key's shipped processors may take while requests of other keys run."""
+
     # HTTP
     host: str = "127.0.0.1"
     port: int = 30000
@@ -132,6 +135,12 @@ class ServerConfig:
     """Time that running requests get to finish after SIGTERM, in seconds."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots that an API key gets only if it has at most as many: an eighth, where there are several keys."""
+        num_keys = len({*self.api_key, *self.shipping_api_key})
+        return self.max_num_seqs // 8 if num_keys > 1 else 0
 
     @property
     def model_name(self) -> str:
@@ -215,6 +224,8 @@ class ServerConfig:
                 f"max_queued_bytes must be enough for one request body of max_request_bytes, {self.max_request_bytes}, "
                 f"twice that with several API keys; it is {self.max_queued_bytes}"
             )
+        if not 0 < self.tenant_step_share <= 1:  # NaN too
+            raise ValueError(f"tenant_step_share must be above 0 and at most 1, not {self.tenant_step_share}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if not 0 < self.mem_fraction_static <= 1:

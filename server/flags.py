@@ -142,6 +142,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("--allow-anonymous-code",),
             "run code in sandboxes for clients without API keys, also from other machines",
         ),
+        Flag(
+            ("--tenant-step-share",),
+            "share of the cores' time that one key's shipped processors may take while requests of other keys run",
+        ),
     ),
     "HTTP": (
         Flag(("--host",), "address to listen on"),

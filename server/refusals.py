@@ -12,6 +12,7 @@ RequestRefused
 ├── RequestTooLarge       413   body or processor over the size limit
 ├── UnsupportedMediaType  415   the body is not declared as JSON
 ├── QueueFull             429   too many waiting requests, or bytes of them: try again later
+├── ShareExceeded         429   the tenant's processors have used their share of the time
 └── ServiceUnavailable    503   shutting down, or no capacity for another processor
 ```
 """
@@ -41,8 +42,10 @@ class RequestRefused(Exception):
         type: OpenAI's error type.
         message: one sentence for the client.
         param: the offending field, by its name in the API that was called.
+        retry_after: seconds after which to try again, where the status is 429 or 503.
     """
 
+    retry_after = 1
     status_code = 400
     type = "invalid_request_error"
 
@@ -101,6 +104,21 @@ class QueueFull(RequestRefused):
 
     status_code = 429
     type = "rate_limit_error"
+
+
+class ShareExceeded(RequestRefused):
+    """The tenant's shipped processors have used more than their share of the time.
+
+    Args:
+        retry_after: seconds after which to try again.
+    """
+
+    status_code = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ServiceUnavailable(RequestRefused):

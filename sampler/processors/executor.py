@@ -140,8 +140,23 @@ class RunOutcome(NamedTuple):
 class Run(Protocol):
     """A call that has begun."""
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until `finish` will not have to, for at most `timeout` seconds. Return whether that is so.
+
+        True at once for a processor that runs in this process, and is called by `finish`.
+        """
+        ...
+
     def finish(self) -> RunOutcome:
         """Wait for the call to end. The rows then hold the processor's logits, except for rows with a fault."""
+        ...
+
+    def move_to(self, logits: torch.Tensor) -> None:
+        """Let `finish` edit another tensor, because that of `begin` will be used for the next step.
+
+        Args:
+            logits: float32 [rows, vocab], a copy of what `begin` was given.
+        """
         ...
 
 

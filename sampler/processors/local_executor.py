@@ -147,6 +147,14 @@ class LocalGroup:
         self._logits = logits
         return self
 
+    def wait(self, timeout: float) -> bool:
+        """See `Run.wait`."""
+        return True
+
+    def move_to(self, logits: torch.Tensor) -> None:
+        """See `Run.move_to`."""
+        self._logits = logits
+
     def finish(self) -> RunOutcome:
         """See `Run.finish`."""
         logits, self._logits = self._logits, None

@@ -181,6 +181,10 @@ class ProcessorGroup:
         for member in self.members:
             member.use.shared_counts.append(self._count)
 
+    def stop_sharing_count(self) -> None:
+        """Count the next call for each member by itself: it ends after they are regrouped."""
+        self._count = None
+
     def count(self, outcome: RunOutcome) -> None:
         """Count a call."""
         total, faults = outcome.seconds, outcome.faults
@@ -201,14 +205,20 @@ class ProcessorGroup:
         return ProcessorGroup(self.processor, self.again, members, self.observe_call) if members else None
 
 
+StageKey: TypeAlias = tuple[bool, int]
+"""(True for masks that run again, number of the processor in its request). Stages run in this order."""
+
+
 class GroupStage:
     """Groups without a common row: their calls may overlap.
 
     Args:
+        key: the stage's place in the run order.
         groups: groups in any order.
     """
 
-    def __init__(self, groups: Iterable[ProcessorGroup]) -> None:
+    def __init__(self, key: StageKey, groups: Iterable[ProcessorGroup]) -> None:
+        self.key = key
         self.groups = sorted(groups, key=lambda group: group.rows[0])
         self._is_split = len(self.groups) > 1 and all(group.is_adjacent for group in self.groups)
         sizes: list[int] = []
@@ -238,7 +248,7 @@ class GroupStage:
 
     def select(self, places: Mapping[int, int]) -> GroupStage:
         """Return the stage of the rows that have a place, renumbered by their places."""
-        return GroupStage(there for group in self.groups if (there := group.select(places)) is not None)
+        return GroupStage(self.key, [there for group in self.groups if (there := group.select(places)) is not None])
 
 
 def group_rows(
@@ -250,15 +260,15 @@ def group_rows(
         rows: members of each row, in run order.
         observer: returns the observer of a processor's calls.
     """
-    stages: defaultdict[tuple[bool, int], defaultdict[tuple[str, int | None], dict[int, GroupRow]]]
+    stages: defaultdict[StageKey, defaultdict[tuple[str, int | None], dict[int, GroupRow]]]
     stages = defaultdict(lambda: defaultdict(dict))
     for row, members in sorted(rows.items()):
         for stage, member in _stages(members):
             processor = member.use.processor
             stages[stage][processor.group_name, row if processor.per_sequence else None][row] = member
     return [
-        GroupStage(_group(again, members, observer) for members in groups.values())
-        for (again, _), groups in sorted(stages.items(), key=lambda item: item[0])
+        GroupStage(key, [_group(key[0], members, observer) for members in groups.values()])
+        for key, groups in sorted(stages.items(), key=lambda item: item[0])
     ]
 
 
@@ -271,7 +281,7 @@ def _group(
     return group
 
 
-def _stages(members: Sequence[GroupRow]) -> Iterator[tuple[tuple[bool, int], GroupRow]]:
+def _stages(members: Sequence[GroupRow]) -> Iterator[tuple[StageKey, GroupRow]]:
     """Yield the members that run on a row, each with its stage.
 
     Args:

@@ -19,13 +19,15 @@ from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProc
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
-from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
+from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls, SavedRow
+from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, Run, RunOutcome
 from .processor_groups import (
     GroupRow,
     GroupStage,
     ObserveCall,
     ProcessorGroup,
     ProcessorUse,
+    StageKey,
     group_rows,
     in_run_order,
     uses_of,
@@ -62,6 +64,7 @@ class ShippedProcessors(LogitsProcessor):
         on_call: returns the observer that is called after each call of a processor. Looked up when the batch changes.
         check_last: check the logits also after the last processor of a row. False if the caller checks all rows anyway
             and calls `fault_of` for rows with NaN, +inf or no finite logit.
+        deferred: decides which calls a step does not wait for, and keeps them; None: all are waited for.
     """
 
     def __init__(
@@ -75,17 +78,22 @@ class ShippedProcessors(LogitsProcessor):
         is_kept: Callable[[ProcessorUse], bool] = _false,
         on_call: CallObserver = _observe_nothing,
         check_last: bool = True,
+        deferred: DeferredCalls | None = None,
     ) -> None:
         self._model = model
         self._uses = uses
         self._is_kept = is_kept
         self._on_call = on_call
         self._check_last = check_last
+        self._calls = DeferredCalls() if deferred is None else deferred
         self._rows: BatchRows[list[GroupRow]] = BatchRows(self._attach)
         self._members: dict[ProcessorUse, GroupRow] = {}
         self._stages: list[GroupStage] = []
         self._faults: dict[int, ProcessorFault] = {}
         self._spent: dict[str, float] = {}
+        self._deferred: dict[int, ProcessorUse] = {}
+        self._owners: dict[int, ProcessorUse] = {}
+        self._has_absent = False
         self._trace = StepTrace({})
 
     def is_argmax_invariant(self) -> bool:
@@ -99,12 +107,19 @@ class ShippedProcessors(LogitsProcessor):
             for use in self._members:
                 use.merge_shared_counts()
             self._stages = group_rows(self._rows, self._on_call)
+        elif self._has_absent:
+            self.close_absent()
 
     def close_absent(self) -> None:
         """Close the sequences that have no row and will not be added again."""
         present = {member.use for members in self._rows.values() for member in members}
-        for use in [use for use in self._members if use not in present and not self._is_kept(use)]:
+        absent = [use for use in self._members if use not in present]
+        closed = [use for use in absent if not self._is_kept(use)]
+        for use in closed:
             self._members.pop(use).executor_row.close()
+            self._calls.discard(use)
+            use.executor_row = None
+        self._has_absent = len(closed) < len(absent)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
@@ -116,10 +131,10 @@ class ShippedProcessors(LogitsProcessor):
             logits: float32 [rows, vocab].
 
         Returns:
-            `logits`. The rows of `take_faults()` are zeros and must not be used.
+            `logits`. The rows of `take_faults()` and `take_deferred()` are zeros and must not be used.
         """
         self._spent.clear()
-        self._run(self._stages, logits)
+        self._run(self._stages, logits, range(len(logits)))
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
@@ -130,32 +145,111 @@ class ShippedProcessors(LogitsProcessor):
         """
         rows = rows_of_drafts(num_draft_tokens)
         places = {row: place for place, row in enumerate(rows)}
-        self._run([stage.select(places) for stage in self._stages], logits)
+        self._run([stage.select(places) for stage in self._stages], logits, rows)
         self._faults = {rows[place]: fault for place, fault in self._faults.items()}
+        self._deferred = {rows[place]: use for place, use in self._deferred.items()}
         return logits
 
     def watch(self, trace: StepTrace) -> None:
         """Record the rows in `trace` after each processor, from the next call on."""
         self._trace = trace
 
-    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor) -> None:
-        self._faults = {}  # drop the faults of a step that failed elsewhere
+    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor, rows: Sequence[int]) -> None:
+        """Run the stages.
+
+        Args:
+            stages: groups of places.
+            logits: float32 [places, vocab].
+            rows: the row of the batch at each place.
+        """
+        self._faults, self._deferred = {}, {}  # drop those of a step that failed elsewhere
+        may_defer = self._calls.has_saved or self._calls.patience.is_limited
+        self._owners = self._first_uses(rows) if may_defer else {}
+        done = self._resume(logits)
+        previous = BEFORE_ALL
         for stage in stages:
-            if self._faults:
-                stage = stage.without(self._faults)
-            begun = [
-                (group, rows, group.executor_group.begin(rows, self._spent.get(group.processor.tenant, 0.0)))
-                for group, rows in stage.rows_of(logits)
-            ]
-            slowest: dict[str, float] = {}
-            for group, rows, run in begun:
+            passed = {place for place, key in done.items() if key >= stage.key}
+            if self._faults or self._deferred or passed:
+                stage = stage.without({*self._faults, *self._deferred, *passed})
+            self._run_stage(stage, logits, previous)
+            previous = stage.key
+        if self._deferred:
+            logits[list(self._deferred)] = 0.0
+        for place in done.keys() - self._deferred.keys():
+            self._calls.discard(self._owners[place])
+
+    def _run_stage(self, stage: GroupStage, logits: torch.Tensor, previous: StageKey) -> None:
+        begun = []
+        for group, rows in stage.rows_of(logits):
+            if self._calls.is_busy(group.processor.group_name):
+                self._save(group, rows, previous)
+            else:
+                spent = self._spent.get(group.processor.tenant, 0.0)
+                begun.append((group, rows, group.executor_group.begin(rows, spent)))
+        slowest: dict[str, float] = {}
+        for group, rows, run in begun:
+            tenant = group.processor.tenant
+            left = self._calls.patience.left(tenant)
+            if left == math.inf or run.wait(left):
                 outcome = run.finish()
                 if outcome.charged:
-                    tenant = group.processor.tenant
                     slowest[tenant] = max(slowest.get(tenant, 0.0), outcome.charged)
                 self._finish(group, rows, outcome, logits)
-            for tenant, seconds in slowest.items():
-                self._spent[tenant] = self._spent.get(tenant, 0.0) + seconds
+            else:
+                self._defer(group, rows, run, stage.key)
+        for tenant, seconds in slowest.items():
+            self._spent[tenant] = self._spent.get(tenant, 0.0) + seconds
+
+    def _first_uses(self, rows: Sequence[int]) -> dict[int, ProcessorUse]:
+        """Return the first processor of each row by its place. It identifies the row in `DeferredCalls`."""
+        return {place: members[0].use for place, row in enumerate(rows) if (members := self._rows.get(row))}
+
+    def _resume(self, logits: torch.Tensor) -> dict[int, StageKey]:
+        """Give saved rows the logits that an earlier step left.
+
+        Args:
+            logits: float32 [places, vocab].
+
+        Returns:
+            The last stage that each of these rows has gone through, by place.
+        """
+        done = {}
+        for place, owner in self._owners.items():
+            saved = self._calls.saved(owner)
+            if saved is not None:
+                logits[place] = saved.logits
+                done[place] = saved.done
+                self._trace.resume(place, saved.trace)
+                if saved.fault is not None:
+                    self._faults[place] = saved.fault
+        return done
+
+    def _save(self, group: ProcessorGroup, rows: torch.Tensor, done: StageKey) -> None:
+        """Let rows go on in a later step, from the stage after `done`."""
+        for place, row in zip(group.rows, rows.clone(), strict=True):
+            self._deferred[place] = owner = self._owners[place]
+            self._calls.save(owner, SavedRow(row, done, trace=self._trace.take(place)))
+
+    def _defer(self, group: ProcessorGroup, rows: torch.Tensor, run: Run, stage: StageKey) -> None:
+        """Let a call go on after the step. Its rows sit out until it has ended."""
+        copied = rows.clone()
+        run.move_to(copied)
+        group.stop_sharing_count()
+        owners = [self._owners[place] for place in group.rows]
+        traces = [self._trace.take(place) for place in group.rows]
+        self._deferred |= dict(zip(group.rows, owners, strict=True))
+        for owner in owners:
+            self._calls.discard(owner)
+        self._calls.add(DeferredCall(run, group, stage, copied, traces, owners, self._read))
+
+    def _read(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> dict[int, ProcessorFault]:
+        """Return the faults of a deferred call, by place in the group."""
+        return self._faults_of(group, rows, outcome) if self._needs_check(group, outcome) else {}
+
+    def take_deferred(self) -> list[int]:
+        """Return the rows that sampled no token in the last call, because they sit out, and clear them."""
+        deferred, self._deferred = list(self._deferred), {}
+        return deferred
 
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         """Return (row, fault) of the processors that failed in the last `apply`, and clear them."""
@@ -225,8 +319,11 @@ class ShippedProcessors(LogitsProcessor):
             logits: logits of the batch.
         """
         group.count(outcome)
-        if outcome.faults or not (group.processor.is_trusted or (group.is_last and not self._check_last)):
-            self._check(group, rows, outcome)
+        if not group.processor.is_trusted:
+            self._calls.patience.charge(group.processor.tenant, outcome.seconds)
+        if self._needs_check(group, outcome):
+            faults = self._faults_of(group, rows, outcome)
+            self._faults |= {group.rows[place]: fault for place, fault in faults.items()}
         if not group.is_adjacent:
             logits[group.rows] = rows
         if self._trace.top:
@@ -234,18 +331,26 @@ class ShippedProcessors(LogitsProcessor):
                 name, digest = group.processor.name, group.processor.digest
                 self._trace.record_processor(row, name, digest, rows[place], again=group.again)
 
-    def _check(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> None:
-        """Set the rows to zero on which a processor failed, or which have no usable logit."""
+    def _needs_check(self, group: ProcessorGroup, outcome: RunOutcome) -> bool:
+        return bool(outcome.faults) or not (group.processor.is_trusted or (group.is_last and not self._check_last))
+
+    def _faults_of(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> dict[int, ProcessorFault]:
+        """Return the faults of a call by place, and set their rows to zero.
+
+        Those are rows on which the processor failed, or which have no usable logit.
+        """
+        faults = {}
         # One reduction finds all three faults: amax propagates NaN, +inf is the largest value, and -inf is the largest
         # only if no other value is left.
         largest = rows.amax(dim=-1).tolist()
-        for place, (row, number) in enumerate(zip(group.rows, largest, strict=True)):
+        for place, number in enumerate(largest):
             fault = outcome.faults.get(place)
             if fault is None and not math.isfinite(number):
                 fault = _non_finite_fault(rows[place], group.members[place])
             if fault is not None:
-                self._faults[row] = fault
+                faults[place] = fault
                 rows[place] = 0.0
+        return faults
 
 
 def _non_finite_fault(logits: torch.Tensor, member: GroupRow) -> ProcessorFault:

@@ -361,14 +361,15 @@ class Sandbox:
         return f"ended its process: {_signal_name(-code)}"
 
 
-def wait_for_any(sandboxes: Collection[Sandbox]) -> list[Sandbox]:
+def wait_for_any(sandboxes: Collection[Sandbox], timeout: float = math.inf) -> list[Sandbox]:
     """Wait until a call can `advance`, or its deadline must be looked at.
 
     Args:
         sandboxes: at least one, each with a call in flight.
+        timeout: longest time to wait, in seconds.
 
     Returns:
-        The sandboxes to `advance`.
+        The sandboxes to `advance`; none after `timeout`.
     """
     poll = select.poll()
     waiting: dict[int, tuple[Sandbox, float]] = {}
@@ -388,7 +389,8 @@ def wait_for_any(sandboxes: Collection[Sandbox]) -> list[Sandbox]:
         except ValueError:  # closed by another thread
             return [sandbox]
         waiting[descriptor] = sandbox, call.deadline.next_look
-    ready = {descriptor for descriptor, _ in poll.poll(max(0.0, next_look - time.perf_counter()) * 1e3)}
+    seconds = min(timeout, max(0.0, next_look - time.perf_counter()))
+    ready = {descriptor for descriptor, _ in poll.poll(seconds * 1e3)}
     now = time.perf_counter()
     due = [sandbox for descriptor, (sandbox, look) in waiting.items() if descriptor in ready or now >= look]
     return closed + due

@@ -184,6 +184,7 @@ class SandboxExecutor:
     def revive(self) -> None:
         """Start the zygote again if it died. Blocks."""
         self._zygote.revive()
+
     def _new_run(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, spent: float) -> SandboxRun:
         step_timeout = self._limits.step_timeout
         if sandboxed.current_sandbox.is_new and (extra := self._first_calls.left(sandboxed.tenant)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import math
 import threading
 import time
 from array import array
@@ -232,14 +233,24 @@ class SandboxRun:
                 return True
         return False
 
-    def finish(self) -> RunOutcome:
-        """See `Run.finish`."""
+    def wait(self, timeout: float) -> bool:
+        """See `Run.wait`."""
         if self in self._pending:
             self.advance()  # often the answer is already here, because the sandbox ran on this core
-        while self in self._pending:
+        until = time.perf_counter() + timeout
+        while self in self._pending and (left := until - time.perf_counter()) > 0:
             runs = {run._sandbox: run for run in self._pending if run._sandbox is not None}
-            for sandbox in wait_for_any(runs):
+            for sandbox in wait_for_any(runs, left):
                 runs[sandbox].advance()
+        return self not in self._pending
+
+    def move_to(self, logits: torch.Tensor) -> None:
+        """See `Run.move_to`."""
+        self._logits = logits
+
+    def finish(self) -> RunOutcome:
+        """See `Run.finish`."""
+        self.wait(math.inf)
         if self._answer is not None:
             try:
                 self._apply_answer(*self._answer)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
@@ -19,10 +20,10 @@ from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
+from logitship.server.refusals import ServiceUnavailable, ShareExceeded
 from logitship.server.requests.fair_pool import FairPool
-from logitship.server.refusals import ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import AttachedProcessor, GenerationRequest
+from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, ProcessorRequest
 from logitship.server.requests.queued_bytes import QueuedBody, QueuedBytes
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
@@ -32,6 +33,7 @@ from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
 from .engine import Engine
 from .engine_thread import EngineThread, in_daemon_thread
 from .readiness import Readiness
+from .tenant_shares import TenantShares
 
 _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 3.0
@@ -39,6 +41,9 @@ _STOP_TIMEOUT = 3.0
 
 _LARGE_BODY = 1 << 20
 """Bytes of memory of a body beyond which its requests are not checked on the event loop."""
+
+MOST_TENANTS = 100
+"""Most tenants with a label of their own in metrics."""
 
 _NO_SANDBOXES = SandboxStats(alive=0, started=0, ended={})
 
@@ -52,6 +57,7 @@ class AsyncEngine:
         pool: see the attribute.
         queued_bytes: see the attribute.
         library: where `processors` come from.
+        shares: how much of the engine's time each tenant has used.
         plugins: the installed batch processors.
         attached_to_all: processors of every request, which run after its own.
         sandboxes: closed after the engine's last step.
@@ -80,6 +86,7 @@ class AsyncEngine:
         pool: FairPool,
         queued_bytes: QueuedBytes,
         library: ProcessorLibrary,
+        shares: TenantShares,
         plugins: Iterable[Plugin] = (),
         attached_to_all: Iterable[AttachedProcessor] = (),
         sandboxes: SandboxExecutor | None = None,
@@ -95,6 +102,7 @@ class AsyncEngine:
         self._thread = thread
         self._active = active
         self._library = library
+        self._shares = shares
         self._plugins = tuple(plugins)
         self._attached_to_all = tuple(attached_to_all)
         self._sandboxes = sandboxes
@@ -129,6 +137,7 @@ class AsyncEngine:
             await self.pool.run(request.tenant, self.check, request)
         else:
             self.check(request)
+        self._check_share(request)
         # Last in the list: a refusal names the request's own processors by their index.
         request = dataclasses.replace(request, processors=(*request.processors, *self._attached_to_all))
         stream = GenerationStream(request.num_sequences, lambda: self._cancel(active))
@@ -142,6 +151,23 @@ class AsyncEngine:
         if active.cancelled:
             self._cancel(active)
         return stream
+
+    def _check_share(self, request: GenerationRequest) -> None:
+        """Refuse shipped processors of a tenant that is over its share. Requests without any are not affected.
+
+        Raises:
+            ShareExceeded: says when to try again.
+        """
+        seconds = self._shares.retry_after(request.tenant)
+        if seconds is None:
+            return
+        ships = partial(self.processors.ships_code, tenant=request.tenant)
+        if any(isinstance(each, ProcessorRequest) and ships(each.string) for each in request.processors):
+            raise ShareExceeded(
+                f"the shipped processors of this API key have used over {self.config.tenant_step_share:g} of the "
+                f"server's time, its share while others wait (--tenant-step-share): try again in {seconds} s",
+                retry_after=seconds,
+            )
 
     async def register(self, string: ProcessorString, tenant: str = "", name: str | None = None) -> ProcessorInfo:
         """Keep a processor, for requests that name it. It is loaded now, so that its errors show now.
@@ -200,6 +226,8 @@ class AsyncEngine:
             prefix_blocks_capacity=prefixes.capacity,
             registered_processors=self._library.num_registered,
             drafted=self._engine.num_drafted,
+            deferred_calls=self._engine.num_deferred,
+            tenant_step_seconds=self._shares.totals(MOST_TENANTS),
             accepted=self._engine.num_accepted,
             sandboxes=sandboxes.alive,
             sandboxes_started=sandboxes.started,

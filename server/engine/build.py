@@ -8,6 +8,7 @@ from logitship.builtin_processors.registry import Registry
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig
+from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.executor import ProcessorExecutor
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.server.config import ServerConfig
@@ -43,6 +44,8 @@ from .processor_setup import (
 )
 from .sampler_setup import make_sampler, plugin_config
 from .scheduler import Scheduler
+from .step_selection import StepSelection
+from .tenant_shares import TenantShares
 
 
 def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> AsyncEngine:
@@ -92,16 +95,29 @@ def _build(
     processors = RequestProcessors(library, make_load_queue(config, library), metrics.processor_load)
     active = ActiveRequests(config.max_num_seqs, config.max_queued_requests, processors.release)
     runner = _model_runner(config, loaded, model.max_model_len, cores)
+    shares = TenantShares(config.tenant_step_share)
+    deferred = DeferredCalls(shares)
     scheduler = Scheduler(
         runner.cache,
         config.chunked_prefill_size,
         PrefixCache(runner.cache, prefix_cache_blocks(config, loaded.model, model.max_model_len)),
         _speculation(config, runner),
         on_start=active.sequence_started,
+        select=StepSelection(deferred, shares),
+        reserved_slots=config.reserved_slots,
     )
-    sampler = make_sampler(plugin_config(config, model, loaded, reasoning), loaded, plugins, metrics, clock)
+    sampler = make_sampler(plugin_config(config, model, loaded, reasoning), loaded, plugins, metrics, clock, deferred)
     batch: PersistentBatch[Sequence] = PersistentBatch(config.max_num_seqs)
-    engine = Engine(runner, sampler, scheduler, batch, on_finished=active.sequence_finished, clock=clock)
+    engine = Engine(
+        runner,
+        sampler,
+        scheduler,
+        batch,
+        on_finished=active.sequence_finished,
+        clock=clock,
+        deferred=deferred,
+        shares=shares,
+    )
     async_engine = AsyncEngine(
         config,
         model,
@@ -114,6 +130,7 @@ def _build(
         pool=FairPool(pool_threads(), config.max_num_seqs + config.max_queued_requests, "logitship-work"),
         queued_bytes=QueuedBytes(config.max_queued_bytes, config.max_queued_bytes_per_tenant),
         library=library,
+        shares=shares,
         plugins=plugins,
         attached_to_all=attached_to_all(config),
         sandboxes=executor if isinstance(executor, SandboxExecutor) else None,

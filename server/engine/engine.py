@@ -12,6 +12,7 @@ import torch
 from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
+from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.processor_groups import adjacent_swaps, group_key, uses_of
 from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
@@ -24,8 +25,12 @@ from .beam_group import Beam, BeamGroup
 from .failures import INTERNAL_ERROR, request_error
 from .forward_pass import Plan, StepLogits, forward, prompt_logprob_offsets
 from .scheduler import Scheduler
+from .tenant_shares import TenantShares
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT = 0.005
+"""Seconds without a look at the inbox, where all running sequences wait for deferred calls."""
 
 
 class Engine:
@@ -37,6 +42,8 @@ class Engine:
         on_finished: called with each sequence that finished, for whatever reason, after its last chunk. A beam search
             finishes once, with its lead beam.
         clock: times the phases of a step.
+        deferred: the calls of processors that steps do not wait for.
+        shares: learns how long steps take.
 
     Attributes:
         num_steps: steps so far.
@@ -52,6 +59,8 @@ class Engine:
         batch: PersistentBatch[Sequence],
         on_finished: Callable[[Sequence], None],
         clock: StepClock | None = None,
+        deferred: DeferredCalls | None = None,
+        shares: TenantShares | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -59,12 +68,19 @@ class Engine:
         self._batch = batch
         self._on_finished = on_finished
         self._clock = clock or StepClock()
+        self._deferred = DeferredCalls() if deferred is None else deferred
+        self._shares = shares or TenantShares()
         self.num_steps = self.num_drafted = self.num_accepted = 0
 
     @property
     def num_running(self) -> int:
         """Sequences that have a slot."""
         return len(self._scheduler.running)
+
+    @property
+    def num_deferred(self) -> int:
+        """Calls of processors that a step did not wait for, so far."""
+        return self._deferred.num_deferred
 
     @property
     def num_waiting(self) -> int:
@@ -93,8 +109,10 @@ class Engine:
         """Compute one step. A failure ends the sequences that ran, never the engine.
 
         Returns:
-            False if there was nothing to do.
+            False if there was nothing to do, and no deferred call has to be waited for.
         """
+        self._deferred.collect()
+        is_waiting = bool(self._deferred)
         plan = self._schedule()
         if plan:
             with self._guarded(plan):
@@ -103,7 +121,9 @@ class Engine:
                 self._advance(plan, logits)
                 self._sample(plan, logits)
                 self._finish_prompt_only(plan)
-        return bool(plan)
+        elif is_waiting:
+            self._deferred.collect(_LONGEST_WAIT)
+        return bool(plan) or is_waiting
 
     @contextlib.contextmanager
     def _guarded(self, plan: Plan) -> Iterator[None]:
@@ -117,15 +137,22 @@ class Engine:
             logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
             self._end_all_running()
         self.num_steps += 1
+        if not plan.prefill:
+            self._shares.observe_step(self._clock.seconds_without_processors)
         self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
 
     def _schedule(self) -> Plan:
         with self._clock.schedule:
-            return self._scheduler.schedule()
+            plan = self._scheduler.schedule()
+            self._deferred.kept = {use for sequence in plan.idle for use in uses_of(sequence.sampling_params)}
+            return plan
 
     def _update_batch(self, plan: Plan) -> None:
-        """Add the rows that sample for the first time, and tell the sampler what changed."""
+        """Add the rows that sample for the first time or again, and tell the sampler what changed."""
         with self._clock.batch_update:
+            for sequence in plan.idle:
+                if sequence in self._batch:
+                    self._batch.remove(sequence)
             for chunk in plan.chunks:
                 if chunk.samples and chunk.sequence not in self._batch:
                     self._batch.add(chunk.sequence)
@@ -162,7 +189,9 @@ class Engine:
             top = sequence.sampling_params.prompt_logprobs
             if top is None:
                 continue
-            if sequence.num_computed == 0 and sequence.sampling_params.prompt_logprobs_start == 0:
+            # A prompt of one token may be computed again, see `DeferredCalls`.
+            is_first = sequence.num_computed == 0 and not sequence.prompt_logprobs
+            if is_first and sequence.sampling_params.prompt_logprobs_start == 0:
                 sequence.prompt_logprobs.append(TokenLogprobs(sequence.prompt_token_ids[0], None, None))
             targets = [sequence.prompt_token_ids[sequence.num_computed + offset + 1] for offset in offsets]
             records = token_logprobs(logits[first : first + len(offsets)], targets, [top] * len(offsets))
@@ -200,13 +229,16 @@ class Engine:
         """Append to each row's sequence its sampled token, and remove the sequences that finish.
 
         Returns:
-            The rows that are still running.
+            The rows that have a new token and are still running.
         """
         faults = dict(sampled.faults)
         running = []
         searching: dict[BeamGroup, dict[Sequence, RowLogprobs | LogitshipError]] = {}
         for place, row in enumerate(rows):
             sequence = members[row]
+            if place in sampled.deferred:
+                sequence.num_computed -= 1  # its last token is computed again when it goes on
+                continue
             if isinstance(sequence, Beam):
                 result = faults.get(place) or sampled.logprobs[place]
                 assert result is not None

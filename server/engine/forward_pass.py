@@ -37,11 +37,13 @@ class Plan:
         decode: one token of each decoding sequence, with its drafts.
         prefill: chunks of prompts.
         started_at: `time.perf_counter()` when scheduling began.
+        idle: running sequences of which nothing is computed. They have no row of the batch in this step.
     """
 
     decode: list[ScheduledChunk]
     prefill: list[ScheduledChunk]
     started_at: float
+    idle: list[Sequence] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)

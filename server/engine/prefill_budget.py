@@ -13,6 +13,8 @@ _MIN_TOKENS = 16
 """Fewest prompt tokens of a step, so that long prompts make progress: a block of the prefix cache."""
 _FIRST_TOKENS = 64
 """Prompt tokens beside another tenant's rows, as long as the time of a prompt token is unknown."""
+_PART = 0.5
+"""Time of prompt tokens beside another tenant's rows, as a part of a step's time without them."""
 _WEIGHT = 0.2
 """Weight of the latest step in the moving averages."""
 
@@ -22,7 +24,7 @@ class PrefillBudget:
 
     Guarantees:
     * A step computes at most `chunked_prefill_size` prompt tokens.
-    * Prompts of one tenant make the steps of another's running rows about twice as long, not more.
+    * Prompts of one tenant make the steps of another's running rows about half as long again, not more.
     * Tenants with prompts get equal parts of it, except what they don't need.
 
     Args:
@@ -64,10 +66,10 @@ class PrefillBudget:
         return parts
 
     def _tokens_beside_others(self) -> int:
-        """Return how many prompt tokens take as long as a step without any."""
+        """Return how many prompt tokens take half as long as a step without any."""
         tokens = _FIRST_TOKENS
         if self._decode_seconds is not None and self._token_seconds:
-            tokens = int(self._decode_seconds / self._token_seconds)
+            tokens = int(_PART * self._decode_seconds / self._token_seconds)
         return min(max(tokens, _MIN_TOKENS), self.chunked_prefill_size)
 
 

@@ -6,6 +6,7 @@ from logitship.builtin_processors.batch_processors import make_logits_processors
 from logitship.sampler.batch_processors.guarded_processor import GuardedProcessor
 from logitship.sampler.batch_processors.plugins import Plugin, PluginLoadError
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, VllmConfig, vllm_config
+from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.sampler import Sampler
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics
@@ -18,7 +19,12 @@ from .processor_setup import model_view
 
 
 def make_sampler(
-    config: VllmConfig, loaded: LoadedModel, plugins: list[Plugin], metrics: EngineMetrics, clock: StepClock
+    config: VllmConfig,
+    loaded: LoadedModel,
+    plugins: list[Plugin],
+    metrics: EngineMetrics,
+    clock: StepClock,
+    deferred: DeferredCalls,
 ) -> Sampler:
     """Build the sampler.
 
@@ -38,7 +44,9 @@ def make_sampler(
         pinned,
         model=model_view(loaded),
         on_call=metrics.call_observer,
+        is_kept=lambda use: use in deferred.kept,
         check_last=False,  # the sampler checks all rows
+        deferred=deferred,
         clock=clock,
     )
     return Sampler(loaded.vocab_size, device, processors, shipped)

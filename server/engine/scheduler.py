@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from logitship.server.model.kv_cache import PrefixCache, SlotCache
@@ -21,6 +21,7 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
+from .fair_queue import FairQueue
 from .forward_pass import Plan, ScheduledChunk
 from .prefill_budget import PrefillBudget
 
@@ -66,11 +67,17 @@ def _noop(sequence: Sequence) -> None:
     pass
 
 
+def _all(running: list[Sequence]) -> list[Sequence]:
+    return running
+
+
 class Scheduler:
-    """First come, first served; every running sequence decodes in every step.
+    """First come, first served for each tenant; every selected running sequence decodes in every step.
 
     Guarantees:
-    * A sequence runs from when it gets a slot until it finishes: nothing is preempted.
+    * A sequence keeps its slot from when it gets it until it finishes: nothing is preempted. It may sit out steps.
+    * A free slot goes to the waiting tenant with the fewest slots, the last `reserved_slots` only to tenants with at most
+      as many.
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
@@ -83,6 +90,8 @@ class Scheduler:
         prefixes: the prefix cache; None: no caching.
         speculation: drafts tokens; None: no speculative decoding.
         on_start: called with each sequence that got its slot.
+        select: returns the running sequences that take part in the next step; called once a step.
+        reserved_slots: slots that only tenants with at most as many slots get.
     """
 
     def __init__(
@@ -92,14 +101,18 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         speculation: NGramSpeculation | None = None,
         on_start: Callable[[Sequence], None] = _noop,
+        select: Callable[[list[Sequence]], list[Sequence]] = _all,
+        reserved_slots: int = 0,
     ) -> None:
         self._cache = cache
         self.prefixes = prefixes or PrefixCache(cache, 0)
         self._speculation = speculation
         self._on_start = on_start
+        self._select = select
+        self._reserved_slots = reserved_slots
         self.chunked_prefill_size = chunked_prefill_size
         self._prefill_budget = PrefillBudget(chunked_prefill_size)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []
 
     @property
@@ -115,31 +128,58 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Give free slots to waiting sequences, then plan a step."""
         started_at = time.perf_counter()
-        while self.waiting and self._cache.num_free >= self.waiting[0].num_slots:
-            sequence = self.waiting.popleft()
-            sequence.slot = self._cache.allocate()
-            if isinstance(sequence, Beam):
-                sequence.group.spare_slots = [self._cache.allocate() for _ in range(sequence.num_slots - 1)]
-            self.running.append(sequence)
-            self._on_start(sequence)
+        if self.waiting:
+            self._start_waiting()
         self.share_prompts()
         self._keep_prompts()
-        decoding = [sequence for sequence in self.running if not sequence.prefilling]
+        selected = self._select(self.running)
+        decoding = [sequence for sequence in selected if not sequence.prefilling]
         # The next tokens of beams are chosen by the search, not sampled.
         drafting = [sequence for sequence in decoding if not isinstance(sequence, Beam)]
         drafts = self._speculation.drafts(drafting) if self._speculation else {}
         decode = [ScheduledChunk(s, s.next_tokens(1), drafts.get(s, [])) for s in decoding]
-        prefill = []
-        prefilling = list(computing_prompts(self.running))
-        budgets = self._prefill_budget.divide(decoding, prefilling)
-        for sequence in prefilling:
+        prefill = self._prompt_chunks(decoding, selected)
+        return Plan(decode, prefill, started_at, self._without_chunk([*decode, *prefill]))
+
+    def _prompt_chunks(self, decoding: list[Sequence], selected: list[Sequence]) -> list[ScheduledChunk]:
+        """Plan the prompt tokens of the step."""
+        computing = list(computing_prompts(selected))
+        budgets = self._prefill_budget.divide(decoding, computing)
+        chunks = []
+        for sequence in computing:
             if budgets[sequence.tenant]:
                 # In every step: a sequence ahead of it may just have computed the same prefix.
                 self._restore_prefix(sequence)
                 chunk = ScheduledChunk(sequence, sequence.next_tokens(budgets[sequence.tenant]))
                 budgets[sequence.tenant] -= len(chunk.token_ids)
-                prefill.append(chunk)
-        return Plan(decode, prefill, started_at)
+                chunks.append(chunk)
+        return chunks
+
+    def _without_chunk(self, chunks: list[ScheduledChunk]) -> list[Sequence]:
+        if len(chunks) == len(self.running):
+            return []
+        scheduled = {chunk.sequence for chunk in chunks}
+        return [sequence for sequence in self.running if sequence not in scheduled]
+
+    def _start_waiting(self) -> None:
+        """Give free slots to waiting sequences."""
+        slots = Counter(sequence.tenant for sequence in self.running)
+        for group in {sequence.group for sequence in self.running if isinstance(sequence, Beam)}:
+            slots[group.lead.tenant] += len(group.spare_slots)
+        while (sequence := self.waiting.first(slots)) and self._may_start(sequence, slots[sequence.tenant]):
+            self.waiting.pop(sequence)
+            slots[sequence.tenant] += sequence.num_slots
+            sequence.slot = self._cache.allocate()
+            if isinstance(sequence, Beam):
+                sequence.group.spare_slots = [self._cache.allocate() for _ in range(sequence.num_slots - 1)]
+            self.running.append(sequence)
+            self._on_start(sequence)
+
+    def _may_start(self, sequence: Sequence, num_held: int) -> bool:
+        """Return whether a sequence may have slots now, beside those that its tenant has."""
+        left = self._cache.num_free - sequence.num_slots
+        is_small = num_held + sequence.num_slots <= self._reserved_slots
+        return left >= (0 if is_small else self._reserved_slots)
 
     def observe(self, plan: Plan, num_accepted: int, seconds: float) -> None:
         """Record how many drafts of a step were accepted, and how long it took."""

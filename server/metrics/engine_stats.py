@@ -41,6 +41,8 @@ class EngineStats:
         pool_jobs_running: jobs that prepare requests now: decode, validate, tokenize.
         pool_jobs_waiting: jobs that wait for a thread.
         queued_bytes: memory of the bodies of requests that are received or wait.
+        deferred_calls: calls of processors that a step did not wait for.
+        tenant_step_seconds: time of the calls of shipped processors, by tenant; those without a label as `other`.
     """
 
     running: int
@@ -65,3 +67,5 @@ class EngineStats:
     pool_jobs_running: int = 0
     pool_jobs_waiting: int = 0
     queued_bytes: int = 0
+    deferred_calls: int = 0
+    tenant_step_seconds: Mapping[str, float] = field(default_factory=dict)

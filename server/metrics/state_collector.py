@@ -93,6 +93,15 @@ def _processors(stats: EngineStats) -> Iterable[Metric]:
         stats.processor_cache_bytes,
     )
     yield GaugeMetricFamily("logitship_registered_processors", "Registered processors.", stats.registered_processors)
+    yield CounterMetricFamily(
+        "logitship_deferred_calls", "Calls of processors that a step did not wait for.", stats.deferred_calls
+    )
+    seconds = CounterMetricFamily(
+        "logitship_tenant_step_seconds", "Time of the calls of a tenant's shipped processors.", labels=["tenant"]
+    )
+    for tenant, total in sorted(stats.tenant_step_seconds.items()):
+        seconds.add_metric([tenant], total)
+    yield seconds
 
 
 def _sandboxes(stats: EngineStats) -> Iterable[Metric]:

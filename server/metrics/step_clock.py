@@ -67,6 +67,11 @@ class StepClock:
         """All phases, in the order of a step."""
         return (self.schedule, self.batch_update, self.forward, self.sample, self.processors, self.deliver)
 
+    @property
+    def seconds_without_processors(self) -> float:
+        """Time of the step so far, without the phase `processors`."""
+        return sum(phase.seconds for phase in self.phases) - self.processors.seconds
+
     def enter(self, phase: Phase) -> None:
         """Start a phase inside the current one."""
         now = time.perf_counter()

@@ -130,7 +130,7 @@ class Limits:
         vocab_size: size of the vocabulary.
         max_model_len: longest prompt and output together, in tokens.
         max_logprobs: most log-probabilities per position that a request may ask for.
-        max_num_seqs: most sequences that run at a time.
+        max_num_seqs: most sequences of one tenant that run at a time.
         knows_thinking: True if the model's thinking markers are configured.
     """
 
@@ -147,7 +147,7 @@ class Limits:
             vocab_size,
             max_model_len,
             config.max_logprobs,
-            config.max_num_seqs,
+            config.max_num_seqs - config.reserved_slots,
             knows_thinking=config.reasoning_strings is not None,
         )
 

@@ -88,6 +88,9 @@ class Shipped(Edit):
     def take_faults(self) -> list[tuple[int, ProcessorFault]]:
         return self.faults
 
+    def take_deferred(self) -> list[int]:
+        return []
+
     def fault_of(self, row: int, logits: torch.Tensor) -> ProcessorFault | None:
         return None
 

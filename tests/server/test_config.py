@@ -138,3 +138,16 @@ def test_one_allowed_host_or_origin() -> None:
 def test_malformed_hosts_and_origins(field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}: expected"):
         ServerConfig(**{field: "https://a.example.org/path"})  # type: ignore[arg-type]
+
+
+def test_slots_are_reserved_where_there_are_several_keys() -> None:
+    assert ServerConfig(max_num_seqs=32).reserved_slots == 0
+    assert ServerConfig(max_num_seqs=32, api_key="a").reserved_slots == 0
+    assert ServerConfig(max_num_seqs=32, api_key=("a", "b")).reserved_slots == 4
+    assert ServerConfig(max_num_seqs=4, api_key=("a", "b")).reserved_slots == 0
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
+def test_tenant_step_share_is_a_fraction(share: float) -> None:
+    with pytest.raises(ValueError, match="tenant_step_share"):
+        ServerConfig(tenant_step_share=share)

@@ -6,6 +6,7 @@ import torch
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.scheduler import Scheduler
+from logitship.server.engine.tenant_shares import TenantShares
 from logitship.server.model.kv_cache import CacheShape, SlotCache
 from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
@@ -22,11 +23,18 @@ class ScriptedEngine:
         sampled: sequences that sampled a first token, each from the right prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_slots: int, chunk_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_slots: int,
+        chunk_size: int,
+        shares: TenantShares | None = None,
+        reserved_slots: int = 0,
+    ) -> None:
         self._tokenizer = tokenizer
         shape = CacheShape(num_layers=2, num_slots=num_slots, num_kv_heads=1, max_len=MAX_LEN, head_dim=1)
         self._cache = SlotCache(shape, torch.float64, torch.device("cpu"))
-        self.scheduler = Scheduler(self._cache, chunk_size)
+        self.scheduler = Scheduler(self._cache, chunk_size, shares=shares, reserved_slots=reserved_slots)
         self.prompt_tokens: dict[str, int] = {}
         self.sampled: set[tuple[str, int]] = set()
         self.chunks: list[GenerationChunk] = []
@@ -234,3 +242,18 @@ def test_cancelled_prompt_is_not_continued(tokenizer: Tokenizer) -> None:
     engine.add("next", 1, list(range(60, 64)), max_tokens=2)
     engine.step()
     assert engine.prompt_tokens == {"cancelled": 8, "next": 4}
+
+
+def test_reserved_slots_are_for_tenants_with_few(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, reserved_slots=2)
+    many = engine.add("many", 10, [5, 6], 30, tenant="a")
+    engine.step()
+    assert sum(sequence.slot is not None for sequence in many) == 6
+    few = engine.add("few", 3, [5, 6], 30, tenant="b")
+    engine.step()
+    assert sum(sequence.slot is not None for sequence in few) == 2
+    for sequence in many[:2]:
+        engine.end(sequence)
+    engine.step()
+    # Two are free, and reserved again: the other tenants have more than two.
+    assert [sum(sequence.slot is not None for sequence in each) for each in (many, few)] == [4, 2]

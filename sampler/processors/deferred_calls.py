@@ -1,0 +1,180 @@
+"""Calls that a step does not wait for, and the rows that sit out steps until such a call has ended.
+
+A sandboxed processor of one tenant may take longer than all of a step's other work. While other tenants have running
+sequences, a step waits for it no longer than `StepPatience` allows. Then the call is *deferred*: it goes on in its
+sandbox, its rows sample no token, and the engine plans the next steps without them. When the call has ended, the rows
+are computed again, get the logits that the call left, and go on with what comes after it.
+
+Guarantees:
+* A processor is called once for each token of a row, in order, and sees what it would see in an undisturbed run.
+* A processor with a deferred call is not called again before that has ended: its other rows sit out as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from logitship.client.errors import ProcessorFault
+from logitship.sampler.trace import Snapshot, after_processor
+
+from .executor import Run, RunOutcome
+from .processor_groups import ProcessorGroup, ProcessorUse, StageKey
+
+BEFORE_ALL: StageKey = (False, -1)
+"""Key before that of the first stage."""
+
+
+class StepPatience(Protocol):
+    """Decides how long a step waits for the processors of a tenant."""
+
+    @property
+    def is_limited(self) -> bool:
+        """False if the current step waits for all calls until they end."""
+        ...
+
+    def left(self, tenant: str) -> float:
+        """Return how long the current step still waits for calls of a tenant, in seconds; infinity: until they end."""
+        ...
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Account for a call of a tenant's processor that has ended."""
+        ...
+
+
+class EndlessPatience:
+    """Waits for all calls."""
+
+    is_limited = False
+
+    def left(self, tenant: str) -> float:
+        """See `StepPatience.left`."""
+        return math.inf
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """See `StepPatience.charge`."""
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRow:
+    """A row that samples no token before it has gone through its remaining stages.
+
+    Attributes:
+        logits: float32 [vocab], after the stage `done`.
+        done: the last stage that has ended.
+        fault: the fault of its processor in that stage.
+        trace: the row's trace so far.
+    """
+
+    logits: torch.Tensor
+    done: StageKey
+    fault: ProcessorFault | None = None
+    trace: list[Snapshot] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredCall:
+    """A call that no step waits for.
+
+    Attributes:
+        run: the call.
+        group: the rows at the time of the call.
+        stage: its stage.
+        logits: float32 [rows, vocab]: what the call edits.
+        traces: each row's trace so far, by place in the group.
+        owners: the first processor of each row, which identifies it.
+        read: returns the faults of the call, by place in the group.
+    """
+
+    run: Run
+    group: ProcessorGroup
+    stage: StageKey
+    logits: torch.Tensor
+    traces: list[list[Snapshot]]
+    owners: list[ProcessorUse]
+    read: Callable[[ProcessorGroup, torch.Tensor, RunOutcome], dict[int, ProcessorFault]]
+
+
+class DeferredCalls:
+    """The deferred calls of an engine, and the rows they are made for. Engine thread only.
+
+    Args:
+        patience: is charged for the calls.
+
+    Attributes:
+        kept: processors of running sequences that have no row at the moment. Written by the engine.
+        num_deferred: calls that were deferred so far.
+    """
+
+    def __init__(self, patience: StepPatience | None = None) -> None:
+        self.patience: StepPatience = patience or EndlessPatience()
+        self.kept: Collection[ProcessorUse] = frozenset()
+        self.num_deferred = 0
+        self._calls: list[DeferredCall] = []
+        self._saved: dict[ProcessorUse, SavedRow] = {}
+        self._busy: set[str] = set()
+
+    def __len__(self) -> int:
+        """Return the number of calls that have not ended."""
+        return len(self._calls)
+
+    @property
+    def has_saved(self) -> bool:
+        """True if a row is saved."""
+        return bool(self._saved)
+
+    def is_busy(self, group_name: str) -> bool:
+        """Return whether a processor cannot be called now, see `LoadedProcessor.group_name`."""
+        return group_name in self._busy
+
+    def any_busy(self, uses: Iterable[ProcessorUse]) -> bool:
+        """Return whether a sequence with these processors has to sit out."""
+        return bool(self._busy) and any(use.processor.group_name in self._busy for use in uses)
+
+    def add(self, call: DeferredCall) -> None:
+        """Take over a call from its step."""
+        self._calls.append(call)
+        self._busy.add(call.group.processor.group_name)
+        self.num_deferred += 1
+
+    def save(self, owner: ProcessorUse, row: SavedRow) -> None:
+        """Save a row that cannot go on in this step."""
+        self._saved[owner] = row
+
+    def saved(self, owner: ProcessorUse) -> SavedRow | None:
+        """Return the saved row of a sequence; None if it has none."""
+        return self._saved.get(owner)
+
+    def discard(self, owner: ProcessorUse) -> None:
+        """Drop the saved row of a sequence: it goes on, or has ended."""
+        self._saved.pop(owner, None)
+
+    def collect(self, timeout: float = 0.0) -> None:
+        """Save the rows of the calls that have ended.
+
+        Args:
+            timeout: longest wait for the first one, in seconds.
+        """
+        for call in self._calls.copy():
+            if call.run.wait(timeout):
+                self._end(call)
+            timeout = 0.0
+
+    def _end(self, call: DeferredCall) -> None:
+        self._calls.remove(call)
+        self._busy.discard(call.group.processor.group_name)
+        outcome = call.run.finish()
+        call.group.count(outcome)
+        self.patience.charge(call.group.processor.tenant, outcome.seconds)
+        faults = call.read(call.group, call.logits, outcome)
+        for place, owner in enumerate(call.owners):
+            if owner.executor_row is not None:  # it has not ended
+                logits, trace = call.logits[place], call.traces[place]
+                if trace:
+                    processor = call.group.processor
+                    trace.append(after_processor(processor.name, processor.digest, logits, again=call.group.again))
+                self.save(owner, SavedRow(logits, call.stage, faults.get(place), trace))

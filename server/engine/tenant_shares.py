@@ -1,0 +1,133 @@
+"""Accounts for the time that each tenant's processors take, and limits how long steps wait for one tenant's work."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+WINDOW = 10.0
+"""Seconds after which a call counts for 1/e of its time."""
+
+PATIENCE = 0.5
+"""Longest wait of a step for processors, while several tenants run: this part of what a step takes without them."""
+
+LEAST_PATIENCE = 0.01
+"""Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
+
+_STEP_WEIGHT = 1 / 8
+
+
+@dataclass
+class _Use:
+    """Recent use of a tenant.
+
+    Attributes:
+        amount: seconds, those of the past with their weight.
+        at: time of the last change.
+    """
+
+    amount: float
+    at: float
+
+    def add(self, amount: float, now: float) -> None:
+        """Add to the amount."""
+        self.amount, self.at = self.at_time(now) + amount, now
+
+    def at_time(self, now: float) -> float:
+        """Return the amount with its weight at a later time."""
+        return self.amount * math.exp((self.at - now) / WINDOW)
+
+
+def _follow(average: float, value: float) -> float:
+    """Return the moving average after another value; 0 is no average."""
+    return average + _STEP_WEIGHT * (value - average) if average else value
+
+
+class TenantShares:
+    """Fair shares of the engine's time. Implements `StepPatience`.
+
+    A tenant's share is the time of its processors' calls, divided by the time that all cores have, over the last
+    seconds. It grows only while sequences of other tenants run: who is alone may use everything. A tenant whose share
+    exceeds `most` is *over its share*: no step waits for its calls, its sequences with shipped processors sit out while
+    others can run, and its new requests with shipped processors are refused.
+
+    On the engine thread, except for `seconds` and `retry_after`.
+
+    Args:
+        most: most of the time that a tenant's processors may take, above 0.
+        cores: number of cores; None: those that this process may use.
+        clock: returns seconds.
+
+    Attributes:
+        seconds: total time of the calls of each tenant's processors.
+        is_limited: True if several tenants have running sequences in this step.
+    """
+
+    def __init__(
+        self, most: float = 1.0, cores: int | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds: dict[str, float] = {}
+        self.is_limited = False
+        self._most = most
+        self._cores = cores or len(os.sched_getaffinity(0))
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+        self._usual_step = 0.0
+        self._wait_until: float | None = None
+
+    def begin_step(self, tenants: Collection[str]) -> None:
+        """Begin a step.
+
+        Args:
+            tenants: those with running sequences, each once.
+        """
+        self.is_limited = len(tenants) > 1
+        self._wait_until = None
+
+    def observe_step(self, seconds: float) -> None:
+        """Record the duration of a step without prompt tokens, without the time for processors, in seconds."""
+        self._usual_step = _follow(self._usual_step, seconds)
+
+    def left(self, tenant: str) -> float:
+        """See `StepPatience.left`."""
+        if not self.is_limited:
+            return math.inf
+        if self.is_over(tenant):
+            return 0.0
+        now = self._clock()
+        if self._wait_until is None:
+            self._wait_until = now + max(LEAST_PATIENCE, PATIENCE * self._usual_step)
+        return max(0.0, self._wait_until - now)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """See `StepPatience.charge`."""
+        self.seconds[tenant] = self.seconds.get(tenant, 0.0) + seconds
+        if self.is_limited:
+            self._uses.setdefault(tenant, _Use(0.0, 0.0)).add(seconds, self._clock())
+
+    def share(self, tenant: str) -> float:
+        """Return a tenant's current share: 1 if its processors kept all cores busy in the last seconds."""
+        use = self._uses.get(tenant)
+        if use is None:
+            return 0.0
+        return use.at_time(self._clock()) / (WINDOW * self._cores)
+
+    def is_over(self, tenant: str) -> bool:
+        """Return whether a tenant's processors have taken more than their share."""
+        return tenant in self._uses and self.share(tenant) > self._most
+
+    def retry_after(self, tenant: str) -> int | None:
+        """Return after how many seconds a tenant over its share should try again; None if it is not. Any thread."""
+        if not self.is_limited or not self.is_over(tenant):
+            return None
+        return max(1, math.ceil(WINDOW * math.log(self.share(tenant) / self._most)))
+
+    def totals(self, most_tenants: int) -> Mapping[str, float]:
+        """Return `seconds` for metrics: the first tenants, and the rest together as `other`. Any thread."""
+        totals = dict(self.seconds)
+        first = dict(list(totals.items())[:most_tenants])
+        rest = sum(seconds for tenant, seconds in totals.items() if tenant not in first)
+        return first if len(first) == len(totals) else {**first, "other": rest}

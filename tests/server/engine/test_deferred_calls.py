@@ -1,0 +1,288 @@
+"""Steps do not wait for slow processors of other tenants, and every request gets the same tokens nevertheless."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.processors.executor import ExecutorRow, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.local_executor import LocalGroup
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine import build
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest, ProcessorRequest
+
+BuildEngine = Callable[..., AsyncEngine]
+Processors = tuple[tuple[ProcessorString, dict[str, Any] | None], ...]
+
+EXACT = """
+from logitship import CustomLogitProcessor
+
+class {name}(CustomLogitProcessor):
+    '''Rolls the row by the history; fails if it is not called exactly once for each token.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            req = params["__req__"]
+            assert req.state.get("calls", 0) == len(req.output_ids)
+            req.state["calls"] = len(req.output_ids) + 1
+            if len(req.output_ids) == params.get("fail_at"):
+                raise ValueError("as asked")
+            row[:] = row.roll({by} * sum(req.output_ids) + len(req.origin_input_ids))
+        return logits
+"""
+
+
+def _exact(name: str, by: int) -> SourceProcessor:
+    return SourceProcessor(EXACT.format(name=name, by=by), name)
+
+
+A, B, C = _exact("A", 1), _exact("B", 3), _exact("C", 7)
+BAN = InstalledProcessor("disallowed_tokens")
+
+
+class LateRun:
+    """A call that ends when it has been asked for often enough, and the executor lets it."""
+
+    def __init__(self, executor: LateExecutor, group: LocalGroup, logits: torch.Tensor, delay: int) -> None:
+        self._executor = executor
+        self._group = group
+        self._input = logits.clone()
+        self._logits = logits
+        self._delay = delay
+
+    def wait(self, timeout: float) -> bool:
+        self._delay -= 1
+        return self._delay < 0 and not self._executor.is_held
+
+    def move_to(self, logits: torch.Tensor) -> None:
+        assert torch.equal(logits, self._input)
+        self._logits = logits
+
+    def finish(self) -> RunOutcome:
+        outcome = self._group.begin(self._input).finish()
+        self._logits.copy_(self._input)
+        return outcome
+
+
+@dataclasses.dataclass
+class LateGroup:
+    executor: LateExecutor
+    group: LocalGroup
+
+    def begin(self, logits: torch.Tensor) -> LateRun:
+        return LateRun(self.executor, self.group, logits, self.executor.random.choice([0, 0, 1, 2, 6]))
+
+
+class LateExecutor(InProcessExecutor):
+    """Runs processors in this process, and lets steps wait for them.
+
+    Attributes:
+        is_held: True while no call ends.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__({})
+        self.random = random.Random(seed)
+        self.is_held = False
+
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> Any:
+        return LateGroup(self, super().group(processor, rows))
+
+
+@pytest.fixture
+def late_executor(monkeypatch: pytest.MonkeyPatch) -> LateExecutor:
+    """The executor of the engines that are built from now on."""
+    executor = LateExecutor()
+    monkeypatch.setattr(build, "make_executor", lambda *args: executor)
+    return executor
+
+
+def wanted(number: int, tenant: str = "", **fields: Any) -> GenerationRequest:
+    """Return one of many requests, which together use every feature that a deferred row could get wrong."""
+    chosen: Processors = [
+        (),
+        ((A, {}),),
+        ((A, {}), (B, {})),
+        ((B, {}),),
+        ((C, {}), (BAN, {"token_ids": [7, 8, 9]}), (A, {})),
+        ((B, {}), (A, {}), (C, {})),
+        ((_exact(f"Fails{number}", 1), {"fail_at": 2}), (B, {})),
+    ][number % 7]
+    prompt = [4 + (11 * number + 3 * place) % 250 for place in range(1 + number * 7 % 40)]
+    params: dict[str, Any] = {
+        "max_tokens": 3 + number * 5 % 14,
+        "seed": number,
+        "temperature": (0.0, 0.8, 1.3)[number % 3],
+        "top_p": (1.0, 0.9)[number % 2] if number % 3 else 1.0,
+        "repetition_penalty": (1.0, 1.2)[number % 2],
+        "min_tokens": (0, 2)[number % 2],
+        "logprobs": (None, 2)[number % 2],
+        "trace": (None, None, 3)[number % 3],
+        "prompt_logprobs": (None, 1)[number % 5 == 0],
+    }
+    return GenerationRequest(
+        rid=f"r{number}",
+        tenant=tenant,
+        prompt_token_ids=prompt,
+        processors=tuple(ProcessorRequest(string, values, own=True) for string, values in chosen),
+        sampling_params=SamplingParams(**params),
+        **fields,
+    )
+
+
+async def generate(engine: AsyncEngine, request: GenerationRequest) -> list[GenerationChunk]:
+    return [chunk async for chunk in await engine.submit(request)]
+
+
+@dataclasses.dataclass
+class Summary:
+    """What must not depend on other requests.
+
+    Attributes:
+        exact: tokens, text, finish reason, steps of the receipts and stages of the traces, by continuation.
+        logprobs: all log-probabilities, which may differ in their last bits.
+    """
+
+    exact: dict[int, dict[str, Any]]
+    logprobs: list[float | None]
+
+
+def summary(chunks: list[GenerationChunk]) -> Summary:
+    result = Summary({}, [])
+    for chunk in sorted(chunks, key=lambda chunk: chunk.index):
+        own = result.exact.setdefault(chunk.index, {"tokens": [], "text": "", "stages": []})
+        own["tokens"] += chunk.token_ids
+        own["text"] += chunk.text
+        result.logprobs += [each.logprob for each in (*chunk.prompt_logprobs, *chunk.logprobs)]
+        for trace in chunk.traces:
+            own["stages"].append([(stage.stage, stage.name, stage.again, stage.num_allowed) for stage in trace.stages])
+            result.logprobs += [logprob for stage in trace.stages for logprob in stage.logprobs]
+        if chunk.finish_reason is not None:
+            error = chunk.finish_reason.error
+            own["reason"] = (chunk.finish_reason.kind, error and error.message)
+            own["steps"] = [receipt.steps for receipt in chunk.receipts]
+    return result
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(120):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+async def compare(engine: AsyncEngine, requests: Callable[[str], list[GenerationRequest]]) -> None:
+    """Compare each request alone with the same request among those of three tenants."""
+    alone = [summary(await generate(engine, one)) for one in requests("alone")]
+    assert engine.stats().deferred_calls == 0
+    tenants = ["a", "b", "c"]
+    together = [dataclasses.replace(one, tenant=tenants[i % 3]) for i, one in enumerate(requests("x"))]
+    results = await asyncio.gather(*(generate(engine, one) for one in together))
+    for one, result, expected in zip(together, results, alone, strict=True):
+        found = summary(result)
+        assert found.exact == expected.exact, one
+        assert [each is None for each in found.logprobs] == [each is None for each in expected.logprobs]
+        numbers = [each for each in found.logprobs if each is not None]
+        assert numbers == pytest.approx([each for each in expected.logprobs if each is not None], abs=1e-5)
+    assert engine.stats().deferred_calls > len(together)
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("slots", [3, 8])
+def test_tokens_are_those_of_an_undisturbed_run(
+    make_engine: BuildEngine, late_executor: LateExecutor, slots: int
+) -> None:
+    engine = make_engine(max_num_seqs=slots, chunked_prefill_size=16)
+    run(compare(engine, lambda tenant: [wanted(number, tenant) for number in range(42)]))
+
+
+def test_several_continuations(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
+    engine = make_engine(max_num_seqs=6, chunked_prefill_size=16)
+    run(compare(engine, lambda tenant: [wanted(number, tenant, n=3) for number in range(21) if number % 7 != 6]))
+
+
+def test_speculative_decoding(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
+    engine = make_engine(max_num_seqs=6, speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    run(compare(engine, lambda tenant: [_repetitive(number, tenant) for number in range(21)]))
+    assert engine.stats().accepted > 0
+
+
+def _repetitive(number: int, tenant: str) -> GenerationRequest:
+    one = wanted(number, tenant)
+    params = dataclasses.replace(one.sampling_params, temperature=0.0, top_p=1.0, max_tokens=30, repetition_penalty=1.0)
+    processors = tuple(each for each in one.processors if number % 2)
+    return dataclasses.replace(one, sampling_params=params, processors=processors)
+
+
+def test_beam_search(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
+    engine = make_engine(max_num_seqs=9)
+
+    def searches(tenant: str) -> list[GenerationRequest]:
+        found = []
+        for number in range(14):
+            one = wanted(number, tenant, beam_search=BeamSearch(3), n=2)
+            params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, logprobs_mode="processed_logprobs")
+            found.append(dataclasses.replace(one, sampling_params=params))
+        return found
+
+    run(compare(engine, searches))
+
+
+def test_others_go_on_while_a_call_is_deferred(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
+    """The slow processor does not answer before the other request has ended."""
+    engine = make_engine()
+
+    async def beside() -> tuple[list[GenerationChunk], list[GenerationChunk]]:
+        first = await engine.submit(_plain("first", "a", 400))
+        await anext(aiter(first))
+        late_executor.is_held = True
+        slow = asyncio.create_task(generate(engine, wanted(1, "b")))
+        await _until(lambda: engine.stats().deferred_calls == 1)
+        second = await generate(engine, _plain("second", "a", 100))
+        await first.aclose()
+        late_executor.is_held = False
+        return second, await slow
+
+    second, slow = run(beside())
+    assert second[-1].completion_tokens == 100
+    assert slow[-1].completion_tokens == wanted(1).sampling_params.max_tokens
+
+
+def test_cancelled_while_its_call_is_deferred(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
+    engine = make_engine()
+
+    async def cancel() -> list[GenerationChunk]:
+        first = await engine.submit(_plain("first", "a", 400))
+        await anext(aiter(first))
+        late_executor.is_held = True
+        slow = await engine.submit(wanted(1, "b"))
+        await _until(lambda: engine.stats().deferred_calls == 1)
+        await slow.aclose()
+        await first.aclose()
+        # The same processor cannot be called before the deferred call has ended.
+        again = asyncio.create_task(generate(engine, wanted(8, "b")))
+        await _until(lambda: engine.stats().running == 1)
+        late_executor.is_held = False
+        return await again
+
+    assert run(cancel())[-1].completion_tokens == wanted(8).sampling_params.max_tokens
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def _plain(rid: str, tenant: str, max_tokens: int) -> GenerationRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerationRequest(rid=rid, tenant=tenant, prompt_token_ids=[5, 6], sampling_params=params)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from logitship.server.engine.tenant_shares import LEAST_PATIENCE, PATIENCE, PROMPT_BLOCK, WINDOW, TenantShares
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def shares(clock: Clock) -> TenantShares:
+    return TenantShares(0.5, cores=2, clock=clock)
+
+
+def test_one_tenant_is_waited_for_without_end(shares: TenantShares) -> None:
+    shares.begin_step({"a"})
+    shares.charge("a", 1000.0)
+    assert (shares.left("a"), shares.share("a"), shares.retry_after("a")) == (math.inf, 0.0, None)
+    assert shares.seconds == {"a": 1000.0}
+
+
+def test_all_calls_of_a_step_have_one_deadline(shares: TenantShares, clock: Clock) -> None:
+    shares.observe_step(0.2)
+    shares.begin_step({"a", "b"})
+    assert shares.left("a") == pytest.approx(PATIENCE * 0.2)
+    clock.now += 0.07
+    assert shares.left("b") == pytest.approx(PATIENCE * 0.2 - 0.07)
+    clock.now += 1
+    assert shares.left("a") == 0.0
+    shares.begin_step({"a", "b"})
+    assert shares.left("a") == pytest.approx(PATIENCE * 0.2)
+
+
+def test_short_steps_wait_at_least_some_time(shares: TenantShares) -> None:
+    shares.observe_step(1e-4)
+    shares.begin_step({"a", "b"})
+    assert shares.left("a") == pytest.approx(LEAST_PATIENCE)
+
+
+def test_no_step_waits_for_a_tenant_over_its_share(shares: TenantShares, clock: Clock) -> None:
+    shares.begin_step({"a", "b"})
+    shares.charge("a", 0.49 * WINDOW * 2)
+    assert shares.left("a") > 0
+    shares.charge("a", 0.51 * WINDOW * 2)
+    assert shares.share("a") == pytest.approx(1.0)
+    assert shares.left("a") == 0.0
+    assert shares.left("b") > 0
+    assert shares.retry_after("b") is None
+    seconds = shares.retry_after("a")
+    assert seconds == math.ceil(WINDOW * math.log(2))
+    clock.now += seconds
+    assert not shares.is_over("a")
+    assert shares.retry_after("a") is None
+
+
+def test_who_is_alone_again_may_use_everything(shares: TenantShares) -> None:
+    shares.begin_step({"a", "b"})
+    shares.charge("a", WINDOW * 4)
+    shares.begin_step({"a"})
+    assert shares.left("a") == math.inf
+    assert shares.retry_after("a") is None
+
+
+def test_usual_step_follows_the_steps(shares: TenantShares) -> None:
+    for seconds in [1.0] * 3 + [0.1] * 60:
+        shares.observe_step(seconds)
+    shares.begin_step({"a", "b"})
+    assert shares.left("a") == pytest.approx(PATIENCE * 0.1, rel=0.01)
+
+
+def test_metrics_have_a_bounded_number_of_tenants(shares: TenantShares) -> None:
+    for number in range(5):
+        shares.charge(f"t{number}", 1.0 + number)
+    assert shares.totals(5) == {f"t{number}": 1.0 + number for number in range(5)}
+    assert shares.totals(2) == {"t0": 1.0, "t1": 2.0, "other": 12.0}
+
+
+def test_prompt_tokens_are_limited_by_their_time(shares: TenantShares) -> None:
+    shares.begin_step({"a", "b"})
+    assert shares.num_prompt_tokens(256) == 256  # nothing is known yet
+    shares.observe_step(0.1)
+    shares.observe_step(0.1 + 0.2, 200)  # 1 ms each
+    assert shares.num_prompt_tokens(256) == 48
+    assert shares.num_prompt_tokens(20) == 20
+    shares.begin_step({"a"})
+    assert shares.num_prompt_tokens(256) == 256
+
+
+def test_some_prompt_tokens_are_always_computed(shares: TenantShares) -> None:
+    shares.begin_step({"a", "b"})
+    shares.observe_step(0.001)
+    shares.observe_step(1.0, 10)
+    assert shares.num_prompt_tokens(256) == PROMPT_BLOCK
+
+
+def test_recent_prompt_tokens_fade(shares: TenantShares, clock: Clock) -> None:
+    shares.charge_prompt("a", 100)
+    assert shares.recent_prompt_tokens("a") == 0
+    shares.begin_step({"a", "b"})
+    shares.charge_prompt("a", 100)
+    assert shares.recent_prompt_tokens("a") == 100
+    clock.now += WINDOW
+    assert shares.recent_prompt_tokens("a") == pytest.approx(100 / math.e)
+    assert shares.recent_prompt_tokens("b") == 0
