@@ -160,6 +160,7 @@ class AsyncEngine:
         """Return the engine's current state and counters."""
         cache = self._library.cache_stats()
         prefixes = self._engine.prefix_stats
+        loads = self.processors.load_stats()
         sandboxes = _NO_SANDBOXES if self._sandboxes is None else self._sandboxes.stats()
         return EngineStats(
             running=self._engine.num_running,
@@ -178,6 +179,8 @@ class AsyncEngine:
             registered_processors=self._library.num_registered,
             drafted=self._engine.num_drafted,
             accepted=self._engine.num_accepted,
+            loads_running=loads.running,
+            loads_waiting=loads.waiting,
             sandboxes=sandboxes.alive,
             sandboxes_started=sandboxes.started,
             sandboxes_ended=sandboxes.ended,

@@ -38,6 +38,8 @@ class EngineStats:
         sandboxes: running sandboxes.
         sandboxes_started: sandboxes started so far.
         sandboxes_ended: sandboxes ended so far, by reason: `unloaded`, or the kind of a `ProcessorFault`.
+        loads_running: shipped processors that are being loaded.
+        loads_waiting: shipped processors that wait to be loaded.
     """
 
     running: int
@@ -59,3 +61,5 @@ class EngineStats:
     sandboxes: int = 0
     sandboxes_started: int = 0
     sandboxes_ended: Mapping[str, int] = field(default_factory=dict)
+    loads_running: int = 0
+    loads_waiting: int = 0
