@@ -1,9 +1,9 @@
-"""LRU cache of loaded processors by tenant and digest. Never evicts one that is in use."""
+"""LRU cache of loaded processors by tenant and digest, fair to tenants. Never evicts one that is in use."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ Key: TypeAlias = tuple[str, str]
 
 
 class ProcessorCacheFull(Exception):
-    """Every processor in the cache is in use and it has no capacity for another. Try again later."""
+    """The cache has no capacity for another processor of the tenant, whatever is evicted. Try again later."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,20 @@ class ProcessorCache:
     * The executor never holds more than `max_entries` processors, including those being loaded: the entry is reserved
       and evicted processors are unloaded before the load. (Processors dropped by `clear` may overlap with new ones.)
     * An acquired processor stays loaded until it is released.
+    * A tenant that uses no processor can load one, whatever the others use, unless there are more than twice as many
+      tenants as places. A tenant's idle processors are evicted before those of tenants that have fewer.
     * The executor is called outside the cache's lock: a slow load does not block requests for other processors.
 
     Args:
         executor: loads and unloads the processors.
         max_entries: maximum number of processors.
         max_bytes: maximum total size of the processors in bytes.
+        num_tenants: number of tenants that may load processors.
     """
 
-    def __init__(self, executor: ProcessorExecutor, *, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, executor: ProcessorExecutor, *, max_entries: int, max_bytes: int, num_tenants: int = 1) -> None:
         self._executor = executor
+        self._num_tenants = num_tenants
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -148,30 +152,54 @@ class ProcessorCache:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = _Entry(size, self._evict_for(size))
+                entry = self._entries[key] = _Entry(size, self._evict_for(key[0], size))
                 self._bytes += size
             entry.users += 1
             self._entries.move_to_end(key)  # most recently used last
             return entry
 
-    def _evict_for(self, size: int) -> list[LoadedProcessor]:
+    def _evict_for(self, tenant: str, size: int) -> list[LoadedProcessor]:
         """Evict enough idle processors for one more, or none if that would not be enough."""
+        self._check_capacity(tenant, size)
+        entries, nbytes, evicted = len(self._entries) + 1, self._bytes + size, list[LoadedProcessor]()
+        while entries > self._max_entries or nbytes > self._max_bytes:
+            entries, nbytes = entries - 1, nbytes - self._entries[key := self._idle_to_evict(tenant)].size
+            evicted.append(self._drop(key))
+        self._evictions += len(evicted)
+        return evicted
+
+    def _check_capacity(self, tenant: str, size: int) -> None:
+        """Refuse a processor for which evicting all idle ones would not be enough, or that takes a reserved place."""
         if size > self._max_bytes:
             raise ProcessorLoadError(
                 f"the processor has {size} bytes, more than the server's limit of {self._max_bytes} for all processors "
                 "together"
             )
-        idle = self._idle()
-        entries, nbytes, evicted = len(self._entries) + 1, self._bytes + size, 0
-        while entries > self._max_entries or nbytes > self._max_bytes:
-            if evicted == len(idle):
-                raise ProcessorCacheFull(
-                    "the server's processor cache is full and all its processors are in use: try again later"
-                )
-            entries, nbytes = entries - 1, nbytes - self._entries[idle[evicted]].size
-            evicted += 1
-        self._evictions += evicted
-        return [self._drop(key) for key in idle[:evicted]]
+        used = [entry.size for entry in self._entries.values() if entry.users]
+        free, free_bytes = self._max_entries - len(used) - 1, self._max_bytes - sum(used) - size
+        if free < 0 or free_bytes < 0:
+            raise ProcessorCacheFull(
+                "the server's processor cache is full and all its processors are in use: try again later"
+            )
+        reserved = self._reserved_against(tenant)
+        if free < reserved or free_bytes < reserved * (self._max_bytes // self._max_entries):
+            raise ProcessorCacheFull(
+                "the rest of the server's processor cache is reserved for other API keys: try again later, when fewer "
+                "of this one's processors are in use"
+            )
+
+    def _reserved_against(self, tenant: str) -> int:
+        """Return the number of places that the tenant may not take: one for each tenant that uses none."""
+        using = {owner for (owner, _), entry in self._entries.items() if entry.users}
+        if tenant not in using:
+            return 0
+        return min(max(0, self._num_tenants - len(using)), self._max_entries // 2)
+
+    def _idle_to_evict(self, tenant: str) -> Key:
+        """Return the least recently used idle processor of the tenant with the most; of `tenant` if it has as many."""
+        count = Counter(owner for owner, _ in self._entries)
+        count[tenant] += 1
+        return max(self._idle(), key=lambda key: (count[key[0]], key[0] == tenant))  # the first of equals
 
     def _load(self, key: Key, runnable: PickledProcessor | SourceProcessor) -> LoadedProcessor:
         with self._lock:

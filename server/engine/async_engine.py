@@ -209,6 +209,7 @@ class AsyncEngine:
         """Return the engine's current state and counters."""
         cache = self._library.cache_stats()
         prefixes = self._engine.prefix_stats
+        loads = self.processors.load_stats()
         sandboxes = _NO_SANDBOXES if self._sandboxes is None else self._sandboxes.stats()
         return EngineStats(
             running=self._engine.num_running,
@@ -229,6 +230,8 @@ class AsyncEngine:
             deferred_calls=self._engine.num_deferred,
             tenant_step_seconds=self._shares.totals(MOST_TENANTS),
             accepted=self._engine.num_accepted,
+            loads_running=loads.running,
+            loads_waiting=loads.waiting,
             sandboxes=sandboxes.alive,
             sandboxes_started=sandboxes.started,
             sandboxes_ended=sandboxes.ended,

@@ -132,4 +132,5 @@ def _cache_bounds(config: ServerConfig) -> dict[str, int]:
     entries = config.processor_cache_entries
     if config.processor_isolation == "sandbox":
         entries = min(entries, config.max_sandboxes)
-    return {"max_entries": entries, "max_bytes": config.processor_cache_bytes}
+    num_tenants = len({*config.api_key, *config.shipping_api_key}) or 1
+    return {"max_entries": entries, "max_bytes": config.processor_cache_bytes, "num_tenants": num_tenants}

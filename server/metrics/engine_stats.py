@@ -43,6 +43,8 @@ class EngineStats:
         queued_bytes: memory of the bodies of requests that are received or wait.
         deferred_calls: calls of processors that a step did not wait for.
         tenant_step_seconds: time of the calls of shipped processors, by tenant; those without a label as `other`.
+        loads_running: shipped processors that are being loaded.
+        loads_waiting: shipped processors that wait to be loaded.
     """
 
     running: int
@@ -69,3 +71,5 @@ class EngineStats:
     queued_bytes: int = 0
     deferred_calls: int = 0
     tenant_step_seconds: Mapping[str, float] = field(default_factory=dict)
+    loads_running: int = 0
+    loads_waiting: int = 0

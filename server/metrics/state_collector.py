@@ -105,6 +105,12 @@ def _processors(stats: EngineStats) -> Iterable[Metric]:
 
 
 def _sandboxes(stats: EngineStats) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
+        "logitship_processor_loads_running", "Shipped processors that are being loaded.", stats.loads_running
+    )
+    yield GaugeMetricFamily(
+        "logitship_processor_loads_waiting", "Shipped processors that wait to be loaded.", stats.loads_waiting
+    )
     yield GaugeMetricFamily("logitship_sandboxes", "Sandboxes that are running.", stats.sandboxes)
     yield CounterMetricFamily("logitship_sandboxes_started", "Sandboxes that were started.", stats.sandboxes_started)
     ended = CounterMetricFamily(

@@ -41,7 +41,7 @@ from logitship.server.refusals import (
 )
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
-from .load_queue import LoadQueue, LoadQueueFull
+from .load_queue import LoadQueue, LoadQueueFull, LoadStats
 from .processor_library import InvalidName, InvalidParams, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
 
@@ -167,6 +167,10 @@ class RequestProcessors:
         self._library = library
         self._loads = loads
         self._load_time = load_time
+
+    def load_stats(self) -> LoadStats:
+        """Return the numbers of loads of shipped processors."""
+        return self._loads.stats()
 
     def list_all(self, tenant: str) -> list[ProcessorInfo]:
         """Return the processors that a tenant's requests can name."""

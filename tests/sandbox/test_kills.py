@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import re
+import select
 import signal
 import threading
 from collections import Counter
@@ -33,7 +34,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
-from logitship.server.refusals import BadRequest
+from logitship.server.refusals import BadRequest, ServiceUnavailable
 from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
 
 KILLS = 200
@@ -203,13 +204,17 @@ class Trap:
         self.sprung.set()
 
 
-def kill(process: int, mark: str) -> bool:
-    """SIGKILL a process, unless its PID was reused."""
+def kill(process: int, mark: str, *, wait: bool = False) -> bool:
+    """SIGKILL a process, unless its PID was reused; and wait until it has ended."""
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(process)
         try:
             if mark.encode() in Path(f"/proc/{process}/cmdline").read_bytes():
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                if wait:
+                    poll = select.poll()
+                    poll.register(pidfd, select.POLLIN)
+                    assert poll.poll(PATIENCE * 1e3)
                 return True
         finally:
             os.close(pidfd)
@@ -247,7 +252,7 @@ class Load:
         while not self._stopping:
             try:
                 tokens, reason = await run_through(self._engine, stream.request())
-            except BadRequest as refused:
+            except (BadRequest, ServiceUnavailable) as refused:  # 503 if the zygote was killed
                 assert stream in SANDBOXED
                 self.ends[f"refused: {refused.param}"] += 1
                 continue
@@ -377,7 +382,7 @@ def test_engines_are_independent(loaded_model: LoadedModel, sandbox_processes: A
         expected = await undisturbed(first)
         assert await undisturbed(second) == expected
         for process in second_processes:
-            kill(process, sandbox_processes.mark)
+            kill(process, sandbox_processes.mark, wait=True)
             assert await undisturbed(first) == expected
         assert await undisturbed(second) == expected
         second.stop()

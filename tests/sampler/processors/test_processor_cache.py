@@ -24,6 +24,7 @@ class CountingExecutor:
         self.errors: list[BaseException] = []
         self.ensured: list[LoadedProcessor] = []
         self.unloaded: list[str] = []
+        self.ready = True
         self.most = 0
         """Maximum number of processors held at a time, including those being loaded."""
         self._held = 0
@@ -55,6 +56,12 @@ class CountingExecutor:
         self.ensured.append(processor)
         if self.errors:
             raise self.errors.pop(0)
+
+    def is_ready(self, processor: LoadedProcessor) -> bool:
+        return self.ready
+
+    def cancel_load(self, digest: str, tenant: str) -> NoReturn:
+        raise AssertionError("nothing is cancelled")
 
     def unload(self, processor: LoadedProcessor) -> None:
         self.unloaded.append(processor.name)
@@ -420,3 +427,86 @@ def test_random_use_matches_plain_list(seed: int) -> None:
         assert (stats.entries, stats.bytes) == (len(kept), sum(sizes[other] for other in kept))
     assert cache.stats().misses == len(executor.loads)
     assert cache.stats().evictions > 0
+
+
+def acquire(cache: ProcessorCache, tenant: str, names: str) -> list[LoadedProcessor]:
+    return [cache.acquire(string(name), tenant) for name in names]
+
+
+def test_place_is_reserved_for_each_tenant_without_one() -> None:
+    cache = ProcessorCache(CountingExecutor(), max_entries=6, max_bytes=100, num_tenants=3)
+    greedy = acquire(cache, "greedy", "ABCD")
+    with pytest.raises(ProcessorCacheFull, match="reserved for other API keys"):
+        cache.acquire(string("E"), "greedy")
+    (other,) = acquire(cache, "other", "A")
+    for tenant in ("greedy", "other"):  # both use one, and the third does not
+        with pytest.raises(ProcessorCacheFull, match="reserved"):
+            cache.acquire(string("E"), tenant)
+    acquire(cache, "third", "A")
+    with pytest.raises(ProcessorCacheFull, match="all its processors are in use"):
+        cache.acquire(string("E"), "third")
+    cache.release(greedy[0])
+    acquire(cache, "third", "B")
+    cache.release(other)
+    with pytest.raises(ProcessorCacheFull, match="reserved"):  # for the other one, which uses none now
+        cache.acquire(string("F"), "third")
+
+
+def test_bytes_are_reserved_like_places() -> None:
+    cache = ProcessorCache(CountingExecutor(), max_entries=5, max_bytes=50, num_tenants=2)
+    cache.acquire(string("A", 20), "greedy")
+    with pytest.raises(ProcessorCacheFull, match="reserved"):
+        cache.acquire(string("B", 21), "greedy")
+    cache.acquire(string("B", 20), "greedy")
+    cache.acquire(string("A", 10), "other")
+
+
+def test_more_tenants_than_places() -> None:
+    cache = ProcessorCache(CountingExecutor(), max_entries=4, max_bytes=100, num_tenants=100)
+    acquire(cache, "first", "AB")
+    with pytest.raises(ProcessorCacheFull, match="reserved"):
+        cache.acquire(string("C"), "first")
+    acquire(cache, "second", "A")
+    acquire(cache, "third", "A")
+
+
+def test_idle_processors_of_the_tenant_with_the_most_are_evicted_first() -> None:
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=5, max_bytes=100, num_tenants=3)
+    for tenant, name in (("few", "A"), ("many", "B"), ("many", "C"), ("many", "D"), ("few", "E")):
+        cache.release(cache.acquire(string(name), tenant))
+    cache.acquire(string("F"), "new")
+    assert executor.unloaded == ["B"]
+    cache.acquire(string("G"), "few")  # both have two, and it is its own that goes
+    assert executor.unloaded == ["B", "A"]
+
+
+def test_ready_processor_is_acquired_without_loading() -> None:
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
+    assert cache.acquire_ready(string("A")) is None
+    processor = cache.acquire(string("A"))
+    assert cache.acquire_ready(string("A")) is processor
+    assert cache.acquire_ready(string("A"), "another tenant") is None
+    cache.acquire_again(processor)
+    executor.ready = False
+    assert cache.acquire_ready(string("A")) is None
+    assert executor.ensured == []
+    for _ in range(3):
+        cache.clear()
+        assert cache.stats().entries == 1
+        cache.release(processor)
+    cache.clear()
+    assert cache.stats() == CacheStats(hits=2, misses=1, evictions=0, entries=0, bytes=0)
+
+
+def test_processor_that_is_being_loaded_is_not_ready() -> None:
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=2, max_bytes=100)
+    executor.may_load.clear()
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(cache.acquire, string("A"))
+        assert executor.loading.acquire(timeout=60)
+        assert cache.acquire_ready(string("A")) is None
+        executor.may_load.set()
+        loading.result()

@@ -455,12 +455,12 @@ class P(CustomLogitProcessor):
 """
 
 
-NORMAL = os.SCHED_OTHER, len(os.sched_getaffinity(0))
+NORMAL = os.getpriority(os.PRIO_PROCESS, 0), len(os.sched_getaffinity(0))
 
 
 def priority_of(sandbox: Sandbox) -> tuple[int, int]:
-    """Return the policy of its process, and the number of its cores."""
-    return os.sched_getscheduler(sandbox._pid), len(os.sched_getaffinity(sandbox._pid))
+    """Return the nice value of its process, and the number of its cores."""
+    return os.getpriority(os.PRIO_PROCESS, sandbox._pid), len(os.sched_getaffinity(sandbox._pid))
 
 
 def test_loaded_sandbox_has_normal_priority(executor: SandboxExecutor) -> None:

@@ -92,6 +92,35 @@ def test_call_runs_on_the_thread() -> None:
     assert not thread.alive
 
 
+def test_stop_while_the_model_loads_reports_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    thread, loads = EngineThread(), Event()
+    thread.post(lambda: loads.wait(60))
+    thread.stop(timeout=0)
+    assert thread.alive
+    assert not caplog.records
+    loads.set()
+    thread.stop(60)
+    assert not thread.alive
+
+
+def test_stop_reports_a_step_that_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
+    stepping, ends = Event(), Event()
+
+    class Hanging:
+        def step(self) -> bool:
+            stepping.set()
+            ends.wait(60)
+            return False
+
+    thread = EngineThread()
+    thread.start(Hanging(), after_step=lambda: None, on_death=lambda: None)
+    assert stepping.wait(60)
+    thread.stop(timeout=0)
+    assert "the engine's step does not end" in caplog.text
+    ends.set()
+    thread.stop(60)
+
+
 class Idle:
     """An engine that has nothing to do."""
 
