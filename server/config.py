@@ -148,10 +148,18 @@ class ServerConfig:
         return self.served_model_name or self.model_path
 
     @property
+    def max_sequences_per_tenant(self) -> int:
+        """Most sequences of one API key that run or wait: of several keys, each may have half."""
+        return self._share(self.max_num_seqs + self.max_queued_requests)
+
+    @property
     def max_queued_bytes_per_tenant(self) -> int:
         """The part of `max_queued_bytes` that one API key may use."""
-        keys = {*self.api_key, *self.shipping_api_key}
-        return self.max_queued_bytes // 2 if len(keys) > 1 else self.max_queued_bytes
+        return self._share(self.max_queued_bytes)
+
+    def _share(self, total: int) -> int:
+        several = len({*self.api_key, *self.shipping_api_key}) > 1
+        return -(-total // 2) if several else total
 
     @cached_property
     def allowed_digests(self) -> frozenset[str] | None:

@@ -71,12 +71,20 @@ class ActiveRequests:
     Args:
         max_running: sequences that run at a time.
         max_queued: sequences that may wait beyond those.
+        max_per_tenant: sequences of one tenant that may run or wait; None: all.
         release: called with the processors of a request that is over.
     """
 
-    def __init__(self, max_running: int, max_queued: int, release: Callable[[list[LoadedProcessor]], None]) -> None:
+    def __init__(
+        self,
+        max_running: int,
+        max_queued: int,
+        release: Callable[[list[LoadedProcessor]], None],
+        max_per_tenant: int | None = None,
+    ) -> None:
         self._max_running = max_running
         self._max_queued = max_queued
+        self._max_per_tenant = max_running + max_queued if max_per_tenant is None else max_per_tenant
         self._release = release
         # By tenant and id: tenants may use the same ids.
         self._active: dict[tuple[str, str], ActiveRequest] = {}
@@ -120,6 +128,12 @@ class ActiveRequests:
             if _key(active) in self._active:
                 raise BadRequest(f"a request {active.request.rid!r} is running already", param="rid")
             self._check_capacity(active.unfinished)
+            tenant = active.request.tenant
+            own = sum(other.unfinished for other in self._active.values() if other.request.tenant == tenant)
+            if own + active.unfinished > self._max_per_tenant:
+                raise QueueFull(
+                    f"{own} of your requests run or wait, and a client may have {self._max_per_tenant}: try again later"
+                )
             self._active[_key(active)] = active
         if active.body is not None:
             active.body.hold()

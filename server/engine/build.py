@@ -93,7 +93,9 @@ def _build(
     metrics = EngineMetrics(model, library.installed_digests)
     clock = StepClock()
     processors = RequestProcessors(library, make_load_queue(config, library), metrics.processor_load)
-    active = ActiveRequests(config.max_num_seqs, config.max_queued_requests, processors.release)
+    active = ActiveRequests(
+        config.max_num_seqs, config.max_queued_requests, processors.release, config.max_sequences_per_tenant
+    )
     runner = _model_runner(config, loaded, model.max_model_len, cores)
     shares = TenantShares(config.tenant_step_share)
     deferred = DeferredCalls(shares)
@@ -127,7 +129,7 @@ def _build(
         engine=engine,
         thread=thread,
         active=active,
-        pool=FairPool(pool_threads(), config.max_num_seqs + config.max_queued_requests, "logitship-work"),
+        pool=FairPool(pool_threads(), config.max_sequences_per_tenant, "logitship-work"),
         queued_bytes=QueuedBytes(config.max_queued_bytes, config.max_queued_bytes_per_tenant),
         library=library,
         shares=shares,

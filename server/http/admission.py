@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ async def read_prompt(
             at,
             add_special_tokens=add_special_tokens,
         )
+    await asyncio.sleep(0)  # a batch may have a thousand: let others run in between
     return encode_prompt(engine.tokenizer, engine.model.max_model_len, value, at)
 
 
@@ -66,7 +68,7 @@ def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: s
     """
     if prompts == 0:
         raise BadRequest(f"{at}: must not be an empty list", param=at)
-    limit = config.max_num_seqs + config.max_queued_requests
+    limit = config.max_sequences_per_tenant
     if prompts * n > limit:
         name = n_at if n > 1 else at
         raise BadRequest(f"{name}: asks for {prompts * n} continuations, this server takes at most {limit}", param=name)

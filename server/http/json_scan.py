@@ -68,7 +68,8 @@ class JSONScan:
             np.logical_not(inside, out=inside)
         if inside.size:
             self._in_string = bool(inside[-1])
-        return marks[~(inside | quotes)]
+        outside: np.ndarray[Any, np.dtype[np.uint8]] = marks[~(inside | quotes)]
+        return outside
 
     def _without_escapes(self, block: bytes) -> bytes:
         """Replace escaped quotes and backslashes, so that each quote that is left begins or ends a string."""

@@ -65,6 +65,7 @@ async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission], bod
             stream = await _submit(engine, submission, body, pins)
             submitted.push_async_callback(stream.aclose)
             streams.append(stream)
+            await asyncio.sleep(0)  # a batch may have a thousand: let others run in between
         submitted.pop_all()
     running = RunningRequests(streams, submissions[0].request.num_sequences)
     ids = {submission.request.batch_rid or submission.request.rid for submission in submissions}

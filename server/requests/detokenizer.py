@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 from logitship.server.tokenizer import Tokenizer
 
@@ -117,10 +119,13 @@ class StopStrings:
 
     Text that could be the start of a stop string is held back until that is decided. The match is the stop string that
     ends first, and the longest of those, so that it does not depend on where the pieces end.
+
+    The time of a piece grows with its length and that of the held text, not with the number of stop strings.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool) -> None:
-        self._stop = stop
+        self._stop = _without_redundant(stop)
+        self._longest = max(map(len, self._stop), default=0)
         self._include = include
         self._held = ""
 
@@ -129,24 +134,44 @@ class StopStrings:
         if not self._stop:
             return piece
         text = self._held + piece
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            end, begin, stop = min(found)
+        found: tuple[int, int] | None = None
+        held_from = len(text)
+        for begin in range(len(text)):
+            if found is not None and begin >= found[0]:
+                break
+            rest = text[begin : begin + self._longest]
+            above = bisect_right(self._stop, rest)
+            if above and rest.startswith(self._stop[above - 1]):
+                match = (begin + len(self._stop[above - 1]), begin)
+                found = match if found is None else min(found, match)
+            elif begin < held_from and above < len(self._stop) and self._is_beginning(rest, begin, text, above):
+                held_from = begin
+        if found is not None:
+            end, begin = found
             self._held = ""
-            return StopMatch(stop, text[: end if self._include else begin])
-        keep = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return StopMatch(text[begin:end], text[: end if self._include else begin])
+        self._held = text[held_from:]
+        return text[:held_from]
 
     def flush(self) -> str:
         """Return the text that was held back: it became no stop string."""
         held, self._held = self._held, ""
         return held
 
+    def _is_beginning(self, rest: str, begin: int, text: str, above: int) -> bool:
+        """Return whether the text from `begin` on is the beginning of a stop string."""
+        return begin + len(rest) == len(text) and self._stop[above].startswith(rest)
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+
+@lru_cache(maxsize=32)  # the sequences of a request have the same
+def _without_redundant(stop: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the stop strings, sorted, without those that begin with another: the other one ends first.
+
+    Of the remaining ones, a text can only begin with the last that is not above it in the order, and only the first
+    above it can begin with the text.
+    """
+    kept: list[str] = []
+    for each in sorted(stop):
+        if not (kept and each.startswith(kept[-1])):
+            kept.append(each)
+    return tuple(kept)

@@ -74,7 +74,8 @@ class FairPool:
         job = _Job(lambda: function(*args, **kwargs))
         self._put(tenant, job)
         try:
-            return await asyncio.wrap_future(job.future)  # type: ignore[no-any-return]
+            result: T = await asyncio.wrap_future(job.future)
+            return result
         except asyncio.CancelledError:
             with self._changed:
                 self._waiting.remove(tenant, job)

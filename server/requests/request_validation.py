@@ -29,7 +29,7 @@ _MAX_TRACED_PROCESSORS = 16
 """Most processors of a traced request. The trace copies the row for each of them in every step."""
 
 _MAX_STOP_STRINGS = 1024
-"""Most stop strings of a request. Each is searched for in every step."""
+"""Most stop strings of a request."""
 
 _MAX_STOP_TOKENS_OF_BEAMS = 64
 """Most stop tokens of a beam search. Each adds `width` candidates to every step."""

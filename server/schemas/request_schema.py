@@ -23,9 +23,9 @@ MAX_PROMPT_TOKENS = 1 << 24
 MAX_ID_LENGTH = 1024
 """Most characters of an id or a name."""
 MAX_STOP_STRINGS = 1024
-"""Most stop strings of a request. Each is searched for in every step."""
+"""Most stop strings of a request."""
 MAX_STOP_LENGTH = 1024
-"""Most characters of a stop string: so much of the output may be held back."""
+"""Most characters of a stop string: so much of the output may be held back, and is searched in every step."""
 MAX_STOP_TOKENS = 4096
 """Most stop tokens of a request."""
 MAX_BIASES = 1 << 16

@@ -198,3 +198,15 @@ def test_refused_request_does_not_hold_its_body(requests: ActiveRequests) -> Non
         assert queued.total == 0
 
     run(scenario())
+
+
+def test_one_tenant_cannot_fill_the_queue(released: Released) -> None:
+    async def scenario() -> None:
+        requests = ActiveRequests(max_running=2, max_queued=4, release=released, max_per_tenant=3)
+        requests.reserve(active("r", 2, tenant="a"))
+        with pytest.raises(QueueFull, match="2 of your requests run or wait, and a client may have 3"):
+            requests.reserve(active("s", 2, tenant="a"))
+        requests.reserve(active("s", 1, tenant="a"))
+        requests.reserve(active("s", 3, tenant="b"))
+
+    run(scenario())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -623,3 +624,47 @@ def test_shutdown_timeout(make_engine: BuildEngine) -> None:
 
     assert run(shut_down()).finish_reason == FinishReason("abort")
     assert not engine.healthy
+
+
+@pytest.mark.parametrize(("n", "on_loop"), [(2, True), (40, False)])
+def test_many_sequences_are_not_made_on_the_event_loop(
+    n: int, on_loop: bool, make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    threads = set()
+    make = engine._sequences.make
+
+    def watched(*args: Any) -> Any:
+        threads.add(threading.current_thread())
+        return make(*args)
+
+    monkeypatch.setattr(engine._sequences, "make", watched)
+
+    async def scenario() -> None:
+        stream = await engine.submit(request(n=n, max_tokens=1))
+        assert len([chunk async for chunk in stream]) == n
+        assert (threads == {threading.current_thread()}) == on_loop
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_cancelled_while_its_sequences_are_made(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    making, gate = threading.Event(), threading.Event()
+
+    def blocked(*args: Any) -> Any:
+        making.set()
+        assert gate.wait(30)
+
+    monkeypatch.setattr(engine._sequences, "make", blocked)
+
+    async def scenario() -> None:
+        submitting = asyncio.create_task(engine.submit(request(n=40)))
+        assert await asyncio.to_thread(making.wait, 30)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        assert len(engine._active) == 0
+        gate.set()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

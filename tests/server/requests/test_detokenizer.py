@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -190,6 +191,20 @@ def test_stop_strings(stop: tuple[str, ...], pieces: list[str], expected: tuple[
 def test_only_possible_stop_strings_are_held_back() -> None:
     search = StopStrings(("</end>",), include=False)
     assert [search.push(piece) for piece in ("one", " <", " two </", "e", "x")] == ["one", " ", "< two ", "", "</ex"]
+
+
+def test_many_stop_strings_take_no_longer_than_few() -> None:
+    """1,024 strings of 256 characters that the output is the beginning of, and three that it is not."""
+
+    def seconds(stop: tuple[str, ...]) -> float:
+        search = StopStrings(stop, include=False)
+        began = time.thread_time()
+        for _ in range(250):
+            assert isinstance(search.push("a"), str)
+        return time.thread_time() - began
+
+    many = seconds(tuple("a" * 250 + f"{number:06}" for number in range(1024)))
+    assert many < 100 * seconds(tuple("a" * 250 + f"{number:06}" for number in range(3)))
 
 
 @pytest.mark.parametrize("include", [True, False])
