@@ -108,6 +108,10 @@ class ServerConfig:
     """Keys that may generate. They may also ship code, unless there are shipping keys. Empty: no key is required."""
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate and ship code. If there are any, no other key may ship code."""
+    requests_per_minute: int = 0
+    """Requests that a tenant may send in any 60 seconds. 0: any number."""
+    processor_loads_per_minute: int = 0
+    """Shipped processors that may be loaded for a tenant in any 60 seconds. 0: any number."""
     max_request_bytes: int = 16 << 20
     disable_playground: bool = False
     """Do not serve the playground."""
@@ -179,7 +183,14 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or greater, not {value}")
-        for name in ("max_queued_requests", "max_logprobs", "prefix_cache_bytes", "shutdown_timeout"):
+        for name in (
+            "max_queued_requests",
+            "max_logprobs",
+            "prefix_cache_bytes",
+            "requests_per_minute",
+            "processor_loads_per_minute",
+            "shutdown_timeout",
+        ):
             if not (getattr(self, name) or 0) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
         for name in ("sandbox_cpu_time", "sandbox_step_timeout", "sandbox_load_timeout"):

@@ -11,6 +11,7 @@ RequestRefused
 ├── RequestTooLarge       413   body or processor over the size limit
 ├── UnsupportedMediaType  415   the body is not declared as JSON
 ├── QueueFull             429   too many waiting requests: try again later
+├── RateLimited           429   the API key has reached a limit per minute
 └── ServiceUnavailable    503   shutting down, or no capacity for another processor
 ```
 """
@@ -40,10 +41,12 @@ class RequestRefused(Exception):
         type: OpenAI's error type.
         message: one sentence for the client.
         param: the offending field, by its name in the API that was called.
+        retry_after: seconds after which the request may succeed; None: the default of the status.
     """
 
     status_code = 400
     type = "invalid_request_error"
+    retry_after: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -93,6 +96,22 @@ class QueueFull(RequestRefused):
 
     status_code = 429
     type = "rate_limit_error"
+
+
+class RateLimited(RequestRefused):
+    """The caller has reached a limit per minute.
+
+    Attributes:
+        what: the limit: `requests` or `processor_loads`.
+    """
+
+    status_code = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, what: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.what = what
+        self.retry_after = retry_after
 
 
 class ServiceUnavailable(RequestRefused):

@@ -13,6 +13,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
 from logitship.server.http.sglang.sglang_routes import sglang_router
+from logitship.server.rate_limits import RateLimit
 from logitship.server.schemas.openai_response_schemas import (
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
@@ -41,6 +42,7 @@ from .metrics_routes import metrics_router
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
+from .rate_limit_middleware import RateLimitMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import RequestLogMiddleware
 
@@ -100,6 +102,8 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     files = {} if engine.config.disable_playground else playground_files()
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
+    requests = RateLimit("requests", engine.config.requests_per_minute)
+    app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={"/metrics"})
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys())
     _add_browser_checks(app, engine.config)
     app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # outermost: sees the responses of all others

@@ -92,8 +92,11 @@ def internal_error_body() -> ErrorResponse:
 
 def refusal_response(refused: RequestRefused) -> Response:
     """Build the response to a refused request, and note the refusal for the request log."""
-    note_refusal(refused.type)
-    return JSONResponse(refusal_body(refused), refused.status_code, _HEADERS.get(refused.status_code))
+    note_refusal(refused)
+    headers = dict(_HEADERS.get(refused.status_code, {}))
+    if refused.retry_after is not None:
+        headers["Retry-After"] = str(refused.retry_after)
+    return JSONResponse(refusal_body(refused), refused.status_code, headers)
 
 
 async def _handle_refusal(_: Request, error: Exception) -> Response:

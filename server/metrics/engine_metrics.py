@@ -79,6 +79,14 @@ class EngineMetrics:
             registry=registry,
             buckets=_HTTP_BUCKETS,
         )
+        self._rate_limited = Counter(
+            "logitship_rate_limited_requests",
+            "HTTP requests that were refused because of a limit per minute.",
+            ["limit"],
+            registry=registry,
+        )
+        for limit in ("requests", "processor_loads"):
+            self._rate_limited.labels(limit)
         Info("logitship", "The server and its model.", registry=registry).info(
             {"version": version("logitship"), "model": model.name, "dtype": model.dtype, "device": model.device}
         )
@@ -120,3 +128,7 @@ class EngineMetrics:
         """
         self._http.labels(method, route, str(status)).inc()
         self._http_time.labels(route).observe(seconds)
+
+    def rate_limited(self, limit: str) -> None:
+        """Count an HTTP request that a limit per minute refused: `requests` or `processor_loads`."""
+        self._rate_limited.labels(limit).inc()

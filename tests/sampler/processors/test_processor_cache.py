@@ -420,3 +420,27 @@ def test_random_use_matches_plain_list(seed: int) -> None:
         assert (stats.entries, stats.bytes) == (len(kept), sum(sizes[other] for other in kept))
     assert cache.stats().misses == len(executor.loads)
     assert cache.stats().evictions > 0
+
+
+def test_before_load_may_refuse() -> None:
+    executor, tenants, refusing = CountingExecutor(), [], False
+
+    def before_load(tenant: str) -> None:
+        tenants.append(tenant)
+        if refusing:
+            raise PermissionError(tenant)
+
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100, before_load=before_load)
+    for _ in range(3):
+        cache.release(cache.acquire(string("a"), "mine"))
+    assert tenants == ["mine"]  # once per load, not per use
+    refusing = True
+    for _ in range(2):
+        with pytest.raises(PermissionError, match="mine"):
+            cache.acquire(string("b"), "mine")
+    # Nothing was evicted or reserved for what was refused.
+    assert executor.unloaded == []
+    cache.release(cache.acquire(string("a"), "mine"))
+    refusing = False
+    cache.release(cache.acquire(string("b"), "mine"))
+    assert (executor.loads, executor.unloaded) == (["a", "b"], ["a"])
