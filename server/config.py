@@ -103,11 +103,13 @@ class ServerConfig:
     """Further names of this server in `Host`: a name, `*.NAME`, or `*` for any."""
     allowed_origin: Sequence[str] = ()
     """Origins whose web pages may use the server; `*`: any. Empty: only the server's own pages, without CORS."""
-    # A single key may be given as a plain string: `__post_init__` converts both to tuples.
+    # A single key may be given as a plain string: `__post_init__` converts them to tuples.
     api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate. They may also ship code, unless there are shipping keys. Empty: no key is required."""
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate and ship code. If there are any, no other key may ship code."""
+    metrics_api_key: Sequence[str] = field(default=(), repr=False)
+    """The only keys that may read `/metrics`, and nothing else. Empty: the other keys may."""
     requests_per_minute: int = 0
     """Requests that a tenant may send in any 60 seconds. 0: any number."""
     processor_loads_per_minute: int = 0
@@ -124,6 +126,11 @@ class ServerConfig:
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         return self.served_model_name or self.model_path
+
+    @property
+    def names_in_metrics(self) -> bool:
+        """Whether the names of shipped classes may be in `/metrics`: no tenant reads those of another there."""
+        return bool(self.metrics_api_key) or len({*self.api_key, *self.shipping_api_key}) <= 1
 
     @cached_property
     def allowed_digests(self) -> frozenset[str] | None:
@@ -149,7 +156,7 @@ class ServerConfig:
         return trees
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "shipping_api_key", "tree", "allowed_host", "allowed_origin"):
+        for name in ("api_key", "shipping_api_key", "metrics_api_key", "tree", "allowed_host", "allowed_origin"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         self.named_trees  # noqa: B018  # report errors before the model is loaded
@@ -202,7 +209,7 @@ class ServerConfig:
             raise ValueError(f"mem_fraction_static must be above 0 and at most 1, not {self.mem_fraction_static}")
 
     def _check_keys(self) -> None:
-        for name in ("api_key", "shipping_api_key"):
+        for name in ("api_key", "shipping_api_key", "metrics_api_key"):
             # The message does not contain the key: keys must not be logged.
             if any(not key or key != key.strip() for key in getattr(self, name)):
                 raise ValueError(f"{name}: a key is empty, or begins or ends with a space, which HTTP cannot transmit")

@@ -153,6 +153,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "the only bearer tokens that may ship processors; or $LOGITSHIP_SHIPPING_API_KEY, comma-separated",
         ),
         Flag(
+            ("--metrics-api-key",),
+            "the only bearer tokens that may read /metrics, and nothing else; or $LOGITSHIP_METRICS_API_KEY",
+        ),
+        Flag(
             ("--requests-per-minute",),
             "requests that an API key may send in any 60 seconds, or all clients without keys together; 0: any number",
         ),

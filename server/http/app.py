@@ -38,7 +38,7 @@ from .cross_origin import CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
 from .documentation import complete
 from .exception_handlers import install_error_handlers
-from .metrics_routes import metrics_router
+from .metrics_routes import METRICS_PATH, metrics_router
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
@@ -103,11 +103,17 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
     requests = RateLimit("requests", engine.config.requests_per_minute)
-    app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={"/metrics"})
-    app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys())
+    app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={METRICS_PATH})
+    app.add_middleware(
+        ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys(), other_keys=_metrics_keys(engine.config)
+    )
     _add_browser_checks(app, engine.config)
     app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # outermost: sees the responses of all others
     return app
+
+
+def _metrics_keys(config: ServerConfig) -> dict[str, ApiKeys]:
+    return {METRICS_PATH: ApiKeys(config.metrics_api_key, ())} if config.metrics_api_key else {}
 
 
 def _add_browser_checks(app: FastAPI, config: ServerConfig) -> None:
