@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _environment_options() -> dict[str, str | list[str]]:
     """Read API keys, which would be visible to other users on the command line, and RTP-LLM's `TREE_DECODE_CONFIG`."""
-    keys = {"api_key": "LOGITSHIP_API_KEY", "shipping_api_key": "LOGITSHIP_SHIPPING_API_KEY"}
+    keys = {field: f"LOGITSHIP_{field.upper()}" for field in ("api_key", "shipping_api_key", "metrics_api_key")}
     found: dict[str, str | list[str]] = {
         field: os.environ[name].split(",") for field, name in keys.items() if os.environ.get(name)
     }

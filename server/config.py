@@ -119,11 +119,17 @@ class ServerConfig:
     """Further names of this server in `Host`: a name, `*.NAME`, or `*` for any."""
     allowed_origin: Sequence[str] = ()
     """Origins whose web pages may use the server; `*`: any. Empty: only the server's own pages, without CORS."""
-    # A single key may be given as a plain string: `__post_init__` converts both to tuples.
+    # A single key may be given as a plain string: `__post_init__` converts them to tuples.
     api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate. They may also ship code, unless there are shipping keys. Empty: no key is required."""
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may generate and ship code. If there are any, no other key may ship code."""
+    metrics_api_key: Sequence[str] = field(default=(), repr=False)
+    """The only keys that may read `/metrics`, and nothing else. Empty: the other keys may."""
+    requests_per_minute: int = 0
+    """Requests that a tenant may send in any 60 seconds. 0: any number."""
+    processor_loads_per_minute: int = 0
+    """Shipped processors that may be loaded for a tenant in any 60 seconds. 0: any number."""
     max_request_bytes: int = 16 << 20
     max_request_elements: int = 1 << 20
     """Maximum number of keys and values in a request body: a key counts as 3, a list or an object as 4."""
@@ -161,6 +167,11 @@ class ServerConfig:
         several = len({*self.api_key, *self.shipping_api_key}) > 1
         return -(-total // 2) if several else total
 
+    @property
+    def names_in_metrics(self) -> bool:
+        """Whether the names of shipped classes may be in `/metrics`: no tenant reads those of another there."""
+        return bool(self.metrics_api_key) or len({*self.api_key, *self.shipping_api_key}) <= 1
+
     @cached_property
     def allowed_digests(self) -> frozenset[str] | None:
         """Digests in the file `allow_processor`, read once at construction. None: no such file is configured."""
@@ -185,7 +196,7 @@ class ServerConfig:
         return trees
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "shipping_api_key", "tree", "allowed_host", "allowed_origin"):
+        for name in ("api_key", "shipping_api_key", "metrics_api_key", "tree", "allowed_host", "allowed_origin"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         self.named_trees  # noqa: B018  # report errors before the model is loaded
@@ -221,7 +232,14 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or greater, not {value}")
-        for name in ("max_queued_requests", "max_logprobs", "prefix_cache_bytes", "shutdown_timeout"):
+        for name in (
+            "max_queued_requests",
+            "max_logprobs",
+            "prefix_cache_bytes",
+            "requests_per_minute",
+            "processor_loads_per_minute",
+            "shutdown_timeout",
+        ):
             if not (getattr(self, name) or 0) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
         for name in (*_SANDBOX_TIMES, "request_body_timeout"):
@@ -240,7 +258,7 @@ class ServerConfig:
             raise ValueError(f"mem_fraction_static must be above 0 and at most 1, not {self.mem_fraction_static}")
 
     def _check_keys(self) -> None:
-        for name in ("api_key", "shipping_api_key"):
+        for name in ("api_key", "shipping_api_key", "metrics_api_key"):
             # The message does not contain the key: keys must not be logged.
             if any(not key or key != key.strip() for key in getattr(self, name)):
                 raise ValueError(f"{name}: a key is empty, or begins or ends with a space, which HTTP cannot transmit")

@@ -98,6 +98,7 @@ def demo_config(config: ServerConfig) -> ServerConfig:
         port=0,
         api_key=(),
         shipping_api_key=(),
+        metrics_api_key=(),
         enable_custom_logit_processor=True,
         log_level="warning",
     )

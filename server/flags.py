@@ -167,6 +167,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("--shipping-api-key",),
             "the only bearer tokens that may ship processors; or $LOGITSHIP_SHIPPING_API_KEY, comma-separated",
         ),
+        Flag(
+            ("--metrics-api-key",),
+            "the only bearer tokens that may read /metrics, and nothing else; or $LOGITSHIP_METRICS_API_KEY",
+        ),
+        Flag(
+            ("--requests-per-minute",),
+            "requests that an API key may send in any 60 seconds, or all clients without keys together; 0: any number",
+        ),
+        Flag(
+            ("--processor-loads-per-minute",),
+            "shipped processors, not loaded yet, that an API key may use in any 60 seconds; 0: any number",
+        ),
         Flag(("--max-request-bytes",), "maximum size of a request body, in bytes"),
         Flag(
             ("--max-request-elements",),

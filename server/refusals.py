@@ -12,6 +12,7 @@ RequestRefused
 ├── RequestTooLarge       413   body or processor over the size limit
 ├── UnsupportedMediaType  415   the body is not declared as JSON
 ├── QueueFull             429   too many waiting requests, or bytes of them: try again later
+├── RateLimited           429   the API key has reached a limit per minute
 ├── ShareExceeded         429   the tenant's processors have used their share of the time
 └── ServiceUnavailable    503   shutting down, or no capacity for another processor
 ```
@@ -42,12 +43,12 @@ class RequestRefused(Exception):
         type: OpenAI's error type.
         message: one sentence for the client.
         param: the offending field, by its name in the API that was called.
-        retry_after: seconds after which to try again, where the status is 429 or 503.
+        retry_after: seconds after which the request may succeed; None: the default of the status.
     """
 
-    retry_after = 1
     status_code = 400
     type = "invalid_request_error"
+    retry_after: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -118,6 +119,22 @@ class ShareExceeded(RequestRefused):
 
     def __init__(self, message: str, *, retry_after: int) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RateLimited(RequestRefused):
+    """The caller has reached a limit per minute.
+
+    Attributes:
+        what: the limit: `requests` or `processor_loads`.
+    """
+
+    status_code = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, what: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.what = what
         self.retry_after = retry_after
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -44,6 +45,10 @@ class _Entry:
     users: int = 0
 
 
+def _noop(tenant: str) -> None:
+    pass
+
+
 class ProcessorCache:
     """Loads processors through an executor and caches them. Thread-safe.
 
@@ -60,13 +65,23 @@ class ProcessorCache:
         max_entries: maximum number of processors.
         max_bytes: maximum total size of the processors in bytes.
         num_tenants: number of tenants that may load processors.
+        before_load: called with the tenant before an entry is reserved for a processor; may raise to refuse it.
     """
 
-    def __init__(self, executor: ProcessorExecutor, *, max_entries: int, max_bytes: int, num_tenants: int = 1) -> None:
+    def __init__(
+        self,
+        executor: ProcessorExecutor,
+        *,
+        max_entries: int,
+        max_bytes: int,
+        num_tenants: int = 1,
+        before_load: Callable[[str], None] = _noop,
+    ) -> None:
         self._executor = executor
         self._num_tenants = num_tenants
         self._max_entries = max_entries
         self._max_bytes = max_bytes
+        self._before_load = before_load
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._hits = self._misses = self._evictions = self._bytes = 0
@@ -152,6 +167,7 @@ class ProcessorCache:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
+                self._before_load(key[0])
                 entry = self._entries[key] = _Entry(size, self._evict_for(key[0], size))
                 self._bytes += size
             entry.users += 1

@@ -14,6 +14,7 @@ from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
+from logitship.server.metrics.request_metrics import MOST_NAMES
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.capacity import max_model_len, prefix_cache_blocks
 from logitship.server.model.deterministic_check import check_determinism
@@ -90,7 +91,7 @@ def _build(
         add_reasoning_grammar(registry, reasoning)
     model = _model_info(config, loaded)
     library = make_library(config, loaded, registry, executor)
-    metrics = EngineMetrics(model, library.installed_digests)
+    metrics = EngineMetrics(model, library.installed_digests, MOST_NAMES if config.names_in_metrics else 0)
     clock = StepClock()
     processors = RequestProcessors(library, make_load_queue(config, library), metrics.processor_load)
     active = ActiveRequests(

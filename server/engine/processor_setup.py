@@ -27,6 +27,7 @@ from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.load_queue import MAX_LOADS, LoadQueue
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.registered_processors import RegisteredProcessors
+from logitship.server.rate_limits import RateLimit
 from logitship.server.refusals import SHIPPING_IS_OFF, StartError
 from logitship.server.vllm_names import enable_vllm_names
 
@@ -107,7 +108,11 @@ def make_library(
     """Return the library that loads requests' processors; `executor` runs the shipped ones."""
     return ProcessorLibrary(
         registry,
-        ProcessorCache(executor, **_cache_bounds(config)),
+        ProcessorCache(
+            executor,
+            **_cache_bounds(config),
+            before_load=RateLimit("processor_loads", config.processor_loads_per_minute).check,
+        ),
         InProcessExecutor(SGLANG_NAMES),
         model_view(loaded),
         RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),

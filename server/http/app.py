@@ -13,6 +13,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
 from logitship.server.http.sglang.sglang_routes import sglang_router
+from logitship.server.rate_limits import RateLimit
 from logitship.server.schemas.openai_response_schemas import (
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
@@ -37,10 +38,11 @@ from .cross_origin import CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
 from .documentation import complete
 from .exception_handlers import install_error_handlers
-from .metrics_routes import metrics_router
+from .metrics_routes import METRICS_PATH, metrics_router
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
+from .rate_limit_middleware import RateLimitMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import RequestLogMiddleware
 
@@ -100,10 +102,18 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     files = {} if engine.config.disable_playground else playground_files()
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
-    app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys())
+    requests = RateLimit("requests", engine.config.requests_per_minute)
+    app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={METRICS_PATH})
+    app.add_middleware(
+        ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys(), other_keys=_metrics_keys(engine.config)
+    )
     _add_browser_checks(app, engine.config)
     app.add_middleware(RequestLogMiddleware, metrics=engine.metrics)  # outermost: sees the responses of all others
     return app
+
+
+def _metrics_keys(config: ServerConfig) -> dict[str, ApiKeys]:
+    return {METRICS_PATH: ApiKeys(config.metrics_api_key, ())} if config.metrics_api_key else {}
 
 
 def _add_browser_checks(app: FastAPI, config: ServerConfig) -> None:

@@ -30,6 +30,12 @@ CLIENT_CLOSED_REQUEST = 499
 logger = logging.getLogger(__name__)
 
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
 
 
 class GenerationFailed(Exception):
@@ -91,16 +97,11 @@ def internal_error_body() -> ErrorResponse:
 
 def refusal_response(refused: RequestRefused) -> Response:
     """Build the response to a refused request, and note the refusal for the request log."""
-    note_refusal(refused.type)
-    return JSONResponse(refusal_body(refused), refused.status_code, _refusal_headers(refused))
-
-
-def _refusal_headers(refused: RequestRefused) -> dict[str, str]:
-    if refused.status_code == 401:
-        return {"WWW-Authenticate": "Bearer"}
-    if refused.status_code == 408:
-        return {"Connection": "close"}
-    return {"Retry-After": str(refused.retry_after)} if refused.status_code in (429, 503) else {}
+    note_refusal(refused)
+    headers = dict(_HEADERS.get(refused.status_code, {}))
+    if refused.retry_after is not None:
+        headers["Retry-After"] = str(refused.retry_after)
+    return JSONResponse(refusal_body(refused), refused.status_code, headers)
 
 
 async def _handle_refusal(_: Request, error: Exception) -> Response:

@@ -11,12 +11,14 @@ from logitship.server.metrics.engine_metrics import EngineMetrics
 
 from .documentation import operation
 
+METRICS_PATH = "/metrics"
+
 
 def metrics_router(metrics: EngineMetrics) -> APIRouter:
     """Create the route for `metrics`."""
     router = APIRouter(tags=["Monitoring"])
 
-    @router.get("/metrics", openapi_extra=operation(text="logitship_running_sequences 1.0\n"))
+    @router.get(METRICS_PATH, openapi_extra=operation(text="logitship_running_sequences 1.0\n"))
     async def read_metrics(request: Request) -> Response:
         """Metrics in the Prometheus text format, or in OpenMetrics if `Accept` asks for it."""
         accept = request.headers.get("accept", "")

@@ -18,6 +18,7 @@ from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.request_metrics import OTHER
+from logitship.server.refusals import RateLimited, RequestRefused
 from logitship.server.requests.generation_stream import Continuation
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,14 @@ class RequestRecord:
     Attributes:
         id: the client's, from the header; else the id of the response, once it is known.
         refusal: type of the error that refused the request.
+        rate_limit: the limit per minute that was reached.
     """
 
     def __init__(self, header: str | None) -> None:
         self._has_own_id = header is not None and _SANE_ID.fullmatch(header) is not None
         self.id = header if header is not None and self._has_own_id else uuid4().hex
         self.refusal: str | None = None
+        self.rate_limit: str | None = None
         self._began = time.perf_counter()
         self._progress: GenerationProgress | None = None
 
@@ -107,10 +110,11 @@ def follow(progress: GenerationProgress, request_id: str | None) -> None:
         record.follow(progress, request_id)
 
 
-def note_refusal(error_type: str) -> None:
+def note_refusal(refused: RequestRefused) -> None:
     """Record that the current HTTP request was refused. The message is not logged: it quotes the client's input."""
     if (record := _current.get()) is not None:
-        record.refusal = error_type
+        record.refusal = refused.type
+        record.rate_limit = refused.what if isinstance(refused, RateLimited) else None
 
 
 class RequestLogMiddleware:
@@ -146,6 +150,8 @@ class RequestLogMiddleware:
         seconds = record.seconds
         method = scope["method"] if scope["method"] in _METHODS else OTHER
         self._metrics.http_answered(method, _route(scope), status, seconds)
+        if record.rate_limit is not None:
+            self._metrics.rate_limited(record.rate_limit)
         caller = scope.get("state", {}).get("caller")
         fields = {
             "method": method,

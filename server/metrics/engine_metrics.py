@@ -13,7 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 from logitship.sampler.processors.executor import LoadedProcessor
 
 from .engine_stats import EngineStats, ModelInfo
-from .request_metrics import ProcessorCalls, ProcessorLabels, RequestMetrics
+from .request_metrics import MOST_NAMES, ProcessorCalls, ProcessorLabels, RequestMetrics
 from .state_collector import StateCollector
 from .step_clock import StepClock
 
@@ -33,6 +33,7 @@ class EngineMetrics:
     Args:
         model: named in `logitship_info`.
         installed: digest → name of the installed processors.
+        most_names: most names of shipped processors with a label of their own.
 
     Attributes:
         registry: all metrics, including those of the process.
@@ -40,9 +41,9 @@ class EngineMetrics:
         processor_load: seconds to load a processor at the admission of a request.
     """
 
-    def __init__(self, model: ModelInfo, installed: Mapping[str, str]) -> None:
+    def __init__(self, model: ModelInfo, installed: Mapping[str, str], most_names: int = MOST_NAMES) -> None:
         self.registry = registry = CollectorRegistry()
-        self._labels = ProcessorLabels(installed)
+        self._labels = ProcessorLabels(installed, most_names)
         self.requests = RequestMetrics(registry, self._labels)
         self._step = Histogram(
             "logitship_step_duration_seconds", "Time of a step.", registry=registry, buckets=_STEP_BUCKETS
@@ -79,6 +80,14 @@ class EngineMetrics:
             registry=registry,
             buckets=_HTTP_BUCKETS,
         )
+        self._rate_limited = Counter(
+            "logitship_rate_limited_requests",
+            "HTTP requests that were refused because of a limit per minute.",
+            ["limit"],
+            registry=registry,
+        )
+        for limit in ("requests", "processor_loads"):
+            self._rate_limited.labels(limit)
         Info("logitship", "The server and its model.", registry=registry).info(
             {"version": version("logitship"), "model": model.name, "dtype": model.dtype, "device": model.device}
         )
@@ -120,3 +129,7 @@ class EngineMetrics:
         """
         self._http.labels(method, route, str(status)).inc()
         self._http_time.labels(route).observe(seconds)
+
+    def rate_limited(self, limit: str) -> None:
+        """Count an HTTP request that a limit per minute refused: `requests` or `processor_loads`."""
+        self._rate_limited.labels(limit).inc()

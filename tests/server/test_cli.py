@@ -14,7 +14,12 @@ from logitship.server.flags import FLAG_OF_FIELD
 
 @pytest.fixture(autouse=True)
 def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOGITSHIP_API_KEY", "LOGITSHIP_SHIPPING_API_KEY", "TREE_DECODE_CONFIG"):
+    for name in (
+        "LOGITSHIP_API_KEY",
+        "LOGITSHIP_SHIPPING_API_KEY",
+        "LOGITSHIP_METRICS_API_KEY",
+        "TREE_DECODE_CONFIG",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -108,6 +113,13 @@ def test_keys_from_the_environment(configs: list[ServerConfig], monkeypatch: pyt
     assert cli.main(["demo"]) == 0  # it talks to itself
     keys = [(config.api_key, config.shipping_api_key) for config in configs]
     assert keys == [(("a", "b"), ("s",)), (("c",), ("s",)), (("a", "b"), ("t",)), (("a", "b"), ()), ((), ())]
+
+
+def test_metrics_key_from_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGITSHIP_METRICS_API_KEY", "m,n")
+    assert cli.main(["serve"]) == 0
+    assert cli.main(["serve", "--metrics-api-key", "o"]) == 0
+    assert [config.metrics_api_key for config in configs] == [("m", "n"), ("o",)]
 
 
 def test_tree_from_the_environment(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:

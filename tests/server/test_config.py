@@ -17,7 +17,7 @@ SHIPPING = {"enable_custom_logit_processor": True}
     ("given", "kept"),
     [("one", ("one",)), (("one",), ("one",)), (["one", "two"], ("one", "two")), ((), ())],
 )
-@pytest.mark.parametrize("field", ["api_key", "shipping_api_key"])
+@pytest.mark.parametrize("field", ["api_key", "shipping_api_key", "metrics_api_key"])
 def test_keys_become_a_tuple(field: str, given: Any, kept: tuple[str, ...]) -> None:
     config = ServerConfig(**{field: given}, **SHIPPING)  # type: ignore[arg-type]
     assert getattr(config, field) == kept
@@ -25,7 +25,7 @@ def test_keys_become_a_tuple(field: str, given: Any, kept: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("key", ["", " ", "secret ", "\tsecret", ("fine", "")])
-@pytest.mark.parametrize("field", ["api_key", "shipping_api_key"])
+@pytest.mark.parametrize("field", ["api_key", "shipping_api_key", "metrics_api_key"])
 def test_untransmittable_key(field: str, key: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field}: a key is empty") as refused:
         ServerConfig(**{field: key}, **SHIPPING)
@@ -43,7 +43,8 @@ def test_trees_by_name() -> None:
 
 
 def test_repr_hides_keys() -> None:
-    shown = repr(ServerConfig(api_key="secret", shipping_api_key=("secret", "secrets"), **SHIPPING))  # type: ignore[arg-type]
+    keys = {"api_key": "secret", "shipping_api_key": ("secret", "secrets"), "metrics_api_key": "secret"}
+    shown = repr(ServerConfig(**keys, **SHIPPING))  # type: ignore[arg-type]
     assert "secret" not in shown
     assert "port=30000" in shown
 
@@ -153,3 +154,18 @@ def test_slots_are_reserved_where_there_are_several_keys() -> None:
 def test_tenant_step_share_is_a_fraction(share: float) -> None:
     with pytest.raises(ValueError, match="tenant_step_share"):
         ServerConfig(tenant_step_share=share)
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({}, True),
+        ({"api_key": "a"}, True),
+        ({"api_key": "a", "shipping_api_key": "a"}, True),
+        ({"api_key": ("a", "b")}, False),
+        ({"api_key": "a", "shipping_api_key": "b"}, False),
+        ({"api_key": ("a", "b"), "metrics_api_key": "m"}, True),
+    ],
+)
+def test_names_in_metrics(keys: dict[str, Any], names: bool) -> None:
+    assert ServerConfig(**SHIPPING, **keys).names_in_metrics is names

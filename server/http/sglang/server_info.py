@@ -18,7 +18,7 @@ from logitship.server.schemas.sglang_response_schemas import InternalState, Mode
 
 from .sglang_response_builder import WEIGHT_VERSION
 
-_SECRETS = ("api_key", "shipping_api_key")
+_SECRETS = ("api_key", "shipping_api_key", "metrics_api_key")
 
 
 def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:

@@ -510,3 +510,27 @@ def test_processor_that_is_being_loaded_is_not_ready() -> None:
         assert cache.acquire_ready(string("A")) is None
         executor.may_load.set()
         loading.result()
+
+
+def test_before_load_may_refuse() -> None:
+    executor, tenants, refusing = CountingExecutor(), [], False
+
+    def before_load(tenant: str) -> None:
+        tenants.append(tenant)
+        if refusing:
+            raise PermissionError(tenant)
+
+    cache = ProcessorCache(executor, max_entries=1, max_bytes=100, before_load=before_load)
+    for _ in range(3):
+        cache.release(cache.acquire(string("a"), "mine"))
+    assert tenants == ["mine"]  # once per load, not per use
+    refusing = True
+    for _ in range(2):
+        with pytest.raises(PermissionError, match="mine"):
+            cache.acquire(string("b"), "mine")
+    # Nothing was evicted or reserved for what was refused.
+    assert executor.unloaded == []
+    cache.release(cache.acquire(string("a"), "mine"))
+    refusing = False
+    cache.release(cache.acquire(string("b"), "mine"))
+    assert (executor.loads, executor.unloaded) == (["a", "b"], ["a"])

@@ -225,3 +225,58 @@ def test_concurrent_scrapes(run: Callable[..., Running]) -> None:
         thread.join()
     assert set(answers) == {200}
     assert running.read("generation_tokens_total") == 30
+
+
+# --- who reads what ---
+
+NAMED = {
+    "source": """
+from logitship import CustomLogitProcessor
+
+class SecretName(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        raise ValueError
+""",
+    "class_name": "SecretName",
+}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "reader", "shown"),
+    [
+        ({"api_key": ("mine", "other")}, "other", False),
+        ({"api_key": ("mine", "other")}, "mine", False),
+        ({"api_key": "mine"}, "mine", True),
+        ({"api_key": ("mine", "other"), "metrics_api_key": "metrics"}, "metrics", True),
+    ],
+)
+def test_names_of_other_tenants_classes(
+    keys: dict[str, Any], reader: str, shown: bool, run: Callable[..., Running]
+) -> None:
+    running = run(**keys)
+    body = {"text": "a", "custom_logit_processor": NAMED}
+    assert running.http.post("/generate", json=body, headers=bearer("mine")).status_code == 400
+    text = running.http.get("/metrics", headers=bearer(reader)).text
+    name = "SecretName" if shown else "other"
+    assert f'logitship_processor_rows_total{{origin="shipped",processor="{name}"}}' in text
+    assert f'logitship_processor_faults_total{{kind="exception",origin="shipped",processor="{name}"}} 1.0' in text
+    assert ("SecretName" in text) == shown
+
+
+def test_metrics_key(make_fake_engine: Any, make_client: Any) -> None:
+    http = make_client(make_fake_engine(api_key="k", metrics_api_key=("m", "n"))).http
+    for key, metrics, models in (("k", 401, 200), ("m", 200, 401), ("n", 200, 401), ("", 401, 401)):
+        assert http.get("/metrics", headers=bearer(key)).status_code == metrics
+        assert http.get("/v1/models", headers=bearer(key)).status_code == models
+    assert "metrics_api_key" not in http.get("/server_info", headers=bearer("k")).json()
+
+
+def test_metrics_key_without_api_keys(make_fake_engine: Any, make_client: Any) -> None:
+    http = make_client(make_fake_engine(metrics_api_key="m")).http
+    assert http.get("/metrics").status_code == 401
+    assert http.get("/metrics", headers=bearer("m")).status_code == 200
+    assert http.get("/v1/models").status_code == 200

@@ -540,6 +540,32 @@ def test_api_key(serve: Callable[..., Served]) -> None:
         sdk.models.list()
 
 
+def test_processor_loads_per_minute(serve: Callable[..., Served]) -> None:
+    served = serve(**SHIPPING, api_key=("mine", "other"), processor_loads_per_minute=2)
+
+    def post(number: int, key: str, path: str = "/generate") -> httpx.Response:
+        source = (
+            f"from logitship import CustomLogitProcessor\nclass P{number}(CustomLogitProcessor):\n"
+            "    def __call__(self, logits, custom_param_list=None):\n        return logits\n"
+        )
+        processor = {"source": source, "class_name": f"P{number}"}
+        one = {"text": ["a", "b", "c"], "custom_logit_processor": processor, "sampling_params": {"max_new_tokens": 1}}
+        body = processor if path == "/v1/processors" else one
+        return served.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+    for _ in range(2):  # three prompts with one class; then it is loaded already
+        assert post(1, "mine").status_code == 200
+    assert post(2, "mine", "/v1/processors").status_code == 200
+    for path in ("/generate", "/v1/processors"):
+        refused = post(3, "mine", path)
+        assert refused.status_code == 429
+        assert "--processor-loads-per-minute" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+    assert post(3, "other", "/v1/processors").status_code == 200
+    metrics = served.http.get("/metrics", headers={"Authorization": "Bearer mine"}).text
+    assert 'logitship_rate_limited_requests_total{limit="processor_loads"} 2.0' in metrics
+
+
 def test_shipping_key(serve: Callable[..., Served]) -> None:
     """API keys with the official SDK and with our client."""
     served = serve(**SHIPPING, api_key="generates", shipping_api_key="ships")
