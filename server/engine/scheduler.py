@@ -76,8 +76,8 @@ class Scheduler:
 
     Guarantees:
     * A sequence keeps its slot from when it gets it until it finishes: nothing is preempted. It may sit out steps.
-    * A free slot goes to the waiting tenant with the fewest slots, the last `reserved_slots` only to tenants with at
-      most as many.
+    * A free slot goes to the waiting tenant with the fewest slots.
+    * The last `reserved_slots` are for tenants that have at most as many.
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.

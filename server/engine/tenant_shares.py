@@ -75,6 +75,7 @@ class TenantShares:
         self._cores = cores or len(os.sched_getaffinity(0))
         self._clock = clock
         self._uses: dict[str, _Use] = {}
+        self._running: frozenset[str] = frozenset()
         self._usual_step = 0.0
         self._wait_until: float | None = None
 
@@ -84,6 +85,7 @@ class TenantShares:
         Args:
             tenants: those with running sequences, each once.
         """
+        self._running = frozenset(tenants)
         self.is_limited = len(tenants) > 1
         self._wait_until = None
 
@@ -121,7 +123,7 @@ class TenantShares:
 
     def retry_after(self, tenant: str) -> int | None:
         """Return after how many seconds a tenant over its share should try again; None if it is not. Any thread."""
-        if not self.is_limited or not self.is_over(tenant):
+        if self._running <= {tenant} or not self.is_over(tenant):
             return None
         return max(1, math.ceil(WINDOW * math.log(self.share(tenant) / self._most)))
 

@@ -71,6 +71,8 @@ def test_who_is_alone_again_may_use_everything(shares: TenantShares) -> None:
     shares.begin_step({"a"})
     assert shares.left("a") == math.inf
     assert shares.retry_after("a") is None
+    shares.begin_step({"b"})
+    assert shares.retry_after("a") is not None
 
 
 def test_usual_step_follows_the_steps(shares: TenantShares) -> None:
