@@ -77,7 +77,7 @@ class LateGroup:
     executor: LateExecutor
     group: LocalGroup
 
-    def begin(self, logits: torch.Tensor) -> LateRun:
+    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> LateRun:
         return LateRun(self.executor, self.group, logits, self.executor.random.choice([0, 0, 1, 2, 6]))
 
 

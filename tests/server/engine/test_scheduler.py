@@ -6,7 +6,6 @@ import torch
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.scheduler import Scheduler
-from logitship.server.engine.tenant_shares import TenantShares
 from logitship.server.model.kv_cache import CacheShape, SlotCache
 from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
@@ -28,13 +27,12 @@ class ScriptedEngine:
         tokenizer: Tokenizer,
         num_slots: int,
         chunk_size: int,
-        shares: TenantShares | None = None,
         reserved_slots: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         shape = CacheShape(num_layers=2, num_slots=num_slots, num_kv_heads=1, max_len=MAX_LEN, head_dim=1)
         self._cache = SlotCache(shape, torch.float64, torch.device("cpu"))
-        self.scheduler = Scheduler(self._cache, chunk_size, shares=shares, reserved_slots=reserved_slots)
+        self.scheduler = Scheduler(self._cache, chunk_size, reserved_slots=reserved_slots)
         self.prompt_tokens: dict[str, int] = {}
         self.sampled: set[tuple[str, int]] = set()
         self.chunks: list[GenerationChunk] = []
