@@ -30,6 +30,7 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
 )
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox.deadline import BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
@@ -301,7 +302,8 @@ def ending(name: str, body: str, fault: str, message: str) -> FaultCase:
     return FaultCase(name, body, fault, f"processor Offender {message}", ends_sandbox=True)
 
 
-NO_ANSWER = rf"gave no answer within {STEP_TIMEOUT:g} s( of CPU time)?: its process was killed"
+LIMIT = r"({0:g} s( of CPU time)?|{1:g} s, in which it got [\d.]+ s of CPU time)"
+NO_ANSWER = rf"gave no answer within {LIMIT.format(STEP_TIMEOUT, BACKSTOP * STEP_TIMEOUT)}: its process was killed"
 INVALID_ANSWER = "sent an invalid answer: its process was killed"
 WRITE_FRAME = (
     "connection, number = answer_frame()\nos.write(connection, struct.pack('<IIQ', {kind}, number, {size}){more})"
@@ -557,7 +559,7 @@ os.write(frame.f_locals["connection"], struct.pack("<IIQ", 3, 1, 0))
 time.sleep(60)
 """
 KILLED = r"was killed \(while it was loaded\)"
-TOO_SLOW = rf"gave no answer within {LOAD_TIMEOUT:g} s( of CPU time)?: its process {KILLED}"
+TOO_SLOW = rf"gave no answer within {LIMIT.format(LOAD_TIMEOUT, BACKSTOP * LOAD_TIMEOUT)}: its process {KILLED}"
 LOAD_CASES = [
     LoadCase("loops", load_source("while True: pass"), TOO_SLOW),
     LoadCase("sleeps", load_source("time.sleep(60)"), TOO_SLOW),

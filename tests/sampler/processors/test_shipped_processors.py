@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate
-from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.executor import LoadedProcessor, RunOutcome
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
@@ -618,3 +619,50 @@ def test_unchecked_row_is_attributed_by_fault_of(
     assert fault is not None
     assert (fault.name, fault.kind, fault.message) == ("Alone", "non_finite", f"processor Alone {found}")
     assert [shipped.fault_of(row, logits[row]) for row in range(2, 6)] == [None] * 4
+
+
+class ChargingExecutor:
+    """Runs nothing. Each call takes a number of seconds of the step's deadline.
+
+    Attributes:
+        spent: the seconds that had been used when each call began.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.spent: list[float] = []
+
+    def attach(self, *_: Any) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
+    def group(self, *_: Any) -> ChargingExecutor:
+        return self
+
+    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> ChargingExecutor:
+        self.spent.append(spent)
+        return self
+
+    def finish(self) -> RunOutcome:
+        return RunOutcome(self._seconds, charged=self._seconds)
+
+
+def test_stages_of_a_tenant_share_the_deadline_of_a_step(new_shipped: NewShipped, shipping: Shipping) -> None:
+    slow, quick, last, other = executors = [ChargingExecutor(seconds) for seconds in (0.5, 0.25, 0.125, 4.0)]
+
+    def processor(executor: Any, tenant: str) -> LoadedProcessor:
+        return LoadedProcessor(f"sha256:{id(executor)}", "P", executor, None, tenant=tenant)
+
+    batch = Batch(
+        new_shipped(),
+        shipping("a", (processor(slow, "one"), {}), (processor(quick, "one"), {}), (processor(last, "one"), {})),
+        shipping("b", (processor(quick, "one"), {})),
+        shipping("c", (processor(other, "two"), {}), (processor(other, "two"), {})),
+    )
+    batch.step(logits_of(3))
+    # The calls of a stage overlap: the slowest counts.
+    assert [each.spent for each in executors] == [[0.0], [0.0, 0.5], [0.75], [0.0, 4.0]]
+    # A verified draft belongs to the same step.
+    batch.shipped.apply_with_spec_decode(logits_of(1), [1, 0, 0])
+    assert slow.spent == [0.0, 0.875]
+    batch.step(logits_of(3))
+    assert slow.spent == [0.0, 0.875, 0.0]

@@ -403,6 +403,44 @@ def test_earlier_stages_use_up_the_deadline(executor: SandboxExecutor, caller: C
     assert "within 0.0625 s of CPU time" in outcome.faults[0].message
 
 
+COMPUTES = """
+import time
+end = time.process_time() + 0.15
+while time.process_time() < end: pass
+return logits + 1
+"""
+
+
+def test_spinners_do_not_end_an_honest_processor(
+    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs less than half of its CPU time, but on a core that it shares with spinners, more than that by the clock.
+
+    The spinners end: some by their CPU time, the others by the backstop.
+    """
+    limits = SandboxLimits(cpu_time=20.0, step_timeout=0.4, first_step_timeout=0.4, load_timeout=20.0)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
+    monkeypatch.setattr(zygote, "close", lambda: None)
+    caller = Caller(executor, model)
+    spinners = [executor.load(source(f"{LOOPS}  # {number}"), f"tenant {number}") for number in range(4)]
+    honest = executor.load(source(COMPUTES))
+    core = min(os.sched_getaffinity(0))
+    for processor in (*spinners, honest):
+        os.sched_setaffinity(sandbox_of(processor)._pid, {core})
+    logits = [torch.zeros(1, VOCAB) for _ in range(5)]
+    runs = [
+        executor.group(processor, [caller.attach(processor)]).begin(rows)
+        for processor, rows in zip((*spinners, honest), logits, strict=True)
+    ]
+    *spun, answered = [run.finish() for run in runs]
+    assert faults(answered) == {}
+    assert answered.seconds > limits.step_timeout
+    assert logits[4][0, 0] == 1
+    assert [faults(outcome)[0][0] for outcome in spun] == ["deadline"] * 4
+    assert all("of CPU time: its process was killed" in faults(outcome)[0][1] for outcome in spun)
+    executor.close()
+
+
 CLOSES_ITS_CONNECTION = """
 import os, sys, time
 frame = sys._getframe()

@@ -270,6 +270,32 @@ def test_abort_while_loading_a_processor(make_engine: BuildEngine, tmp_path: Pat
     assert len(result.token_ids) < 400
 
 
+def test_cancelled_requests_free_their_places_while_loading(make_engine: BuildEngine, tmp_path: Path) -> None:
+    engine = make_engine()
+    go = tmp_path / "go"
+    slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
+
+    async def cancel() -> int:
+        loading = [
+            asyncio.create_task(
+                engine.submit(request(f"r{number}", processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),)))
+            )
+            for number in range(20)
+        ]
+        registering = asyncio.create_task(engine.register(SourceProcessor(f"{slow}# 2", "Boost")))
+        await asyncio.sleep(0)
+        before = engine.stats()
+        for task in (*loading, registering):
+            task.cancel()
+        await asyncio.gather(*loading, registering, return_exceptions=True)
+        assert engine.stats().loads_waiting == engine.stats().loads_running == 0
+        assert await engine.flush_cache(), "no request is active"
+        go.touch()
+        return before.loads_running + before.loads_waiting
+
+    assert run(cancel()) == 2, "one class for all requests, and the registration"
+
+
 @pytest.mark.parametrize("chunk_size", [4, 256])
 def test_prompt_logprobs_without_output(make_engine: BuildEngine, chunk_size: int) -> None:
     engine = make_engine(chunked_prefill_size=chunk_size)
