@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from typing import cast
 
 from pyrate_limiter import Duration, InMemoryBucket, Rate, RateItem
 
@@ -34,12 +35,12 @@ class RateLimit:
             return
         with self._lock:
             bucket = self._bucket(tenant)
-            now = bucket.now()
+            now: int = bucket.now()  # type: ignore[no-untyped-call]
             bucket.leak(now)
             item = RateItem(self._what, now)
             if bucket.put(item):
                 return
-            wait = math.ceil(bucket.waiting(item) / 1000)
+            wait = math.ceil(cast(int, bucket.waiting(item)) / 1000)
         flag, who = f"--{self._what.replace('_', '-')}-per-minute", "this API key" if tenant else "the server"
         raise RateLimited(
             f"{who} has reached its limit of {self._per_minute} {self._what.replace('_', ' ')} per minute ({flag}): "
