@@ -22,7 +22,6 @@ from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
 from .forward_pass import Plan, ScheduledChunk
-from .prefill_budget import PrefillBudget
 
 
 def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
@@ -74,8 +73,8 @@ class Scheduler:
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
-    * A step computes at most `chunked_prefill_size` prompt tokens, and beside another tenant's running sequences only
-      as many as make it twice as long (`PrefillBudget`), which bounds the delay that prompts cause.
+    * A step computes at most `chunked_prefill_size` prompt tokens, which bounds the delay that a long prompt causes to
+      running sequences.
 
     Args:
         cache: where the slots are.
@@ -98,7 +97,6 @@ class Scheduler:
         self._speculation = speculation
         self._on_start = on_start
         self.chunked_prefill_size = chunked_prefill_size
-        self._prefill_budget = PrefillBudget(chunked_prefill_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -130,20 +128,18 @@ class Scheduler:
         drafts = self._speculation.drafts(drafting) if self._speculation else {}
         decode = [ScheduledChunk(s, s.next_tokens(1), drafts.get(s, [])) for s in decoding]
         prefill = []
-        prefilling = list(computing_prompts(self.running))
-        budgets = self._prefill_budget.divide(decoding, prefilling)
-        for sequence in prefilling:
-            if budgets[sequence.tenant]:
+        budget = self.chunked_prefill_size
+        for sequence in computing_prompts(self.running):
+            if budget:
                 # In every step: a sequence ahead of it may just have computed the same prefix.
                 self._restore_prefix(sequence)
-                chunk = ScheduledChunk(sequence, sequence.next_tokens(budgets[sequence.tenant]))
-                budgets[sequence.tenant] -= len(chunk.token_ids)
+                chunk = ScheduledChunk(sequence, sequence.next_tokens(budget))
+                budget -= len(chunk.token_ids)
                 prefill.append(chunk)
         return Plan(decode, prefill, started_at)
 
     def observe(self, plan: Plan, num_accepted: int, seconds: float) -> None:
         """Record how many drafts of a step were accepted, and how long it took."""
-        self._prefill_budget.observe(plan, seconds)
         if self._speculation and plan.decode and not plan.prefill:
             num_drafts = sum(len(chunk.drafts) for chunk in plan.decode)
             self._speculation.observe(len(plan.decode), num_drafts, num_accepted, seconds)

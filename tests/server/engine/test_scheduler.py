@@ -216,16 +216,6 @@ def test_random_schedules(tokenizer: Tokenizer) -> None:
         assert all(sequence.slot is None for sequence in added)
 
 
-def test_prompts_of_tenants_are_computed_side_by_side(tokenizer: Tokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=12)
-    for number in range(4):
-        engine.add(f"many{number}", 1, [10 + number] * 40, max_tokens=2, tenant="a")
-    engine.add("one", 1, [20] * 10, max_tokens=2, tenant="b")
-    engine.step()
-    engine.step()
-    assert engine.prompt_tokens == {"many0": 14, "one": 10}
-
-
 def test_cancelled_prompt_is_not_continued(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=2, chunk_size=8)
     (sequence,) = engine.add("cancelled", 1, list(range(10, 50)), max_tokens=2)
