@@ -17,6 +17,16 @@ SHIPPING = {"enable_custom_logit_processor": True}
     ("given", "kept"),
     [("one", ("one",)), (("one",), ("one",)), (["one", "two"], ("one", "two")), ((), ())],
 )
+def test_share_of_queued_bytes() -> None:
+    assert ServerConfig(max_queued_bytes=1 << 28).max_queued_bytes_per_tenant == 1 << 28
+    assert ServerConfig(max_queued_bytes=1 << 28, api_key="one").max_queued_bytes_per_tenant == 1 << 28
+    assert ServerConfig(max_queued_bytes=1 << 28, api_key=("one", "two")).max_queued_bytes_per_tenant == 1 << 27
+    assert ServerConfig(max_num_seqs=3, max_queued_requests=4).max_sequences_per_tenant == 7
+    assert ServerConfig(max_num_seqs=3, max_queued_requests=4, api_key=("a", "b")).max_sequences_per_tenant == 4
+    with pytest.raises(ValueError, match="max_queued_bytes must be enough for one request body"):
+        ServerConfig(max_queued_bytes=1 << 24, api_key=("one", "two"))
+
+
 @pytest.mark.parametrize("field", ["api_key", "shipping_api_key"])
 def test_keys_become_a_tuple(field: str, given: Any, kept: tuple[str, ...]) -> None:
     config = ServerConfig(**{field: given}, **SHIPPING)  # type: ignore[arg-type]
@@ -85,13 +95,3 @@ def test_sandboxes_are_the_default() -> None:
     assert config.processor_isolation == "sandbox"
     assert (config.max_sandboxes, config.sandbox_memory) == (64, 1 << 30)
     assert (config.sandbox_cpu_time, config.sandbox_step_timeout, config.sandbox_load_timeout) == (2.0, 1.0, 10.0)
-
-
-def test_share_of_queued_bytes() -> None:
-    assert ServerConfig(max_queued_bytes=1 << 28).max_queued_bytes_per_tenant == 1 << 28
-    assert ServerConfig(max_queued_bytes=1 << 28, api_key="one").max_queued_bytes_per_tenant == 1 << 28
-    assert ServerConfig(max_queued_bytes=1 << 28, api_key=("one", "two")).max_queued_bytes_per_tenant == 1 << 27
-    assert ServerConfig(max_num_seqs=3, max_queued_requests=4).max_sequences_per_tenant == 7
-    assert ServerConfig(max_num_seqs=3, max_queued_requests=4, api_key=("a", "b")).max_sequences_per_tenant == 4
-    with pytest.raises(ValueError, match="max_queued_bytes must be enough for one request body"):
-        ServerConfig(max_queued_bytes=1 << 24, api_key=("one", "two"))

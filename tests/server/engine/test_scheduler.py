@@ -134,6 +134,16 @@ def test_shared_before_the_first_sequence_finishes(tokenizer: Tokenizer) -> None
         assert engine.prompt_tokens == {"r": 30 + 3}
 
 
+def test_cancelled_prompt_is_not_continued(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=2, chunk_size=8)
+    (sequence,) = engine.add("cancelled", 1, list(range(10, 50)), max_tokens=2)
+    engine.step()
+    engine.end(sequence)
+    engine.add("next", 1, list(range(60, 64)), max_tokens=2)
+    engine.step()
+    assert engine.prompt_tokens == {"cancelled": 8, "next": 4}
+
+
 def test_prompt_of_one_token_is_not_shared(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=256)
     sequences = engine.add("r", 4, [5], max_tokens=2)
@@ -214,13 +224,3 @@ def test_random_schedules(tokenizer: Tokenizer) -> None:
         ended = [chunk for chunk in engine.chunks if chunk.finish_reason is not None]
         assert len(ended) == len(added)
         assert all(sequence.slot is None for sequence in added)
-
-
-def test_cancelled_prompt_is_not_continued(tokenizer: Tokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, num_slots=2, chunk_size=8)
-    (sequence,) = engine.add("cancelled", 1, list(range(10, 50)), max_tokens=2)
-    engine.step()
-    engine.end(sequence)
-    engine.add("next", 1, list(range(60, 64)), max_tokens=2)
-    engine.step()
-    assert engine.prompt_tokens == {"cancelled": 8, "next": 4}
