@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -25,6 +25,35 @@ def on_behalf_of(tenant: str) -> Iterator[None]:
         yield
     finally:
         current_tenant.reset(token)
+
+
+class Departure:
+    """Wakes up the threads that wait for a client, when it leaves. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_left = False
+        self._wake_ups: list[Callable[[], object]] = []
+
+    def notify(self) -> None:
+        """Wake up the threads that wait now, and those that begin to wait later."""
+        with self._lock:
+            self._has_left = True
+            wake_ups, self._wake_ups = self._wake_ups, []
+        for wake_up in wake_ups:
+            wake_up()
+
+    def when_left(self, wake_up: Callable[[], object]) -> None:
+        """Call a function when the client leaves; at once if it has left."""
+        with self._lock:
+            if not self._has_left:
+                self._wake_ups.append(wake_up)
+                return
+        wake_up()
+
+
+current_departure: ContextVar[Departure | None] = ContextVar("current_departure", default=None)
+"""Departure of the client for which this thread or task works."""
 
 
 class FairSlots(Generic[T]):
@@ -56,7 +85,7 @@ class FairSlots(Generic[T]):
 
         Raises:
             TenantQueueFull: too many threads of the tenant wait.
-            TimeoutError: no slot became free in time.
+            TimeoutError: no slot became free in time, or before the client of `current_departure` left.
         """
         index = self._acquire(tenant, timeout)
         try:
@@ -72,7 +101,9 @@ class FairSlots(Generic[T]):
         with self._lock:
             self._waiting.put(tenant, waiter)
             self._grant()
-        waiter.granted.wait(timeout)
+        if (departure := current_departure.get()) is not None:
+            departure.when_left(waiter.over.set)
+        waiter.over.wait(timeout)
         with self._lock:
             if waiter.slot is None:
                 self._waiting.remove(tenant, waiter)
@@ -86,7 +117,7 @@ class FairSlots(Generic[T]):
             waiter.slot = min(self._free)
             self._free.remove(waiter.slot)
             self._using[tenant] += 1
-            waiter.granted.set()
+            waiter.over.set()
 
     def _may_take(self, tenant: str) -> bool:
         return self._using[tenant] < max(1, len(self._slots) - 1)
@@ -96,10 +127,10 @@ class _SlotWaiter:
     """A thread that waits.
 
     Attributes:
-        granted: set once it has a slot.
+        over: set once it has a slot, or its client has left.
         slot: its index; None before.
     """
 
     def __init__(self) -> None:
-        self.granted = threading.Event()
+        self.over = threading.Event()
         self.slot: int | None = None

@@ -11,6 +11,7 @@ from functools import partial
 from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
+from logitship.sampler.fair_slots import Departure, current_departure
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
@@ -309,10 +310,13 @@ class AsyncEngine:
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
+        departure = Departure()
+        current_departure.set(departure)
         loading = in_daemon_thread(self.processors.load, request, held, shipped)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
+            departure.notify()
             # Cancelling does not stop the thread: release what it still loads when it is done.
             loading.add_done_callback(lambda _: self._active.release(active))
             raise

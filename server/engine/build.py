@@ -107,6 +107,7 @@ def _build(
         _speculation(config, runner),
         on_start=active.sequence_started,
         select=StepSelection(deferred, shares),
+        shares=shares,
         reserved_slots=config.reserved_slots,
     )
     sampler = make_sampler(plugin_config(config, model, loaded, reasoning), loaded, plugins, metrics, clock, deferred)

@@ -137,8 +137,8 @@ class Engine:
             logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
             self._end_all_running()
         self.num_steps += 1
-        if not plan.prefill:
-            self._shares.observe_step(self._clock.seconds_without_processors)
+        num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        self._shares.observe_step(self._clock.seconds_without_processors, num_prompt_tokens)
         self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
 
     def _schedule(self) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import logging
 import threading
@@ -165,7 +166,7 @@ def _noop() -> None:
 
 
 def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Call `function` in a daemon thread of its own.
+    """Call `function` in a daemon thread of its own, in a copy of the caller's context.
 
     Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
     thread of the shared pool with it, and Python would wait for that thread at exit.
@@ -190,5 +191,6 @@ def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name="logitship-load", daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="logitship-load", daemon=True).start()
     return future

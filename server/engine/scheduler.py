@@ -23,7 +23,7 @@ from logitship.server.speculation.ngram_speculation import NGramSpeculation
 from .beam_group import Beam, BeamGroup
 from .fair_queue import FairQueue
 from .forward_pass import Plan, ScheduledChunk
-from .prefill_budget import PrefillBudget
+from .tenant_shares import TenantShares
 
 
 def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
@@ -81,8 +81,8 @@ class Scheduler:
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
-    * A step computes at most `chunked_prefill_size` prompt tokens, and beside another tenant's running sequences only
-      as many as make it twice as long (`PrefillBudget`), which bounds the delay that prompts cause.
+    * A step computes at most `chunked_prefill_size` prompt tokens, which bounds the delay that a long prompt causes to
+      running sequences.
 
     Args:
         cache: where the slots are.
@@ -91,6 +91,7 @@ class Scheduler:
         speculation: drafts tokens; None: no speculative decoding.
         on_start: called with each sequence that got its slot.
         select: returns the running sequences that take part in the next step; called once a step.
+        shares: limits the prompt tokens of a step while several tenants run; None: nothing else limits them.
         reserved_slots: slots that only tenants with at most as many slots get.
     """
 
@@ -102,6 +103,7 @@ class Scheduler:
         speculation: NGramSpeculation | None = None,
         on_start: Callable[[Sequence], None] = _noop,
         select: Callable[[list[Sequence]], list[Sequence]] = _all,
+        shares: TenantShares | None = None,
         reserved_slots: int = 0,
     ) -> None:
         self._cache = cache
@@ -109,9 +111,9 @@ class Scheduler:
         self._speculation = speculation
         self._on_start = on_start
         self._select = select
+        self._shares = shares or TenantShares()
         self._reserved_slots = reserved_slots
         self.chunked_prefill_size = chunked_prefill_size
-        self._prefill_budget = PrefillBudget(chunked_prefill_size)
         self.waiting = FairQueue()
         self.running: list[Sequence] = []
 
@@ -138,20 +140,23 @@ class Scheduler:
         drafting = [sequence for sequence in decoding if not isinstance(sequence, Beam)]
         drafts = self._speculation.drafts(drafting) if self._speculation else {}
         decode = [ScheduledChunk(s, s.next_tokens(1), drafts.get(s, [])) for s in decoding]
-        prefill = self._prompt_chunks(decoding, selected)
+        budget = self.chunked_prefill_size
+        prefill = self._prompt_chunks(selected, self._shares.num_prompt_tokens(budget) if decoding else budget)
         return Plan(decode, prefill, started_at, self._without_chunk([*decode, *prefill]))
 
-    def _prompt_chunks(self, decoding: list[Sequence], selected: list[Sequence]) -> list[ScheduledChunk]:
-        """Plan the prompt tokens of the step."""
+    def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
+        """Plan at most `budget` prompt tokens, first for the tenants that had the fewest recently."""
         computing = list(computing_prompts(selected))
-        budgets = self._prefill_budget.divide(decoding, computing)
+        if self._shares.is_limited and len(computing) > 1:
+            computing.sort(key=lambda sequence: self._shares.recent_prompt_tokens(sequence.tenant))
         chunks = []
         for sequence in computing:
-            if budgets[sequence.tenant]:
+            if budget:
                 # In every step: a sequence ahead of it may just have computed the same prefix.
                 self._restore_prefix(sequence)
-                chunk = ScheduledChunk(sequence, sequence.next_tokens(budgets[sequence.tenant]))
-                budgets[sequence.tenant] -= len(chunk.token_ids)
+                chunk = ScheduledChunk(sequence, sequence.next_tokens(budget))
+                budget -= len(chunk.token_ids)
+                self._shares.charge_prompt(sequence.tenant, len(chunk.token_ids))
                 chunks.append(chunk)
         return chunks
 
@@ -183,7 +188,6 @@ class Scheduler:
 
     def observe(self, plan: Plan, num_accepted: int, seconds: float) -> None:
         """Record how many drafts of a step were accepted, and how long it took."""
-        self._prefill_budget.observe(plan, seconds)
         if self._speculation and plan.decode and not plan.prefill:
             num_drafts = sum(len(chunk.drafts) for chunk in plan.decode)
             self._speculation.observe(len(plan.decode), num_drafts, num_accepted, seconds)

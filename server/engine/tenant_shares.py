@@ -17,6 +17,9 @@ PATIENCE = 0.5
 LEAST_PATIENCE = 0.01
 """Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
 
+PROMPT_BLOCK = 16
+"""Prompt tokens of a step are a multiple of this, and at least as many."""
+
 _STEP_WEIGHT = 1 / 8
 
 
@@ -25,7 +28,7 @@ class _Use:
     """Recent use of a tenant.
 
     Attributes:
-        amount: seconds, those of the past with their weight.
+        amount: seconds or tokens, those of the past with their weight.
         at: time of the last change.
     """
 
@@ -77,6 +80,8 @@ class TenantShares:
         self._uses: dict[str, _Use] = {}
         self._running: frozenset[str] = frozenset()
         self._usual_step = 0.0
+        self._prompt_token = 0.0
+        self._prompts: dict[str, _Use] = {}
         self._wait_until: float | None = None
 
     def begin_step(self, tenants: Collection[str]) -> None:
@@ -89,9 +94,41 @@ class TenantShares:
         self.is_limited = len(tenants) > 1
         self._wait_until = None
 
-    def observe_step(self, seconds: float) -> None:
-        """Record the duration of a step without prompt tokens, without the time for processors, in seconds."""
-        self._usual_step = _follow(self._usual_step, seconds)
+    def observe_step(self, seconds: float, num_prompt_tokens: int = 0) -> None:
+        """Record what a step took, without the time for processors.
+
+        Args:
+            seconds: duration of the step.
+            num_prompt_tokens: prompt tokens that it computed.
+        """
+        if num_prompt_tokens == 0:
+            self._usual_step = _follow(self._usual_step, seconds)
+        else:
+            per_token = max(0.0, seconds - self._usual_step) / num_prompt_tokens
+            self._prompt_token = _follow(self._prompt_token, per_token)
+
+    def num_prompt_tokens(self, most: int) -> int:
+        """Return how many prompt tokens a step may compute beside the sequences that decode.
+
+        While several tenants run, they may take half as long as the rest of the step.
+
+        Args:
+            most: the limit while one tenant is alone.
+        """
+        if not self.is_limited or not self._prompt_token:
+            return most
+        affordable = int(PATIENCE * self._usual_step / self._prompt_token)
+        return min(most, max(PROMPT_BLOCK, affordable // PROMPT_BLOCK * PROMPT_BLOCK))
+
+    def recent_prompt_tokens(self, tenant: str) -> float:
+        """Return the prompt tokens that were recently computed for a tenant, those of the past with their weight."""
+        use = self._prompts.get(tenant)
+        return use.at_time(self._clock()) if use else 0.0
+
+    def charge_prompt(self, tenant: str, num_tokens: int) -> None:
+        """Account for prompt tokens that the next step computes."""
+        if self.is_limited:
+            self._prompts.setdefault(tenant, _Use(0.0, 0.0)).add(num_tokens, self._clock())
 
     def left(self, tenant: str) -> float:
         """See `StepPatience.left`."""

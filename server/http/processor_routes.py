@@ -12,6 +12,7 @@ from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import ProcessorString, RegisteredProcessor
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.processor_names import NAME_RULE
+from logitship.server.processors.request_processors import check_processor_text
 from logitship.server.refusals import BadRequest
 from logitship.server.schemas.processor_schemas import (
     PROCESSOR_SCHEMA,
@@ -112,6 +113,7 @@ def _check_query(request: Request) -> None:
 
 
 def _parse(body: bytes) -> ProcessorString:
+    check_processor_text(body)
     try:
         string = processor_string.parse(body)
     except ProcessorLoadError as error:

@@ -15,12 +15,12 @@ from fastapi import Request
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestTimeout, RequestTooLarge
+from logitship.server.requests.json_scan import MAX_DEPTH, scan_json
 from logitship.server.requests.queued_bytes import BYTES_PER_ELEMENT, QueuedBody
 from logitship.server.schemas.request_schema import Model, parse_model
 
 from .auth import caller_of
 from .disconnects import while_connected
-from .json_scan import scan_json
 from .request_work import RequestWork
 
 T = TypeVar("T")
@@ -124,8 +124,15 @@ def _too_large(limit: int) -> RequestTooLarge:
 
 
 def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callable[[Any], T]) -> T:
-    elements = scan_json(raw, max_elements)
-    queued.add(BYTES_PER_ELEMENT * elements)  # before they exist
+    scan = scan_json(raw, max_elements)
+    if scan.elements > max_elements:
+        raise RequestTooLarge(
+            f"the request body has more than {max_elements} keys and values (a key counts as 3, a list or an object as "
+            "4), the most that this server takes (--max-request-elements): send them in several requests"
+        )
+    if scan.max_depth > MAX_DEPTH:
+        raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
+    queued.add(BYTES_PER_ELEMENT * scan.elements)  # before they exist
     return parse(_loads(raw))
 
 

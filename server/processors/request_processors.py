@@ -39,6 +39,7 @@ from logitship.server.refusals import (
     RequestTooLarge,
     ServiceUnavailable,
 )
+from logitship.server.requests.json_scan import MAX_DEPTH, scan_json
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
 from .load_queue import LoadQueue, LoadQueueFull, LoadStats
@@ -47,6 +48,9 @@ from .registered_processors import NotRegistered, RegistryFull
 
 RESERVED_KEY = "__req__"
 """Key of the request among the parameters that a processor gets."""
+
+_MAX_ELEMENTS = 1000
+"""Most keys and values of a processor string, see `json_scan`. Those that `to_str()` makes have fewer than ten."""
 
 
 def read_entries(
@@ -141,10 +145,28 @@ def _parse(value: Any, limit: int, at: str) -> ProcessorString:
         raise RequestTooLarge(
             f"{at}: the processor string has {len(text)} bytes, this server takes at most {limit}", param=at
         )
+    if isinstance(value, str):
+        check_processor_text(text, at)
     try:
         return processor_string.parse(text)
     except ProcessorLoadError as error:
         raise BadRequest(f"{at}: {error}", param=at) from None
+
+
+def check_processor_text(text: bytes, at: str | None = None) -> None:
+    """Refuse a processor string with far too many keys and values, before anything is built of it.
+
+    Args:
+        text: the processor string, JSON.
+        at: path of the field; None: the whole body.
+
+    Raises:
+        BadRequest: it has too many, or nests too deeply.
+    """
+    scan = scan_json(text, _MAX_ELEMENTS)
+    if scan.elements > _MAX_ELEMENTS or scan.max_depth > MAX_DEPTH:
+        reason = "is no processor string: it has hundreds of keys and values"
+        raise BadRequest(f"{at}: {reason}" if at else f"the request body {reason}", param=at)
 
 
 def _dumps(value: dict[str, Any], at: str) -> bytes:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 
 import pytest
 
-from logitship.sampler.fair_slots import FairSlots, current_tenant, on_behalf_of
+from logitship.sampler.fair_slots import Departure, FairSlots, current_departure, current_tenant, on_behalf_of
 from logitship.sampler.round_robin_queue import TenantQueueFull
 
 GENEROUS = 30.0
@@ -62,6 +63,28 @@ def test_bound_on_waiting_threads() -> None:
     slots = FairSlots([1], 0)
     with pytest.raises(TenantQueueFull), slots.use("a", 0):
         pass
+
+
+def test_client_that_leaves_ends_the_wait() -> None:
+    slots = FairSlots([1], 1)
+    departure = Departure()
+
+    def use() -> None:
+        current_departure.set(departure)
+        with slots.use("a", GENEROUS):
+            pytest.fail("got a slot")
+
+    with ThreadPoolExecutor(1) as threads, slots.use("b", 0):
+        waiting = threads.submit(copy_context().run, use)
+        while not slots._waiting:
+            threading.Event().wait(0.001)
+        departure.notify()
+        with pytest.raises(TimeoutError):
+            waiting.result(GENEROUS / 2)
+        assert not slots._waiting
+        again = threads.submit(copy_context().run, use)
+        with pytest.raises(TimeoutError):
+            again.result(GENEROUS / 2)
 
 
 def test_slot_is_freed_by_an_exception() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Coroutine
@@ -694,3 +695,27 @@ def test_cancelled_while_its_sequences_are_made(make_engine: BuildEngine, monkey
         gate.set()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
+    """Another tenant uses all checkers; the client leaves, and its thread does not wait on."""
+    engine = make_engine()
+    grammar = engine._library.acquire(InstalledProcessor("grammar"), "").instance
+    compiler = grammar._compiler_for(engine._library._model)
+
+    async def scenario() -> None:
+        with contextlib.ExitStack() as used:
+            for tenant in map(str, range(len(compiler._checkers))):
+                used.enter_context(compiler._slots.use(tenant, 0))
+            wanted = request(processors=((InstalledProcessor("grammar"), {"regex": "[a-f]{7}"}),))
+            submitting = asyncio.create_task(engine.submit(wanted))
+            while not compiler._slots._waiting:
+                await asyncio.sleep(0.001)
+            submitting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await submitting
+            while engine._active:
+                await asyncio.sleep(0.001)
+            assert not compiler._slots._waiting
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

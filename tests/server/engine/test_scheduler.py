@@ -6,6 +6,7 @@ import torch
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.scheduler import Scheduler
+from logitship.server.engine.tenant_shares import TenantShares
 from logitship.server.model.kv_cache import CacheShape, SlotCache
 from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
@@ -27,12 +28,13 @@ class ScriptedEngine:
         tokenizer: Tokenizer,
         num_slots: int,
         chunk_size: int,
+        shares: TenantShares | None = None,
         reserved_slots: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         shape = CacheShape(num_layers=2, num_slots=num_slots, num_kv_heads=1, max_len=MAX_LEN, head_dim=1)
         self._cache = SlotCache(shape, torch.float64, torch.device("cpu"))
-        self.scheduler = Scheduler(self._cache, chunk_size, reserved_slots=reserved_slots)
+        self.scheduler = Scheduler(self._cache, chunk_size, shares=shares, reserved_slots=reserved_slots)
         self.prompt_tokens: dict[str, int] = {}
         self.sampled: set[tuple[str, int]] = set()
         self.chunks: list[GenerationChunk] = []
@@ -140,6 +142,16 @@ def test_shared_before_the_first_sequence_finishes(tokenizer: Tokenizer) -> None
         assert engine.prompt_tokens == {"r": 30 + 3}
 
 
+def test_cancelled_prompt_is_not_continued(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=2, chunk_size=8)
+    (sequence,) = engine.add("cancelled", 1, list(range(10, 50)), max_tokens=2)
+    engine.step()
+    engine.end(sequence)
+    engine.add("next", 1, list(range(60, 64)), max_tokens=2)
+    engine.step()
+    assert engine.prompt_tokens == {"cancelled": 8, "next": 4}
+
+
 def test_prompt_of_one_token_is_not_shared(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=4, chunk_size=256)
     sequences = engine.add("r", 4, [5], max_tokens=2)
@@ -222,26 +234,6 @@ def test_random_schedules(tokenizer: Tokenizer) -> None:
         assert all(sequence.slot is None for sequence in added)
 
 
-def test_prompts_of_tenants_are_computed_side_by_side(tokenizer: Tokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=12)
-    for number in range(4):
-        engine.add(f"many{number}", 1, [10 + number] * 40, max_tokens=2, tenant="a")
-    engine.add("one", 1, [20] * 10, max_tokens=2, tenant="b")
-    engine.step()
-    engine.step()
-    assert engine.prompt_tokens == {"many0": 14, "one": 10}
-
-
-def test_cancelled_prompt_is_not_continued(tokenizer: Tokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, num_slots=2, chunk_size=8)
-    (sequence,) = engine.add("cancelled", 1, list(range(10, 50)), max_tokens=2)
-    engine.step()
-    engine.end(sequence)
-    engine.add("next", 1, list(range(60, 64)), max_tokens=2)
-    engine.step()
-    assert engine.prompt_tokens == {"cancelled": 8, "next": 4}
-
-
 def test_reserved_slots_are_for_tenants_with_few(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, reserved_slots=2)
     many = engine.add("many", 10, [5, 6], 30, tenant="a")
@@ -255,3 +247,31 @@ def test_reserved_slots_are_for_tenants_with_few(tokenizer: Tokenizer) -> None:
     engine.step()
     # Two are free, and reserved again: the other tenants have more than two.
     assert [sum(sequence.slot is not None for sequence in each) for each in (many, few)] == [4, 2]
+
+
+def test_prompts_of_tenants_take_turns(tokenizer: Tokenizer) -> None:
+    shares = TenantShares()
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=32, shares=shares)
+    for number in range(3):
+        engine.add(f"long{number}", 1, [5 + number] * 60, 1, tenant="a")
+    shares.begin_step({"a", "b"})
+    engine.step()
+    engine.add("short", 1, [9] * 16, 1, tenant="b")
+    engine.step()
+    assert engine.prompt_tokens["short"] == 16
+
+
+def test_prompts_take_half_of_a_step_beside_other_tenants(tokenizer: Tokenizer) -> None:
+    shares = TenantShares()
+    shares.observe_step(0.1)
+    shares.observe_step(0.1 + 256 * 0.001, 256)
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares)
+    engine.add("decodes", 1, [5], 30, tenant="a")
+    engine.step()
+    shares.begin_step({"a", "b"})
+    engine.add("long", 1, [6] * 60, 1, tenant="b")
+    engine.step()
+    assert engine.prompt_tokens["long"] == 48  # of 50, a multiple of 16
+    shares.begin_step({"b"})
+    engine.step()
+    assert engine.prompt_tokens["long"] == 60

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from logitship.server.engine.tenant_shares import LEAST_PATIENCE, PATIENCE, WINDOW, TenantShares
+from logitship.server.engine.tenant_shares import LEAST_PATIENCE, PATIENCE, PROMPT_BLOCK, WINDOW, TenantShares
 
 
 class Clock:
@@ -87,3 +87,32 @@ def test_metrics_have_a_bounded_number_of_tenants(shares: TenantShares) -> None:
         shares.charge(f"t{number}", 1.0 + number)
     assert shares.totals(5) == {f"t{number}": 1.0 + number for number in range(5)}
     assert shares.totals(2) == {"t0": 1.0, "t1": 2.0, "other": 12.0}
+
+
+def test_prompt_tokens_are_limited_by_their_time(shares: TenantShares) -> None:
+    shares.begin_step({"a", "b"})
+    assert shares.num_prompt_tokens(256) == 256  # nothing is known yet
+    shares.observe_step(0.1)
+    shares.observe_step(0.1 + 0.2, 200)  # 1 ms each
+    assert shares.num_prompt_tokens(256) == 48
+    assert shares.num_prompt_tokens(20) == 20
+    shares.begin_step({"a"})
+    assert shares.num_prompt_tokens(256) == 256
+
+
+def test_some_prompt_tokens_are_always_computed(shares: TenantShares) -> None:
+    shares.begin_step({"a", "b"})
+    shares.observe_step(0.001)
+    shares.observe_step(1.0, 10)
+    assert shares.num_prompt_tokens(256) == PROMPT_BLOCK
+
+
+def test_recent_prompt_tokens_fade(shares: TenantShares, clock: Clock) -> None:
+    shares.charge_prompt("a", 100)
+    assert shares.recent_prompt_tokens("a") == 0
+    shares.begin_step({"a", "b"})
+    shares.charge_prompt("a", 100)
+    assert shares.recent_prompt_tokens("a") == 100
+    clock.now += WINDOW
+    assert shares.recent_prompt_tokens("a") == pytest.approx(100 / math.e)
+    assert shares.recent_prompt_tokens("b") == 0

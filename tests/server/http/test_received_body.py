@@ -23,10 +23,11 @@ PATHS = ("/generate", "/v1/completions", "/v1/chat/completions", "/abort_request
 class Upload:
     """An HTTP request whose body arrives piece by piece."""
 
-    def __init__(self, engine: Any, path: str = "/generate") -> None:
+    def __init__(self, engine: Any, path: str = "/generate", key: str = "") -> None:
         self._pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[Any] = []
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
         self.call = asyncio.create_task(create_app(engine)(scope, self._pieces.get, self._send))
 
     async def _send(self, message: Any) -> None:
@@ -101,6 +102,16 @@ def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monk
         assert "--max-request-elements" in body["error"]["message"]
 
     run(scenario())
+
+
+def test_processor_strings_are_counted_before_they_are_decoded(shipping_client: Any) -> None:
+    text = '{"source": [' + "[]," * 500
+    answer = shipping_client.http.post("/v1/processors", content=text)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the request body is no processor string")
+    answer = shipping_client.post("/generate", {"text": "a", "custom_logit_processor": text})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("custom_logit_processor: is no processor string")
 
 
 def test_bytes_are_counted_as_they_arrive(engine: Any) -> None:
@@ -198,6 +209,31 @@ def test_client_that_leaves_frees_its_place_in_the_pool(engine: Any) -> None:
         await until(lambda: engine.pool.num_running == 0)
         assert engine.requests == []
         assert engine.queued_bytes.total == 0
+
+    run(scenario())
+
+
+def test_prompts_of_one_tenant_do_not_delay_another(engine: Any) -> None:
+    """The tokenizer takes forever for one tenant's prompts, of which ten wait."""
+    gate = threading.Event()
+
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        assert text == "quick" or gate.wait(GENEROUS)
+        return [1]
+
+    async def scenario() -> None:
+        engine.tokenizer.encode = encode
+        engine.config = replace(engine.config, api_key=("one", "other"))
+        slow = [Upload(engine, key="one") for _ in range(10)]
+        for upload in slow:
+            upload.put(b'{"text": "slow"}', more=False)
+        await until(lambda: engine.pool.num_waiting == 9)
+        quick = Upload(engine, key="other")
+        quick.put(b'{"text": "quick"}', more=False)
+        assert (await quick.answer())[0] == 200
+        assert not any(upload.call.done() for upload in slow)
+        gate.set()
+        assert [(await upload.answer())[0] for upload in slow] == [200] * 10
 
     run(scenario())
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from logitship.server.refusals import BadRequest, RequestTooLarge
-
 MAX_DEPTH = 512
 """Deepest nesting of a body. orjson itself takes 1024 levels; what reads the objects recursively takes fewer."""
 
@@ -84,28 +82,16 @@ class JSONScan:
         return block
 
 
-def scan_json(body: bytes, max_elements: int) -> int:
-    """Refuse a JSON text that has too many elements or nests too deeply. Stops at the bound.
+def scan_json(text: bytes, max_elements: int) -> JSONScan:
+    """Count a JSON text, which need not be valid. Stops after a block with too many elements, or nested too deeply.
 
     Args:
-        body: the text; need not be valid.
-        max_elements: most keys and values.
-
-    Returns:
-        Number of its keys and values, weighted.
-
-    Raises:
-        RequestTooLarge: too many elements; names the flag.
-        BadRequest: it nests too deeply.
+        text: the text.
+        max_elements: elements beyond which nobody needs the exact number.
     """
     scan = JSONScan()
-    for start in range(0, len(body), _BLOCK):
-        scan.add(body[start : start + _BLOCK])
-        if scan.elements > max_elements:
-            raise RequestTooLarge(
-                f"the request body has more than {max_elements} keys and values (a key counts as 3, a list or an "
-                "object as 4), the most that this server takes (--max-request-elements): send them in several requests"
-            )
-        if scan.max_depth > MAX_DEPTH:
-            raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
-    return scan.elements
+    for start in range(0, len(text), _BLOCK):
+        scan.add(text[start : start + _BLOCK])
+        if scan.elements > max_elements or scan.max_depth > MAX_DEPTH:
+            break
+    return scan
