@@ -1,0 +1,358 @@
+"""Honest clients beside one hostile client at a time: how long they wait, what fails, and what is left over after.
+
+    python benchmarks/noisy_neighbours.py --only cancel_storm spinners
+
+Each hostile client (`hostile_clients.py`) gets a server of its own, with the defaults, four API keys, and shipped
+processors enabled. Two honest keys stream without an end, one with a shipped processor; a third request at a time
+measures the time to first token, and `/health` is asked. First they are alone, then beside the hostile client, which
+runs in a process of its own on the same cores. Ratios are those of the second time to the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hostile_clients
+import httpx
+from processors import SOURCE
+from soak_server import SoakServer, soak_server
+
+HERE = Path(__file__).parent
+KEYS = {
+    "honest": "honest-key",
+    "ships": "honest-shipping-key",
+    "hostile": "hostile-key",
+    "hostile ships": "hostile-shipping-key",
+}
+FLAGS = (
+    *("--api-key", KEYS["honest"], KEYS["hostile"]),
+    *("--shipping-api-key", KEYS["ships"], KEYS["hostile ships"]),
+    *("--enable-custom-logit-processor", "--log-level", "warning"),
+)
+SETTLE = 5.0
+"""Seconds between the end of the attack and the look at what is left."""
+LONGEST_STOP = 60.0
+
+
+@dataclass
+class Times:
+    """What honest clients have measured, in seconds.
+
+    Attributes:
+        plain: between the tokens of the stream without a processor.
+        shipped: between those of the stream with a shipped processor.
+        first_token: until the first token of short requests.
+        health: until the response of `/health`.
+        errors: of any of them.
+    """
+
+    plain: list[float] = field(default_factory=list)
+    shipped: list[float] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Resources of the server process.
+
+    Attributes:
+        rss: resident bytes.
+        threads: number of threads.
+        descriptors: number of open descriptors.
+        mappings: number of mapped shared memories of sandboxes.
+        processes: below the server.
+    """
+
+    rss: int
+    threads: int
+    descriptors: int
+    mappings: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One hostile client.
+
+    Attributes:
+        name: of the client.
+        quiet: times without it.
+        beside: times beside it.
+        before: resources before it.
+        peak: the most of each while it ran.
+        after: resources some seconds after it.
+        stop: seconds from SIGTERM to the server's end; infinity if it had to be killed.
+        statuses: of the responses that the hostile client got.
+    """
+
+    name: str
+    quiet: Times
+    beside: Times
+    before: Left
+    peak: Left
+    after: Left
+    stop: float
+    statuses: Mapping[str, int]
+
+    def row(self) -> list[str]:
+        """Return the cells of its line."""
+        quiet, beside = self.quiet, self.beside
+        pairs = [(quiet.plain, beside.plain), (quiet.shipped, beside.shipped), (quiet.first_token, beside.first_token)]
+        cells = [f"{_ratio(one, other, 50)} {_ratio(one, other, 99)}" for one, other in pairs]
+        health = f"{percentile(beside.health, 99) * 1e3:.0f} ms"
+        memory = f"{_mib(self.before.rss)} {_mib(self.peak.rss)} {_mib(self.after.rss)}"
+        left = " ".join(
+            f"{name} {getattr(self.after, name) - getattr(self.before, name):+}"
+            for name in ("threads", "descriptors", "mappings", "processes")
+            if getattr(self.after, name) != getattr(self.before, name)
+        )
+        return [self.name, *cells, health, memory, left or "nothing", str(len(beside.errors)), f"{self.stop:.1f} s"]
+
+
+HEADER = ["client", "plain p50 p99", "shipped p50 p99", "TTFT p50 p99", "health p99", "MiB before peak after"]
+HEADER += ["left over", "errors", "SIGTERM"]
+
+
+def percentile(values: Iterable[float], percent: int) -> float:
+    """Return a percentile; infinity if there are no values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else float("inf")
+
+
+def _ratio(quiet: list[float], beside: list[float], percent: int) -> str:
+    return f"{percentile(beside, percent) / percentile(quiet, percent):.1f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f}"
+
+
+class HonestClients:
+    """The honest clients of one server. A stream that ends is followed by another.
+
+    Args:
+        url: of the server.
+        http: sends requests.
+    """
+
+    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
+        self._url = url
+        self._http = http
+        self._times = Times()
+        self._number = 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> Any:
+        """Let them run in the block."""
+        processor = {"source": SOURCE, "class_name": "BanSome"}
+        ships = {"custom_logit_processor": processor}
+        clients: list[Callable[[], Awaitable[None]]] = [
+            lambda: self._stream("honest", lambda: self._times.plain, {}),
+            lambda: self._stream("ships", lambda: self._times.shipped, ships),
+            self._first_token,
+            self._health,
+        ]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._forever(client)) for client in clients]
+            yield
+            for task in tasks:
+                task.cancel()
+
+    async def measure(self, seconds: float) -> Times:
+        """Return what they measure in the next seconds."""
+        self._times = Times()
+        await asyncio.sleep(seconds)
+        times, self._times = self._times, Times()
+        return times
+
+    async def _forever(self, client: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await client()
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                self._times.errors.append(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(0.1)
+
+    async def _stream(self, key: str, into: Callable[[], list[float]], fields: dict[str, Any]) -> None:
+        """Stream a request, and note the times between its tokens."""
+        last = None
+        sampling = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.8, "custom_params": {"banned": [7, 8]}}
+        body = {"text": "Once upon a time", "sampling_params": sampling, "stream": True, **fields}
+        async with self._http.stream("POST", "/generate", json=body, headers=_headers(key)) as response:
+            if response.status_code != 200:
+                raise ValueError(f"{response.status_code} {(await response.aread())[:300]!r}")
+            async for line in response.aiter_lines():
+                if '"err_type"' in line or line.startswith('data: {"error"'):
+                    raise ValueError(line[-300:])
+                if line.startswith("data: {"):
+                    now = time.perf_counter()
+                    if last is not None:
+                        into().append(now - last)
+                    last = now
+
+    async def _first_token(self) -> None:
+        """Ask for one token after a prompt that is not cached."""
+        self._number += 1
+        ids = [1000 + (self._number * 7919 + place * 31) % 40_000 for place in range(16)]
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+        began = time.perf_counter()
+        response = await self._http.post("/generate", json=body, headers=_headers("honest"))
+        self._times.first_token.append(time.perf_counter() - began)
+        if response.status_code != 200:
+            raise ValueError(f"{response.status_code} {response.text[:300]}")
+        await asyncio.sleep(0.3)
+
+    async def _health(self) -> None:
+        began = time.perf_counter()
+        async with httpx.AsyncClient(timeout=120) as http:  # with a connection of its own, as a load balancer
+            response = await http.get(f"{self._url}/health")
+        self._times.health.append(time.perf_counter() - began)
+        if response.status_code != 200:
+            raise ValueError(f"/health {response.status_code}")
+        await asyncio.sleep(0.2)
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[key]}"}
+
+
+def left(server: SoakServer) -> Left:
+    """Return the resources that the server has now."""
+    taken = server.taken()
+    maps = Path(f"/proc/{server.pid}/maps").read_text(errors="replace")
+    return Left(taken.server_rss, taken.threads, taken.descriptors, maps.count("/memfd:logitship"), taken.processes)
+
+
+def most(samples: Iterable[Left]) -> Left:
+    """Return the most of each resource."""
+    return Left(*(max(values) for values in zip(*(asdict(sample).values() for sample in samples), strict=True)))
+
+
+async def _watch(server: SoakServer, samples: list[Left]) -> None:
+    while True:
+        samples.append(await asyncio.to_thread(left, server))
+        await asyncio.sleep(0.5)
+
+
+async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the honest clients alone, then beside the hostile client. Returns the fields of a `Result`."""
+    limits = httpx.Limits(max_connections=50)
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=300, limits=limits) as http:
+        honest = HonestClients(server.base_url, http)
+        async with honest.running():
+            await honest.measure(2.0)  # loads the processor
+            quiet = await honest.measure(options.quiet)
+            before = left(server)
+            samples = [before]
+            watching = asyncio.create_task(_watch(server, samples))
+            command = [sys.executable, str(HERE / "hostile_clients.py"), name, "--url", server.base_url]
+            command += ["--key", KEYS["hostile"], "--shipping-key", KEYS["hostile ships"]]
+            command += ["--seconds", str(options.seconds)]
+            hostile = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            beside = await honest.measure(options.seconds)
+            output, _ = await hostile.communicate()
+            watching.cancel()
+        await asyncio.sleep(options.settle)
+    statuses = json.loads(output) if output.strip() else {}
+    after = left(server)
+    return {
+        "quiet": quiet,
+        "beside": beside,
+        "before": before,
+        "peak": most(samples),
+        "after": after,
+        "statuses": statuses,
+    }
+
+
+def measure(name: str, options: argparse.Namespace) -> Result:
+    """Start a server, attack it, and stop it.
+
+    Raises:
+        RuntimeError: the server does not start.
+    """
+    fields: dict[str, Any] = {}
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            soak_server(Path(folder), [*FLAGS, *options.flags]) as server,
+        ):
+            fields = asyncio.run(attacked(server, name, options))
+            fields["stop"] = _stop(server.pid)
+    except RuntimeError:  # its end: `stop` tells
+        if "stop" not in fields:
+            raise
+    return Result(name=name, **fields)
+
+
+def _stop(pid: int) -> float:
+    """End a process as an operator does. Returns the seconds that it takes, infinity if it does not end."""
+    began = time.monotonic()
+    signal_process(pid, signal.SIGTERM)
+    while time.monotonic() - began < LONGEST_STOP:
+        if not _is_running(pid):
+            return time.monotonic() - began
+        time.sleep(0.05)
+    return float("inf")
+
+
+def signal_process(pid: int, number: int) -> None:
+    """Send a signal, if the process is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def measure_all(options: argparse.Namespace) -> Iterator[Result]:
+    """Measure the hostile clients, one after the other."""
+    for name in options.only or hostile_clients.ATTACKS:
+        yield measure(name, options)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=hostile_clients.ATTACKS, metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each hostile client")
+    parser.add_argument("--quiet", type=float, default=8.0, help="seconds without it")
+    parser.add_argument("--settle", type=float, default=SETTLE, help="seconds from its end to the look at what is left")
+    parser.add_argument("--json", type=Path, help="file for all times")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the server, last")
+    options = parser.parse_args()
+    print(" | ".join(HEADER), flush=True)
+    results = []
+    for result in measure_all(options):
+        results.append(result)
+        print(" | ".join(result.row()), flush=True)
+        quiet = [statistics.median(times) * 1e3 for times in (result.quiet.plain, result.quiet.first_token) if times]
+        print(f"    quiet medians {[f'{ms:.0f} ms' for ms in quiet]}, hostile client got {dict(result.statuses)}")
+        for error in result.beside.errors[:2]:
+            print(f"    {error[:300]}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results]))
+
+
+if __name__ == "__main__":
+    main()

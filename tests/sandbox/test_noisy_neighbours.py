@@ -1,0 +1,129 @@
+"""The hostile clients of `benchmarks/noisy_neighbours.py` in short form: what happens is tested, not how long it takes.
+
+While a hostile client is at work, an honest one gets its tokens, without an error. Afterwards nothing is left over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logitship.server.config import ServerConfig
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.build import build_engine
+from logitship.server.http_server import running_server
+from logitship.server.model.model_loader import LoadedModel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import hostile_clients
+
+SECONDS = 2.0
+"""Of a hostile client."""
+LONGEST = 60.0
+"""Seconds for an honest request, and until nothing is left over: the machine may be busy, and minutes are too long."""
+SPARE = 4
+"""Descriptors of the two sandboxes that are started before they are needed, or may be missing at the moment."""
+PASSING = (
+    *("deep_json", "slow_loris", "metrics_flood"),
+    *("cancel_storm", "long_prompts", "n_flood", "beams", "unread_streams"),
+    *("twelve_spinners", "slow_processor", "slow_stages", "registry_flood", "crash_loop"),
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server in a thread of this process.
+
+    Attributes:
+        url: where it listens.
+        engine: its engine.
+    """
+
+    url: str
+    engine: AsyncEngine
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of this process, except for the pools that are kept."""
+        names = [thread.name for thread in threading.enumerate()]
+        return sum(not name.startswith(("asyncio_", "AnyIO")) for name in names)
+
+    @property
+    def descriptors(self) -> int:
+        """Number of open descriptors of this process."""
+        return len(os.listdir("/proc/self/fd"))
+
+    def unload(self) -> bool:
+        """End the sandboxes of all classes. Returns False while there are requests."""
+        return asyncio.run(self.engine.flush_cache())
+
+
+@pytest.fixture(scope="module")
+def served(loaded_model: LoadedModel) -> Iterator[Served]:
+    config = ServerConfig(
+        model_path="tiny",
+        port=0,
+        log_level="error",
+        max_num_seqs=16,
+        random_seed=0,
+        enable_custom_logit_processor=True,
+        api_key=("honest", "hostile"),
+        shipping_api_key=("hostile-ships",),
+    )
+    engine = build_engine(config, loaded_model)
+    with running_server(config, engine) as url:
+        yield Served(url, engine)
+
+
+async def honest(http: httpx.AsyncClient) -> list[int]:
+    """Return the tokens of an honest request."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}}
+    response = await http.post("/generate", json=body, headers={"Authorization": "Bearer honest"})
+    assert response.status_code == 200, response.text
+    tokens: list[int] = response.json()["output_ids"]
+    return tokens
+
+
+async def health(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/health")).status_code == 200
+
+
+def until(condition: Callable[[], bool], what: Callable[[], Any]) -> None:
+    """Wait until something is as it was."""
+    end = time.monotonic() + LONGEST
+    while not condition():
+        assert time.monotonic() < end, what()
+        gc.collect()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_honest_client_notices_nothing(served: Served, name: str) -> None:
+    async def beside() -> None:
+        async with httpx.AsyncClient(base_url=served.url, timeout=LONGEST) as http:
+            expected = await honest(http)
+            attack = asyncio.create_task(hostile_clients.run(name, served.url, "hostile", "hostile-ships", SECONDS))
+            await asyncio.sleep(0)
+            while not attack.done():
+                assert await honest(http) == expected
+                await health(http)
+            assert await attack is not None
+
+    until(served.unload, served.engine.stats)
+    threads, descriptors = served.threads, served.descriptors
+    asyncio.run(beside())
+    until(served.unload, served.engine.stats)
+    assert (served.engine.stats().running, served.engine.stats().waiting) == (0, 0)
+    until(lambda: served.threads <= threads, lambda: [thread.name for thread in threading.enumerate()])
+    until(lambda: served.descriptors <= descriptors + SPARE, lambda: os.listdir("/proc/self/fd"))
