@@ -26,6 +26,9 @@ from .zygote_process import ForkedProcess, ZygoteProcess
 _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended."""
 
+_ENDED_STATUS_TIMEOUT = 1.0
+"""The same if the process has ended: on a busy machine, the zygote reports it late."""
+
 _STATUS_INTERVAL = 0.002
 """Seconds between two looks whether the wait status has arrived."""
 
@@ -328,7 +331,9 @@ class Sandbox:
         Raises:
             SandboxDied: it is known, or did not come.
         """
-        if self._process.status.done() or time.perf_counter() >= closed_at + _STATUS_TIMEOUT:
+        waited = time.perf_counter() - closed_at
+        timeout = _STATUS_TIMEOUT if self.is_running else _ENDED_STATUS_TIMEOUT
+        if self._process.status.done() or waited >= timeout:
             raise self._fail("crash", self._exit_reason(timeout=0))
 
     def _answer(self, call: _Call) -> tuple[Answer, bytes] | None:

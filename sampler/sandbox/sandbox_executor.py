@@ -92,11 +92,20 @@ class SandboxExecutor:
         max_rows: maximum rows of a call.
         vocab_size: width of the logits.
         num_spares: number of sandboxes to start before they are needed.
+        loads_in_background: load at a low priority, because nobody's step waits for loads.
     """
 
     def __init__(
-        self, zygote: ZygoteProcess, limits: SandboxLimits, max_rows: int, vocab_size: int, num_spares: int = 0
+        self,
+        zygote: ZygoteProcess,
+        limits: SandboxLimits,
+        max_rows: int,
+        vocab_size: int,
+        num_spares: int = 0,
+        *,
+        loads_in_background: bool = False,
     ) -> None:
+        self._load_priority = Sandbox.at_low_priority if loads_in_background else contextlib.nullcontext
         self._zygote = zygote
         self._limits = limits
         self._spares = SpareSandboxes(lambda: Sandbox(zygote, max_rows, vocab_size), num_spares)
@@ -225,7 +234,7 @@ class SandboxExecutor:
                 sandbox = self._take_sandbox(sandboxed)
                 try:
                     load.begin(sandbox)
-                    with sandbox.at_low_priority():
+                    with self._load_priority(sandbox):
                         description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
                 except BaseException:  # cleanup, then re-raised
                     self._end(sandbox)

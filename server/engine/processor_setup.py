@@ -99,7 +99,7 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
         first_step_timeout=config.sandbox_first_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
-    return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
+    return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES, loads_in_background=True)
 
 
 def make_library(

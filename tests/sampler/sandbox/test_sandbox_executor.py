@@ -199,7 +199,7 @@ def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """An executor on the module's zygote, which outlives it."""
     monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
     limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, first_step_timeout=2.0, load_timeout=20.0)
-    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB, loads_in_background=True)
     with monkeypatch.context() as patch:
         yield executor
         patch.setattr(zygote, "close", lambda: None)
