@@ -230,6 +230,22 @@ def test_shutdown_ends_requests_that_hang_before_the_engine(serve: Callable[...,
         serving.process.wait(DEADLINE)
 
 
+def test_health_of_a_server_whose_step_hangs(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    serving = serve()
+    assert serving.http.get("/health/ready").status_code == 200
+    with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "go")) as answer:
+        events = data_of(answer)
+        next(events)
+        assert serving.http.get("/health").status_code == 200  # restarting it would end all streams
+        unready = serving.http.get("/health/ready")
+        assert unready.status_code == 503
+        assert "the engine has not begun a step within 1 s" in unready.json()["error"]["message"]
+        (tmp_path / "go").touch()
+        *_, done = events
+    assert done == "[DONE]"
+    assert serving.http.get("/health/ready").status_code == 200
+
+
 def test_port_in_use(serve: Callable[..., Serving], model_folder: Path) -> None:
     serving = serve()
     port = str(serving.http.base_url.port)

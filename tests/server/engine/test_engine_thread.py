@@ -166,3 +166,22 @@ def test_trim_freed_memory_between_used_blocks() -> None:
         assert ctypes.string_at(block, BLOCK) == b"\x01" * BLOCK
         libc.free(block)
     assert trimmed > 100 * 2**20
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_only_a_step_that_hangs_is_an_error(steps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Loading a model takes long too, and a signal may end it."""
+    thread, reached, released = EngineThread(), Event(), Event()
+    if steps:
+        thread.start(Idle(), after_step=lambda: None, on_death=lambda: None)
+
+    def hang() -> None:
+        reached.set()
+        assert released.wait(60)
+
+    thread.post(hang)
+    assert reached.wait(60)
+    thread.stop(0)
+    assert ("a processor in it may never return" in caplog.text) == steps
+    released.set()
+    thread.stop(60)
