@@ -17,16 +17,6 @@ SHIPPING = {"enable_custom_logit_processor": True}
     ("given", "kept"),
     [("one", ("one",)), (("one",), ("one",)), (["one", "two"], ("one", "two")), ((), ())],
 )
-def test_share_of_queued_bytes() -> None:
-    assert ServerConfig(max_queued_bytes=1 << 28).max_queued_bytes_per_tenant == 1 << 28
-    assert ServerConfig(max_queued_bytes=1 << 28, api_key="one").max_queued_bytes_per_tenant == 1 << 28
-    assert ServerConfig(max_queued_bytes=1 << 28, api_key=("one", "two")).max_queued_bytes_per_tenant == 1 << 27
-    assert ServerConfig(max_num_seqs=3, max_queued_requests=4).max_sequences_per_tenant == 7
-    assert ServerConfig(max_num_seqs=3, max_queued_requests=4, api_key=("a", "b")).max_sequences_per_tenant == 4
-    with pytest.raises(ValueError, match="max_queued_bytes must be enough for one request body"):
-        ServerConfig(max_queued_bytes=1 << 24, api_key=("one", "two"))
-
-
 @pytest.mark.parametrize("field", ["api_key", "shipping_api_key"])
 def test_keys_become_a_tuple(field: str, given: Any, kept: tuple[str, ...]) -> None:
     config = ServerConfig(**{field: given}, **SHIPPING)  # type: ignore[arg-type]
@@ -88,6 +78,16 @@ def test_sandbox_timeouts_are_positive_and_finite(field: str, value: float) -> N
 def test_sandbox_limits_are_positive(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be 1 or greater"):
         ServerConfig(**{field: 0})  # type: ignore[arg-type]
+
+
+def test_share_of_queued_bytes() -> None:
+    assert ServerConfig(max_queued_bytes=1 << 28).max_queued_bytes_per_tenant == 1 << 28
+    assert ServerConfig(max_queued_bytes=1 << 28, api_key="one").max_queued_bytes_per_tenant == 1 << 28
+    assert ServerConfig(max_queued_bytes=1 << 28, api_key=("one", "two")).max_queued_bytes_per_tenant == 1 << 27
+    assert ServerConfig(max_num_seqs=3, max_queued_requests=4).max_sequences_per_tenant == 7
+    assert ServerConfig(max_num_seqs=3, max_queued_requests=4, api_key=("a", "b")).max_sequences_per_tenant == 4
+    with pytest.raises(ValueError, match="max_queued_bytes must be enough for one request body"):
+        ServerConfig(max_queued_bytes=1 << 24, api_key=("one", "two"))
 
 
 def test_sandboxes_are_the_default() -> None:
