@@ -114,13 +114,17 @@ class AsyncEngine:
         self._readiness = Readiness(active, thread, sandboxes)
         metrics.watch(self.stats)
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest, body: QueuedBody | None = None) -> None:
         """Refuse a request that cannot run on this model, without submitting it or loading its processors.
+
+        Args:
+            request: the request.
+            body: the HTTP body that it came from, if any.
 
         Raises:
             BadRequest: as `submit`.
         """
-        check(request, self._limits)
+        check(request, self._limits, None if body is None else body.depth)
         check_with_plugins(request.sampling_params, self._plugins)
         if self.config.processor_isolation == "sandbox":
             check_sandboxed(request, lambda string: self.processors.ships_code(string, request.tenant))
@@ -137,9 +141,9 @@ class AsyncEngine:
                 `processors`, `processors[i]` or `processors[i].params`; None where a batch processor refused.
         """
         if _is_large(body):
-            await self.pool.run(request.tenant, self.check, request)
+            await self.pool.run(request.tenant, self.check, request, body)
         else:
-            self.check(request)
+            self.check(request, body)
         self._check_share(request)
         # Last in the list: a refusal names the request's own processors by their index.
         request = dataclasses.replace(request, processors=(*request.processors, *self._attached_to_all))

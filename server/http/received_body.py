@@ -133,6 +133,7 @@ def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callabl
     if scan.max_depth > MAX_DEPTH:
         raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
     queued.add(BYTES_PER_ELEMENT * scan.elements)  # before they exist
+    queued.depth = scan.max_depth
     return parse(_loads(raw))
 
 

@@ -71,6 +71,7 @@ class QueuedBody:
 
     Attributes:
         size: bytes that are counted for it: an estimate of its memory.
+        depth: how deep it is nested; None if that is unknown.
     """
 
     def __init__(self, queued: QueuedBytes, tenant: str) -> None:
@@ -79,6 +80,7 @@ class QueuedBody:
         self._holders = 1
         self._lock = threading.Lock()
         self.size = 0
+        self.depth: int | None = None
 
     def add(self, size: int) -> None:
         """Count further bytes.

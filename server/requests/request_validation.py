@@ -152,8 +152,14 @@ class Limits:
         )
 
 
-def check(request: GenerationRequest, limits: Limits) -> None:
+def check(request: GenerationRequest, limits: Limits, body_depth: int | None = None) -> None:
     """Refuse a request that cannot run.
+
+    Args:
+        request: the request.
+        limits: the limits.
+        body_depth: nesting of the body that it came from. Unless that is deep, its parameters need not be traversed,
+            which takes long for large ones, and for each prompt of a batch.
 
     Raises:
         BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n`, `best_of`, `processors` or
@@ -201,12 +207,8 @@ def check(request: GenerationRequest, limits: Limits) -> None:
         )
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise BadRequest(f"has {len(params.stop)} strings, at most {_MAX_STOP_STRINGS} are allowed", param="stop")
-    _check_depth(params.custom_params, "custom_params")
-    _check_depth(params.extra_args, "extra_args")
-    for index, processor in enumerate(request.processors):
-        # Processors without parameters of their own share `custom_params`.
-        if isinstance(processor, ProcessorRequest) and processor.params is not params.custom_params:
-            _check_depth(processor.params, f"processors[{index}].params")
+    if body_depth is None or body_depth > _MAX_DEPTH:
+        _check_depths(request)
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
@@ -300,6 +302,16 @@ def _check_beam_search(request: GenerationRequest, search: BeamSearch, limits: L
             f"has {len(params.stop_token_ids)} tokens, beam search allows at most {_MAX_STOP_TOKENS_OF_BEAMS}",
             param="stop_token_ids",
         )
+
+
+def _check_depths(request: GenerationRequest) -> None:
+    params = request.sampling_params
+    _check_depth(params.custom_params, "custom_params")
+    _check_depth(params.extra_args, "extra_args")
+    for index, processor in enumerate(request.processors):
+        # Processors without parameters of their own share `custom_params`.
+        if isinstance(processor, ProcessorRequest) and processor.params is not params.custom_params:
+            _check_depth(processor.params, f"processors[{index}].params")
 
 
 def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:

@@ -249,7 +249,8 @@ class FakeEngine(AsyncEngine):
             raise self.unready
 
     async def submit(self, request: GenerationRequest, body: QueuedBody | None = None) -> GenerationStream:
-        check(request, Limits.of(self.config, self.model.vocab_size, self.model.max_model_len))
+        limits = Limits.of(self.config, self.model.vocab_size, self.model.max_model_len)
+        check(request, limits, None if body is None else body.depth)
         if self.refuse_all is not None:
             raise self.refuse_all
         if request.rid in self.refusals:

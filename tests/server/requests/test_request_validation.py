@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
-from logitship.server.requests.request_validation import check_sandboxed, in_client_words
+from logitship.server.requests.request_validation import Limits, check, check_sandboxed, in_client_words
 
 
 def test_field_names_are_replaced_except_in_quotes() -> None:
@@ -84,3 +85,14 @@ def test_engine_only_checks_values_for_sandboxes(make_engine: Callable[..., Asyn
     engine.config = dataclasses.replace(engine.config, processor_isolation="sandbox")
     with pytest.raises(BadRequest, match=r"holds a value of type numpy\.float64"):
         asyncio.run(engine.submit(unsupported))
+
+
+@pytest.mark.parametrize(("body_depth", "refused"), [(None, True), (101, True), (100, False)])
+def test_parameters_of_a_flat_body_are_not_traversed(body_depth: int | None, refused: bool) -> None:
+    """The parameters are nested more deeply than the body says, to see whether anything looks."""
+    value: Any = 1
+    for _ in range(101):
+        value = [value]
+    limits = Limits(vocab_size=10, max_model_len=10, max_logprobs=0, max_num_seqs=1)
+    with pytest.raises(BadRequest, match="deeper than 100") if refused else nullcontext():
+        check(request(custom_params={"a": value}, max_tokens=1), limits, body_depth)
