@@ -115,8 +115,16 @@ class ServerConfig:
     @property
     def reserved_slots(self) -> int:
         """Slots that an API key gets only if it has at most as many: an eighth, where there are several keys."""
-        num_keys = len({*self.api_key, *self.shipping_api_key})
-        return self.max_num_seqs // 8 if num_keys > 1 else 0
+        return self.max_num_seqs // 8 if self._has_several_keys else 0
+
+    @property
+    def reserved_queue_places(self) -> int:
+        """Places of the queue that no API key gets beside all the others: a quarter, where there are several keys."""
+        return self.max_queued_requests // 4 if self._has_several_keys else 0
+
+    @property
+    def _has_several_keys(self) -> bool:
+        return len({*self.api_key, *self.shipping_api_key}) > 1
 
     @property
     def model_name(self) -> str:

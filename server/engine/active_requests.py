@@ -63,12 +63,20 @@ class ActiveRequests:
         max_running: sequences that run at a time.
         max_queued: sequences that may wait beyond those.
         release: called with the processors of a request that is over.
+        reserved: places of the queue that no tenant gets beside all the others.
     """
 
-    def __init__(self, max_running: int, max_queued: int, release: Callable[[list[LoadedProcessor]], None]) -> None:
+    def __init__(
+        self,
+        max_running: int,
+        max_queued: int,
+        release: Callable[[list[LoadedProcessor]], None],
+        reserved: int = 0,
+    ) -> None:
         self._max_running = max_running
         self._max_queued = max_queued
         self._release = release
+        self._most_of_tenant = max_running + max_queued - reserved
         # By tenant and id: tenants may use the same ids.
         self._active: dict[tuple[str, str], ActiveRequest] = {}
         self._touched: list[ActiveRequest] = []
@@ -107,6 +115,11 @@ class ActiveRequests:
             queued = sum(other.unfinished for other in self._active.values()) - self._max_running
             if queued + active.unfinished > self._max_queued:
                 raise QueueFull(f"the queue is full: {self._max_queued} requests wait, try again later")
+            own = sum(other.unfinished for other in self._active.values() if _tenant(other) == _tenant(active))
+            if own + active.unfinished > self._most_of_tenant:
+                raise QueueFull(
+                    f"the queue has no more room for this API key: {own} of its requests run or wait, try again later"
+                )
             self._active[_key(active)] = active
 
     def release(self, active: ActiveRequest) -> None:
@@ -181,6 +194,10 @@ class ActiveRequests:
             raise ServiceUnavailable("the server is shutting down")
         if self._failed:
             raise ServiceUnavailable("the engine has died")
+
+
+def _tenant(active: ActiveRequest) -> str:
+    return active.request.tenant
 
 
 def _key(active: ActiveRequest) -> tuple[str, str]:

@@ -90,7 +90,9 @@ def _build(
     metrics = EngineMetrics(model, library.installed_digests)
     clock = StepClock()
     processors = RequestProcessors(library, metrics.processor_load)
-    active = ActiveRequests(config.max_num_seqs, config.max_queued_requests, processors.release)
+    active = ActiveRequests(
+        config.max_num_seqs, config.max_queued_requests, processors.release, config.reserved_queue_places
+    )
     runner = _model_runner(config, loaded, model.max_model_len, cores)
     shares = TenantShares(config.tenant_step_share)
     deferred = DeferredCalls(shares)

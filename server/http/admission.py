@@ -56,7 +56,7 @@ def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: s
     """
     if prompts == 0:
         raise BadRequest(f"{at}: must not be an empty list", param=at)
-    limit = config.max_num_seqs + config.max_queued_requests
+    limit = config.max_num_seqs + config.max_queued_requests - config.reserved_queue_places
     if prompts * n > limit:
         name = n_at if n > 1 else at
         raise BadRequest(f"{name}: asks for {prompts * n} continuations, this server takes at most {limit}", param=name)

@@ -92,6 +92,8 @@ def test_slots_are_reserved_where_there_are_several_keys() -> None:
     assert ServerConfig(max_num_seqs=32, api_key="a").reserved_slots == 0
     assert ServerConfig(max_num_seqs=32, api_key=("a", "b")).reserved_slots == 4
     assert ServerConfig(max_num_seqs=4, api_key=("a", "b")).reserved_slots == 0
+    assert ServerConfig(max_queued_requests=100, api_key=("a", "b")).reserved_queue_places == 25
+    assert ServerConfig(max_queued_requests=100, api_key="a").reserved_queue_places == 0
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
