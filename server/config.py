@@ -145,8 +145,11 @@ class ServerConfig:
     @property
     def reserved_slots(self) -> int:
         """Slots that an API key gets only if it has at most as many: an eighth, where there are several keys."""
-        num_keys = len({*self.api_key, *self.shipping_api_key})
-        return self.max_num_seqs // 8 if num_keys > 1 else 0
+        return self.max_num_seqs // 8 if self._has_several_keys else 0
+
+    @property
+    def _has_several_keys(self) -> bool:
+        return len({*self.api_key, *self.shipping_api_key}) > 1
 
     @property
     def model_name(self) -> str:
@@ -164,13 +167,12 @@ class ServerConfig:
         return self._share(self.max_queued_bytes)
 
     def _share(self, total: int) -> int:
-        several = len({*self.api_key, *self.shipping_api_key}) > 1
-        return -(-total // 2) if several else total
+        return -(-total // 2) if self._has_several_keys else total
 
     @property
     def names_in_metrics(self) -> bool:
         """Whether the names of shipped classes may be in `/metrics`: no tenant reads those of another there."""
-        return bool(self.metrics_api_key) or len({*self.api_key, *self.shipping_api_key}) <= 1
+        return bool(self.metrics_api_key) or not self._has_several_keys
 
     @cached_property
     def allowed_digests(self) -> frozenset[str] | None:

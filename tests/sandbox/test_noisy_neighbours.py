@@ -35,8 +35,17 @@ LONGEST = 60.0
 SPARE = 4
 """Descriptors of the two sandboxes that are started before they are needed, or may be missing at the moment."""
 PASSING = (
-    *("deep_json", "slow_loris", "metrics_flood"),
-    *("cancel_storm", "long_prompts", "n_flood", "beams", "unread_streams"),
+    *("deep_json", "slow_loris", "metrics_flood", "stop_strings", "logit_bias", "huge_ids", "full_batch"),
+    *(
+        "huge_logprobs",
+        "hard_grammars",
+        "ebnf_bombs",
+        "cancel_storm",
+        "long_prompts",
+        "n_flood",
+        "beams",
+        "unread_streams",
+    ),
     *("twelve_spinners", "slow_processor", "slow_stages", "registry_flood", "crash_loop"),
 )
 

@@ -96,6 +96,20 @@ def test_queue_is_bounded(requests: ActiveRequests) -> None:
     run(reserve())
 
 
+def test_no_tenant_gets_the_whole_queue(released: Released) -> None:
+    requests = ActiveRequests(max_running=2, max_queued=4, release=released, max_per_tenant=5)
+
+    async def reserve() -> None:
+        requests.reserve(active("a", n=5, tenant="greedy"))
+        with pytest.raises(QueueFull, match="a client may have 5"):
+            requests.reserve(active("b", tenant="greedy"))
+        requests.reserve(active("b", tenant="other"))
+        with pytest.raises(QueueFull, match="the queue is full"):
+            requests.reserve(active("c", tenant="third"))
+
+    run(reserve())
+
+
 def test_processors_are_released_with_the_last_sequence(
     requests: ActiveRequests, released: Released, make_sequence: MakeSequence
 ) -> None:

@@ -58,7 +58,7 @@ def test_remove() -> None:
     first, second = Waiting("a", "a0"), Waiting("a", "a1")
     queue = filled(first, second)
     queue.remove(first)  # type: ignore[arg-type]
-    assert list(queue) == [second]
+    assert [sequence.rid for sequence in queue] == ["a1"]
     queue.remove(second)  # type: ignore[arg-type]
     assert len(queue) == 0
     with pytest.raises(ValueError, match="not in deque"):
