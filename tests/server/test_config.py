@@ -101,16 +101,6 @@ def test_sandboxes_are_the_default() -> None:
     assert config.sandbox_first_step_timeout == 10.0
 
 
-def test_share_of_queued_bytes() -> None:
-    assert ServerConfig(max_queued_bytes=1 << 28).max_queued_bytes_per_tenant == 1 << 28
-    assert ServerConfig(max_queued_bytes=1 << 28, api_key="one").max_queued_bytes_per_tenant == 1 << 28
-    assert ServerConfig(max_queued_bytes=1 << 28, api_key=("one", "two")).max_queued_bytes_per_tenant == 1 << 27
-    assert ServerConfig(max_num_seqs=3, max_queued_requests=4).max_sequences_per_tenant == 7
-    assert ServerConfig(max_num_seqs=3, max_queued_requests=4, api_key=("a", "b")).max_sequences_per_tenant == 4
-    with pytest.raises(ValueError, match="max_queued_bytes must be enough for one request body"):
-        ServerConfig(max_queued_bytes=1 << 24, api_key=("one", "two"))
-
-
 @pytest.mark.parametrize(
     ("opened", "flag"),
     [
