@@ -58,7 +58,7 @@ class SandboxLimits:
 
     Attributes:
         cpu_time: CPU seconds outside calls.
-        step_timeout: seconds that a tenant's calls in a step may take, see `Deadline`.
+        step_timeout: seconds that a tenant's calls in a step may take, see `CallDeadline`.
         first_step_timeout: seconds of the first call in a sandbox, see `FirstCallCredit`.
         load_timeout: seconds to load the processor.
     """
