@@ -240,7 +240,8 @@ class SandboxExecutor:
             sandbox = self._spares.take()
         except (OSError, ZygoteError) as error:
             reason = f"no sandbox can be started: {error}"
-            logger.error("processor %s: %s", sandboxed.digest, reason)
+            if not self._stopped.is_set():
+                logger.error("processor %s: %s", sandboxed.digest, reason)
             raise ExecutorUnavailable(reason) from None
         self._sandboxes.add(sandbox)
         self._unreported[sandbox] = sandboxed
