@@ -49,7 +49,7 @@ class ProcessClock:
             return False
 
 
-class Deadline:
+class CallDeadline:
     """The deadline of one call, which begins now.
 
     Args:

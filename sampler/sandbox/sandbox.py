@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from . import priority
-from .deadline import Deadline, ProcessClock
+from .deadline import CallDeadline, ProcessClock
 from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .zygote_process import ForkedProcess, ZygoteProcess
 
@@ -64,7 +64,7 @@ class _Call:
     number: int
     unsent: memoryview
     received: bytearray
-    deadline: Deadline
+    deadline: CallDeadline
     closed_at: float | None = None
 
 
@@ -107,7 +107,7 @@ class Sandbox:
         self._outbox = bytearray()
         self._call: _Call | None = None
         self.group: list[int] = []
-        self.last_deadline: Deadline | None = None
+        self.last_deadline: CallDeadline | None = None
         self._seconds_in_calls = 0.0
         self._lowest_balance = 0.0
         self._closed = False
@@ -168,8 +168,8 @@ class Sandbox:
         Args:
             command: one that has an answer.
             body: the body of the message.
-            timeout: seconds that the answer may take, see `Deadline`.
-            backstop: wall-clock seconds that it may take at most, see `Deadline`.
+            timeout: seconds that the answer may take, see `CallDeadline`.
+            backstop: wall-clock seconds that it may take at most, see `CallDeadline`.
 
         Raises:
             SandboxDied: the sandbox is dead.
@@ -180,7 +180,7 @@ class Sandbox:
         self._call_number += 1
         message = bytes(self._outbox) + pack(command, self._call_number, body)
         self._outbox.clear()
-        deadline = Deadline(self._clock, timeout, backstop)
+        deadline = CallDeadline(self._clock, timeout, backstop)
         self._call = _Call(self._call_number, memoryview(message), bytearray(), deadline)
         with contextlib.suppress(SandboxDied):  # `finish` raises it
             self._send(self._call)

@@ -58,7 +58,7 @@ class SandboxLimits:
 
     Attributes:
         cpu_time: CPU seconds outside calls.
-        step_timeout: seconds that a tenant's calls in a step may take, see `Deadline`.
+        step_timeout: seconds that a tenant's calls in a step may take, see `CallDeadline`.
         first_step_timeout: seconds of the first call in a sandbox, see `FirstCallCredit`.
         load_timeout: seconds to load the processor.
     """
@@ -249,7 +249,8 @@ class SandboxExecutor:
             sandbox = self._spares.take()
         except (OSError, ZygoteError) as error:
             reason = f"no sandbox can be started: {error}"
-            logger.error("processor %s: %s", sandboxed.digest, reason)
+            if not self._stopped.is_set():
+                logger.error("processor %s: %s", sandboxed.digest, reason)
             raise ExecutorUnavailable(reason) from None
         self._sandboxes.add(sandbox)
         self._unreported[sandbox] = sandboxed

@@ -171,7 +171,7 @@ class SandboxRun:
 
     Args:
         logits: float32 [rows, vocab]; edited in place by `finish`.
-        timeout: seconds that the call may take, see `Deadline`.
+        timeout: seconds that the call may take, see `CallDeadline`.
         backstop: wall-clock seconds that it may take at most.
         pending: all runs that wait for an answer. `finish` serves all of them while it waits for its own, so that no
             run misses its deadline because of another.

@@ -62,13 +62,13 @@ class _Load:
 
     key: Key
     string: Runnable
-    waiters: list[_Waiter] = field(default_factory=list)
+    waiters: list[_LoadWaiter] = field(default_factory=list)
     runs: bool = False
     abandoned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class _Waiter:
+class _LoadWaiter:
     load: _Load
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[LoadedProcessor]
@@ -136,11 +136,11 @@ class LoadQueue:
         with self._lock:
             return LoadStats(len(self._running), sum(map(len, self._waiting.values())))
 
-    def _enter(self, key: Key, string: Runnable) -> _Waiter:
+    def _enter(self, key: Key, string: Runnable) -> _LoadWaiter:
         loop = asyncio.get_running_loop()
         with self._lock:
             load = self._loads.get(key) or self._new_load(key, string)
-            waiter = _Waiter(load, loop, loop.create_future())
+            waiter = _LoadWaiter(load, loop, loop.create_future())
             load.waiters.append(waiter)
             self._start_loads()
         return waiter
@@ -211,7 +211,7 @@ class LoadQueue:
         if len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
 
-    def _settle(self, waiters: list[_Waiter], outcome: _Outcome) -> None:
+    def _settle(self, waiters: list[_LoadWaiter], outcome: _Outcome) -> None:
         """Give each waiter the processor, which was acquired once, or the error."""
         if not waiters:
             self._release(outcome)
@@ -224,7 +224,7 @@ class LoadQueue:
             except RuntimeError:  # its event loop is closed
                 self._release(outcome)
 
-    def _resolve(self, waiter: _Waiter, outcome: _Outcome) -> None:
+    def _resolve(self, waiter: _LoadWaiter, outcome: _Outcome) -> None:
         if waiter.future.cancelled():
             self._release(outcome)
         elif isinstance(outcome, LoadedProcessor):
@@ -237,7 +237,7 @@ class LoadQueue:
         if isinstance(outcome, LoadedProcessor):
             self._cache.release(outcome)
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _leave(self, waiter: _LoadWaiter) -> None:
         """Remove a cancelled waiter, and its load if it was the last one."""
         load = waiter.load
         with self._lock:

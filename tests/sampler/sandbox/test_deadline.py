@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from logitship.sampler.sandbox import deadline as deadline_module
-from logitship.sampler.sandbox.deadline import Deadline, ProcessClock
+from logitship.sampler.sandbox.deadline import CallDeadline, ProcessClock
 
 LONG = 60.0
 
@@ -47,7 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 def due(fake: FakeTime, seconds: float, share: float, backstop: float | None = None) -> tuple[float, str]:
     """Return after how many seconds a process with a share of a core is killed, and the reason."""
-    deadline = Deadline(fake, seconds, backstop)  # type: ignore[arg-type]  # has the methods of a ProcessClock
+    deadline = CallDeadline(fake, seconds, backstop)  # type: ignore[arg-type]  # has the methods of a ProcessClock
     began = fake.now
     for _ in range(1000):
         fake.run(max(0.0, deadline.next_look - fake.now), share)
@@ -74,7 +74,7 @@ def test_process_that_waits_ends_at_once(fake: FakeTime) -> None:
 
 
 def test_process_that_waits_for_a_moment_goes_on(fake: FakeTime) -> None:
-    deadline = Deadline(fake, 2.0)  # type: ignore[arg-type]
+    deadline = CallDeadline(fake, 2.0)  # type: ignore[arg-type]
     fake.run(2.0, 0.5)
     fake.runnable = False
     assert deadline.exceeded() is None
@@ -87,7 +87,7 @@ def test_process_that_waits_for_a_moment_goes_on(fake: FakeTime) -> None:
 
 
 def test_process_that_ended_is_due_by_the_wall_clock(fake: FakeTime) -> None:
-    deadline = Deadline(fake, 2.0)  # type: ignore[arg-type]
+    deadline = CallDeadline(fake, 2.0)  # type: ignore[arg-type]
     fake.now += 3.0
     fake.cpu = None
     assert deadline.cpu_seconds() == 3.0

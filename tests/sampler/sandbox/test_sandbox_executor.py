@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox import sandbox_executor
+from logitship.sampler.sandbox.deadline import BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats, SpareSandboxes
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor, read_faults
@@ -358,6 +360,14 @@ def test_step_never_starts_a_sandbox(
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
 
 
+def assert_too_late(outcome: RunOutcome, seconds: float) -> None:
+    """Check that the only row has used its CPU time; or its time by the clock, if the machine is busy."""
+    limits = f"({seconds:.4g} s of CPU time|{BACKSTOP * seconds:.4g} s, in which it got .* s of CPU time)"
+    ((kind, message),) = faults(outcome).values()
+    assert kind == "deadline"
+    assert re.fullmatch(f"processor P gave no answer within {limits}: its process was killed", message), message
+
+
 SPINS_ONCE = """
 import time
 if not hasattr(self, "called"):
@@ -371,21 +381,21 @@ return logits + 1
 def test_first_call_may_take_longer_once(
     zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = SandboxLimits(cpu_time=20.0, step_timeout=0.1, first_step_timeout=20.0, load_timeout=20.0)
+    limits = SandboxLimits(cpu_time=20.0, step_timeout=0.5, first_step_timeout=60.0, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
-    slow_at_first = executor.load(source(SPINS_ONCE.format(seconds=0.4)), "one")
+    slow_at_first = executor.load(source(SPINS_ONCE.format(seconds=0.8)), "one")
     assert caller.call(slow_at_first, caller.attach(slow_at_first)) == ([1], RunOutcome(ANY, {}, False, 0.0))
     hangs_later = executor.load(
         source("if hasattr(self, 'called'):\n    while True: pass\nself.called = 1\nreturn logits")
     )
-    assert not caller.call(hangs_later, row := caller.attach(hangs_later))[1].faults
-    reason = "processor P gave no answer within 0.1 s of CPU time: its process was killed"
-    assert faults(caller.call(hangs_later, row)[1]) == {0: ("deadline", reason)}
+    row = caller.attach(hangs_later)
+    assert not caller.call(hangs_later, row)[1].faults
+    assert_too_late(caller.call(hangs_later, row)[1], 0.5)
     executor._first_calls.use("one", 1000.0)
-    another = executor.load(source(SPINS_ONCE.format(seconds=0.5)), "one")
-    assert faults(caller.call(another, caller.attach(another))[1]) == {0: ("deadline", reason)}
+    another = executor.load(source(SPINS_ONCE.format(seconds=3.0)), "one")
+    assert_too_late(caller.call(another, caller.attach(another))[1], 0.5)
     executor.close()
 
 
@@ -393,14 +403,12 @@ def test_earlier_stages_use_up_the_deadline(executor: SandboxExecutor, caller: C
     processor = executor.load(source(LOOPS))
     row = caller.attach(processor)
     outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 1.5).finish()
-    assert faults(outcome) == {
-        0: ("deadline", "processor P gave no answer within 0.5 s of CPU time: its process was killed")
-    }
+    assert_too_late(outcome, 0.5)
     assert outcome.charged == outcome.seconds > 0.4
     executor.ensure(processor)
     row = caller.attach(processor)
     outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 100.0).finish()
-    assert "within 0.0625 s of CPU time" in outcome.faults[0].message
+    assert_too_late(outcome, 0.0625)
 
 
 COMPUTES = """
