@@ -47,6 +47,7 @@ PASSING = (
         "unread_streams",
     ),
     *("twelve_spinners", "slow_processor", "slow_stages", "registry_flood", "crash_loop"),
+    *("slow_loads", "dying_loads", "traces"),
 )
 
 
