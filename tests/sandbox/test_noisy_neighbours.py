@@ -34,20 +34,6 @@ LONGEST = 60.0
 """Seconds for an honest request, and until nothing is left over: the machine may be busy, and minutes are too long."""
 SPARE = 4
 """Descriptors of the two sandboxes that are started before they are needed, or may be missing at the moment."""
-PASSING = (
-    *("deep_json", "slow_loris", "metrics_flood", "stop_strings", "logit_bias", "huge_ids", "full_batch"),
-    *(
-        "huge_logprobs",
-        "hard_grammars",
-        "ebnf_bombs",
-        "cancel_storm",
-        "long_prompts",
-        "n_flood",
-        "beams",
-        "unread_streams",
-    ),
-    *("twelve_spinners", "slow_processor", "slow_stages", "registry_flood", "crash_loop"),
-)
 
 
 @dataclass(frozen=True)
@@ -117,7 +103,7 @@ def until(condition: Callable[[], bool], what: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", PASSING)
+@pytest.mark.parametrize("name", hostile_clients.ATTACKS)
 def test_honest_client_notices_nothing(served: Served, name: str) -> None:
     async def beside() -> None:
         async with httpx.AsyncClient(base_url=served.url, timeout=LONGEST) as http:
