@@ -35,7 +35,7 @@ def attack(function: Attack) -> Attack:
 
 @dataclass
 class Attacker:
-    """What a hostile client has: two keys, and connections.
+    """Two API keys and the connections of a hostile client.
 
     Attributes:
         url: of the server.

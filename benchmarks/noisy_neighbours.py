@@ -50,7 +50,7 @@ LONGEST_STOP = 60.0
 
 @dataclass
 class Times:
-    """What honest clients have measured, in seconds.
+    """Measurements of honest clients, in seconds.
 
     Attributes:
         plain: between the tokens of the stream without a processor.

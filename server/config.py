@@ -171,7 +171,7 @@ class ServerConfig:
 
     @property
     def names_in_metrics(self) -> bool:
-        """Whether the names of shipped classes may be in `/metrics`: no tenant reads those of another there."""
+        """True if `/metrics` may name shipped classes: no tenant can read those of another there."""
         return bool(self.metrics_api_key) or not self._has_several_keys
 
     @cached_property

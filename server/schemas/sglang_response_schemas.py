@@ -239,6 +239,9 @@ class ModelInfoResponse(TypedDict):
         "pool_jobs_running": 0,
         "pool_jobs_waiting": 0,
         "queued_bytes": 0,
+        "loads_running": 0,
+        "loads_waiting": 0,
+        "deferred_calls": 0,
     }
 )
 class InternalState(TypedDict):
@@ -288,3 +291,9 @@ class InternalState(TypedDict):
     """Such jobs that wait for a thread."""
     queued_bytes: int
     """Memory of the bodies of requests that are received or wait, in bytes."""
+    loads_running: int
+    """Shipped processors that are being loaded."""
+    loads_waiting: int
+    """Shipped processors that wait to be loaded."""
+    deferred_calls: int
+    """Calls of processors that a step did not wait for."""

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import hostile_clients
 
 SECONDS = 2.0
-"""Of a hostile client."""
+"""Duration of each attack."""
 LONGEST = 60.0
 """Seconds for an honest request, and until nothing is left over: the machine may be busy, and minutes are too long."""
 SPARE = 4

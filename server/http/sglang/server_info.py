@@ -82,6 +82,9 @@ def internal_state_of(engine: AsyncEngine) -> InternalState:
         "pool_jobs_running": stats.pool_jobs_running,
         "pool_jobs_waiting": stats.pool_jobs_waiting,
         "queued_bytes": stats.queued_bytes,
+        "loads_running": stats.loads_running,
+        "loads_waiting": stats.loads_waiting,
+        "deferred_calls": stats.deferred_calls,
     }
 
 
