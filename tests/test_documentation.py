@@ -160,6 +160,7 @@ def test_blocks_are_of_a_known_kind() -> None:
         ("python", ""),
         ("python", "title"),
         ("text", ""),
+        ("yaml", ""),
     }
 
 

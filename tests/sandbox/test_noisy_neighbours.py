@@ -52,7 +52,7 @@ class Served:
     def threads(self) -> int:
         """Number of threads of this process, except for the pools that are kept."""
         names = [thread.name for thread in threading.enumerate()]
-        return sum(not name.startswith(("asyncio_", "AnyIO")) for name in names)
+        return sum(not name.startswith(("asyncio_", "AnyIO", "logitship-work")) for name in names)
 
     @property
     def descriptors(self) -> int:
