@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -16,6 +16,7 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import Key, ProcessorCache, ProcessorCacheFull
+from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +107,7 @@ class LoadQueue:
         self._clock = clock
         self._lock = threading.Lock()
         self._loads: dict[Key, _Load] = {}
-        self._waiting: OrderedDict[str, deque[_Load]] = OrderedDict()
-        """Loads that wait, by tenant; the tenant whose turn it is first."""
+        self._waiting: RoundRobinQueue[_Load] = RoundRobinQueue(max_waiting)
         self._running: list[_Load] = []
         self._failures: OrderedDict[Key, tuple[float, ProcessorLoadError]] = OrderedDict()
         """Key → (time until which it is refused, reason); the oldest first."""
@@ -134,7 +134,7 @@ class LoadQueue:
     def stats(self) -> LoadStats:
         """Return the numbers of loads."""
         with self._lock:
-            return LoadStats(len(self._running), sum(map(len, self._waiting.values())))
+            return LoadStats(len(self._running), len(self._waiting))
 
     def _enter(self, key: Key, string: Runnable) -> _LoadWaiter:
         loop = asyncio.get_running_loop()
@@ -147,11 +147,14 @@ class LoadQueue:
 
     def _new_load(self, key: Key, string: Runnable) -> _Load:
         self._check_failed(key)
-        waiting = self._waiting.setdefault(key[0], deque())
-        if len(waiting) >= self._max_waiting:
-            raise LoadQueueFull(f"{len(waiting)} processors of this API key wait to be loaded already: try again later")
-        load = self._loads[key] = _Load(key, string)
-        waiting.append(load)
+        load = _Load(key, string)
+        try:
+            self._waiting.put(key[0], load)
+        except TenantQueueFull:
+            raise LoadQueueFull(
+                f"{self._max_waiting} processors of this API key wait to be loaded already: try again later"
+            ) from None
+        self._loads[key] = load
         return load
 
     def _check_failed(self, key: Key) -> None:
@@ -162,24 +165,15 @@ class LoadQueue:
 
     def _start_loads(self) -> None:
         """Start loads in turn. The caller holds the lock."""
-        while len(self._running) < self._max_loads and (tenant := self._next_tenant()) is not None:
-            load = self._waiting[tenant].popleft()
-            self._waiting.move_to_end(tenant)
-            self._drop_if_empty(tenant)
+        while len(self._running) < self._max_loads and (taken := self._waiting.get(self._may_load)) is not None:
+            _, load = taken
             load.runs = True
             self._running.append(load)
             threading.Thread(target=self._run, args=(load,), name="logitship-load", daemon=True).start()
 
-    def _next_tenant(self) -> str | None:
-        most = max(1, self._max_loads - 1)
-        return next((tenant for tenant in self._waiting if self._num_running(tenant) < most), None)
-
-    def _num_running(self, tenant: str) -> int:
-        return sum(load.key[0] == tenant for load in self._running)
-
-    def _drop_if_empty(self, tenant: str) -> None:
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+    def _may_load(self, tenant: str) -> bool:
+        num_running = sum(load.key[0] == tenant for load in self._running)
+        return num_running < max(1, self._max_loads - 1)
 
     def _run(self, load: _Load) -> None:
         outcome = self._outcome(load)
@@ -259,5 +253,4 @@ class LoadQueue:
                 self._running.remove(load)  # its thread may never end
                 self._start_loads()
         else:
-            self._waiting[tenant].remove(load)
-            self._drop_if_empty(tenant)
+            self._waiting.remove(tenant, load)
