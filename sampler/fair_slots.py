@@ -4,56 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Generic, TypeVar
 
+from .client_context import current_disconnect
 from .round_robin_queue import RoundRobinQueue
 
 T = TypeVar("T")
-
-current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
-"""Tenant for whom this thread or task works, where no argument says it."""
-
-
-@contextmanager
-def on_behalf_of(tenant: str) -> Iterator[None]:
-    """Set `current_tenant` within the block."""
-    token = current_tenant.set(tenant)
-    try:
-        yield
-    finally:
-        current_tenant.reset(token)
-
-
-class Departure:
-    """Wakes up the threads that wait for a client, when it leaves. Methods may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._has_left = False
-        self._wake_ups: list[Callable[[], object]] = []
-
-    def notify(self) -> None:
-        """Wake up the threads that wait now, and those that begin to wait later."""
-        with self._lock:
-            self._has_left = True
-            wake_ups, self._wake_ups = self._wake_ups, []
-        for wake_up in wake_ups:
-            wake_up()
-
-    def when_left(self, wake_up: Callable[[], object]) -> None:
-        """Call a function when the client leaves; at once if it has left."""
-        with self._lock:
-            if not self._has_left:
-                self._wake_ups.append(wake_up)
-                return
-        wake_up()
-
-
-current_departure: ContextVar[Departure | None] = ContextVar("current_departure", default=None)
-"""Departure of the client for which this thread or task works."""
 
 
 class FairSlots(Generic[T]):
@@ -85,7 +43,7 @@ class FairSlots(Generic[T]):
 
         Raises:
             TenantQueueFull: too many threads of the tenant wait.
-            TimeoutError: no slot became free in time, or before the client of `current_departure` left.
+            TimeoutError: no slot became free in time, or before the client disconnected, see `current_disconnect`.
         """
         index = self._acquire(tenant, timeout)
         try:
@@ -101,8 +59,8 @@ class FairSlots(Generic[T]):
         with self._lock:
             self._waiting.put(tenant, waiter)
             self._grant()
-        if (departure := current_departure.get()) is not None:
-            departure.when_left(waiter.over.set)
+        if (disconnect := current_disconnect.get()) is not None:
+            disconnect.call_when_notified(waiter.over.set)
         waiter.over.wait(timeout)
         with self._lock:
             if waiter.slot is None:
@@ -127,7 +85,7 @@ class _SlotWaiter:
     """A thread that waits.
 
     Attributes:
-        over: set once it has a slot, or its client has left.
+        over: set once it has a slot, or its client has disconnected.
         slot: its index; None before.
     """
 

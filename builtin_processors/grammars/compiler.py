@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 from llguidance import LLMatcher
 
 from logitship.builtin_processors.params import ModelFacts, PreparationUnavailable
-from logitship.sampler.fair_slots import FairSlots, current_tenant
+from logitship.sampler.client_context import current_tenant
+from logitship.sampler.fair_slots import FairSlots
 from logitship.sampler.round_robin_queue import TenantQueueFull
 
 from . import check

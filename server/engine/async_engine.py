@@ -11,7 +11,7 @@ from functools import partial
 from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
-from logitship.sampler.fair_slots import Departure, current_departure
+from logitship.sampler.client_context import Disconnect, current_disconnect
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
@@ -40,7 +40,7 @@ _SHUTDOWN_INTERVAL = 0.05
 _STOP_TIMEOUT = 3.0
 """Seconds that the current step gets to end. It takes far less, unless shipped code hangs in it."""
 
-_LARGE_BODY = 1 << 20
+_LARGE_BODY_MEMORY = 1 << 20
 """Bytes of memory of a body beyond which its requests are not checked on the event loop."""
 
 MOST_TENANTS = 100
@@ -314,13 +314,13 @@ class AsyncEngine:
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
-        departure = Departure()
-        current_departure.set(departure)
+        disconnect = Disconnect()
+        current_disconnect.set(disconnect)
         loading = in_daemon_thread(self.processors.load, request, held, shipped)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
-            departure.notify()
+            disconnect.notify()
             # Cancelling does not stop the thread: release what it still loads when it is done.
             loading.add_done_callback(lambda _: self._active.release(active))
             raise
@@ -330,7 +330,7 @@ class AsyncEngine:
 
 
 def _is_large(body: QueuedBody | None) -> bool:
-    return body is not None and body.size > _LARGE_BODY
+    return body is not None and body.size > _LARGE_BODY_MEMORY
 
 
 def finish_step(active: ActiveRequests, metrics: EngineMetrics, clock: StepClock) -> None:

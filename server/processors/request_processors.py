@@ -27,7 +27,7 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
-from logitship.sampler.fair_slots import on_behalf_of
+from logitship.sampler.client_context import on_behalf_of
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse

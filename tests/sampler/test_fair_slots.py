@@ -7,7 +7,8 @@ from contextvars import copy_context
 
 import pytest
 
-from logitship.sampler.fair_slots import Departure, FairSlots, current_departure, current_tenant, on_behalf_of
+from logitship.sampler.client_context import Disconnect, current_disconnect
+from logitship.sampler.fair_slots import FairSlots
 from logitship.sampler.round_robin_queue import TenantQueueFull
 
 GENEROUS = 30.0
@@ -65,12 +66,12 @@ def test_bound_on_waiting_threads() -> None:
         pass
 
 
-def test_client_that_leaves_ends_the_wait() -> None:
+def test_disconnect_ends_the_wait() -> None:
     slots = FairSlots([1], 1)
-    departure = Departure()
+    disconnect = Disconnect()
 
     def use() -> None:
-        current_departure.set(departure)
+        current_disconnect.set(disconnect)
         with slots.use("a", GENEROUS):
             pytest.fail("got a slot")
 
@@ -78,7 +79,7 @@ def test_client_that_leaves_ends_the_wait() -> None:
         waiting = threads.submit(copy_context().run, use)
         while not slots._waiting:
             threading.Event().wait(0.001)
-        departure.notify()
+        disconnect.notify()
         with pytest.raises(TimeoutError):
             waiting.result(GENEROUS / 2)
         assert not slots._waiting
@@ -93,13 +94,3 @@ def test_slot_is_freed_by_an_exception() -> None:
         raise ZeroDivisionError
     with slots.use("a", 0):
         pass
-
-
-def test_current_tenant() -> None:
-    assert current_tenant.get() == ""
-    with on_behalf_of("a"):
-        assert current_tenant.get() == "a"
-        with on_behalf_of("b"):
-            assert current_tenant.get() == "b"
-        assert current_tenant.get() == "a"
-    assert current_tenant.get() == ""

@@ -17,7 +17,7 @@ from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.builtin_processors.grammars.compiler import GrammarCompiler
 from logitship.builtin_processors.grammars.grammar_source import from_ebnf, from_json_schema, from_regex
 from logitship.builtin_processors.params import PreparationUnavailable
-from logitship.sampler.fair_slots import on_behalf_of
+from logitship.sampler.client_context import on_behalf_of
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.tokenizer import Tokenizer
 
