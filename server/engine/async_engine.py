@@ -322,11 +322,15 @@ class AsyncEngine:
         except asyncio.CancelledError:
             disconnect.notify()
             # Cancelling does not stop the thread: release what it still loads when it is done.
-            loading.add_done_callback(lambda _: self._active.release(active))
+            loading.add_done_callback(partial(self._release_late, active))
             raise
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
+
+    def _release_late(self, active: ActiveRequest, loading: asyncio.Future[list[list[ProcessorUse]]]) -> None:
+        loading.exception()  # nobody awaits it any more, and asyncio would log that as an error
+        self._active.release(active)
 
 
 def _is_large(body: QueuedBody | None) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -704,6 +705,8 @@ def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
     compiler = grammar._compiler_for(engine._library._model)
 
     async def scenario() -> None:
+        unhandled: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
         with contextlib.ExitStack() as used:
             for tenant in map(str, range(len(compiler._checkers))):
                 used.enter_context(compiler._slots.use(tenant, 0))
@@ -717,5 +720,7 @@ def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
             while engine._active:
                 await asyncio.sleep(0.001)
             assert not compiler._slots._waiting
+        gc.collect()
+        assert unhandled == []
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
