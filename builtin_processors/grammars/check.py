@@ -94,7 +94,8 @@ def check(tokenizer: LLTokenizer, grammar: str) -> str | None:
         return answers.get(timeout=_SECONDS_AT_FULL_PRIORITY)
     except Empty:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _LOW_PRIORITY)
+            lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))  # the server's own may be lower still
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, lower)
     return answers.get()
 
 
