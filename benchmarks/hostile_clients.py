@@ -43,6 +43,7 @@ class Attacker:
         shipping_key: one that may ship code.
         http: sends requests.
         until: `time.monotonic()` at the end of the attack.
+        sent: number of requests that were begun.
         statuses: number of responses by status; "gone" for connections that ended without one.
     """
 
@@ -51,6 +52,7 @@ class Attacker:
     shipping_key: str
     http: httpx.AsyncClient
     until: float
+    sent: int = 0
     statuses: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -62,6 +64,7 @@ class Attacker:
         """Send a body, and return the status; 0 if the connection ended without one."""
         key = self.shipping_key if ships else self.key
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        self.sent += 1
         try:
             response = await self.http.request(method, path, content=body, headers=headers)
         except httpx.HTTPError:
@@ -210,6 +213,7 @@ async def slow_loris(at: Attacker) -> None:
         with contextlib.suppress(OSError):
             sockets.append(socket.create_connection((host.hostname or "", host.port or 80), 5))
             sockets[-1].sendall(head)
+            at.sent += 1
     try:
         while at.goes_on:
             for each in sockets:
@@ -470,15 +474,15 @@ async def crash_loop(at: Attacker) -> None:
     await at.all(16, lambda number: at.post("/generate", shipped(source.format(number % 16)), ships=True))
 
 
-async def run(name: str, url: str, key: str, shipping_key: str, seconds: float) -> dict[str, int]:
-    """Run a hostile client for some seconds. Returns the statuses of its responses."""
+async def run(name: str, url: str, key: str, shipping_key: str, seconds: float) -> Attacker:
+    """Run a hostile client for some seconds, and return it."""
     limits = httpx.Limits(max_connections=1000)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
         attacker = Attacker(url, key, shipping_key, http, time.monotonic() + seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await ATTACKS[name](attacker)
-    return attacker.statuses
+    return attacker
 
 
 def main() -> None:
@@ -490,8 +494,8 @@ def main() -> None:
     parser.add_argument("--shipping-key", default="")
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
-    statuses = asyncio.run(run(options.name, options.url, options.key, options.shipping_key, options.seconds))
-    print(json.dumps(statuses))
+    attacker = asyncio.run(run(options.name, options.url, options.key, options.shipping_key, options.seconds))
+    print(json.dumps(attacker.statuses))
 
 
 if __name__ == "__main__":
