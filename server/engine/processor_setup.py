@@ -19,7 +19,8 @@ from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExe
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.sandbox_executor import NUM_SPARES, SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel

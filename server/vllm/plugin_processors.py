@@ -23,7 +23,8 @@ from logitship.sampler.processors.processor_cache import ProcessorCache, Process
 from logitship.sampler.processors.processor_groups import ProcessorUse, uses_of
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import NUM_SPARES, SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.processors.processor_library import InvalidParams, ProcessorLoader, ProcessorNotAllowed

@@ -35,120 +35,20 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox import sandbox as sandbox_module
-from logitship.sampler.sandbox import sandbox_executor
+from logitship.sampler.sandbox import sandbox_executor, spare_sandboxes
 from logitship.sampler.sandbox.deadline import BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
-from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats, SpareSandboxes
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor, read_faults
-from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
+from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 from logitship.server.tokenizer import Tokenizer
 
 LONG = 60.0
 
 
-class FakeSandbox:
-    """Records the thread that started it."""
-
-    def __init__(self) -> None:
-        self.thread = threading.current_thread()
-        self.alive = True
-        self.closed = False
-
-    def check(self) -> bool:
-        return self.alive
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Starts:
-    """Starts fake sandboxes, and can wait for a number of them."""
-
-    def __init__(self) -> None:
-        self.made: list[FakeSandbox] = []
-        self.errors: list[Exception] = []
-        self._changed = threading.Condition()
-
-    def __call__(self) -> Any:
-        with self._changed:
-            self._changed.notify_all()
-            if self.errors:
-                raise self.errors.pop()
-            self.made.append(FakeSandbox())
-            return self.made[-1]
-
-    def wait_for(self, reached: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(reached, LONG)
-
-    def wait_until_made(self, count: int) -> None:
-        self.wait_for(lambda: len(self.made) == count)
-
-
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_executor, "PAUSE", 0.0)
-
-
-def taken(spares: SpareSandboxes) -> FakeSandbox:
-    sandbox: Any = spares.take()
-    assert isinstance(sandbox, FakeSandbox)
-    return sandbox
-
-
-def started_here(sandbox: FakeSandbox) -> bool:
-    """Return whether the current thread started it."""
-    return sandbox.thread is threading.current_thread()
-
-
-def test_pool_is_filled_and_refilled() -> None:
-    starts = Starts()
-    spares = SpareSandboxes(starts, 2)
-    starts.wait_until_made(2)
-    assert not started_here(taken(spares))
-    starts.wait_until_made(3)
-    spares.close()
-
-
-def test_dead_sandbox_is_skipped() -> None:
-    starts = Starts()
-    spares = SpareSandboxes(starts, 1)
-    starts.wait_until_made(1)
-    (dead,) = starts.made
-    dead.alive = False
-    assert taken(spares) is not dead
-    assert dead.closed
-    spares.close()
-
-
-def test_empty_pool_starts_a_sandbox() -> None:
-    starts = Starts()
-    spares = SpareSandboxes(starts, 0)
-    assert started_here(taken(spares))
-    assert len(starts.made) == 1
-    spares.close()
-
-
-def test_error_is_raised_by_take() -> None:
-    starts = Starts()
-    starts.errors = [ZygoteError("no process"), OSError("no memory")]  # raised from the last to the first
-    spares = SpareSandboxes(starts, 1)
-    starts.wait_for(lambda: len(starts.errors) == 1)
-    with pytest.raises(ZygoteError, match="no process"):
-        spares.take()
-    assert started_here(taken(spares))
-    spares.close()
-
-
-def test_close_closes_unused_sandboxes() -> None:
-    starts = Starts()
-    spares = SpareSandboxes(starts, 2)
-    starts.wait_until_made(2)
-    used = taken(spares)
-    spares.close()
-    assert not used.closed
-    assert all(sandbox.closed for sandbox in starts.made if sandbox is not used)
-    assert "logitship-spares" not in {thread.name for thread in threading.enumerate()}
+    monkeypatch.setattr(spare_sandboxes, "PAUSE", 0.0)
 
 
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
