@@ -130,10 +130,18 @@ class Idle:
 
 def test_idle_thread_trims_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = Semaphore(0)
-    monkeypatch.setattr(engine_thread, "IDLE", 0.01)
-    monkeypatch.setattr(engine_thread, "trim_freed_memory", trimmed.release)
     thread = EngineThread()
     thread.start(Idle(), after_step=lambda: None, on_death=lambda: None)
+
+    def trim() -> None:
+        if threading.current_thread() is thread._thread:  # other tests' threads may be idle as well
+            trimmed.release()
+
+    def observe() -> None:
+        monkeypatch.setattr(engine_thread, "IDLE", 0.01)
+        monkeypatch.setattr(engine_thread, "trim_freed_memory", trim)
+
+    thread.call(observe)  # not before: it may have been idle until it was started
     for _ in range(3):
         assert trimmed.acquire(timeout=60)
         # Once while idle, and again after the thread has done something.
