@@ -332,6 +332,7 @@ async def unread_streams(at: Attacker) -> None:
         with contextlib.suppress(OSError):
             each.connect((host.hostname or "", host.port or 80))
             each.sendall(head + body)
+            at.sent += 1
         sockets.append(each)
     try:
         await asyncio.sleep(at.until - time.monotonic())
