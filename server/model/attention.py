@@ -203,8 +203,9 @@ def _cost_of_position(num_tokens: int) -> float:
 def _order(placed: Iterable[PackedSegment], device: torch.device) -> torch.Tensor | None:
     """Return each packed token's index in the order of these segments; None if the orders are the same."""
     tokens = [first + offset for first, segment in placed for offset in range(segment.length)]
-    indices = sorted(range(len(tokens)), key=tokens.__getitem__)
-    return None if indices == tokens else torch.tensor(indices, device=device)
+    if tokens == list(range(len(tokens))):
+        return None
+    return torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__), device=device)
 
 
 def _additive_mask(ends: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from logitship.server.model import attention
 from logitship.server.model.attention import DecodeBatch, Segment, StepLayout, cheapest_batches
 from logitship.server.model.kv_cache import CacheShape, SlotCache
 
@@ -37,7 +38,15 @@ def test_no_decoding_sequences() -> None:
     assert calls() == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+def test_order_that_is_its_own_inverse() -> None:
+    """Two single tokens attend before a sequence with a draft token, which is first in the packed row."""
+    placed = [(2, Segment(0, 5, 1)), (3, Segment(1, 5, 1)), (0, Segment(2, 5, 2))]
+    order = attention._order(placed, CPU)
+    assert order is not None
+    assert order.tolist() == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(200))
 @pytest.mark.usefixtures("num_calls")
 def test_order_restores_the_packed_row(seed: int) -> None:
     """Each call returns its tokens in its own order; `order` restores that of the packed row."""
