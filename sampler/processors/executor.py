@@ -151,8 +151,10 @@ class Run(Protocol):
         """Wait for the call to end. The rows then hold the processor's logits, except for rows with a fault."""
         ...
 
-    def move_to(self, logits: torch.Tensor) -> None:
-        """Let `finish` edit another tensor, because that of `begin` will be used for the next step.
+    def defer(self, logits: torch.Tensor) -> None:
+        """Let the call go on after its step, which no longer waits for it.
+
+        `finish` edits another tensor, because that of `begin` will be used for the next step.
 
         Args:
             logits: float32 [rows, vocab], a copy of what `begin` was given.

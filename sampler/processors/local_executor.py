@@ -151,8 +151,8 @@ class LocalGroup:
         """See `Run.wait`."""
         return True
 
-    def move_to(self, logits: torch.Tensor) -> None:
-        """See `Run.move_to`."""
+    def defer(self, logits: torch.Tensor) -> None:
+        """See `Run.defer`."""
         self._logits = logits
 
     def finish(self) -> RunOutcome:

@@ -233,7 +233,7 @@ class ShippedProcessors(LogitsProcessor):
     def _defer(self, group: ProcessorGroup, rows: torch.Tensor, run: Run, stage: StageKey) -> None:
         """Let a call go on after the step. Its rows sit out until it has ended."""
         copied = rows.clone()
-        run.move_to(copied)
+        run.defer(copied)
         group.stop_sharing_count()
         owners = [self._owners[place] for place in group.rows]
         traces = [self._trace.take(place) for place in group.rows]

@@ -12,6 +12,9 @@ import time
 BACKSTOP = 5.0
 """Longest wall-clock time of a call, as a multiple of its CPU time."""
 
+DEFERRED_BACKSTOP = 60.0
+"""The same for a call that no step waits for: it only gets what others leave of the cores."""
+
 _SHORTEST_WAIT = 0.01
 """Seconds until the next look at a process that is nearly due."""
 
@@ -77,6 +80,10 @@ class CallDeadline:
         if now is None or self._cpu_began is None:
             return time.perf_counter() - self.began
         return now - self._cpu_began
+
+    def extend(self, backstop: float) -> None:
+        """Give the call more wall-clock seconds from its beginning."""
+        self._backstop = backstop
 
     def exceeded(self) -> str | None:
         """Return the limit that was exceeded, as the end of "gave no answer within …"; None: wait until `next_look`."""

@@ -1,70 +1,36 @@
-"""The priority of sandboxes: while one loads its class, the engine comes first.
+"""The priorities of sandboxes: what nobody's step waits for runs behind the engine.
 
-A sandbox is a session of its own, for which Linux may have an autogroup. Between autogroups, neither the policy nor the
-nice value of a process counts, but the nice value of its autogroup (`sched(7)`). So both are set.
+Nice values count between the threads of one session: where Linux has autogroups, each session gets the same share of
+the cores, whatever the nice values of its processes (`sched(7)`). So sandboxes stay in the server's session.
 
-Beside a busy core, a load gets a tenth of it. `SCHED_IDLE` or the lowest nice value would leave it a hundredth: an
-honest class would then take ten seconds instead of a tenth of a second to load.
-
-To lower a nice value again needs a privilege that root has. Without it, sandboxes load on the last core instead.
+To lower a nice value again needs a privilege (`CAP_SYS_NICE`). Without it, a sandbox keeps the lowest priority that it
+ever had.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import threading
-from pathlib import Path
 
-_NICE = 10
-"""Its weight is 110; that of a normal process is 1024."""
+LOADING = 10
+"""Nice value while a class is loaded: beside a busy core, it gets a tenth of it. The lowest priority would leave it a
+hundredth: an honest class would then take ten seconds instead of a tenth of a second to load."""
+
+DEFERRED = 19
+"""Nice value during a call that no step waits for. There may be many."""
 
 
-def lower(pid: int) -> None:
-    """Lower the priority of a process. Does what the system permits, and can be undone by `restore`."""
-    with contextlib.suppress(OSError):
-        if can_restore():
-            os.setpriority(os.PRIO_PROCESS, pid, _NICE)
-            _set_autogroup(pid, _NICE)
-        else:
-            os.sched_setaffinity(pid, {max(os.sched_getaffinity(0))})
+def lower(pid: int, nice: int) -> None:
+    """Give a process this nice value, or the server's own if that is higher."""
+    with contextlib.suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, pid, max(nice, _own_nice()))
 
 
 def restore(pid: int) -> None:
-    """Give a process the normal priority again."""
+    """Give a process the server's own nice value again, if that is permitted."""
     with contextlib.suppress(OSError):
-        if can_restore():
-            os.setpriority(os.PRIO_PROCESS, pid, _own_nice())
-            _set_autogroup(pid, 0)
-        else:
-            os.sched_setaffinity(pid, os.sched_getaffinity(0))
-
-
-@functools.cache
-def can_restore() -> bool:
-    """Return whether this process may lower nice values. Tried with a thread that then ends."""
-    results: list[bool] = []
-
-    def attempt() -> None:
-        thread = threading.get_native_id()
-        try:
-            os.setpriority(os.PRIO_PROCESS, thread, 19)
-            os.setpriority(os.PRIO_PROCESS, thread, _own_nice())
-            results.append(True)
-        except OSError:
-            results.append(False)
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
-    return results == [True]
+        os.setpriority(os.PRIO_PROCESS, pid, _own_nice())
 
 
 def _own_nice() -> int:
     return os.getpriority(os.PRIO_PROCESS, os.getpid())
-
-
-def _set_autogroup(pid: int, nice: int) -> None:
-    with contextlib.suppress(OSError):  # the kernel has no autogroups
-        Path(f"/proc/{pid}/autogroup").write_text(str(nice))

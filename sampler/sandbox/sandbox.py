@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
@@ -104,6 +104,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._death: SandboxDied | None = None
         self._call_number = 0
+        self._is_deferred = False
         self._outbox = bytearray()
         self._call: _Call | None = None
         self.group: list[int] = []
@@ -134,6 +135,11 @@ class Sandbox:
         """False once the process has ended or was killed. Never blocks."""
         with self._lock:  # `close` closes the pidfd
             return self._death is None and not _is_readable(self._process.pidfd)
+
+    @property
+    def in_call(self) -> bool:
+        """True while a call is in flight."""
+        return self._call is not None
 
     @property
     def was_lost(self) -> bool:
@@ -195,6 +201,17 @@ class Sandbox:
             wait_for_any([self])
         return answer
 
+    def defer(self, backstop: float) -> None:
+        """Let the call in flight go on at the lowest priority, because no step waits for it.
+
+        Args:
+            backstop: wall-clock seconds that it may take at most, see `CallDeadline`.
+        """
+        if self._call is not None:
+            self._call.deadline.extend(backstop)
+            self._is_deferred = True
+            self.lower_priority(priority.DEFERRED)
+
     def advance(self) -> tuple[Answer, bytes] | None:
         """Send and receive without blocking.
 
@@ -214,6 +231,7 @@ class Sandbox:
                 self._seconds_in_calls += time.perf_counter() - call.deadline.began
                 self.last_deadline = call.deadline
                 self._call = None
+                self._end_deferral()
         return answer
 
     def check(self) -> bool:
@@ -233,16 +251,15 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    @contextlib.contextmanager
-    def at_low_priority(self) -> Iterator[None]:
-        """Lower the priority of the process while the block runs."""
+    def lower_priority(self, nice: int) -> None:
+        """Give the process this nice value, see `priority`."""
         if self.is_running:
-            priority.lower(self._pid)
-        try:
-            yield
-        finally:
-            if self.is_running:
-                priority.restore(self._pid)
+            priority.lower(self._pid, nice)
+
+    def restore_priority(self) -> None:
+        """Give the process the normal priority again."""
+        if self.is_running:
+            priority.restore(self._pid)
 
     def reject_answer(self) -> SandboxDied:
         """Kill the process because of an invalid answer. Return the exception to raise."""
@@ -250,7 +267,7 @@ class Sandbox:
         return self.death
 
     def close(self) -> None:
-        """Kill the process because it is no longer needed, and release its resources."""
+        """Release its resources, and kill the process if it is alive, because it is no longer needed."""
         self.kill("crash", "was unloaded")
         with self._lock:
             if not self._closed:
@@ -273,6 +290,11 @@ class Sandbox:
         balance = used - in_calls
         self._lowest_balance = min(self._lowest_balance, balance)
         return balance - self._lowest_balance
+
+    def _end_deferral(self) -> None:
+        if self._is_deferred:
+            self._is_deferred = False
+            self.restore_priority()
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -31,6 +31,7 @@ from logitship.sampler.processors.executor import (
 
 from .deadline import BACKSTOP
 from .first_calls import FirstCallCredit
+from .priority import LOADING
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import LONGEST_TEXT, SandboxedProcessor, SandboxRow, SandboxRun
@@ -101,10 +102,11 @@ class SandboxExecutor:
         *,
         loads_in_background: bool = False,
     ) -> None:
-        self._load_priority = Sandbox.at_low_priority if loads_in_background else contextlib.nullcontext
         self._zygote = zygote
         self._limits = limits
-        self._spares = SpareSandboxes(lambda: Sandbox(zygote, max_rows, vocab_size), num_spares)
+        self._shape = max_rows, vocab_size
+        self._loads_in_background = loads_in_background
+        self._spares = SpareSandboxes(self._start_process, num_spares)
         self._handles = itertools.count()
         self._sandboxes: set[Sandbox] = set()
         self._unreported: dict[Sandbox, SandboxedProcessor] = {}
@@ -230,15 +232,22 @@ class SandboxExecutor:
                 sandbox = self._take_sandbox(sandboxed)
                 try:
                     load.begin(sandbox)
-                    with self._load_priority(sandbox):
-                        description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
+                    description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
                 except BaseException:  # cleanup, then re-raised
                     self._end(sandbox)
                     raise
+            if self._loads_in_background:
+                sandbox.restore_priority()
             sandboxed.class_description = description
             if sandboxed.sandbox is not None:
                 self._end(sandboxed.sandbox)
             sandboxed.sandbox = sandbox
+
+    def _start_process(self) -> Sandbox:
+        sandbox = Sandbox(self._zygote, *self._shape)
+        if self._loads_in_background:
+            sandbox.lower_priority(LOADING)
+        return sandbox
 
     def _take_sandbox(self, sandboxed: SandboxedProcessor) -> Sandbox:
         try:
@@ -288,13 +297,20 @@ class SandboxExecutor:
             self._ended[reason] += 1
 
     def _watch(self) -> None:
-        """Kill sandboxes that use too much CPU time outside calls, and report those that died."""
+        """Kill sandboxes that use too much CPU time outside calls, and report and release those that died."""
         limit = self._limits.cpu_time
+        dead: set[Sandbox] = set()
         while not self._stopped.wait(WATCH_INTERVAL):
             for sandbox in list(self._sandboxes):
                 if sandbox.check() and sandbox.cpu_seconds_outside_calls() > limit:
                     sandbox.kill("cpu_time", f"used over {limit:g} s of CPU between its calls: its process was killed")
                 self._report(sandbox)
+            # Their processors may stay loaded for long. One interval later: a step may be reading an answer.
+            for sandbox in dead:
+                if not sandbox.in_call:
+                    sandbox.close()
+                    self._sandboxes.discard(sandbox)
+            dead = {sandbox for sandbox in list(self._sandboxes) if not sandbox.alive}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from logitship.client.scrub import scrub
 from logitship.sampler.processors.executor import ClassDescription, ExecutorSequence, RunOutcome
 from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
+from .deadline import DEFERRED_BACKSTOP
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any
 
@@ -197,7 +198,7 @@ class SandboxRun:
         self._sandbox: Sandbox | None = None
         self._rows_in_call: list[int] = []
         self._answer: tuple[Answer, bytes] | None = None
-        self._is_retry = False
+        self._is_retry = self._is_deferred = False
         self._began = self._ended = time.perf_counter()
 
     def fail(self, rows: Sequence[int], died: SandboxDied) -> None:
@@ -244,9 +245,13 @@ class SandboxRun:
                 runs[sandbox].advance()
         return self not in self._pending
 
-    def move_to(self, logits: torch.Tensor) -> None:
-        """See `Run.move_to`."""
+    def defer(self, logits: torch.Tensor) -> None:
+        """See `Run.defer`."""
         self._logits = logits
+        self._is_deferred = True
+        self._backstop = DEFERRED_BACKSTOP * self._timeout
+        if self._sandbox is not None and self in self._pending:
+            self._sandbox.defer(self._backstop)
 
     def finish(self) -> RunOutcome:
         """See `Run.finish`."""
@@ -296,8 +301,10 @@ class SandboxRun:
             self._sandbox.begin(command, body, timeout, backstop)
         except SandboxDied as died:
             self.fail(self._rows_in_call, died)
-        else:
-            self._pending.append(self)
+            return
+        if self._is_deferred:
+            self._sandbox.defer(backstop)
+        self._pending.append(self)
 
     def _copy_in(self) -> None:
         assert self._sandbox is not None

@@ -225,7 +225,7 @@ class ZygoteProcess:
             pass_fds=[other_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must only reach the server, which then shuts down in order
+            process_group=0,  # Ctrl-C must only reach the server, which then shuts down in order
         )
         other_end.close()
         self._launcher_channel = Channel(own_end)

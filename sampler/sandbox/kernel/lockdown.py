@@ -72,8 +72,8 @@ class Lockdown:
         parent = os.getppid()
         with _step("file descriptors"):
             ruleset = self._close_descriptors(keep_fds)
-        with _step("session"):
-            os.setsid()
+        with _step("process group"):
+            os.setpgid(0, 0)  # no session of its own: see `priority`
         with _step("resource limits"):
             limits.impose(self.memory_limit)
         user = (uid, uid) if uid is not None else self.drop_to

@@ -66,6 +66,15 @@ def test_process_without_a_core_ends_at_the_backstop(fake: FakeTime) -> None:
     assert due(fake, 2.0, 0.1, backstop=3.0) == (3.0, "3 s, in which it got 0.3 s of CPU time")
 
 
+def test_deferred_call_has_a_later_backstop(fake: FakeTime) -> None:
+    deadline = CallDeadline(fake, 2.0)  # type: ignore[arg-type]
+    deadline.extend(40.0)
+    fake.run(20.0, 0.01)
+    assert deadline.exceeded() is None
+    fake.run(20.0, 0.01)
+    assert deadline.exceeded() == "40 s, in which it got 0.4 s of CPU time"
+
+
 def test_process_that_waits_ends_at_once(fake: FakeTime) -> None:
     fake.runnable = False
     killed_after, reason = due(fake, 2.0, 0.0)

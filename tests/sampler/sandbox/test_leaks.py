@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,16 @@ def test_failed_starts_leave_nothing(machine: Machine, no_collector: None, monke
         machine.executor.unload(machine.load())
         machine.settle()
     assert (descriptors(), mappings()) == before
+
+
+def test_dead_sandbox_of_a_loaded_processor_leaves_nothing(machine: Machine, no_collector: None) -> None:
+    machine.executor.unload(machine.load())
+    before = descriptors(), mappings()
+    kept = machine.load()
+    kept.instance.current_sandbox.kill("crash", "was killed by the test")
+    until = time.monotonic() + LONG
+    while (descriptors(), mappings()) != before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    machine.executor.ensure(kept)
+    assert machine.executor.is_ready(kept)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,46 +13,40 @@ from logitship.sampler.sandbox import priority
 
 @pytest.fixture
 def pid() -> Iterator[int]:
-    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    process = subprocess.Popen(["sleep", "1000"])
     yield process.pid
     process.kill()
     process.wait()
 
 
-def autogroup(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/autogroup").read_text().rpartition("nice ")[2].strip()
-    except OSError:
-        return "none"
+def nice(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
 
 
-def state(pid: int) -> tuple[int, set[int], str]:
-    """Return the nice value, the cores and the autogroup's nice value of a process."""
-    return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), autogroup(pid)
+def may_restore() -> bool:
+    """Return whether this user may lower a nice value, as tried by another process."""
+    attempt = "import os; os.setpriority(os.PRIO_PROCESS, 0, 19); os.setpriority(os.PRIO_PROCESS, 0, 0)"
+    return subprocess.run(["python", "-c", attempt], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def test_lower_and_restore(pid: int) -> None:
-    before = state(pid)
-    priority.lower(pid)
-    if priority.can_restore():
-        assert state(pid)[0] == 10
-        assert autogroup(pid) in ("10", "none")
-    assert state(pid) != before
+    before = nice(pid)
+    priority.lower(pid, priority.LOADING)
+    assert nice(pid) == max(before, priority.LOADING)
+    priority.lower(pid, priority.DEFERRED)
+    assert nice(pid) == priority.DEFERRED
     priority.restore(pid)
-    assert state(pid) == before
+    assert nice(pid) == (before if may_restore() else priority.DEFERRED)
 
 
-def test_cores_without_the_privilege(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(priority, "can_restore", lambda: False)
-    before = state(pid)
-    priority.lower(pid)
-    assert state(pid) == (before[0], {max(before[1])}, before[2])
-    priority.restore(pid)
-    assert state(pid) == before
+def test_server_of_lower_priority(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(priority, "_own_nice", lambda: 15)
+    priority.lower(pid, priority.LOADING)
+    assert nice(pid) == 15
 
 
 def test_process_that_has_ended() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    priority.lower(process.pid)
+    priority.lower(process.pid, priority.DEFERRED)
     priority.restore(process.pid)

@@ -34,8 +34,8 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox import priority, sandbox_executor, spare_sandboxes
 from logitship.sampler.sandbox import sandbox as sandbox_module
-from logitship.sampler.sandbox import sandbox_executor, spare_sandboxes
 from logitship.sampler.sandbox.deadline import BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats
@@ -401,16 +401,38 @@ class P(CustomLogitProcessor):
 """
 
 
-NORMAL = os.getpriority(os.PRIO_PROCESS, 0), len(os.sched_getaffinity(0))
+def nice_of(process: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, process)
 
 
-def priority_of(sandbox: Sandbox) -> tuple[int, int]:
-    """Return the nice value of its process, and the number of its cores."""
-    return os.getpriority(os.PRIO_PROCESS, sandbox._pid), len(os.sched_getaffinity(sandbox._pid))
+NORMAL = nice_of(0)
 
 
 def test_loaded_sandbox_has_normal_priority(executor: SandboxExecutor) -> None:
-    assert priority_of(sandbox_of(executor.load(source(ADDS)))) == NORMAL
+    assert nice_of(sandbox_of(executor.load(source(ADDS)))._pid) == NORMAL
+
+
+def test_sandboxes_share_the_session(executor: SandboxExecutor) -> None:
+    """Else nice values would not count between them and the engine, and share nothing else: no terminal, no group."""
+    process = sandbox_of(executor.load(source(ADDS)))._pid
+    assert os.getsid(process) == os.getsid(0)
+    assert os.getpgid(process) == process
+
+
+SPINS = "import time\nend = time.perf_counter() + 0.5\nwhile time.perf_counter() < end: pass\nreturn logits"
+
+
+def test_deferred_call_runs_at_the_lowest_priority(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(SPINS))
+    process = sandbox_of(processor)._pid
+    logits = torch.zeros(1, VOCAB)
+    run = executor.group(processor, [caller.attach(processor)]).begin(logits)
+    assert not run.wait(0)
+    assert nice_of(process) == NORMAL
+    run.defer(logits.clone())
+    assert nice_of(process) == priority.DEFERRED
+    assert not run.finish().faults
+    assert nice_of(process) == NORMAL
 
 
 @pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
@@ -425,9 +447,9 @@ def test_cancelled_load_fails_soon_and_runs_at_low_priority(executor: SandboxExe
 
     thread = threading.Thread(target=load)
     thread.start()
-    while not (running := [each for each in list(executor._sandboxes) if priority_of(each) != NORMAL]):
+    while not (running := list(executor._sandboxes)):
         assert thread.is_alive()
-    assert len(running) == 1
+    assert [nice_of(each._pid) for each in running] == [priority.LOADING]
     executor.cancel_load(string.digest, "another")
     executor.cancel_load(string.digest, "tenant")
     thread.join(LONG)

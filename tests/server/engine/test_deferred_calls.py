@@ -63,7 +63,7 @@ class LateRun:
         self._delay -= 1
         return self._delay < 0 and not self._executor.is_held
 
-    def move_to(self, logits: torch.Tensor) -> None:
+    def defer(self, logits: torch.Tensor) -> None:
         assert torch.equal(logits, self._input)
         self._logits = logits
 

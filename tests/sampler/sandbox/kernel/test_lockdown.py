@@ -102,7 +102,7 @@ def test_process_has_no_privileges(run_plan: Run) -> None:
     assert seen["Gid"].split() == [str(gid)] * 4
     assert {int(seen[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
     assert (seen["NoNewPrivs"], seen["Seccomp"], seen["Threads"]) == ("1", "2", "1")
-    assert seen["NSsid"] == seen["NSpgid"] == seen["Pid"]
+    assert seen["NSpgid"] == seen["Pid"]
 
 
 def test_change_of_user(run_plan: Run) -> None:
