@@ -17,6 +17,10 @@ from .config import ServerConfig
 from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
 
+_SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread must let another run Python code (Python's default is ten times as long). Each operation
+of a forward pass releases the GIL, and would wait that long for it beside a thread that decodes a large body."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
@@ -66,6 +70,7 @@ def _serve(config: ServerConfig) -> int:
     from .shutdown_watchdog import ShutdownWatchdog
 
     set_up_logging(config.log_level, config.log_format)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     server = HTTPServer(build_engine(config), ShutdownWatchdog(config.shutdown_timeout))
     server.run()
     return 0 if server.started else 1

@@ -45,6 +45,7 @@ from .processor_routes import processor_router
 from .rate_limit_middleware import RateLimitMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import RequestLogMiddleware
+from .upload_pace import UploadPace, UploadPaceMiddleware
 
 _SCHEMAS: list[type] = [
     AbortRequest,
@@ -103,6 +104,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
     requests = RateLimit("requests", engine.config.requests_per_minute)
+    app.add_middleware(UploadPaceMiddleware, pace=UploadPace())
     app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={METRICS_PATH})
     app.add_middleware(
         ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys(), other_keys=_metrics_keys(engine.config)
