@@ -4,8 +4,11 @@
 
 Each hostile client (`hostile_clients.py`) gets a server of its own, with the defaults, four API keys, and shipped
 processors enabled. Two honest keys stream without an end, one with a shipped processor; a third request at a time
-measures the time to first token, and `/health` is asked. First they are alone, then beside the hostile client, which
-runs in a process of its own on the same cores. Ratios are those of the second time to the first.
+measures the time to first token, and `/health` is asked. First they are alone, then beside the hostile client. Ratios
+are those of the second time to the first.
+
+The hostile client is a process of its own on the same cores, at the lowest priority, because elsewhere it has a machine
+of its own: `--hostile-nice 0` lets it compete with the server instead.
 """
 
 from __future__ import annotations
@@ -154,6 +157,8 @@ class HonestClients:
     def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self._url = url
         self._http = http
+        self._balancer = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+        """Connects for each request."""
         self._times = Times()
         self._number = 0
 
@@ -220,8 +225,7 @@ class HonestClients:
 
     async def _health(self) -> None:
         began = time.perf_counter()
-        async with httpx.AsyncClient(timeout=120) as http:  # with a connection of its own, as a load balancer
-            response = await http.get(f"{self._url}/health")
+        response = await self._balancer.get(f"{self._url}/health")
         self._times.health.append(time.perf_counter() - began)
         if response.status_code != 200:
             raise ValueError(f"/health {response.status_code}")
@@ -264,6 +268,7 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
             command = [sys.executable, str(HERE / "hostile_clients.py"), name, "--url", server.base_url]
             command += ["--key", KEYS["hostile"], "--shipping-key", KEYS["hostile ships"]]
             command += ["--seconds", str(options.seconds)]
+            command = ["nice", "-n", str(options.hostile_nice), *command]
             hostile = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
             beside = await honest.measure(options.seconds)
             output, _ = await hostile.communicate()
@@ -338,6 +343,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each hostile client")
     parser.add_argument("--quiet", type=float, default=8.0, help="seconds without it")
     parser.add_argument("--settle", type=float, default=SETTLE, help="seconds from its end to the look at what is left")
+    parser.add_argument("--hostile-nice", type=int, default=19, help="nice value of the hostile client")
     parser.add_argument("--json", type=Path, help="file for all times")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the server, last")
     options = parser.parse_args()
