@@ -179,6 +179,13 @@ class HonestClients:
             for task in tasks:
                 task.cancel()
 
+    async def fill_batch(self) -> None:
+        """Fill the batch with long prompts once, so that the server has the working memory that it will need anyway."""
+        ids = [[1000 + (number * 7919 + place * 31) % 40_000 for place in range(300)] for number in range(40)]
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
+        response = await self._http.post("/generate", json=body, headers=_headers("honest"))
+        response.raise_for_status()
+
     async def measure(self, seconds: float) -> Times:
         """Return what they measure in the next seconds."""
         self._times = Times()
@@ -259,6 +266,7 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
     limits = httpx.Limits(max_connections=50)
     async with httpx.AsyncClient(base_url=server.base_url, timeout=300, limits=limits) as http:
         honest = HonestClients(server.base_url, http)
+        await honest.fill_batch()
         async with honest.running():
             await honest.measure(2.0)  # loads the processor
             quiet = await honest.measure(options.quiet)
