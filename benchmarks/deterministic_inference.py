@@ -43,9 +43,9 @@ class Case:
         """Run the forward pass; return float32 [rows or 1, vocab]. The history is all zeros, which take as long."""
         if self.prompt:
             chunk = Chunk(0, 0, [number % runner.model.config.vocab_size for number in range(self.prompt)])
-            return lambda: runner.forward([], [chunk], [self.prompt - 1])
+            return lambda: runner.logits([], [chunk], [self.prompt - 1])
         chunks = [Chunk(slot, self.history, [slot]) for slot in range(self.rows)]
-        return lambda: runner.forward(chunks, [], list(range(self.rows)))
+        return lambda: runner.logits(chunks, [], list(range(self.rows)))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Client:
 
     def __init__(self, port: int) -> None:
         self._address = ("127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{port}"
 
     def metrics(self) -> dict[str, float]:
         """Return the values of `/metrics` by name and labels."""
@@ -134,6 +135,15 @@ class Server(Client):
             yield
         finally:
             os.killpg(self._process.pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Continue its processes, which are paused, for the duration of the block."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGSTOP)
 
     def stop(self) -> None:
         """Terminate it and all of its processes."""

@@ -45,7 +45,7 @@ class BareLoop:
         self._runner = ModelRunner(loaded.model, config.max_num_seqs, max_len)
         prefill = [Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
         last = [len(prompts[0]) * (slot + 1) - 1 for slot in range(len(prompts))]
-        self._first = greedy_sample(self._runner.forward([], prefill, last)).tolist()
+        self._first = greedy_sample(self._runner.logits([], prefill, last)).tolist()
         self._positions = range(len(prompts[0]), len(prompts[0]) + tokens)
 
     def seconds_per_step(self) -> float:
@@ -55,7 +55,7 @@ class BareLoop:
         for position in self._positions:
             began = perf_counter()
             chunks = [Chunk(slot, position, [token]) for slot, token in enumerate(token_ids)]
-            token_ids = greedy_sample(self._runner.forward(chunks, [], rows)).tolist()
+            token_ids = greedy_sample(self._runner.logits(chunks, [], rows)).tolist()
             taken.append(perf_counter() - began)
         return statistics.median(taken)
 

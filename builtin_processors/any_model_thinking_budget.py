@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-import torch
 from pydantic import ConfigDict, Field, model_validator
 
+from logitship.builtin_processors.parts.forced_token import ForcedTokenProcessor
 from logitship.builtin_processors.parts.marker import Marker
-from logitship.builtin_processors.parts.row_edits import force_tokens
 from logitship.builtin_processors.parts.state_history import StateHistory
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
 
-from .base import BuiltinProcessor
 from .params import ModelFacts, shown
 from .thinking_budget import ThinkingBudgetParams
 
@@ -113,7 +111,7 @@ class MarkedThinkingBudget:
         return _State(opened, start, end, newline)
 
 
-class TokenizerThinkingBudgetLogitProcessor(BuiltinProcessor):
+class TokenizerThinkingBudgetLogitProcessor(ForcedTokenProcessor):
     """Ends an open thinking block once `thinking_budget` tokens follow its start, on any model.
 
     From then on, each step allows one token only: those of `newline`, unless the output ends with it, then those of
@@ -131,14 +129,8 @@ class TokenizerThinkingBudgetLogitProcessor(BuiltinProcessor):
         """See `BuiltinProcessor.prepare`."""
         return MarkedThinkingBudget(TokenizerThinkingBudgetParams.read(params, model))
 
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """Force the next token on each row whose budget is spent, in place."""
-        forced: dict[int, int] = {}
-        for row, params in enumerate(custom_param_list or ()):
-            budget: MarkedThinkingBudget = self.prepared(params)
-            request = params["__req__"]
-            token_id = budget.forced_token(request.origin_input_ids, request.output_ids, request.state)
-            if token_id is not None:
-                forced[row] = token_id
-        force_tokens(logits, forced)
-        return logits
+    def forced_token(self, params: dict[str, Any]) -> int | None:
+        """See `ForcedTokenProcessor.forced_token`."""
+        budget: MarkedThinkingBudget = self.prepared(params)
+        request = params["__req__"]
+        return budget.forced_token(request.origin_input_ids, request.output_ids, request.state)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from logitship.client.processor import CustomLogitProcessor
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.processors.executor import PREPARED_KEY
 
 from .params import ModelFacts, ProcessorParams
@@ -60,6 +61,19 @@ class BuiltinProcessor(CustomLogitProcessor):
         """
         self.check_model(model)
         return self.Params.read(params, model)
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """Forbid what the next call will set to -inf, for each row that the history alone decides.
+
+        Masks forbid only such tokens. A subclass may do that also if it sets logits to finite numbers, as long as all
+        tokens that it does not forbid here stay finite, and it uses no logit. It leaves all other rows open.
+
+        Args:
+            param_list: the rows' parameters, as for a call.
+            allowed: the tokens of each row, to be restricted.
+        """
+        for each in allowed:
+            each.leave_open()
 
     def prepared(self, params: dict[str, Any]) -> Any:
         """Return the result of `prepare` for a row.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from pydantic import ValidationInfo, field_validator
 
 from logitship.builtin_processors.parts.row_edits import forbid_tokens, on_device
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
+from logitship.sampler.allowed_tokens import AllowedTokens
 
 from .base import BuiltinProcessor
 from .params import ModelFacts, ProcessorParams, TokenIds, model_of
@@ -63,6 +64,11 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
             last = self._last = _Positions(wanted, logits.device)
         forbid_tokens(logits, last.positions)
         return logits
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """See `BuiltinProcessor.restrict`."""
+        for params, each in zip(param_list, allowed, strict=True):
+            each.forbid(self.prepared(params).token_ids.tolist())
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,10 @@ from pydantic import model_validator
 
 from logitship.builtin_processors.grammars import grammar_source as grammar_source
 from logitship.builtin_processors.grammars.compiler import GrammarCompiler
-from logitship.builtin_processors.grammars.cursor import GrammarCursor, Words
+from logitship.builtin_processors.grammars.cursor import GrammarCursor
 from logitship.builtin_processors.grammars.structural_tag import TokenNames, from_structural_tag
 from logitship.builtin_processors.parts.marker import Marker
+from logitship.sampler.allowed_tokens import AllowedTokens, Words
 from logitship.sampler.device_tensor import copies_to
 
 from .base import BuiltinProcessor
@@ -34,6 +35,8 @@ _log = logging.getLogger(__name__)
 _MAX_SECONDS = 0.03
 """CPU time limit for a mask. llguidance limits most work per step, but not that on an ambiguous grammar such as
 `root ::= root root | "a"`, which grows with the square of the text's length."""
+_MAX_BEGINNINGS = 64
+"""Maximum words of a mask that are not zero, where the next text may be certain."""
 MAX_GRAMMAR_LENGTH = 1 << 18
 """Maximum characters of a grammar. OpenAI's API allows about half of that for a JSON schema."""
 
@@ -186,6 +189,28 @@ class GrammarProcessor(BuiltinProcessor):
         if not all(cursor.is_free for cursor in cursors):
             mask_tokens(logits, self._masks(cursors))
         return logits
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """See `BuiltinProcessor.restrict`."""
+        pairs = [(self._cursor(params), each) for params, each in zip(param_list, allowed, strict=True)]
+        pairs = [(cursor, each) for cursor, each in pairs if not cursor.is_free]
+        if not pairs:
+            return
+        for (cursor, each), words in zip(pairs, self._masks([cursor for cursor, _ in pairs]), strict=True):
+            likely = self._likely_tokens(cursor, words) if each.may_guess else []
+            if likely:
+                each.expect(likely)
+            else:
+                each.keep_mask(words)
+
+    def _likely_tokens(self, cursor: GrammarCursor, words: Words) -> list[int]:
+        """Return the usual tokens of the text that must come next, if the grammar leaves only one."""
+        # A single text has few beginnings that are tokens. To look for it takes as long as the mask.
+        if cursor.is_refused or self._compiler is None or np.count_nonzero(words) > _MAX_BEGINNINGS:
+            return []
+        # Of a copy: a matcher that was asked for a text with special tokens no longer allows the first of them.
+        text = cursor.matcher.deep_copy().compute_ff_bytes()
+        return self._compiler.tokens_of_beginning(text) if text else []
 
     def _compiler_for(self, model: ModelFacts) -> GrammarCompiler:
         with self._lock:

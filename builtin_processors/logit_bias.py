@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from logitship.sampler.allowed_tokens import MOST_EDITED, AllowedTokens
 from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.device_tensor import TokenPositions, copies_to, token_positions
@@ -52,6 +53,12 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
             positions, values = self._on_device(biases)
             logits[positions] += values
         return logits
+
+    def restrict(self, row: int, allowed: AllowedTokens) -> None:
+        """See `DecidesTokens`. A bias may raise a token, but forbids none."""
+        biases = self._rows.get(row)
+        if biases is not None and not (np.abs(biases.values) < MOST_EDITED).all():
+            allowed.leave_open()
 
     def _on_device(self, biases: Mapping[int, _Biases]) -> tuple[TokenPositions, torch.Tensor]:
         token_ids = {row: each.token_ids for row, each in biases.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.device_tensor import copies_to
@@ -55,6 +56,9 @@ class MinPLogitsProcessor(LogitsProcessor):
             log_min_p = np.array([[self._rows[rows[index]]] for index in indices], dtype=np.float32)
             _forbid_unlikely(logits, index, self._to_device(log_min_p))
         return logits
+
+    def restrict(self, row: int, allowed: AllowedTokens) -> None:
+        """See `DecidesTokens`. The most likely token stays, so the only one does."""
 
 
 def _forbid_unlikely(logits: torch.Tensor, rows: torch.Tensor, log_min_p: torch.Tensor) -> None:

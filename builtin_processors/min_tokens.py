@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.device_tensor import TokenPositions, copies_to, token_positions
@@ -81,6 +82,12 @@ class MinTokensLogitsProcessor(LogitsProcessor):
             }
         )
         return logits if forbidden is None else logits.index_put_(forbidden, self._minus_infinity)
+
+    def restrict(self, row: int, allowed: AllowedTokens) -> None:
+        """See `DecidesTokens`."""
+        state = self._rows.get(row)
+        if state is not None and state.missing:
+            allowed.forbid(state.stop_token_ids.tolist())
 
     def _positions(self, stop_token_ids: Mapping[int, npt.NDArray[np.int64]]) -> TokenPositions | None:
         return token_positions(stop_token_ids, self._to_device) if stop_token_ids else None

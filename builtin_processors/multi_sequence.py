@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
@@ -12,6 +12,7 @@ import torch
 
 from logitship.builtin_processors.parts.row_edits import keep_only
 from logitship.builtin_processors.parts.state_history import StateHistory
+from logitship.sampler.allowed_tokens import AllowedTokens
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams, TokenIds
@@ -75,12 +76,20 @@ class MultiSequenceLogitsProcessor(BuiltinProcessor):
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Mask the rows of finished sequences, in place, with one write."""
-        kept: dict[int, npt.NDArray[np.int64]] = {}
-        for row, params in enumerate(custom_param_list or ()):
-            end_tokens: EndTokens = self.prepared(params)
-            request = params["__req__"]
-            history: StateHistory[bool] = request.state.setdefault(end_tokens.key, StateHistory(False))
-            if history.follow(request.output_ids, end_tokens.is_finished):
-                kept[row] = end_tokens.token_ids
-        keep_only(logits, kept)
+        kept = {row: self._kept(params) for row, params in enumerate(custom_param_list or ())}
+        keep_only(logits, {row: token_ids for row, token_ids in kept.items() if token_ids is not None})
         return logits
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """See `BuiltinProcessor.restrict`."""
+        for params, each in zip(param_list, allowed, strict=True):
+            kept = self._kept(params)
+            if kept is not None:
+                each.keep(kept.tolist())
+
+    def _kept(self, params: dict[str, Any]) -> npt.NDArray[np.int64] | None:
+        """Return the only tokens allowed next in a row; None if all are."""
+        end_tokens: EndTokens = self.prepared(params)
+        request = params["__req__"]
+        history: StateHistory[bool] = request.state.setdefault(end_tokens.key, StateHistory(False))
+        return end_tokens.token_ids if history.follow(request.output_ids, end_tokens.is_finished) else None

@@ -20,6 +20,7 @@ import torch
 from logitship.builtin_processors.parts.row_edits import forbid_tokens
 from logitship.builtin_processors.parts.state_history import common_length
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.device_tensor import copies_to, token_positions
 from logitship.sampler.processors.executor import PREPARED_KEY
 
@@ -72,6 +73,11 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
             to_device = copies_to(logits.device, pin_memory=logits.device.type == "cuda")
             forbid_tokens(logits, token_positions(banned, to_device))
         return logits
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """See `BuiltinProcessor.restrict`."""
+        for params, each in zip(param_list, allowed, strict=True):
+            each.forbid(self.prepared(params).tokens(params["__req__"]).tolist())
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -21,6 +21,7 @@ from logitship.builtin_processors.parts.row_edits import forbid_tokens, force_to
 from logitship.builtin_processors.parts.state_history import StateHistory
 from logitship.builtin_processors.parts.string_contain import StringContainAutomaton
 from logitship.builtin_processors.parts.text_tokens import encoded
+from logitship.sampler.allowed_tokens import AllowedTokens
 
 from .base import BuiltinProcessor
 from .params import Count, Expects, ModelFacts, ProcessorParams, shown
@@ -111,21 +112,35 @@ class ThinkModeLogitsProcessor(BuiltinProcessor):
         forced: dict[int, int] = {}
         forbidden: list[tuple[int, int]] = []
         for row, params in enumerate(custom_param_list or ()):
-            limit: ThinkLimit = self.prepared(params)
-            if not limit.is_on:
-                continue
-            request = params["__req__"]
-            history: StateHistory[int] = request.state.setdefault(limit.state_key, StateHistory(0))
-            status = history.follow(request.output_ids, limit.marker.step)
-            if self._forces(limit, status, len(request.output_ids)):
-                forced[row] = limit.marker.next_token(status)
-            else:
-                forbidden += [(row, token) for token in self._forbidden(limit, status)]
+            token, others = self._decided(params)
+            if token is not None:
+                forced[row] = token
+            forbidden += [(row, other) for other in others]
         force_tokens(logits, forced, _FORCED_LOGIT)
         if forbidden:
             rows, tokens = zip(*forbidden, strict=True)
             forbid_tokens(logits, on_device(rows, tokens, logits.device))
         return logits
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """See `BuiltinProcessor.restrict`."""
+        for params, each in zip(param_list, allowed, strict=True):
+            token, others = self._decided(params)
+            each.forbid(others)
+            if token is not None:
+                each.keep([token])
+
+    def _decided(self, params: dict[str, Any]) -> tuple[int | None, list[int]]:
+        """Return the only token allowed next in a row, or None, and the tokens that must not come next."""
+        limit: ThinkLimit = self.prepared(params)
+        if not limit.is_on:
+            return None, []
+        request = params["__req__"]
+        history: StateHistory[int] = request.state.setdefault(limit.state_key, StateHistory(0))
+        status = history.follow(request.output_ids, limit.marker.step)
+        if self._forces(limit, status, len(request.output_ids)):
+            return limit.marker.next_token(status), []
+        return None, self._forbidden(limit, status)
 
     def _forces(self, limit: ThinkLimit, status: int, num_output: int) -> bool:
         return not limit.marker.is_finished(status) and num_output + 1 >= limit.max_tokens

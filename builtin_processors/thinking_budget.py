@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import Field
 
-from logitship.builtin_processors.parts.row_edits import force_tokens
+from logitship.builtin_processors.parts.forced_token import ForcedTokenProcessor
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
 
-from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
 
 
@@ -28,7 +26,7 @@ class ThinkingBudgetParams(ProcessorParams):
     """Maximum tokens after the start of thinking. null: no limit."""
 
 
-class ThinkingBudgetLogitProcessor(BuiltinProcessor):
+class ThinkingBudgetLogitProcessor(ForcedTokenProcessor):
     """Ends an open thinking block once `thinking_budget` tokens follow its start token.
 
     From then on, each step allows one token only: a new line, then, after a new line, the end of thinking. The token's
@@ -57,24 +55,9 @@ class ThinkingBudgetLogitProcessor(BuiltinProcessor):
                     f"(0 to {model.vocab_size - 1})"
                 )
 
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """Force the next token on each row whose budget is spent, in place."""
+    def forced_token(self, params: dict[str, Any]) -> int | None:
+        """See `ForcedTokenProcessor.forced_token`."""
         key = f"thinking_budget:{self.THINKING_START_TOKEN_ID}:{self.THINKING_END_TOKEN_ID}"
-        forced = {
-            row: token_id
-            for row, params in enumerate(custom_param_list or ())
-            if (token_id := self._forced_token(params, key)) is not None
-        }
-        force_tokens(logits, forced)
-        return logits
-
-    def _forced_token(self, params: Mapping[str, Any], key: str) -> int | None:
-        """Return the only token allowed next in a row, or None if all are.
-
-        Args:
-            params: the row's parameters.
-            key: key in the sequence's state.
-        """
         budget = params.get("thinking_budget")
         # Of these, only None passes admission. But parameters of a shipped subclass are not validated there.
         if not isinstance(budget, int) or budget < 0:

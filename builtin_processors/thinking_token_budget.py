@@ -23,6 +23,7 @@ import torch
 
 from logitship.builtin_processors.parts.state_history import StateHistory
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import ForcingLogitsProcessor
@@ -179,6 +180,13 @@ class ThinkingTokenBudgetLogitsProcessor(ForcingLogitsProcessor):
         if forced:
             _keep_only(logits, self._on_device(forced))
         return logits
+
+    def restrict(self, row: int, allowed: AllowedTokens) -> None:
+        """See `DecidesTokens`."""
+        state = self._rows.get(row)
+        forced = None if state is None else state.forced()
+        if forced is not None:
+            allowed.keep([forced])
 
     def _on_device(self, forced: dict[int, int]) -> TokenPositions:
         rows, tokens = np.array([*forced.items()], dtype=np.int64).T.copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from logitship.builtin_processors.trees.token_tree import (
     TokenTree,
 )
 from logitship.builtin_processors.trees.token_tree_format import read_tree
+from logitship.sampler.allowed_tokens import AllowedTokens
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams, shown
@@ -113,6 +114,12 @@ class TreeLogitsProcessor(BuiltinProcessor):
         rows = enumerate(custom_param_list or ())
         keep_only(logits, {row: self._allowed(params, logits.shape[-1]) for row, params in rows})
         return logits
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """See `BuiltinProcessor.restrict`."""
+        for params, each in zip(param_list, allowed, strict=True):
+            vocab_size = params["__req__"].vocab_size
+            each.keep(self._allowed(params, vocab_size).tolist())
 
     def _allowed(self, params: dict[str, Any], vocab_size: int) -> npt.NDArray[np.int64]:
         tree: TokenTree = self.prepared(params)

@@ -15,9 +15,10 @@ import os
 import pickle
 import re
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from .scrub import scrub
@@ -33,6 +34,8 @@ _MAX_GROUP_DEPTH = 3
 _SHOWN_FRAMES = 20
 _MAX_FRAMES = 10_000
 """Maximum number of inspected frames, of all exceptions together."""
+
+_FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, OSError, PermissionError)
 
 _PACKAGE = Path(__file__).parent.parent
 _OUR_FOLDERS = tuple(
@@ -75,6 +78,8 @@ def error_message(error: BaseException) -> str:
     text, problem = _message(error)
     if problem:
         return problem
+    if (path := _authors_path(error)) is not None:
+        return _with_path(error, path)
     length = str.__len__(text)
     # Scrub before truncating: half a path would not be recognized. Scrubbing may change the length a lot.
     shown = scrub(str.__getitem__(text, slice(4 * LONGEST_TEXT)))
@@ -83,18 +88,40 @@ def error_message(error: BaseException) -> str:
     return f"{shown[:LONGEST_TEXT]}… ({length} characters)"
 
 
-def author_traceback(error: BaseException) -> str:
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, then its causes and contexts, a few at most."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen and len(seen) < _MAX_EXCEPTIONS:
+        seen.add(id(following))
+        yield following
+        following, _ = _reason(following)
+
+
+def frames_of(error: BaseException, max_frames: int) -> Iterator[FrameType]:
+    """Yield the frames of an exception's traceback, the outermost first, `max_frames` at most."""
+    entry = _traceback_of(error)
+    while entry is not None and max_frames:
+        yield entry.tb_frame
+        entry, max_frames = entry.tb_next, max_frames - 1
+
+
+def author_traceback(error: BaseException, *, with_causes: bool = True) -> str:
     """Format the traceback of an exception as Python would, from where it enters the author's code.
 
     Frames of the author's code have the file name in their code object, those of libraries a path relative to their
     installation folder; frames of logitship are omitted. Causes, contexts and members of groups are included.
+
+    Args:
+        error: the exception.
+        with_causes: whether to include its causes and contexts.
 
     Returns:
         The last `LONGEST_TEXT` characters, after `…` if it is longer; "" if there is nothing but the exception's
         message.
     """
     try:
-        lines = _Report().lines(error)
+        lines = _Report(with_causes=with_causes).lines(error)
     # Reading an exception may run the author's code despite all precautions.
     except BaseException as second:  # noqa: BLE001  # boundary: author code
         return f"(the traceback cannot be shown: {class_name(type(second))})"
@@ -104,7 +131,8 @@ def author_traceback(error: BaseException) -> str:
 class _Report:
     """Formatter of one traceback, with the remaining budget of exceptions and frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_causes: bool) -> None:
+        self._with_causes = with_causes
         self._exceptions_left = _MAX_EXCEPTIONS
         self._frames_left = _MAX_FRAMES
         self._seen: set[int] = set()
@@ -120,7 +148,7 @@ class _Report:
             self._exceptions_left -= 1
             self._seen.add(id(following))
             parts.append(self._one(following, depth))
-            following, sentence = _reason(following)
+            following, sentence = _reason(following) if self._with_causes else (None, "")
             if following is not None and id(following) not in self._seen:
                 parts.append(["", sentence, ""])
         return [line for part in reversed(parts) for line in part]
@@ -129,7 +157,8 @@ class _Report:
         frames = self._frames(_traceback_of(error))
         lines = ["Traceback (most recent call last):", *frames] if frames else []
         text, problem = _message(error)
-        message = problem or _end(text)
+        path = _authors_path(error)
+        message = problem or (_end(text) if path is None else _with_path(error, path))
         name = class_name(type(error))
         lines.append(f"{name}: {message}" if message else name)
         lines += _notes(error)
@@ -153,7 +182,7 @@ class _Report:
         while entry is not None and self._frames_left:
             self._frames_left -= 1
             code = entry.tb_frame.f_code
-            if not _is_machinery(code):
+            if not is_machinery(code.co_filename):
                 if shown and shown[-1].is_repeated_by(code, entry):
                     shown[-1].repeats += 1
                 else:
@@ -192,16 +221,20 @@ class _Frames:
         return lines
 
 
-def _is_machinery(code: CodeType) -> bool:
-    """Return whether the code loads or calls the author's code: that of logitship, pickle, dill and importlib."""
+def is_machinery(filename: str) -> bool:
+    """Return whether a file loads or calls the author's code: one of logitship, pickle, dill or importlib."""
     # Unbound: a file name may be a subclass of str.
-    filename = code.co_filename
     return str.startswith(filename, _MACHINERY) or str.endswith(filename, f"dill{os.sep}_dill.py")
+
+
+def is_shipped_source(filename: str) -> bool:
+    """Return whether a file name is that of source from a processor string."""
+    return _SHIPPED_SOURCE.fullmatch(filename) is not None
 
 
 def _shipped_line(filename: str, number: int | None) -> str:
     """Return a line of source from a processor string, or ""."""
-    if number is None or not _SHIPPED_SOURCE.fullmatch(filename):
+    if number is None or not is_shipped_source(filename):
         return ""
     entry: Any = linecache.cache.get(filename, ())
     lines: list[str] = entry[2] if len(entry) == 4 else []
@@ -224,6 +257,30 @@ def _message(error: BaseException) -> tuple[str, str]:
         return str(error), ""
     except BaseException as second:  # noqa: BLE001  # boundary: author code
         return "", f"(its message cannot be shown: str() raised {class_name(type(second))})"
+
+
+def _authors_path(error: BaseException) -> str | None:
+    """Return the path in an error of a file operation if the author wrote it; None if it may be one of the server's.
+
+    It is the author's if it is a constant of a function that the exception passed through, or a global that it uses.
+    """
+    if not any(type(error) is each for each in _FILE_ERRORS):  # `in` compares with `==`, which may be the author's
+        return None
+    path = OSError.__dict__["filename"].__get__(error)
+    if type(path) is not str or len(path) > _MAX_NAME_LENGTH:
+        return None
+    written = (
+        text
+        for frame in frames_of(error, _SHOWN_FRAMES)
+        if not is_machinery(frame.f_code.co_filename)
+        for text in (*frame.f_code.co_consts, *(dict.get(frame.f_globals, name) for name in frame.f_code.co_names))
+    )
+    return path if any(type(text) is str and text == path for text in written) else None
+
+
+def _with_path(error: BaseException, path: str) -> str:
+    number, problem = (OSError.__dict__[name].__get__(error) for name in ("errno", "strerror"))
+    return f"[Errno {number}] {scrub(str(problem))[:_MAX_NAME_LENGTH]}: {path!r}"
 
 
 def _notes(error: BaseException) -> list[str]:

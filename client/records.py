@@ -22,12 +22,15 @@ class Receipt:
         name: its class name.
         steps: number of decoding steps to which it was applied.
         milliseconds: its share of the time spent in the processor: the time of each call divided by its rows.
+        forced_steps: those of the steps that needed no forward pass of their own, because their tokens were forced, or
+            guessed from a grammar.
     """
 
     digest: str
     name: str
     steps: int
     milliseconds: float
+    forced_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -18,11 +18,15 @@ from logitship.sampler.ops.logprobs import RowLogprobs, look_up
 from logitship.sampler.ops.penalties import apply_penalties
 from logitship.sampler.ops.rows import Scratch, mask_forbidden, mask_tokens, one_thread_for_few, row_parts, take_rows
 from logitship.sampler.ops.sample_tokens import apply_temperature, greedy_sample, random_sample, top_k_top_p_sample
+from logitship.sampler.ops.top_k_top_p import kept_tokens
 
+from .allowed_tokens import AllowedTokens, DecidesTokens, decides_tokens
 from .trace import RowTrace, StepTrace
 
 _PART_SIZE = 2**20
 """Number of probabilities that are processed at a time."""
+_FEW = 256
+"""Most tokens whose logits are computed one by one."""
 
 
 class NoTokenLeftError(LogitshipError):
@@ -53,11 +57,39 @@ class NonFiniteLogitsError(LogitshipError):
         )
 
 
+class Draft(NamedTuple):
+    """Tokens that come next in a row, in order.
+
+    Attributes:
+        token_ids: at least one token. One, if it is certain.
+        is_certain: False if `sample` may return other tokens.
+    """
+
+    token_ids: Sequence[int]
+    is_certain: bool
+
+
 class ShippedStage(Protocol):
     """The batch processor of step 5: `ShippedProcessors` or a replacement."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Apply the changes of the batch. Once a step."""
+        ...
+
+    def begin(self) -> None:
+        """Begin calls of the next `apply` before its logits exist. Optional."""
+        ...
+
+    def abandon(self) -> None:
+        """End the calls of `begin`: there will be no logits."""
+        ...
+
+    def restrict(self, allowed: Mapping[int, AllowedTokens]) -> None:
+        """Forbid what the next `apply` will set to -inf in some rows, as far as their histories alone decide it."""
+        ...
+
+    def skip(self, rows: Iterable[int]) -> None:
+        """Count a call for each processor of some rows, whose next tokens are certain without `apply`."""
         ...
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -127,7 +159,7 @@ class Sampler:
     9. Batch processors that never change the most likely token: min-p, installed ones. Only if some row is random.
     10. Top-k, then top-p, then sample.
     11. Log-probabilities as each request asks: raw (the logits before step 1) or processed (after step 6 for greedy
-        rows, after step 9 for random ones).
+        rows, after top-k and top-p of step 10 for random ones).
 
     Batch-invariant: a row's token depends only on its own logits, parameters, history and seed.
 
@@ -162,6 +194,77 @@ class Sampler:
         self._processors.update_state(batch_update)
         if self._shipped is not None:
             self._shipped.update_state(batch_update)
+
+    def begin(self) -> None:
+        """Begin what the next `sample` can do before its logits exist. Optional, after `update_state`."""
+        if self._shipped is not None:
+            self._shipped.begin()
+
+    @property
+    def can_draft(self) -> bool:
+        """False if an installed batch processor may do anything to any row, so that nothing is known before."""
+        return all(decides_tokens(processor) for processor in self._processors.all)
+
+    def draft(self, rows: Iterable[int]) -> dict[int, Draft]:
+        """Return the next tokens that are known, or likely, before their logits exist.
+
+        A token is certain if everything else becomes -inf in steps 1 to 6 of `sample`: as long as its own logit is
+        finite, `sample` returns it. What random rows sample later does not depend on that call, because their random
+        numbers belong to positions.
+
+        Args:
+            rows: the rows of the batch to look at, after the tokens that their live output lists have now. They may
+                have more tokens than at `update_state`.
+
+        Returns:
+            Drafts by row, for those of the rows that have one.
+        """
+        drafts = {}
+        for row, each in self._restricted({row: AllowedTokens(self._vocab_size) for row in rows}).items():
+            token = each.single()
+            if token is not None:
+                drafts[row] = Draft([token], is_certain=True)
+            elif each.likely:
+                drafts[row] = Draft(each.likely, is_certain=False)
+        return drafts
+
+    def few_allowed(self, rows: Iterable[int]) -> dict[int, list[int]]:
+        """Return the tokens that steps 1 to 6 of the next `sample` do not set to -inf, if they are few.
+
+        Other logits make no difference to what `sample` returns, but for raw log-probabilities and traces.
+
+        Args:
+            rows: the rows of the batch to look at, whose processors are masks.
+
+        Returns:
+            The tokens by row, for those of the rows that have at most `_FEW`.
+        """
+        allowed = {row: AllowedTokens(self._vocab_size, may_guess=False) for row in rows}
+        found = {row: each.at_most(_FEW) for row, each in self._restricted(allowed).items()}
+        return {row: tokens for row, tokens in found.items() if tokens is not None}
+
+    def _restricted(self, allowed: dict[int, AllowedTokens]) -> dict[int, AllowedTokens]:
+        """Forbid the tokens that the next `sample` would forbid, given the current tokens of the output lists."""
+        for row, each in allowed.items():
+            self._batch.restrict(row, each)
+            for processor in self._processors.all:
+                cast(DecidesTokens, processor).restrict(row, each)
+        if self._shipped is not None:
+            self._shipped.restrict(allowed)
+        return allowed
+
+    def skip(self, rows: Iterable[int]) -> None:
+        """Count the processors' calls for certain tokens of some rows, which are taken without `sample`.
+
+        Before the tokens are appended to the live output lists.
+        """
+        if self._shipped is not None:
+            self._shipped.skip(rows)
+
+    def abandon(self) -> None:
+        """End what `begin` began, because the forward pass failed and no `sample` will follow."""
+        if self._shipped is not None:
+            self._shipped.abandon()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int] | None = None) -> SamplerOutput:
         """Sample the next token of every row, or of some.
@@ -234,6 +337,8 @@ class Sampler:
             logprobs: list[RowLogprobs | None] = [None] * len(token_ids)
             _look_up(logprobs, raw, token_ids, batch.raw)
             _look_up(logprobs, processed_greedy, token_ids, batch.processed_greedy)
+            for row, (top_k, top_p) in batch.processed_filtered.items():
+                logits[row].masked_fill_(~kept_tokens(logits[row], top_k, top_p), -math.inf)
             processed_random = self._all_logprobs(
                 logits, batch.processed_random, len(batch.raw) + len(batch.processed_greedy)
             )

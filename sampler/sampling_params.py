@@ -91,7 +91,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 takes the most likely token (greedy)."""
+    """0 takes the most likely token (greedy), whatever `top_p`, `top_k` and `min_p` are."""
     top_p: float = 1.0
     top_k: int = -1
     """-1 or 0: all tokens."""
@@ -127,7 +127,7 @@ class SamplingParams:
     """The same for the prompt's tokens, from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
-    """Raw: before any edit. Processed: after all of them, temperature and min-p included."""
+    """Raw: before any edit. Processed: after all of them, with temperature, min-p, top-k and top-p."""
 
     trace: int | None = None
     """None: no trace. k: the k most likely tokens before and after each edit of the logits."""
@@ -148,11 +148,6 @@ class SamplingParams:
             _require(math.isfinite(getattr(self, name)), name, "must be a finite number")
         _require(self.temperature >= 0, "temperature", "must be 0 (greedy) or greater")
         _require(0 < self.top_p <= 1, "top_p", "must be greater than 0 and at most 1")
-        _require(
-            self.temperature > 0 or self.top_p == 1,
-            "top_p",
-            "has no effect at temperature 0 (greedy): leave it out, or ask for a temperature above 0",
-        )
         _require(self.top_k >= -1, "top_k", "must be -1 (all tokens) or greater")
         _require(0 <= self.min_p <= 1, "min_p", "must be from 0 to 1")
         _require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "must be from 0.01 to 100")
@@ -188,10 +183,22 @@ class SamplingParams:
             f"must be an integer from 1 to {MOST_TRACED}",
         )
 
+    def with_checked(self, **values: Any) -> SamplingParams:
+        """Return a copy with other values, which are not checked. It shares all others, which may take megabytes."""
+        copied = object.__new__(SamplingParams)
+        for each in fields(SamplingParams):
+            object.__setattr__(copied, each.name, values.get(each.name, getattr(self, each.name)))
+        return copied
+
     @property
     def greedy(self) -> bool:
         """True if the most likely token is taken instead of sampling."""
         return self.temperature == 0
+
+    @property
+    def has_records(self) -> bool:
+        """True if the answer has log-probabilities of its tokens, or a trace: these need all logits."""
+        return self.logprobs is not None or self.trace is not None
 
     @property
     def all_stop_token_ids(self) -> frozenset[int]:

@@ -1,19 +1,24 @@
-"""The command line: `logitship serve`, `logitship check` and `logitship demo`."""
+"""The command line: `logitship serve`, `logitship check`, `logitship demo` and `logitship doctor`."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
+import re
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from logitship.server.check.command import add_arguments as add_check_arguments
 from logitship.server.check.command import run_command as run_check_command
 
 from .config import ServerConfig
+from .doctor import run_doctor_command
 from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
 
@@ -25,8 +30,13 @@ of a forward pass releases the GIL, and would wait that long for it beside a thr
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
     parser = _parser()
-    options = vars(parser.parse_args(arguments))
+    known, unknown = parser.parse_known_args(arguments)
+    options = vars(known)
     command = options.pop("command")
+    if unknown:
+        _command_parser(parser, command).error(_unknown_argument(parser, command, unknown))
+    if command == "doctor":
+        return run_doctor_command(options["url"], os.environ.get("LOGITSHIP_API_KEY"))
     if command == "serve":
         options = {**_environment_options(), **options}
     try:
@@ -63,6 +73,15 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _serve(config: ServerConfig) -> int:
+    from .listening import open_sockets
+
+    with ExitStack() as opened:
+        # First: the model takes long.
+        sockets = [opened.enter_context(each) for each in open_sockets(config.host, config.port)]
+        return _serve_on(sockets, config)
+
+
+def _serve_on(sockets: list[socket.socket], config: ServerConfig) -> int:
     from logitship.server.engine.build import build_engine
 
     from .http_server import HTTPServer
@@ -72,7 +91,7 @@ def _serve(config: ServerConfig) -> int:
     set_up_logging(config.log_level, config.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     server = HTTPServer(build_engine(config), ShutdownWatchdog(config.shutdown_timeout))
-    server.run()
+    server.run(sockets)
     return 0 if server.started else 1
 
 
@@ -105,13 +124,60 @@ _DEMO_FIELDS = ("model_path", "processor_isolation")
 """Server settings that `logitship demo` takes."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line: the usage of `serve` alone takes forty."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with an error."""
+        self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
+
+
+def _command_parser(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
+    [commands] = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    found: argparse.ArgumentParser = commands.choices[command]
+    return found
+
+
+def _unknown_argument(parser: argparse.ArgumentParser, command: str, unknown: Sequence[str]) -> str:
+    flag = next((each for each in unknown if each.startswith("--")), None)
+    if flag is None:
+        return f"unexpected argument {unknown[0]!r}"
+    flag = flag.partition("=")[0]
+    known = [each.removeprefix("--") for each in _command_parser(parser, command)._option_string_actions]
+    close = difflib.get_close_matches(flag.removeprefix("--"), known, n=1)
+    return f"unknown flag {flag}" + (f": did you mean --{close[0]}?" if close else "")
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg]i?)?b?", re.IGNORECASE)
+
+
+def _whole_number(text: str) -> int:
+    """Parse a whole number.
+
+    Raises:
+        ArgumentTypeError: it is none. A size with a unit is answered in bytes.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    if (size := _SIZE.fullmatch(text)) and size[2]:
+        number = int(float(size[1]) * _UNITS[size[2].lower()])
+        raise argparse.ArgumentTypeError(f"{text!r} has a unit: if it is about bytes, write {number}")
+    raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="logitship", description="LLM server with client-supplied logits processors.")
+    parser = _Parser(prog="logitship", description="LLM server with client-supplied logits processors.")
     parser.add_argument("--version", action="version", version=f"logitship {version('logitship')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     check = commands.add_parser("check", help="test a processor class the way a server runs it")
     demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
+    doctor = commands.add_parser("doctor", help="tell whether a running server of another engine unpickles processors")
+    doctor.add_argument("engine", choices=["sglang"], help="the engine of the server")
+    doctor.add_argument("url", metavar="URL", help="its base URL; LOGITSHIP_API_KEY is its API key, if it has one")
     for title, flags in FLAGS.items():
         group = serve.add_argument_group(title)
         for flag in flags:
@@ -143,5 +209,6 @@ def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
         options |= {"choices": get_args(kinds[0])}
     else:
         # `int | None` is parsed as an int: leaving the flag out is how to get None.
-        options |= {"type": kinds[0], "metavar": metavar if kinds[0] is str else "N"}
+        read = _whole_number if kinds[0] is int else kinds[0]
+        options |= {"type": read, "metavar": metavar if kinds[0] is str else "N"}
     group.add_argument(*flag.spellings, **options)

@@ -40,6 +40,8 @@ class ServerConfig:
     """transformers: the model's own code. auto: fused layers for supported architectures, else the model's own code."""
     chat_template: str | None = None
     """A file with a Jinja template that replaces the tokenizer's."""
+    tool_call_parser: Literal["hermes", "llama3", "llama3_json", "qwen", "qwen25"] | None = None
+    """Format of the model's tool calls. None: as its chat template says, if that is one of these formats."""
     trust_remote_code: bool = False
 
     # The engine
@@ -64,6 +66,9 @@ class ServerConfig:
     """NGRAM: speculative decoding by prompt lookup. None: a step samples one token."""
     speculative_num_draft_tokens: int = 8
     """Maximum number of draft tokens per sequence and step."""
+    max_forced_run: int = 16
+    """Maximum number of forced tokens per sequence and step: tokens that are the only ones allowed, and need no step of
+    their own. 0: each token has its own step."""
 
     # Sampling
     max_logprobs: int = 20
@@ -109,6 +114,9 @@ class ServerConfig:
     allow_anonymous_code: bool = False
     """Run shipped code in sandboxes without API keys, although other machines or any web page may send it."""
 
+    processor_wait: float = 0.2
+    """Longest wait of a step for shipped processors while other requests run, as a part of what it takes without them;
+    inf: until they have ended."""
     tenant_step_share: float = 0.5
     """Share of the cores' time that one API key's shipped processors may take while requests of other keys run."""
 
@@ -134,7 +142,7 @@ class ServerConfig:
     max_request_elements: int = 1 << 20
     """Maximum number of keys and values in a request body: a key counts as 3, a list or an object as 4."""
     request_body_timeout: float = 60.0
-    """Time limit for receiving a request body, in seconds."""
+    """Time limit for receiving a request body, and before it the headers, in seconds."""
     disable_playground: bool = False
     """Do not serve the playground."""
     shutdown_timeout: float = 30.0
@@ -156,7 +164,7 @@ class ServerConfig:
         """The name under which clients ask for the model."""
         return self.served_model_name or self.model_path
 
-    @property
+    @cached_property
     def max_sequences_per_tenant(self) -> int:
         """Most sequences of one API key that run or wait: of several keys, each may have half."""
         return self._share(self.max_num_seqs + self.max_queued_requests)
@@ -237,6 +245,7 @@ class ServerConfig:
         for name in (
             "max_queued_requests",
             "max_logprobs",
+            "max_forced_run",
             "prefix_cache_bytes",
             "requests_per_minute",
             "processor_loads_per_minute",
@@ -252,6 +261,8 @@ class ServerConfig:
                 f"max_queued_bytes must be enough for one request body of max_request_bytes, {self.max_request_bytes}, "
                 f"twice that with several API keys; it is {self.max_queued_bytes}"
             )
+        if not self.processor_wait >= 0:  # NaN too
+            raise ValueError(f"processor_wait must be 0 or greater, not {self.processor_wait}")
         if not 0 < self.tenant_step_share <= 1:  # NaN too
             raise ValueError(f"tenant_step_share must be above 0 and at most 1, not {self.tenant_step_share}")
         if not 0 <= self.port <= 65535:

@@ -48,6 +48,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "transformers: use the model's own code; auto: use faster layers for supported architectures",
         ),
         Flag(("--chat-template",), "file with a Jinja chat template that replaces the tokenizer's"),
+        Flag(("--tool-call-parser",), "how the model writes tool calls; default: as its chat template says"),
         Flag(("--trust-remote-code",), "run Python code from the model's folder"),
     ),
     "engine": (
@@ -74,6 +75,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(("--speculative-algorithm",), "NGRAM: speculative decoding by prompt lookup"),
         Flag(("--speculative-num-draft-tokens",), "maximum number of draft tokens per sequence and step"),
+        Flag(
+            ("--max-forced-run",),
+            "maximum number of forced tokens per sequence and step, which are the only ones allowed; 0: none",
+        ),
     ),
     "sampling": (
         Flag(("--max-logprobs",), "maximum number of log-probabilities per position that a request may ask for"),
@@ -143,6 +148,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "run code in sandboxes for clients without API keys, also from other machines",
         ),
         Flag(
+            ("--processor-wait",),
+            "how long a step waits for shipped processors while other requests run, as a part of its own time; inf: "
+            "until they have ended",
+        ),
+        Flag(
             ("--tenant-step-share",),
             "share of the cores' time that one key's shipped processors may take while requests of other keys run",
         ),
@@ -184,7 +194,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("--max-request-elements",),
             "maximum number of keys and values in a request body; a key counts as 3, a list or an object as 4",
         ),
-        Flag(("--request-body-timeout",), "time limit for receiving a request body, in seconds"),
+        Flag(
+            ("--request-body-timeout",),
+            "time limit for receiving a request body, and before it the headers, in seconds",
+        ),
         Flag(("--disable-playground",), "do not serve the playground, the page at /"),
         Flag(("--shutdown-timeout",), "time that running requests get to finish after SIGTERM, in seconds"),
         Flag(("--log-level",), "log level"),

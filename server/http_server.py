@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -16,8 +16,10 @@ import uvicorn
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.http.app import create_app
+from logitship.server.http.head_timeout import head_timeout_protocol
 
 from .config import ServerConfig
+from .listening import base_url
 from .shutdown_watchdog import ShutdownWatchdog
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,8 @@ class HTTPServer(uvicorn.Server):
     """Uvicorn server with a two-phase shutdown.
 
     The first signal stops admission: running requests continue for at most `shutdown_timeout` seconds, new requests get
-    503. Then the sockets close. A second signal closes them at once.
+    503. Then the sockets close. A second signal ends the requests with an error. A third one does not wait until their
+    clients have read it.
 
     Args:
         engine: the engine to serve.
@@ -48,6 +51,7 @@ class HTTPServer(uvicorn.Server):
                 create_app(engine),
                 host=config.host,
                 port=config.port,
+                http=head_timeout_protocol(config.request_body_timeout),
                 log_level=config.log_level,
                 log_config=None,  # use the root logger's handlers
                 access_log=False,  # `RequestLogMiddleware` writes one
@@ -81,7 +85,15 @@ class HTTPServer(uvicorn.Server):
         """Open the sockets."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if sockets is not None:
+            self._log_started_message(sockets)
         self.ready.set()
+
+    def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
+        """Log the URLs. Overrides uvicorn's message, which names the sockets."""
+        url = base_url(self._engine.config.host, listeners[0].getsockname()[1])
+        page = "" if self._engine.config.disable_playground else f"  playground: {url}/"
+        logger.info("running on %s%s  API: %s/v1", url, page, url)
 
     @property
     def bound_port(self) -> int:
@@ -95,10 +107,15 @@ class HTTPServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Start the shutdown; a second call forces it. Must run on the event loop."""
+        """Start the shutdown; a second call ends the running requests. Must run on the event loop."""
+        if self.should_exit:
+            self.force_exit = True
+            return
         if self._draining is not None:
             self._draining.cancel()
-            self.force_exit = self.should_exit = True
+            logger.info("shutting down now: ending running requests with an error")
+            self._engine.interrupt()
+            self.should_exit = True
             return
         logger.info("shutting down: finishing running requests, refusing new ones")
         self._draining = asyncio.create_task(self._drain())

@@ -38,6 +38,11 @@ class Tokenizer:
         text: str = self.hf_tokenizer.decode(token_ids, **options)
         return text
 
+    def token(self, token_id: int) -> str:
+        """Return a token as it is in the vocabulary; "" for ids without one."""
+        token: str | None = self.hf_tokenizer.convert_ids_to_tokens(token_id)
+        return token or ""
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, for log-probabilities."""
         return self.decode([token_id])
@@ -99,6 +104,15 @@ class Tokenizer:
             raise ValueError(f"the chat template makes {len(text)} characters of them, more than {max_characters}")
         # The template already contains the special tokens.
         return self.encode(text, add_special_tokens=False)
+
+    def template_uses(self, variable: str) -> bool:
+        """Return whether the chat template mentions a variable."""
+        template = str(self.hf_tokenizer.chat_template or "")  # some models have several, by name
+        return re.search(rf"\b{variable}\b", template) is not None
+
+    def template_contains(self, text: str) -> bool:
+        """Return whether the chat template contains a text."""
+        return text in str(self.hf_tokenizer.chat_template or "")
 
     @cached_property
     def longest_token(self) -> int:

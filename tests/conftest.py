@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -17,6 +18,10 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.tokenizer import Tokenizer
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("logitship", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("logitship")
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<think>", "</think>"]
 CHAT_TEMPLATE = (
@@ -90,7 +95,7 @@ SLOW = (
 )
 """Left out by `--fast`: tests that need a real model, a browser, a peer or sandboxes, build the package or the site, or
 take long because they count samples, measure memory or start programs."""
-SLOW_FIXTURES = frozenset({"sglang", "results"})
+SLOW_FIXTURES = frozenset({"clients_environment", "sglang", "results"})
 """Fixtures that start a peer, or programs."""
 
 

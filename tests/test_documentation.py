@@ -40,6 +40,10 @@ ON_THE_DEFAULT_MODEL = {
 BY_ITSELF = {"tutorial.md"}
 """Followed command by command: `tests/end_to_end/test_tutorial.py`."""
 
+SGLANG_SERVE = (
+    'pip install "logitship[sglang]"\n'
+    "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor"
+)
 VLLM_SERVE = (
     'pip install "logitship[vllm]"\n'
     "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR=1 vllm serve Qwen/Qwen3-0.6B \\\n"
@@ -70,6 +74,7 @@ NOT_RUN = {
     "tutorial.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve]"',
     ],
+    "sglang.md": [SGLANG_SERVE, "logitship doctor sglang http://localhost:30000"],
     "vllm.md": [VLLM_SERVE],
     "CONTRIBUTING.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',

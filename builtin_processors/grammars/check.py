@@ -68,7 +68,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         matcher.compute_bitmask()
     if matcher.is_error():
         # Cut off the excerpt of the grammar at its end.
-        reason = re.split(r"\n *\d+ \| |<non-verbose/>", matcher.get_error())[0]
+        reason = re.split(r"\n *\d+ \| |<non-verbose/>", matcher.get_error())[0].strip()
         raise ValueError("no text matches it" if reason in _NO_TEXT else " ".join(reason.split())[:400])
     return matcher
 

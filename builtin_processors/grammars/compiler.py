@@ -66,6 +66,11 @@ class GrammarCompiler:
         """Number of 32-bit words of a mask."""
         return (self._tokenizer.vocab_size + 31) // 32
 
+    def tokens_of_beginning(self, text: bytes) -> list[int]:
+        """Return the tokens of a text, without those at its end that may become others when it continues."""
+        token_ids, _ = self._tokenizer.tokenize_partial(text)
+        return token_ids
+
     def compile(self, grammar: str) -> LLMatcher:
         """Return a matcher at the beginning of the text. It is shared: copy it before consuming tokens.
 

@@ -6,14 +6,10 @@ import copy
 from collections.abc import Collection, Sequence
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher
 
 from logitship.builtin_processors.parts.state_history import common_length
-
-Words = npt.NDArray[np.int32]
-"""A mask: bit `i % 32` of word `i // 32` is set if token `i` is allowed."""
+from logitship.sampler.allowed_tokens import Words
 
 
 class GrammarCursor:

@@ -16,6 +16,8 @@ from llguidance import regex_to_lark
 
 from logitship.builtin_processors.params import shown
 
+from .schema_recursion import check_recursion
+
 
 def from_json_schema(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
     """Return a grammar of JSON that matches a schema. See `json_value`."""
@@ -39,6 +41,7 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
         raise ValueError("false is a schema that nothing fits")
     if schema is not True and not isinstance(schema, dict):
         raise ValueError(f"expected an object or true, got {shown(schema)}")
+    check_recursion(schema)
     # Override options in the schema itself: one of them makes llguidance ignore unsupported keywords.
     options: dict[str, Any] = {"lenient": False}
     if whitespace_pattern is not None:

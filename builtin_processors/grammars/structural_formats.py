@@ -15,6 +15,8 @@ from logitship.builtin_processors.params import shown
 
 MAX_CHARS = 500
 """Limit of `any_text`. Beyond that, llguidance would have to build too many expressions in a step."""
+MAX_TOKENS = (1 << 31) - 1
+"""Most `max_tokens` of `any_text`: xgrammar's."""
 _MAX_LEVELS = 128
 """Nesting depth of objects and lists. A format takes one to three levels."""
 
@@ -74,14 +76,13 @@ class AnyText(_Record):
     type: Literal["any_text"] = "any_text"
     excludes: Marks = ()
     max_chars: Annotated[int, Field(ge=0, le=MAX_CHARS)] | None = None
-    max_tokens: None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
 
-    @field_validator("max_tokens", mode="before")
-    @classmethod
-    def _check_max_tokens(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("not supported: write max_chars")
-        return value
+    @model_validator(mode="after")
+    def _check_one_limit(self) -> Self:
+        if self.max_chars is not None and self.max_tokens is not None:
+            raise ValueError("max_chars and max_tokens are not supported together")
+        return self
 
 
 class Token(_Record):

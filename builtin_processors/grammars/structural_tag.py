@@ -129,7 +129,8 @@ class _Lark:
         """
         self._count()
         if all(symbol.is_regular for symbol in then) and (lark := self._regular(part, stop)) is not None:
-            return [_Symbol(lark, is_regular=True), *then]
+            texts = (part.value,) if isinstance(part, formats.ConstString) and part.value else ()
+            return [_Symbol(lark, is_regular=True, texts=texts), *then]
         match part:
             case formats.ConstString():
                 return self._text(part.value, then)
@@ -144,6 +145,8 @@ class _Lark:
                 return [_Symbol(self._ebnf(part.grammar)), *_in_characters(then)]
             case formats.Token():
                 return [self._token(part.token), *then]
+            case formats.AnyText(max_tokens=int(max_tokens)):
+                return self._limited_text([*stop, *part.excludes], then, max_tokens)
             case formats.AnyText():
                 return self._free_text([*stop, *part.excludes], then, part.max_chars)
             case formats.Concatenation():
@@ -178,6 +181,8 @@ class _Lark:
             case formats.Regex():
                 return _regex(part.pattern)
             case formats.AnyText() | formats.TriggeredTags() | formats.Dispatch() if self._tokens.in_text:
+                return None
+            case formats.AnyText(max_tokens=int()):
                 return None
             case formats.AnyText():
                 return self._free([*stop, *part.excludes], part.max_chars)
@@ -244,6 +249,24 @@ class _Lark:
         end = then[0].texts if then and then[0].is_added else ()
         skipped = self._added_in_text([*avoid, *end]) if max_chars is None else []
         return [*skipped, _Symbol(self._free(avoid, max_chars), is_regular=True), *then]
+
+    def _limited_text(self, avoid: Sequence[str], then: list[_Symbol], max_tokens: int) -> list[_Symbol]:
+        """Return free text of so many tokens, and the following symbols."""
+        if max_tokens == 0:
+            return then
+        end = then[0] if then else None
+        if end is None or end.is_added:
+            return [_Symbol(self._rule(self._free(avoid), max_tokens)), *then]
+        if not end.is_regular or not end.texts:
+            raise ValueError(
+                "any_text with max_tokens cannot be distinguished from what follows: let it end the output or a tag, or"
+                " stand before a const_string"
+            )
+        # At the limit, llguidance takes the first of these symbols as complete: the end must follow it.
+        free = self._free([*avoid, *end.texts])
+        cut = self._rule(free, max_tokens)
+        ended = self._rule(self._terminal(f"{free} {end.lark}"), max_tokens)
+        return [_Symbol(self._rule(f"{cut} {end.lark} | {ended}")), *then[1:]]
 
     def _added_in_text(self, avoid: Sequence[str]) -> list[_Symbol]:
         """Return free text up to its last added token."""
@@ -387,10 +410,12 @@ class _Lark:
             self._names[lark] = f"T{len(self._names)}"
         return self._names[lark]
 
-    def _rule(self, lark: str) -> str:
+    def _rule(self, lark: str, max_tokens: int | None = None) -> str:
         self._grow(lark)
-        self._rules.append(f"r{len(self._rules)}: {lark}")
-        return f"r{len(self._rules) - 1}"
+        name = f"r{len(self._rules)}"
+        limit = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
+        self._rules.append(f"{name}{limit}: {lark}")
+        return name
 
     def _ebnf(self, text: str) -> str:
         prefix = f"g{len(self._rules)}_"

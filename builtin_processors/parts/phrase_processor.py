@@ -13,6 +13,7 @@ from pydantic import Field
 
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.params import Expects, ProcessorParams
+from logitship.sampler.allowed_tokens import AllowedTokens
 
 from .enforce import enforce
 from .row_constants import RowConstants, padded, to_device
@@ -65,6 +66,8 @@ class PhraseStep:
 class PhraseProcessor(BuiltinProcessor):
     """Enforces a phrase, one token per step. A subclass decides when it starts, and how it continues.
 
+    The first number of a state is the index of the next token in the phrase, at most 0 if none is being written.
+
     The decision depends on the logits, so it is made on the device, without synchronization; the rows' states are
     tensors there. If tokens are removed, the state is restored, by up to `STEPS_KEPT` tokens.
 
@@ -113,6 +116,22 @@ class PhraseProcessor(BuiltinProcessor):
         for row, (history, length) in enumerate(zip(histories, lengths, strict=True)):
             history.add(length, RowState(step.state, row))
         return logits
+
+    def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
+        """See `BuiltinProcessor.restrict`. All tokens stay possible, but the rest of a phrase is likely."""
+        for params, each in zip(param_list, allowed, strict=True):
+            each.expect(self._rest(params))
+
+    def _rest(self, params: dict[str, Any]) -> Sequence[int]:
+        """Return the rest of a phrase in progress; () if there is none, or the device would have to be asked."""
+        request = params["__req__"]
+        history: StepStates | None = request.state.get(self.name)
+        state = history.after(len(request.output_ids) - 1) if history is not None else None
+        if state is None or not state.batch.is_cpu:
+            return ()
+        index = int(state.batch[state.row, 0])
+        phrase: tuple[int, ...] = self.prepared(params).phrase
+        return phrase[index:] if index > 0 else ()
 
     def _history(self, params: dict[str, Any], device: torch.device) -> StepStates:
         state = params["__req__"].state

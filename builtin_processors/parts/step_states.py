@@ -51,6 +51,10 @@ class StepStates:
             self._kept.pop()
         return self._kept[-1][1] if self._kept else self._oldest
 
+    def after(self, num_output_tokens: int) -> RowState | None:
+        """Return the state after the step with that many output tokens, if it was the last one; None if not."""
+        return self._kept[-1][1] if self._kept and self._kept[-1][0] == num_output_tokens else None
+
     def add(self, num_output_tokens: int, state: RowState) -> None:
         """Add the state after a step."""
         self._kept.append((num_output_tokens, state))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from logitship.client.errors import GenerationError, LogitshipError, error_for_status
 
 _ENDED_WHILE_RUNNING = frozenset({"ProcessorFault", "NoTokenLeftError", "NonFiniteLogitsError"})
 """Error types of requests that were accepted and then ended, whatever the status of the response."""
+_TRACEBACK = "\nTraceback (most recent call last):\n"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,17 @@ class ReportedError:
     type: str | None = None
     param: str | None = None
     traceback: str = ""
+
+    def with_parts(self) -> ReportedError:
+        """Take type and traceback out of the message, where logitship's plugin for SGLang puts them.
+
+        SGLang passes on nothing but a message.
+        """
+        kind, colon, message = self.message.partition(": ")
+        if self.traceback or not colon or kind not in _ENDED_WHILE_RUNNING:
+            return self
+        message, mark, traceback = message.partition(_TRACEBACK)
+        return replace(self, message=message, type=kind, traceback=mark.lstrip("\n") + traceback)
 
     def as_generation_error(self, partial: Any = None) -> GenerationError:
         """Return the exception for a request that was accepted and then ended."""
@@ -66,7 +78,7 @@ def _from_fields(fields: Mapping[str, Any]) -> ReportedError:
         type=fields.get("type"),
         param=fields.get("param"),
         traceback=fields.get("traceback") or "",
-    )
+    ).with_parts()
 
 
 def _from_detail(detail: Any) -> ReportedError:

@@ -18,6 +18,8 @@ from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SG
 
 _PROCESSOR_FIELDS = ("processor", "logits_processors")
 """May contain classes, which are converted to JSON when the body is finished."""
+_SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+_OPENAI_NAMES = {name: other for other, name in _SGLANG_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def generate(prompt: Any, n: int | None, options: GenerateOptions, *, stream: bo
         ValueError: an argument has an invalid value: an empty prompt, lists of different lengths, NaN.
     """
     batch_size = check_prompt(prompt)
-    fields = _checked(options, GenerateOptions.__optional_keys__)
+    fields = _renamed(_checked(options, GenerateOptions.__optional_keys__), _SGLANG_NAMES)
     sampling = {key: fields.pop(key) for key in SGLangSamplingOptions.__optional_keys__ & fields.keys()}
     if "seed" in sampling:
         sampling["sampling_seed"] = sampling.pop("seed")
@@ -89,7 +91,7 @@ def completions(prompt: Any, n: int | None, options: CompletionOptions, *, strea
         ValueError: as `generate`.
     """
     batch_size = check_prompt(prompt)
-    fields = _checked(options, CompletionOptions.__optional_keys__)
+    fields = _renamed(_checked(options, CompletionOptions.__optional_keys__), _OPENAI_NAMES)
     return _openai("/v1/completions", {"prompt": prompt}, n, fields, batch_size, stream)
 
 
@@ -107,7 +109,7 @@ def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) ->
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise TypeError(f"messages[{i}]: expected a dict with 'role' and 'content'")
-    fields = _checked(options, ChatOptions.__optional_keys__)
+    fields = _renamed(_checked(options, ChatOptions.__optional_keys__), _OPENAI_NAMES)
     return _openai("/v1/chat/completions", {"messages": list(messages)}, n, fields, None, stream)
 
 
@@ -227,6 +229,22 @@ def _checked(options: Any, known: Collection[str]) -> dict[str, Any]:
         if name not in _PROCESSOR_FIELDS:
             _check_json(name, fields[name])
     return fields
+
+
+def _renamed(fields: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields under the names of the API.
+
+    Args:
+        fields: the fields.
+        names: the API's names by the other API's.
+
+    Raises:
+        ValueError: a field was given by both names, with different values.
+    """
+    for name in names.keys() & fields.keys():
+        if fields.get(names[name], fields[name]) != fields[name]:
+            raise ValueError(f"{name}: differs from {names[name]}, which is the same")
+    return {names.get(name, name): value for name, value in fields.items()}
 
 
 def _string_keys(name: str, value: Any) -> dict[str, Any]:

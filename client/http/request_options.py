@@ -84,6 +84,10 @@ class SGLangSamplingOptions(SamplingOptions, total=False):
 class GenerateOptions(ProcessorOptions, SGLangSamplingOptions, total=False):
     """Options of `generate` and `generate_stream`."""
 
+    max_tokens: int
+    """OpenAI's name for `max_new_tokens`."""
+    min_tokens: int
+    """OpenAI's name for `min_new_tokens`."""
     rid: str | list[str]
     """Request id of your choice, for `abort`. For a batch a list, or one id to which `_0`, `_1`, … are appended."""
     max_thinking_tokens: int
@@ -100,6 +104,10 @@ class _OpenAIOptions(ProcessorOptions, SamplingOptions, total=False):
     """Default: the server's only or first model."""
     max_tokens: int
     min_tokens: int
+    max_new_tokens: int
+    """SGLang's name for `max_tokens`."""
+    min_new_tokens: int
+    """SGLang's name for `min_tokens`."""
     response_format: Mapping[str, Any]
     user: str
 

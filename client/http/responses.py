@@ -110,7 +110,7 @@ def finish_error(meta: Mapping[str, Any]) -> ReportedError | None:
         reason.get("message") or "the request was cancelled",
         type=reason.get("err_type") or "AbortError",
         traceback=reason.get("traceback") or "",
-    )
+    ).with_parts()
 
 
 def choice_error(choice: Mapping[str, Any], fault_token: int | None = None) -> ReportedError | None:
@@ -139,7 +139,8 @@ def parse_finish_reason(reason: Any, matched: Any = None) -> FinishReason | None
 def parse_receipts(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Receipt, ...]:
     """Parse the receipts of a response; empty if the server issues none."""
     return tuple(
-        Receipt(entry["digest"], entry["name"], entry["steps"], entry["milliseconds"]) for entry in entries or ()
+        Receipt(entry["digest"], entry["name"], entry["steps"], entry["milliseconds"], entry.get("forced_steps", 0))
+        for entry in entries or ()
     )
 
 

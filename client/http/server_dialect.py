@@ -6,6 +6,7 @@ that the sync and the async client share it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -15,6 +16,7 @@ import orjson
 from logitship.client.errors import APIStatusError, BadRequestError, LogitshipError, NotFoundError
 
 from .http_requests import HttpRequest, get
+from .sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin, translate_for_plugin
 from .vllm_handshake import PROBE, PluginInfo
 from .vllm_requests import has_processors, translate_for_vllm
 
@@ -22,6 +24,8 @@ ServerKind: TypeAlias = Literal["auto", "logitship", "sglang", "vllm"]
 
 _MODELS_PROBE = get("/v1/models")
 """Every server has OpenAI's route, where `owned_by` names the server software."""
+
+_SGLANG_PROBE = HttpRequest("POST", "/generate", PROBE_BODY, idempotent=True)
 
 
 class ServerDialect:
@@ -41,6 +45,8 @@ class ServerDialect:
             raise ValueError(f"dialect: expected one of {', '.join(get_args(ServerKind))}, not {kind!r}")
         self._kind = kind
         self._plugin: PluginInfo | None = None
+        self._asks_sglang = False
+        self._sglang_plugin: SglangPlugin | None = None
 
     def probe_before(self, request: HttpRequest) -> HttpRequest | None:
         """Return the request to send before `request` can be translated; None: it can be translated now.
@@ -53,6 +59,8 @@ class ServerDialect:
             return _MODELS_PROBE
         if self._kind == "vllm" and uses_processors and self._plugin is None:
             return _plugin_probe(request)
+        if self._asks_sglang and uses_processors:
+            return _SGLANG_PROBE
         return None
 
     def handle_probe(self, probe: HttpRequest, response: bytes | APIStatusError) -> None:
@@ -65,9 +73,16 @@ class ServerDialect:
         Raises:
             APIStatusError: the server did not answer the probe.
             LogitshipError: the server is vLLM without logitship's plugin.
+
+        Warns:
+            UserWarning: the server is SGLang without logitship's plugin, and unpickles processors.
         """
         if probe is _MODELS_PROBE:
             self._kind = _parse_kind(response)
+            self._asks_sglang = self._kind == "sglang"
+        elif probe is _SGLANG_PROBE:
+            self._asks_sglang = False
+            self._sglang_plugin = _parse_sglang_plugin(response)
         else:
             self._plugin = _parse_plugin(response)
 
@@ -78,7 +93,7 @@ class ServerDialect:
             ValueError: the server does not support it; names the argument.
         """
         if self._kind != "vllm":
-            return request
+            return translate_for_plugin(request) if self._sglang_plugin is not None else request
         translated = translate_for_vllm(request)
         if self._plugin is not None and has_processors(request):
             return replace(translated, fault_token=self._plugin.fault_token)
@@ -98,7 +113,8 @@ def _parse_kind(response: bytes | APIStatusError) -> ServerKind:
         if isinstance(response, NotFoundError):
             return "logitship"
         raise response
-    return "vllm" if _owner(response) == "vllm" else "logitship"
+    owner = _owner(response)
+    return owner if owner in ("vllm", "sglang") else "logitship"
 
 
 def _owner(models: bytes) -> Any:
@@ -119,3 +135,19 @@ def _parse_plugin(response: bytes | APIStatusError) -> PluginInfo:
         "this vLLM runs without logitship's plugin and would ignore the processor: start it with "
         "--logits-processors logitship.server.vllm:LogitshipLogitsProcessor"
     )
+
+
+def _parse_sglang_plugin(response: bytes | APIStatusError) -> SglangPlugin | None:
+    """Return the plugin's reply. Warn if there is none, and the server would unpickle a processor."""
+    if isinstance(response, BadRequestError):
+        plugin = SglangPlugin.from_message(response.message)
+        if plugin is not None or NOT_ENABLED in response.message:
+            return plugin
+    elif isinstance(response, APIStatusError):
+        raise response
+    warnings.warn(
+        "this SGLang unpickles processors in its own processes, where everybody who may send requests can run code, "
+        "and a class that raises ends the server: install logitship's plugin there (docs/sglang.md)",
+        stacklevel=2,
+    )
+    return None

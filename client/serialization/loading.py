@@ -21,6 +21,7 @@ from logitship.client.author_errors import author_traceback, class_name, error_m
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import scrub
 
+from .call_signature import signature_mistake
 from .code_names import missing_globals
 from .processor_base import processor_class
 from .processor_string import PYTHON, PickledProcessor, SourceProcessor
@@ -203,6 +204,8 @@ def _check_class(cls: Any) -> type[Any]:
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     if abstract:
         raise ProcessorLoadError(f"class {class_name(cls)} is abstract: it lacks {', '.join(abstract)}")
+    if mistake := signature_mistake(cls):
+        raise ProcessorLoadError(f"class {class_name(cls)} cannot be called: {mistake}")
     return cls
 
 
@@ -216,7 +219,7 @@ def _explained(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # boundary: author code
         module = _missing_module(error)
         message = f"{what}: {error_text(error)}" if module is None else _NOT_INSTALLED.format(module)
-        raise ProcessorLoadError(f"{message}\n{author_traceback(error)}".rstrip()) from error
+        raise ProcessorLoadError(f"{message}\n{author_traceback(error, with_causes=False)}".rstrip()) from error
 
 
 def _missing_module(error: BaseException) -> str | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
 
+from .call_signature import signature_mistake
 from .processor_base import ProcessorBase, processor_class
 from .processor_string import PYTHON, PickledProcessor
 from .provenance import SERVER_PACKAGES, top_level
@@ -59,7 +60,7 @@ def dump_class(cls: type) -> bytes:
     except ProcessorLoadError as error:
         raise ProcessorSerializationError(
             f"class {cls.__qualname__} does not load after it is serialized: {error}"
-        ) from error
+        ) from None
     return payload
 
 
@@ -74,6 +75,8 @@ def _check_processor(cls: type[ProcessorBase]) -> None:
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     if abstract:
         raise ProcessorSerializationError(f"class {cls.__qualname__} is abstract: it lacks {', '.join(abstract)}")
+    if mistake := signature_mistake(cls):
+        raise ProcessorSerializationError(f"class {cls.__qualname__} cannot be called by a server: {mistake}")
     try:
         signature_of(cls).bind()
     except TypeError as error:

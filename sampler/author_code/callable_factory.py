@@ -74,8 +74,18 @@ class CallableFactory:
 
 
 def duplicate_callable(target: Any) -> Any:
-    """Copy a sequence's callable with its current state. A function is its own copy."""
-    return _copier_of(target)()
+    """Copy a sequence's callable with its current state. A function is its own copy.
+
+    A deep copy: `clone()` makes a callable for a new sequence, and logits-processor-zoo's leave the state out. Only an
+    object that cannot be copied is cloned.
+    """
+    try:
+        return _copier(target)()
+    except Exception:  # boundary: author code
+        clone = getattr(target, "clone", None)
+        if callable(clone):
+            return clone()
+        raise
 
 
 def _is_class(target: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import get_default_dtype, is_grad_enabled
 from torch._C import _len_torch_function_stack
 
 from logitship.client.author_errors import author_traceback, class_name, error_text
+from logitship.client.author_hints import sandbox_hint
 from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.loading import explain_name_error
 
@@ -32,6 +33,7 @@ def edit(
     name: str,
     digest: str = "",
     shipped_class: type | None = None,
+    in_sandbox: bool = False,
 ) -> None:
     """Call an author's function on logits, and write its result into them.
 
@@ -42,22 +44,50 @@ def edit(
         name: name of the processor, for people.
         digest: digest of the processor, if it has one.
         shipped_class: the class, if it came with a request. Used to explain names that were not serialized with it.
+        in_sandbox: whether this process is a sandbox. Used to explain what it refuses.
 
     Raises:
         ProcessorFault: the function raised, or did not return a float tensor of that shape on that device.
     """
     # Another tensor on the same memory: changes of its shape, dtype or gradient do not affect `logits`.
     given = logits.detach()
-    try:
+
+    def run() -> None:
         result = call(function, given, *arguments)
-        # Inside the try: the result may be a subclass of Tensor, whose methods are the author's code.
+        # Inside: the result may be a subclass of Tensor, whose methods are the author's code.
         if result is not given or given.dtype is not logits.dtype or not given.is_set_to(logits):
-            _take_over(result, logits)
+            take_over(result, logits)
+
+    guard(run, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
+
+
+def guard(
+    function: Callable[[], None],
+    *,
+    name: str,
+    digest: str = "",
+    shipped_class: type | None = None,
+    in_sandbox: bool = False,
+) -> None:
+    """Call a function that runs an author's code on logits, or looks at its result, and turn its errors into faults.
+
+    Args:
+        function: the function.
+        name: name of the processor, for people.
+        digest: digest of the processor, if it has one.
+        shipped_class: see `edit`.
+        in_sandbox: see `edit`.
+
+    Raises:
+        ProcessorFault: the function raised.
+    """
+    try:
+        function()
     except BadResult as bad:
         fault = ProcessorFault(f"processor {name} returned {bad}", digest=digest, name=name, kind="bad_result")
     # No exception, not even `SystemExit`, must end the engine's thread.
     except BaseException as error:  # noqa: BLE001  # boundary: author code
-        fault = exception_fault(error, name=name, digest=digest, shipped_class=shipped_class)
+        fault = exception_fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
     else:
         return
     # Outside the except block, so that the fault does not reference the author's exception and the tensors in its
@@ -137,8 +167,12 @@ def checked(result: object, logits: torch.Tensor) -> torch.Tensor:
     return plain.detach().to(logits.dtype)
 
 
-def _take_over(result: object, logits: torch.Tensor) -> None:
-    """Write a processor's result into `logits`."""
+def take_over(result: object, logits: torch.Tensor) -> None:
+    """Write a processor's result into `logits`.
+
+    Raises:
+        BadResult: the result is not a float tensor of that shape on that device.
+    """
     plain = checked(result, logits)
     if plain.is_set_to(logits):
         return
@@ -148,17 +182,22 @@ def _take_over(result: object, logits: torch.Tensor) -> None:
 
 
 def exception_fault(
-    error: BaseException, *, name: str, digest: str = "", shipped_class: type | None = None
+    error: BaseException,
+    *,
+    name: str,
+    digest: str = "",
+    shipped_class: type | None = None,
+    in_sandbox: bool = False,
 ) -> ProcessorFault:
     """Return the fault of a processor that raised, see `edit`. It has only text and references no author's object."""
     message = f"processor {name} raised {error_text(error)}"
-    hint = _hint(error, shipped_class)
+    hint = _hint(error, shipped_class, in_sandbox=in_sandbox)
     return ProcessorFault(
         f"{message} ({hint})" if hint else message,
         digest=digest,
         name=name,
         kind="exception",
-        traceback=author_traceback(error),
+        traceback=author_traceback(error, with_causes=not hint),
     )
 
 
@@ -181,12 +220,12 @@ def non_finite_fault(row: torch.Tensor, *, name: str, digest: str = "", before: 
     return ProcessorFault(f"processor {name} {found}", digest=digest, name=name, kind="non_finite")
 
 
-def _hint(error: BaseException, shipped_class: type | None) -> str | None:
+def _hint(error: BaseException, shipped_class: type | None, *, in_sandbox: bool) -> str | None:
     """Return advice for the author; None if there is none."""
-    if type(error) is not NameError or shipped_class is None:
-        return None
     try:
-        return explain_name_error(error, shipped_class)
+        if type(error) is NameError and shipped_class is not None:
+            return explain_name_error(error, shipped_class)
+        return sandbox_hint(error) if in_sandbox else None
     # Reading attributes of the exception and the class may run the author's code.
     except BaseException:  # noqa: BLE001  # boundary: author code
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from logitship.sampler.allowed_tokens import AllowedTokens, Words, mask_of
 from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.ops.rows import BadWords, forbidden_tokens
@@ -30,6 +31,7 @@ class SamplingRow:
         counts: token counts of prompt and output; None without penalties.
         forbidden: bool [vocab], the tokens outside `allowed_token_ids`; None if all are allowed.
         bad_words: bad words; None if there are none.
+        allowed: the tokens in `allowed_token_ids` as a mask; None if all are allowed.
     """
 
     params: SamplingParams
@@ -37,6 +39,7 @@ class SamplingRow:
     counts: TokenCounts | None
     forbidden: torch.Tensor | None
     bad_words: BadWords | None
+    allowed: Words | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class PreparedRows:
         raw: rows that ask for log-probabilities before any edit.
         processed_greedy: greedy rows that ask for log-probabilities after the edits.
         processed_random: random rows that ask for log-probabilities after the edits.
+        processed_filtered: of these, row to top-k and top-p of those that have them.
         forbidden: row to bool [vocab], the tokens outside its `allowed_token_ids`.
         traced: row to the number of most likely tokens in its trace.
     """
@@ -133,6 +137,11 @@ class PreparedRows:
         self.processed_random = _logprob_rows(
             rows, numbers(lambda params: not params.greedy and _asks(params, "processed_logprobs")), device
         )
+        self.processed_filtered = {
+            number: (self.params[number].top_k, self.params[number].top_p)
+            for number in filtered
+            if number in self.processed_random.numbers
+        }
         self.forbidden = {number: row.forbidden for number, row in enumerate(rows) if row.forbidden is not None}
         self.traced = {number: p.trace for number, p in enumerate(self.params) if p.trace is not None}
         self._bad_words = {
@@ -215,6 +224,14 @@ class SamplingBatch:
         """Prepare some of the rows."""
         return PreparedRows([self._rows[row] for row in rows], self._vocab_size, self._device)
 
+    def restrict(self, row: int, allowed: AllowedTokens) -> None:
+        """Forbid what the parameters of a row forbid, given the current tokens of its live output list."""
+        state = self._rows[row]
+        if state.allowed is not None:
+            allowed.keep_mask(state.allowed)
+        if state.bad_words is not None:
+            allowed.forbid(state.bad_words.endings(state.output_token_ids))
+
     def _new_row(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> SamplingRow:
@@ -227,6 +244,7 @@ class SamplingBatch:
             TokenCounts(_penalized_prompt(params, prompt_token_ids), output_token_ids) if _penalized(params) else None,
             None if allowed is None else forbidden_tokens(allowed, self._vocab_size, self._device),
             BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
+            None if allowed is None else mask_of(allowed, self._vocab_size),
         )
 
 

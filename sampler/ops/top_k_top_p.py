@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import neg
@@ -37,6 +37,8 @@ _DEPTH = 32.0
 """Range of a histogram in nats below the largest logit. Tokens below it weigh less by a factor of 1e-14."""
 _SORTED_AT_MOST = 1024
 """Maximum number of tokens that are sorted."""
+_RANKED_FIRST = 512
+"""Number of most likely tokens that are sorted before the whole vocabulary is."""
 
 
 def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:
@@ -125,9 +127,9 @@ def sample_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top
 
 
 def kept_tokens(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Return a mask of the tokens of one row that top-k and top-p keep. For traces; sampling does not need it.
+    """Return a mask of the tokens of one row that top-k and top-p keep. Sampling does not need it.
 
-    Sorts the vocabulary if top-p is below 1.
+    Sorts the vocabulary if top-p is below 1 and the most likely tokens do not reach it.
 
     Args:
         logits: float32 [vocab], the largest of them finite.
@@ -145,11 +147,23 @@ def kept_tokens(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         weights = weights.masked_fill(~kept, 0)
         total = int(weights.sum())
     if top_p < 1:
-        ranking = logits.argsort(descending=True, stable=True)
-        sums = weights[ranking].cumsum(dim=0)
-        border = int((sums < max(1, math.ceil(total * top_p))).sum())
-        kept[ranking[border + 1 :]] = False
+        needed = max(1, math.ceil(total * top_p))
+        for ranking in _rankings(logits):
+            sums = weights[ranking].cumsum(dim=0)
+            border = int((sums < needed).sum())
+            if border < len(ranking):
+                kept &= torch.zeros_like(kept).index_fill_(0, ranking[: border + 1], True)
+                break
     return kept
+
+
+def _rankings(logits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the most likely tokens of a row, then all of them, by logit, then id."""
+    if len(logits) > _RANKED_FIRST:
+        # Tokens that tie with the last of these may be missing, so all that tie with it are left out.
+        certain = (logits > logits.topk(_RANKED_FIRST).values[-1]).nonzero().squeeze(-1)
+        yield certain[logits[certain].argsort(descending=True, stable=True)]
+    yield logits.argsort(descending=True, stable=True)
 
 
 class _RankedSums:

@@ -1,9 +1,9 @@
 """Calls that a step does not wait for, and the rows that sit out steps until such a call has ended.
 
-A sandboxed processor of one tenant may take longer than all of a step's other work. While other tenants have running
-sequences, a step waits for it no longer than `StepPatience` allows. Then the call is *deferred*: it goes on in its
-sandbox, its rows sample no token, and the engine plans the next steps without them. When the call has ended, the rows
-are computed again, get the logits that the call left, and go on with what comes after it.
+A sandboxed processor may take longer than all of a step's other work. While other sequences run, a step waits for it no
+longer than `StepPatience` allows, and not at all if its last call took longer. Then the call is *deferred*: it goes on
+in its sandbox, its rows sample no token, and the engine plans the next steps without them. When the call has ended, the
+rows are computed again, get the logits that the call left, and go on with what comes after it.
 
 Guarantees:
 * A processor is called once for each token of a row, in order, and sees what it would see in an undisturbed run.
@@ -25,20 +25,28 @@ from logitship.sampler.trace import Snapshot, after_processor
 from .executor import Run, RunOutcome
 from .processor_groups import ProcessorGroup, ProcessorUse, StageKey
 
+_MOST_SLOW = 1024
+"""Names of slow processors that are kept. Most of them are never called again."""
+
 BEFORE_ALL: StageKey = (False, -1)
 """Key before that of the first stage."""
 
 
 class StepPatience(Protocol):
-    """Decides how long a step waits for the processors of a tenant."""
+    """Decides how long a step waits for processors."""
 
     @property
     def is_limited(self) -> bool:
         """False if the current step waits for all calls until they end."""
         ...
 
-    def left(self, tenant: str) -> float:
-        """Return how long the current step still waits for calls of a tenant, in seconds; infinity: until they end."""
+    def left(self, tenant: str, num_rows: int = 1) -> float:
+        """Return how long the current step still waits for a call, in seconds; infinity: until it ends.
+
+        Args:
+            tenant: owner of the processor.
+            num_rows: rows that the call is made for. If nothing else runs, there is nothing else to do.
+        """
         ...
 
     def charge(self, tenant: str, seconds: float) -> None:
@@ -51,7 +59,7 @@ class EndlessPatience:
 
     is_limited = False
 
-    def left(self, tenant: str) -> float:
+    def left(self, tenant: str, num_rows: int = 1) -> float:
         """See `StepPatience.left`."""
         return math.inf
 
@@ -117,6 +125,20 @@ class DeferredCalls:
         self._calls: list[DeferredCall] = []
         self._saved: dict[ProcessorUse, SavedRow] = {}
         self._busy: set[str] = set()
+        self._slow: set[str] = set()
+
+    def left(self, group: ProcessorGroup) -> float:
+        """Return how long the current step still waits for a call of a group, in seconds; see `StepPatience.left`."""
+        left = self.patience.left(group.processor.tenant, len(group.rows))
+        return 0.0 if left < math.inf and self.is_slow(group.processor.group_name) else left
+
+    def is_slow(self, group_name: str) -> bool:
+        """Return whether the last call of a processor was deferred."""
+        return group_name in self._slow
+
+    def ended_in_time(self, group: ProcessorGroup) -> None:
+        """Record that a step did not have to defer a call of a group."""
+        self._slow.discard(group.processor.group_name)
 
     def __len__(self) -> int:
         """Return the number of calls that have not ended."""
@@ -138,7 +160,11 @@ class DeferredCalls:
     def add(self, call: DeferredCall) -> None:
         """Take over a call from its step."""
         self._calls.append(call)
-        self._busy.add(call.group.processor.group_name)
+        name = call.group.processor.group_name
+        self._busy.add(name)
+        if len(self._slow) >= _MOST_SLOW:
+            self._slow.clear()
+        self._slow.add(name)
         self.num_deferred += 1
 
     def save(self, owner: ProcessorUse, row: SavedRow) -> None:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import orjson
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from logitship.client.errors import ProcessorFault
     from logitship.client.serialization.processor_string import ProcessorString
+    from logitship.sampler.allowed_tokens import AllowedTokens
+    from logitship.sampler.edits.edit_operations import GroupEdits
     from logitship.sampler.sampling_params import SamplingParams
 
     from .request_view import ModelView
@@ -121,6 +123,10 @@ class ExecutorRow(Protocol):
         ...
 
 
+LogitsUse: TypeAlias = Literal["given", "unread", "read"]
+"""Use that a call makes of its logits' values, see `RunOutcome`."""
+
+
 class RunOutcome(NamedTuple):
     """Result of a call.
 
@@ -129,16 +135,49 @@ class RunOutcome(NamedTuple):
         faults: faults of failed rows, by row index within the call. The logits of these rows are unspecified.
         row_by_row: True if the call failed for the whole group and was repeated for each row.
         charged: seconds that count against the deadline of the step: 0 in this process, where there is none.
+        occupied: seconds in which it kept a core busy, or the step waiting, as measured by this process.
+        logits_use: "unread" if the call began before its logits existed, and never used one; "read" if it began so, and
+            then used them; "given" if it began with them.
     """
 
     seconds: float
     faults: Mapping[int, ProcessorFault] = MappingProxyType({})
     row_by_row: bool = False
     charged: float = 0.0
+    occupied: float = 0.0
+    logits_use: LogitsUse = "given"
+
+
+class CollectEdits(Protocol):
+    """Takes edits that a call recorded, instead of their being applied to its logits."""
+
+    def __call__(self, places: Sequence[int], edits: GroupEdits) -> None:
+        """Take the edits of some rows.
+
+        Args:
+            places: row indices within the call, ascending.
+            edits: edits of these rows.
+        """
+        ...
 
 
 class Run(Protocol):
     """A call that has begun."""
+
+    def needs_logits(self) -> bool:
+        """Return whether a call that was begun by `promise` still needs its logits. Never blocks.
+
+        If not, the call has ended, and `finish` needs only what takes its edits: `provide` may be left out.
+        """
+        ...
+
+    def provide(self, logits: torch.Tensor) -> None:
+        """Give a call that was begun by `promise` its logits, once. Never blocks.
+
+        Args:
+            logits: see `ExecutorGroup.begin`.
+        """
+        ...
 
     def wait(self, timeout: float) -> bool:
         """Wait until `finish` will not have to, for at most `timeout` seconds. Return whether that is so.
@@ -147,8 +186,13 @@ class Run(Protocol):
         """
         ...
 
-    def finish(self) -> RunOutcome:
-        """Wait for the call to end. The rows then hold the processor's logits, except for rows with a fault."""
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+        """Wait for the call to end. The rows then hold the processor's logits, except for rows with a fault.
+
+        Args:
+            collect: takes the edits that have to be applied to the rows, so that those of many calls are applied at
+                once; None: they are applied here.
+        """
         ...
 
     def defer(self, logits: torch.Tensor) -> None:
@@ -165,6 +209,14 @@ class Run(Protocol):
 class ExecutorGroup(Protocol):
     """The rows of one processor at its executor. Valid until the batch changes."""
 
+    def promise(self) -> Run | None:
+        """Begin a call before its logits exist, see `promised_logits`. `Run.provide` must follow if it needs them.
+
+        Returns:
+            None if nothing would be gained: `begin` is then called once there are logits.
+        """
+        ...
+
     def begin(self, logits: torch.Tensor, spent: float = 0.0) -> Run:
         """Begin a call of the processor. Several groups may begin before the first one finishes.
 
@@ -180,6 +232,17 @@ class ExecutorGroup(Protocol):
 
 class ExecutorUnavailable(Exception):
     """The executor cannot load anything now, whatever the processor. The message is for the client: try again later."""
+
+
+def failed_before(reason: str, seconds: float) -> ProcessorLoadError:
+    """Return the error of a load that is not tried again yet.
+
+    Args:
+        reason: the message of the failure: one line, and perhaps a traceback.
+        seconds: time until it is tried again.
+    """
+    first_line, line_end, traceback = reason.partition("\n")
+    return ProcessorLoadError(f"{first_line} (as it was; it is tried again in {seconds:.0f} s){line_end}{traceback}")
 
 
 class ProcessorExecutor(Protocol):
@@ -221,6 +284,21 @@ class ProcessorExecutor(Protocol):
 
     def unload(self, processor: LoadedProcessor) -> None:
         """Release a processor that is no longer in use."""
+        ...
+
+    def restrict(
+        self, processor: LoadedProcessor, rows: Sequence[ExecutorRow], allowed: Sequence[AllowedTokens]
+    ) -> None:
+        """Forbid what the next call of a processor will set to -inf, as far as the history alone decides it.
+
+        Rows whose logits the processor may use, or that it may set to something else than -inf or a finite number, are
+        left open.
+
+        Args:
+            processor: the processor of all rows.
+            rows: results of `attach`.
+            allowed: the tokens of each row, to be restricted.
+        """
         ...
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> ExecutorRow:
@@ -271,6 +349,12 @@ class DisabledExecutor:
         """Never called."""
         raise AssertionError("no processor was loaded")
 
+    def restrict(
+        self, processor: LoadedProcessor, rows: Sequence[ExecutorRow], allowed: Sequence[AllowedTokens]
+    ) -> NoReturn:
+        """Never called."""
+        raise AssertionError("no processor was loaded")
+
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> NoReturn:
         """Never called."""
         raise AssertionError("no processor was loaded")
@@ -288,11 +372,13 @@ class ClassDescription:
         name: name of the class.
         description: first paragraph of its own docstring, on one line; "" if it has none.
         params_schema: its `params_schema`; None if it has none, or if that is not a JSON object of at most 32 KiB.
+        dense_reason: why it cannot be called before its logits exist; "" if it can.
     """
 
     name: str
     description: str = ""
     params_schema: dict[str, Any] | None = None
+    dense_reason: str = ""
 
 
 def describe(cls: type) -> ClassDescription:
@@ -304,7 +390,9 @@ def describe(cls: type) -> ClassDescription:
 
 def to_bytes(description: ClassDescription) -> bytes:
     """Serialize a description for `from_bytes`."""
-    return orjson.dumps([description.name, description.description, description.params_schema])
+    return orjson.dumps(
+        [description.name, description.description, description.params_schema, description.dense_reason]
+    )
 
 
 def from_bytes(body: bytes) -> ClassDescription:
@@ -314,16 +402,17 @@ def from_bytes(body: bytes) -> ClassDescription:
         ValueError: the bytes are not in the format of `to_bytes`.
     """
     match orjson.loads(body):  # its error is a ValueError too
-        case [str(name), str(description), dict() | None as schema]:
-            return _sanitized(name, description, schema)
+        case [str(name), str(description), dict() | None as schema, str(dense_reason)]:
+            return _sanitized(name, description, schema, dense_reason)
     raise ValueError("not a class description")
 
 
-def _sanitized(name: str, description: str, schema: dict[str, Any] | None) -> ClassDescription:
+def _sanitized(name: str, description: str, schema: dict[str, Any] | None, dense_reason: str = "") -> ClassDescription:
     return ClassDescription(
         "".join(scrub(name).split())[:_LONGEST_NAME] or "?",
         " ".join(scrub(description).split())[:_LONGEST_DESCRIPTION],
         schema,
+        " ".join(scrub(dense_reason).split())[:_LONGEST_DESCRIPTION],
     )
 
 

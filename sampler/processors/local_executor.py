@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.author_code.calls import duplicate
 
-from .executor import PREPARED_KEY, ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
+from .executor import PREPARED_KEY, CollectEdits, ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
 from .request_view import OutputFollower, RequestView
 
 if TYPE_CHECKING:
@@ -115,6 +116,20 @@ class LocalExecutor(ABC):
     def unload(self, processor: LoadedProcessor) -> None:  # noqa: B027
         """See `ProcessorExecutor.unload`. The processor is freed with its last reference."""
 
+    def restrict(
+        self, processor: LoadedProcessor, rows: Sequence[ExecutorRow], allowed: Sequence[AllowedTokens]
+    ) -> None:
+        """See `ProcessorExecutor.restrict`. Only processors that come with logitship tell what they will do."""
+        if not processor.is_trusted:
+            for each in allowed:
+                each.leave_open()
+            return
+        local = [row for row in rows if isinstance(row, LocalRow)]
+        for row in local:
+            if row.output.is_used:
+                row.output.sync()
+        processor.instance.restrict([row.params for row in local], allowed)
+
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> LocalRow:
         """See `ProcessorExecutor.attach`."""
         return LocalRow(processor, sequence, self._count_first_use)
@@ -142,6 +157,17 @@ class LocalGroup:
         self._num_first_uses = -1
         self._logits: torch.Tensor | None = None
 
+    def promise(self) -> None:
+        """See `ExecutorGroup.promise`. Return None: on the threads of this process, the model computes first."""
+
+    def needs_logits(self) -> bool:
+        """See `Run.needs_logits`. Never called: no call is begun by `promise`."""
+        raise AssertionError("the call was begun with its logits")
+
+    def provide(self, logits: torch.Tensor) -> None:
+        """See `Run.provide`. Never called: no call is begun by `promise`."""
+        raise AssertionError("the call was begun with its logits")
+
     def begin(self, logits: torch.Tensor, spent: float = 0.0) -> LocalGroup:
         """See `ExecutorGroup.begin`. There is no deadline."""
         self._logits = logits
@@ -155,7 +181,7 @@ class LocalGroup:
         """See `Run.defer`."""
         self._logits = logits
 
-    def finish(self) -> RunOutcome:
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         """See `Run.finish`."""
         logits, self._logits = self._logits, None
         assert logits is not None
@@ -166,10 +192,10 @@ class LocalGroup:
             result = self._executor.run(self._processor, logits, self._params)
         except ProcessorFault as fault:
             # One call serves all rows, so the row at fault cannot be identified: all of them fail.
-            return RunOutcome(time.perf_counter() - began, dict.fromkeys(range(len(self._rows)), fault))
+            return _outcome(began, dict.fromkeys(range(len(self._rows)), fault))
         if result is not logits:
             logits.copy_(result)
-        return RunOutcome(time.perf_counter() - began)
+        return _outcome(began, {})
 
     def _sync(self) -> None:
         """Update the output lists that the processor may have kept."""
@@ -179,3 +205,8 @@ class LocalGroup:
             self._used_outputs = [row.output for row in self._rows if row.output.is_used]
         for output in self._used_outputs:
             output.sync()
+
+
+def _outcome(began: float, faults: dict[int, ProcessorFault]) -> RunOutcome:
+    seconds = time.perf_counter() - began
+    return RunOutcome(seconds, faults, occupied=seconds)

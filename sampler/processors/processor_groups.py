@@ -18,7 +18,7 @@ from logitship.client.records import Receipt
 if TYPE_CHECKING:
     from logitship.sampler.sampling_params import SamplingParams
 
-    from .executor import ExecutorRow, LoadedProcessor, RunOutcome
+    from .executor import ExecutorRow, LoadedProcessor, LogitsUse, RunOutcome
 
 
 @dataclass(eq=False)
@@ -28,15 +28,18 @@ class CallCount:
     Attributes:
         steps: decoding steps to which the processor was applied.
         seconds: time spent: the duration of each call divided by its number of rows.
+        forced_steps: those of the steps that needed no forward pass of their own.
     """
 
     steps: int = 0
     seconds: float = 0.0
+    forced_steps: int = 0
 
-    def add(self, steps: int, seconds: float) -> None:
+    def add(self, steps: int, seconds: float, forced_steps: int = 0) -> None:
         """Add a call, or the calls of another count."""
         self.steps += steps
         self.seconds += seconds
+        self.forced_steps += forced_steps
 
 
 @dataclass(eq=False)
@@ -100,14 +103,15 @@ class ProcessorUse:
     def receipt(self) -> Receipt:
         """Receipt for the response."""
         count = self.count
-        return Receipt(self.processor.digest, self.processor.name, count.steps, round(count.seconds * 1e3, 3))
+        milliseconds = round(count.seconds * 1e3, 3)
+        return Receipt(self.processor.digest, self.processor.name, count.steps, milliseconds, count.forced_steps)
 
     @property
     def count(self) -> CallCount:
         """Copy of the counts of all calls so far."""
         count = CallCount()
         for each in (self.own_count, *self.shared_counts):
-            count.add(each.steps, each.seconds)
+            count.add(each.steps, each.seconds, each.forced_steps)
         return count
 
 
@@ -121,8 +125,8 @@ def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
     return sorted(uses, key=lambda use: not use.processor.is_mask)
 
 
-ObserveCall: TypeAlias = Callable[[int, float], None]
-"""Takes the number of rows and the duration of a call in seconds."""
+ObserveCall: TypeAlias = "Callable[[int, float, LogitsUse], None]"
+"""Takes the number of rows of a call, its duration in seconds, and its use of the logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,12 +138,14 @@ class GroupRow:
         executor_row: the sequence at the processor's executor.
         before: names of the request's fields and earlier processors that may have forbidden tokens before this one.
         is_last: True if nothing of the same request edits the row's logits afterwards.
+        output_token_ids: the sequence's live output list.
     """
 
     use: ProcessorUse
     executor_row: ExecutorRow
     before: tuple[str, ...]
     is_last: bool
+    output_token_ids: Sequence[int] = ()
 
 
 class ProcessorGroup:
@@ -175,6 +181,16 @@ class ProcessorGroup:
         """Return the group's rows of the batch's logits."""
         return logits[self._index]
 
+    def batch_rows(self, places: Sequence[int]) -> Sequence[int]:
+        """Return the rows of the batch at some places of the group; a range if they are consecutive."""
+        if len(places) == len(self.rows):
+            return range(self.rows[0], self.rows[-1] + 1) if self.is_adjacent else self.rows
+        return [self.rows[place] for place in places]
+
+    def row_of(self, use: ProcessorUse) -> int:
+        """Return the row of one of its members."""
+        return next(row for row, member in zip(self.rows, self.members, strict=True) if member.use is use)
+
     def share_count(self) -> None:
         """Count calls once for all members from now on, until they are regrouped."""
         self._count = CallCount()
@@ -189,7 +205,7 @@ class ProcessorGroup:
         """Count a call."""
         total, faults = outcome.seconds, outcome.faults
         num_rows = len(self.rows)
-        self.observe_call(num_rows, total)
+        self.observe_call(num_rows, total, outcome.logits_use)
         steps, seconds = int(not self.again), total / num_rows
         if self._count is not None and not faults:
             self._count.steps += steps
@@ -232,15 +248,18 @@ class GroupStage:
             end = group.rows[-1] + 1
         self._sizes, self._end = sizes, end
 
-    def rows_of(self, logits: torch.Tensor) -> list[tuple[ProcessorGroup, torch.Tensor]]:
-        """Return each group's rows of the batch's logits: a view if they are adjacent, else a copy."""
+    def rows_of(self, logits: torch.Tensor, group: ProcessorGroup) -> dict[ProcessorGroup, torch.Tensor]:
+        """Return the rows of a group in the batch's logits: a view if they are adjacent, else a copy.
+
+        And those of the other groups, if that takes no longer.
+        """
         if not self._is_split:
-            return [(group, group.rows_of(logits)) for group in self.groups]
+            return {group: group.rows_of(logits)}
         # A third of the time of separate slices. "Unsafe" means that autograd does not track the pieces as views of one
         # tensor.
         rest = len(logits) - self._end
         pieces = torch.unsafe_split_with_sizes(logits.detach(), [*self._sizes, rest] if rest else self._sizes)
-        return [(group, pieces[piece]) for group, piece in self._pieces]
+        return {each: pieces[piece] for each, piece in self._pieces}
 
     def without(self, rows: Container[int]) -> GroupStage:
         """Return the stage without some rows."""

@@ -68,6 +68,13 @@ class RequestView:
         self.tokenizer = model.tokenizer
         self.state: dict[Any, Any] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        """Explain which attributes there are."""
+        if name.startswith("_"):  # `copy` and `pickle` look for methods
+            raise AttributeError(name)
+        hint = _TEXT_HINT if "text" in name else ""
+        raise AttributeError(f"__req__ has no attribute {name!r}; it has {', '.join(_PUBLIC)}{hint}", name=name)
+
     @property
     def output_ids(self) -> list[int]:
         """Output token ids, see the class."""
@@ -86,6 +93,10 @@ class RequestView:
         if self._before_first_use is not None:
             self._before_first_use()
         del self._output_ids
+
+
+_PUBLIC = sorted({"output_ids", *(name for name in RequestView.__slots__ if not name.startswith("_"))})
+_TEXT_HINT = ". For the text: __req__.tokenizer.decode(__req__.output_ids), or only its last tokens"
 
 
 def _noop() -> None:
@@ -121,12 +132,15 @@ class OutputFollower:
         view._before_first_use = self._begin
 
     def sync(self) -> None:
-        """Append the tokens that were added since the last call."""
+        """Append the tokens that were added since the last call, or remove those that were removed."""
         # Not the length of `_output_ids`: the processor may have edited that.
         if self._num_known < len(self._live):
             self._output_ids.extend(self._live[self._num_known :])
             self._num_known = len(self._live)
             self._view._output_ids = self._output_ids  # it may have been replaced or deleted
+        elif self._num_known > len(self._live):
+            del self._output_ids[len(self._live) - self._num_known :]
+            self._num_known = len(self._live)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputFollower:
         """Return a follower for a copy of the view. It follows the same list until `follow` sets another."""

@@ -7,12 +7,15 @@ with the rows of its group and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.author_code.calls import non_finite_fault
 from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
@@ -20,7 +23,8 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
 from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls, SavedRow
-from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, Run, RunOutcome
+from .early_calls import EarlyCalls
+from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, LogitsUse, Run, RunOutcome
 from .processor_groups import (
     GroupRow,
     GroupStage,
@@ -33,6 +37,7 @@ from .processor_groups import (
     uses_of,
 )
 from .request_view import ModelView
+from .stage_logits import StageLogits
 
 CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
 """Returns the observer of a processor's calls."""
@@ -46,7 +51,7 @@ def _observe_nothing(processor: LoadedProcessor) -> ObserveCall:
     return _noop
 
 
-def _noop(num_rows: int, seconds: float) -> None:
+def _noop(num_rows: int, seconds: float, logits_use: LogitsUse) -> None:
     pass
 
 
@@ -94,6 +99,7 @@ class ShippedProcessors(LogitsProcessor):
         self._deferred: dict[int, ProcessorUse] = {}
         self._owners: dict[int, ProcessorUse] = {}
         self._has_absent = False
+        self._early = EarlyCalls(self._calls, model.vocab_size)
         self._trace = StepTrace({})
 
     def is_argmax_invariant(self) -> bool:
@@ -120,6 +126,62 @@ class ShippedProcessors(LogitsProcessor):
             self._calls.discard(use)
             use.executor_row = None
         self._has_absent = len(closed) < len(absent)
+
+    def begin(self) -> None:
+        """Begin calls of the next `apply` before its logits exist. Optional, between `update_state` and `apply`.
+
+        Only each row's first processor: a later one is not called if the row sits the step out before.
+        """
+        if not self._stages:
+            return
+        first = self._stages[0]
+        self._early.begin(first.without(self._rows_after(first.key)) if self._calls.has_saved else first)
+
+    def _rows_after(self, stage: StageKey) -> set[int]:
+        """Return the rows that went through a stage in an earlier step."""
+        saved = {row: self._calls.saved(members[0].use) for row, members in self._rows.items() if members}
+        return {row for row, each in saved.items() if each is not None and each.done >= stage}
+
+    def restrict(self, allowed: Mapping[int, AllowedTokens]) -> None:
+        """Forbid what the next `apply` will set to -inf in some rows, as far as their histories alone decide it.
+
+        Args:
+            allowed: the tokens of each of these rows, to be restricted.
+        """
+        trusted: defaultdict[LoadedProcessor, dict[GroupRow, AllowedTokens]] = defaultdict(dict)
+        shipped: dict[GroupRow, AllowedTokens] = {}
+        for row, each in allowed.items():
+            members = self._rows.get(row, ())
+            for number, member in enumerate(members):
+                if member.use.processor.is_trusted:
+                    trusted[member.use.processor][member] = each
+                elif number == 0 and sum(not other.use.processor.is_trusted for other in members) == 1:
+                    shipped[member] = each
+                else:
+                    each.leave_open()
+        for processor, pairs in trusted.items():
+            began = time.perf_counter()
+            processor.executor.restrict(processor, [member.executor_row for member in pairs], [*pairs.values()])
+            seconds = (time.perf_counter() - began) / len(pairs)
+            for member in pairs:
+                member.use.own_count.add(0, seconds)
+        if shipped:
+            self._early.restrict(shipped)
+
+    def skip(self, rows: Iterable[int]) -> None:
+        """Count a call for each processor of some rows, whose next tokens are certain without `apply`."""
+        for row in rows:
+            for member in self._rows.get(row, ()):
+                member.use.own_count.add(1, self._early.skip(member))
+
+    @property
+    def begun_rows(self) -> list[int]:
+        """Rows whose calls have begun, and wait for `apply`."""
+        return self._early.rows
+
+    def abandon(self) -> None:
+        """End the calls of `begin`, because there will be no logits: the step has failed."""
+        self._early.abandon()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.
@@ -163,7 +225,7 @@ class ShippedProcessors(LogitsProcessor):
             rows: the row of the batch at each place.
         """
         self._faults, self._deferred = {}, {}  # drop those of a step that failed elsewhere
-        may_defer = self._calls.has_saved or self._calls.patience.is_limited
+        may_defer = self._calls.has_saved or self._calls.patience.is_limited or self._early.is_ahead
         self._owners = self._first_uses(rows) if may_defer else {}
         done = self._resume(logits)
         previous = BEFORE_ALL
@@ -179,26 +241,49 @@ class ShippedProcessors(LogitsProcessor):
             self._calls.discard(self._owners[place])
 
     def _run_stage(self, stage: GroupStage, logits: torch.Tensor, previous: StageKey) -> None:
-        begun = []
-        for group, rows in stage.rows_of(logits):
-            if self._calls.is_busy(group.processor.group_name):
-                self._save(group, rows, previous)
-            else:
-                spent = self._spent.get(group.processor.tenant, 0.0)
-                begun.append((group, rows, group.executor_group.begin(rows, spent)))
+        stage = self._early.split(stage)
+        stage_logits = StageLogits(stage, logits, self._early.observe)
         slowest: dict[str, float] = {}
-        for group, rows, run in begun:
+        finished = []
+        for group, run in self._begin_stage(stage, stage_logits, previous):
             tenant = group.processor.tenant
-            left = self._calls.patience.left(tenant)
+            left = self._calls.left(group)
             if left == math.inf or run.wait(left):
-                outcome = run.finish()
+                self._calls.ended_in_time(group)
+                outcome = run.finish(stage_logits.collector_of(group))
                 if outcome.charged:
                     slowest[tenant] = max(slowest.get(tenant, 0.0), outcome.charged)
-                self._finish(group, rows, outcome, logits)
+                finished.append((group, outcome))
             else:
-                self._defer(group, rows, run, stage.key)
+                self._defer(group, stage_logits.rows_of(group), run, stage.key)
         for tenant, seconds in slowest.items():
             self._spent[tenant] = self._spent.get(tenant, 0.0) + seconds
+        stage_logits.apply_edits()
+        for group, outcome in finished:
+            self._finish(group, outcome, stage_logits)
+
+    def _begin_stage(
+        self, stage: GroupStage, logits: StageLogits, previous: StageKey
+    ) -> list[tuple[ProcessorGroup, Run]]:
+        """Begin the calls of a stage that `begin` has not begun, and give the others their logits if they need them.
+
+        Rows whose processor is busy are saved.
+        """
+        begun = []
+        for group in stage.groups:
+            name = group.processor.group_name
+            run = self._early.take(group)
+            if run is not None:
+                if run.needs_logits():
+                    run.provide(logits.rows_of(group))
+            elif self._calls.is_busy(name) or self._early.is_busy(name):
+                self._save(group, logits.rows_of(group), previous)
+                continue
+            else:
+                spent = self._spent.get(group.processor.tenant, 0.0)
+                run = group.executor_group.begin(logits.rows_of(group), spent)
+            begun.append((group, run))
+        return begun
 
     def _first_uses(self, rows: Sequence[int]) -> dict[int, ProcessorUse]:
         """Return the first processor of each row by its place. It identifies the row in `DeferredCalls`."""
@@ -286,7 +371,7 @@ class ShippedProcessors(LogitsProcessor):
             if use not in self._members:
                 executor_row = self._row_at_executor(use, params, prompt_token_ids, output_token_ids)
                 is_last = use is uses[-1] and not is_edited_later
-                self._members[use] = GroupRow(use, executor_row, tuple(before), is_last)
+                self._members[use] = GroupRow(use, executor_row, tuple(before), is_last, output_token_ids)
             rows.append(self._members[use])
             before.append(use.processor.name)
         return rows or None
@@ -309,24 +394,23 @@ class ShippedProcessors(LogitsProcessor):
             use.executor_row = use.processor.executor.attach(use.processor, sequence)
         return use.executor_row
 
-    def _finish(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome, logits: torch.Tensor) -> None:
+    def _finish(self, group: ProcessorGroup, outcome: RunOutcome, logits: StageLogits) -> None:
         """Count a finished call, check its rows and write them to the batch's logits.
 
         Args:
             group: the group that was called.
-            rows: float32 [rows of the group, vocab]: a view of the batch's logits if the group is adjacent.
             outcome: result of the call.
-            logits: logits of the batch.
+            logits: logits of the stage, with all edits.
         """
         group.count(outcome)
         if not group.processor.is_trusted:
-            self._calls.patience.charge(group.processor.tenant, outcome.seconds)
+            self._calls.patience.charge(group.processor.tenant, outcome.occupied)
         if self._needs_check(group, outcome):
-            faults = self._faults_of(group, rows, outcome)
+            faults = self._faults_of(group, logits.rows_of(group), outcome)
             self._faults |= {group.rows[place]: fault for place, fault in faults.items()}
-        if not group.is_adjacent:
-            logits[group.rows] = rows
+        logits.write_back(group)
         if self._trace.top:
+            rows = logits.rows_of(group)
             for place, row in enumerate(group.rows):
                 name, digest = group.processor.name, group.processor.digest
                 self._trace.record_processor(row, name, digest, rows[place], again=group.again)

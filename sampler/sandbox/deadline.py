@@ -3,6 +3,8 @@
 The wall clock alone would kill an honest processor because its neighbours keep the cores busy. So CPU time counts,
 which a process only uses while it runs. A process that waits uses none: it is killed once the same time has passed by
 the wall clock. The backstop ends the call of a process that could run, but gets no core.
+
+The wall clock starts once somebody waits for the answer. Until then, a forward pass may take as long as it likes.
 """
 
 from __future__ import annotations
@@ -59,19 +61,23 @@ class CallDeadline:
         clock: clock of the process that answers.
         seconds: CPU time that the call may take; and wall-clock time, as far as the process waits.
         backstop: wall-clock seconds that the call may take at most; None: `BACKSTOP` times as long.
+        is_awaited: False if nobody waits for the answer before `start_waiting`.
 
     Attributes:
         began: `time.perf_counter` at the start of the call.
         next_look: `time.perf_counter` when `exceeded` must be called, not before.
     """
 
-    def __init__(self, clock: ProcessClock, seconds: float, backstop: float | None = None) -> None:
+    def __init__(
+        self, clock: ProcessClock, seconds: float, backstop: float | None = None, *, is_awaited: bool = True
+    ) -> None:
         self._clock = clock
         self._seconds = seconds
         self._backstop = BACKSTOP * seconds if backstop is None else backstop
         self._cpu_began = clock.cpu_seconds()
         self._cpu_blocked: float | None = None
         self.began = time.perf_counter()
+        self._waiting_since = self.began if is_awaited else None
         self.next_look = self.began + seconds
 
     def cpu_seconds(self) -> float:
@@ -81,8 +87,14 @@ class CallDeadline:
             return time.perf_counter() - self.began
         return now - self._cpu_began
 
+    def start_waiting(self) -> None:
+        """Count wall-clock time from now on, unless it is counted already."""
+        if self._waiting_since is None:
+            self._waiting_since = time.perf_counter()
+            self.next_look = self._waiting_since + max(0.0, self._seconds - self.cpu_seconds())
+
     def extend(self, backstop: float) -> None:
-        """Give the call more wall-clock seconds from its beginning."""
+        """Give the call more wall-clock seconds, counted from the same moment."""
         self._backstop = backstop
 
     def exceeded(self) -> str | None:
@@ -90,7 +102,10 @@ class CallDeadline:
         cpu, now = self.cpu_seconds(), time.perf_counter()
         if cpu >= self._seconds:
             return f"{self._seconds:.4g} s of CPU time"
-        if now - self.began >= self._backstop:
+        if self._waiting_since is None:
+            self.next_look = now + max(self._seconds - cpu, _SHORTEST_WAIT)
+            return None
+        if now - self._waiting_since >= self._backstop:
             return f"{self._backstop:.4g} s, in which it got {cpu:.2g} s of CPU time"
         # Looked at twice: a process that pages in memory, for example, also waits for a moment.
         if self._clock.is_runnable():
@@ -100,5 +115,5 @@ class CallDeadline:
         else:
             self._cpu_blocked = cpu
         wait = max(self._seconds - cpu, _SHORTEST_WAIT) if self._cpu_blocked is None else _BLOCKED_WAIT
-        self.next_look = min(now + wait, self.began + self._backstop)
+        self.next_look = min(now + wait, self._waiting_since + self._backstop)
         return None

@@ -13,7 +13,13 @@ DETACH   a removed sequence                                 none
 GROUP    the sequences of the rows, from now on             none
 STEP     the new tokens of each row                         DONE, FAULTS, or AGAIN (send the rows again)
 RETRY    the rows are in the shared memory again            DONE or FAULTS
+PROMISE  as STEP, but the rows are not there yet            EDITS, DONE, FAULTS, or READ (send the rows)
+ROWS     the rows are in the shared memory now              DONE, FAULTS or AGAIN
 ```
+
+A processor that is called before its logits exist answers a PROMISE with the edits that it recorded, in the form of
+`edit_codec`. If they are longer than `LONGEST_ANSWER`, they are in the shared memory. A processor that uses the logits'
+values waits between READ and ROWS. Commands without an answer that arrive in between are executed after the call.
 
 Assumptions:
 * The server does not trust a sandbox: not the length, type or timing of what it sends, nor that our worker sent it.
@@ -23,7 +29,10 @@ Assumptions:
 Guarantees:
 * A FORK is sent between two STEPs of its sequence, and copies the state after the first.
 * At most one call is in flight. An answer has the `number` of its call.
-* The sandbox may write to the shared memory at any time. The server copies the rows out, and only uses the copy.
+* A sandbox that gives no answer in time gets `DUMP_SIGNAL`, writes the stack of its Python code to the socket, as text,
+  and is killed.
+* The sandbox may write to the shared memory at any time. The server copies the rows or the edits out, and only uses the
+  copy.
 
 The channel between the server, the launcher and the zygote is trusted: framed messages with file descriptors. Plain
 values are those that `marshal` can write, and that run no code when they are read back in a sandbox.
@@ -33,6 +42,7 @@ from __future__ import annotations
 
 import marshal
 import os
+import signal
 import socket
 import struct
 from array import array
@@ -45,6 +55,15 @@ HEADER = struct.Struct("<IIQ")
 
 LONGEST_ANSWER = 1 << 16
 """Largest body of an answer, in bytes. The server reads no further, and kills a sandbox that sends more."""
+
+EDITS_HEADER = struct.Struct("<dI")
+"""Head of EDITS: the seconds that the call took, as the sandbox says; bytes in the shared memory, 0 if they follow."""
+
+SECONDS = struct.Struct("<d")
+"""Body of READ, and of a PROMISE's DONE: the seconds that the call took so far, as the sandbox says."""
+
+DUMP_SIGNAL = signal.SIGUSR1
+"""Makes a sandbox write where it is to its socket."""
 
 FLOAT_BYTES = 4
 _MAX_DESCRIPTORS = 4
@@ -65,6 +84,8 @@ class Command(IntEnum):
     RETRY = 5
     FORK = 6
     GROUP = 7
+    PROMISE = 8
+    ROWS = 9
 
 
 class Answer(IntEnum):
@@ -75,6 +96,8 @@ class Answer(IntEnum):
     DONE = 3
     FAULTS = 4
     AGAIN = 5
+    READ = 6
+    EDITS = 7
 
 
 def pack(message: int, number: int, body: bytes = b"") -> bytes:

@@ -10,6 +10,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 
 from .group_snapshot import GroupMember, GroupSnapshot
+from .promised_call import PromisedCall
 
 _ENOUGH_RETRIES = 3
 
@@ -26,6 +27,9 @@ class RowRetry:
         if faults is None:  # request the rows again
             faults = retry.retry(logits, members)
 
+    A call whose logits are promised (`PromisedCall`) is never made row by row: that needs the rows. `attempt` returns
+    None for a single row too, because the exception might not have been raised with real logits.
+
     `GroupSnapshot` restores the sequences. A sequence whose values it cannot hold gets the group's fault, and so does
     one whose history the processor shortened. Not restored are attributes of the class and of its module, the view's
     other attributes, and tokens that were replaced. Values within `params` and `state` are equal afterwards, but not
@@ -36,30 +40,38 @@ class RowRetry:
             bad result.
     """
 
-    def __init__(self, call: Callable[[torch.Tensor, list[dict[str, Any]]], None]) -> None:
+    def __init__(self, call: Callable[[torch.Tensor | PromisedCall, list[dict[str, Any]]], None]) -> None:
         self._call = call
         self._failed: tuple[GroupSnapshot, ProcessorFault] | None = None
         self._retries_without_fault = 0
 
-    def attempt(self, logits: torch.Tensor, members: Sequence[GroupMember]) -> dict[int, ProcessorFault] | None:
+    @property
+    def is_row_by_row(self) -> bool:
+        """True if the processor cannot handle several rows, and is called for each."""
+        return self._retries_without_fault >= _ENOUGH_RETRIES
+
+    def attempt(
+        self, logits: torch.Tensor | PromisedCall, members: Sequence[GroupMember]
+    ) -> dict[int, ProcessorFault] | None:
         """Call the processor on all rows at once.
 
         A processor that repeatedly failed for groups but never for a single row cannot handle several rows: it is
         called row by row from then on.
 
         Args:
-            logits: float32 [rows, vocab], edited in place.
+            logits: float32 [rows, vocab], edited in place; or their promise, unless `is_row_by_row`.
             members: one per row, at least one.
 
         Returns:
             The faults by row of the group; or None if `retry` must be called: the logits are invalid, and are needed
             again.
         """
-        if len(members) == 1:
-            fault = self._fault_of(logits, members)
-            return {} if fault is None else {0: fault}
-        if self._retries_without_fault >= _ENOUGH_RETRIES:
-            return self._call_each(logits, members, range(len(members)))
+        if isinstance(logits, torch.Tensor):
+            if len(members) == 1:
+                fault = self._fault_of(logits, members)
+                return {} if fault is None else {0: fault}
+            if self.is_row_by_row:
+                return self._call_each(logits, members, range(len(members)))
         snapshot = GroupSnapshot(members)
         fault = self._fault_of(logits, members)
         if fault is None:
@@ -93,7 +105,7 @@ class RowRetry:
         faults = ((row, self._fault_of(logits[row : row + 1], [members[row]])) for row in rows)
         return {row: fault for row, fault in faults if fault is not None}
 
-    def _fault_of(self, logits: torch.Tensor, members: Sequence[GroupMember]) -> ProcessorFault | None:
+    def _fault_of(self, logits: torch.Tensor | PromisedCall, members: Sequence[GroupMember]) -> ProcessorFault | None:
         try:
             self._call(logits, [member.params for member in members])
         except ProcessorFault as fault:

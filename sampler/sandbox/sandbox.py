@@ -18,9 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
+from logitship.sampler.edits.edit_codec import VectorStore, decode
+from logitship.sampler.edits.edit_operations import GroupEdits
+
 from . import priority
 from .deadline import CallDeadline, ProcessClock
-from .protocol import FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
+from .protocol import DUMP_SIGNAL, EDITS_HEADER, FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
 from .zygote_process import ForkedProcess, ZygoteProcess
 
 _STATUS_TIMEOUT = 0.25
@@ -32,8 +35,14 @@ _ENDED_STATUS_TIMEOUT = 1.0
 _STATUS_INTERVAL = 0.002
 """Seconds between two looks whether the wait status has arrived."""
 
+_DUMP_PAUSE = 0.01
+"""Seconds in which a process that runs has written where it is."""
+
+_DUMP_TIMEOUT = 0.1
+"""Most seconds to wait for that."""
+
 _CHUNK = 4096
-"""Bytes of an answer to read at once."""
+"""Bytes of an answer to read at first."""
 
 
 class SandboxDied(Exception):
@@ -42,12 +51,14 @@ class SandboxDied(Exception):
     Attributes:
         kind: kind of the fault, see `ProcessorFault`.
         reason: the rest of a sentence that begins with the processor's name.
+        dump: faulthandler's dump of the stack of a process that gave no answer, not trusted; empty if there is none.
     """
 
-    def __init__(self, kind: str, reason: str) -> None:
+    def __init__(self, kind: str, reason: str, dump: bytes = b"") -> None:
         super().__init__(reason)
         self.kind = kind
         self.reason = reason
+        self.dump = dump
 
 
 @dataclass
@@ -59,6 +70,7 @@ class _Call:
         received: the answer received so far.
         deadline: when the process is killed for giving none.
         closed_at: `time.perf_counter` when the connection was found closed; None while it is open.
+        overdue: set once the deadline was exceeded.
     """
 
     number: int
@@ -66,6 +78,22 @@ class _Call:
     received: bytearray
     deadline: CallDeadline
     closed_at: float | None = None
+    overdue: _Overdue | None = None
+
+
+@dataclass(frozen=True)
+class _Overdue:
+    """A call that exceeded its deadline, and whose process was asked where it is.
+
+    Attributes:
+        limit: what `CallDeadline.exceeded` returned.
+        since: `time.perf_counter` when the process was asked.
+        num_received: bytes received before.
+    """
+
+    limit: str
+    since: float
+    num_received: int
 
 
 class Sandbox:
@@ -76,6 +104,7 @@ class Sandbox:
     Attributes:
         group: handles of the sequences of the last GROUP.
         last_deadline: deadline of the last call that ended; None before the first.
+        descriptor: file descriptor of its connection, which is readable once an answer arrives.
     """
 
     def __init__(self, zygote: ZygoteProcess, max_rows: int, vocab_size: int) -> None:
@@ -100,7 +129,9 @@ class Sandbox:
             on_failure.pop_all()
         values = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size)
         self._logits: torch.Tensor | None = values.view(max_rows, -1)
+        self._vectors = VectorStore(vocab_size)
         self._connection.setblocking(False)
+        self.descriptor = self._connection.fileno()
         self._lock = threading.Lock()
         self._death: SandboxDied | None = None
         self._call_number = 0
@@ -124,6 +155,31 @@ class Sandbox:
         if logits is None:
             raise self.death
         return logits
+
+    def decode_edits(self, body: bytes, num_rows: int) -> GroupEdits:
+        """Decode the body of EDITS. To be called for each such answer, in order.
+
+        Args:
+            body: the body.
+            num_rows: rows of the call.
+
+        Raises:
+            ValueError: it is malformed, or names rows or tokens that the call does not have.
+            SandboxDied: the sandbox was closed.
+        """
+        if len(body) < EDITS_HEADER.size:
+            raise ValueError("no header")
+        vocab_size = self.logits.shape[-1]
+        _, shared_size = EDITS_HEADER.unpack_from(body)
+        encoded = self._copy_shared(shared_size) if shared_size else body[EDITS_HEADER.size :]
+        return decode(encoded, num_rows, vocab_size, self._vectors)
+
+    def _copy_shared(self, size: int) -> bytes:
+        """Return a copy of the first bytes of the shared memory, which the sandbox may change at any time."""
+        shared = self.logits.view(-1).view(torch.uint8)
+        if size > len(shared):
+            raise ValueError("longer than the shared memory")
+        return shared[:size].numpy().tobytes()
 
     @property
     def alive(self) -> bool:
@@ -156,7 +212,7 @@ class Sandbox:
     def death(self) -> SandboxDied:
         """The reason of its death. Only for a dead sandbox."""
         assert self._death is not None
-        return SandboxDied(self._death.kind, self._death.reason)
+        return SandboxDied(self._death.kind, self._death.reason, self._death.dump)
 
     def enqueue(self, command: Command, body: bytes) -> None:
         """Queue a command that has no answer, to be sent with the next call."""
@@ -175,7 +231,8 @@ class Sandbox:
             command: one that has an answer.
             body: the body of the message.
             timeout: seconds that the answer may take, see `CallDeadline`.
-            backstop: wall-clock seconds that it may take at most, see `CallDeadline`.
+            backstop: wall-clock seconds that it may take at most, see `CallDeadline`. After PROMISE, they are counted
+                from `start_waiting`.
 
         Raises:
             SandboxDied: the sandbox is dead.
@@ -186,7 +243,8 @@ class Sandbox:
         self._call_number += 1
         message = bytes(self._outbox) + pack(command, self._call_number, body)
         self._outbox.clear()
-        deadline = CallDeadline(self._clock, timeout, backstop)
+        is_awaited = command is not Command.PROMISE
+        deadline = CallDeadline(self._clock, timeout, backstop, is_awaited=is_awaited)
         self._call = _Call(self._call_number, memoryview(message), bytearray(), deadline)
         with contextlib.suppress(SandboxDied):  # `finish` raises it
             self._send(self._call)
@@ -200,6 +258,11 @@ class Sandbox:
         while (answer := self.advance()) is None:
             wait_for_any([self])
         return answer
+
+    def start_waiting(self) -> None:
+        """Count wall-clock time of the call in flight from now on: its step needs the answer."""
+        if self._call is not None and self._call.overdue is None:
+            self._call.deadline.start_waiting()
 
     def defer(self, backstop: float) -> None:
         """Let the call in flight go on at the lowest priority, because no step waits for it.
@@ -223,15 +286,14 @@ class Sandbox:
         """
         call = self._call
         assert call is not None
-        answer = None
         try:
             answer = self._exchange(call)
-        finally:
-            if answer is not None or not self.alive:
-                self._seconds_in_calls += time.perf_counter() - call.deadline.began
-                self.last_deadline = call.deadline
-                self._call = None
-                self._end_deferral()
+        except SandboxDied:
+            self._end_call(call)
+            raise
+        # Not if it is dead without an exception: another thread has killed it since, and the next `advance` raises.
+        if answer is not None:
+            self._end_call(call)
         return answer
 
     def check(self) -> bool:
@@ -240,12 +302,12 @@ class Sandbox:
             self.kill("crash", self._exit_reason(_STATUS_TIMEOUT))
         return self.alive
 
-    def kill(self, kind: str, reason: str) -> None:
-        """Kill the process. The first reason given is kept."""
+    def kill(self, kind: str, reason: str, dump: bytes = b"") -> None:
+        """Kill the process. The first reason given is kept; for the arguments see `SandboxDied`."""
         with self._lock:
             if self._death is not None:
                 return
-            self._death = SandboxDied(kind, reason)
+            self._death = SandboxDied(kind, reason, dump)
             self._process.kill()
             # Wakes up a waiting thread. The descriptors are closed by `close`.
             with contextlib.suppress(OSError):
@@ -291,6 +353,12 @@ class Sandbox:
         self._lowest_balance = min(self._lowest_balance, balance)
         return balance - self._lowest_balance
 
+    def _end_call(self, call: _Call) -> None:
+        self._seconds_in_calls += time.perf_counter() - call.deadline.began
+        self.last_deadline = call.deadline
+        self._call = None
+        self._end_deferral()
+
     def _end_deferral(self) -> None:
         if self._is_deferred:
             self._is_deferred = False
@@ -300,8 +368,8 @@ class Sandbox:
         if self._death is not None:
             raise self.death
 
-    def _fail(self, kind: str, reason: str) -> SandboxDied:
-        self.kill(kind, reason)
+    def _fail(self, kind: str, reason: str, dump: bytes = b"") -> SandboxDied:
+        self.kill(kind, reason, dump)
         return self.death
 
     def _exchange(self, call: _Call) -> tuple[Answer, bytes] | None:
@@ -309,6 +377,9 @@ class Sandbox:
         if call.unsent:
             self._send(call)
         self._receive(call)
+        if call.overdue is not None:
+            self._fail_with_dump(call, call.overdue)
+            return None
         if call.closed_at is not None:
             self._fail_once_ended(call.closed_at)
             return None
@@ -320,22 +391,46 @@ class Sandbox:
                 self._receive(call)  # it may have answered just before it was looked at
                 answer = self._answer(call)
             if limit is not None and answer is None:
-                raise self._fail("deadline", f"gave no answer within {limit}: its process was killed")
+                self._ask_where_it_is(call, limit)
         return answer
 
+    def _ask_where_it_is(self, call: _Call, limit: str) -> None:
+        """Let the process write where it is to the connection. It will be killed: no answer is accepted any more."""
+        call.overdue = _Overdue(limit, time.perf_counter(), len(call.received))
+        call.deadline.next_look = call.overdue.since + _DUMP_PAUSE
+        self._process.send(DUMP_SIGNAL)
+
+    def _fail_with_dump(self, call: _Call, overdue: _Overdue) -> None:
+        """Kill the process once it has written where it is, or does not. Never blocks.
+
+        Raises:
+            SandboxDied: it has, or did not.
+        """
+        waited = time.perf_counter() - overdue.since
+        dump = bytes(call.received[overdue.num_received :])
+        is_complete = dump.endswith(b"\n") and waited >= _DUMP_PAUSE
+        if is_complete or waited >= _DUMP_TIMEOUT or call.closed_at is not None:
+            raise self._fail("deadline", f"gave no answer within {overdue.limit}: its process was killed", dump)
+        call.deadline.next_look = time.perf_counter() + _DUMP_PAUSE
+
     def _receive(self, call: _Call) -> None:
-        # Up to one byte more than the longest answer, to detect a longer one. In chunks, because `recv` allocates the
-        # requested size, and most answers have no body.
-        rest = HEADER.size + LONGEST_ANSWER + 1 - len(call.received)
-        try:
-            chunk = self._connection.recv(min(rest, _CHUNK))
-        except BlockingIOError:
-            return
-        except OSError:
-            chunk = b""
-        call.received += chunk
-        if not chunk:
-            call.closed_at = call.closed_at or time.perf_counter()
+        # In chunks, because `recv` allocates the requested size, and most answers are short.
+        size = _CHUNK
+        while True:
+            # Up to one byte more than the longest answer, to detect a longer one.
+            rest = HEADER.size + LONGEST_ANSWER + 1 - len(call.received)
+            try:
+                chunk = self._connection.recv(min(rest, size))
+            except BlockingIOError:
+                return
+            except OSError:
+                chunk = b""
+            call.received += chunk
+            if not chunk:
+                call.closed_at = call.closed_at or time.perf_counter()
+            if len(chunk) < size:
+                return
+            size = rest
 
     def _send(self, call: _Call) -> None:
         while call.unsent:

@@ -20,6 +20,7 @@ import torch
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.processors.executor import (
     ClassDescription,
     ExecutorRow,
@@ -29,6 +30,7 @@ from logitship.sampler.processors.executor import (
     from_bytes,
 )
 
+from .answer_receiver import AnswerReceiver
 from .deadline import BACKSTOP
 from .first_calls import FirstCallCredit
 from .priority import LOADING
@@ -115,6 +117,7 @@ class SandboxExecutor:
         self._ended: Counter[str] = Counter()
         self._loading: dict[tuple[str, str], SandboxLoad] = {}
         self._pending: list[SandboxRun] = []
+        self._receiver = AnswerReceiver()
         self._first_calls = FirstCallCredit(limits.step_timeout, limits.first_step_timeout)
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="logitship-sandboxes", daemon=True)
@@ -163,6 +166,13 @@ class SandboxExecutor:
             if sandboxed.sandbox is not None:
                 self._end(sandboxed.sandbox)
 
+    def restrict(
+        self, processor: LoadedProcessor, rows: Sequence[ExecutorRow], allowed: Sequence[AllowedTokens]
+    ) -> None:
+        """See `ProcessorExecutor.restrict`. Shipped classes show what they do in their calls, one for each token."""
+        for each in allowed:
+            each.leave_open()
+
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> SandboxRow:
         """See `ProcessorExecutor.attach`."""
         return SandboxRow(sequence, self._handles)
@@ -172,15 +182,26 @@ class SandboxExecutor:
         return SandboxGroup(self, processor.instance, [row for row in rows if isinstance(row, SandboxRow)])
 
     def begin(
-        self, sandboxed: SandboxedProcessor, logits: torch.Tensor, members: Sequence[SandboxRow], spent: float = 0.0
+        self,
+        sandboxed: SandboxedProcessor,
+        members: Sequence[SandboxRow],
+        logits: torch.Tensor | None,
+        spent: float = 0.0,
     ) -> SandboxRun:
-        """Begin a call, see `ExecutorGroup.begin`."""
+        """Begin a call, see `ExecutorGroup.begin`; without logits if `SandboxRun.provide` follows."""
         sandbox: Sandbox | SandboxDied = sandboxed.current_sandbox
-        run = self._new_run(sandboxed, logits, spent)
+        self._receiver.release(sandboxed.current_sandbox.descriptor)  # a call of an aborted step
+        run = self._new_run(sandboxed, spent)
         # A sandbox that died is replaced at admission, never here: a step does not wait for a process to start.
         if any(row.sandbox is None for row in members) and not sandboxed.current_sandbox.check():
             sandbox = SandboxDied("load", "lost its process before the first step of this request: try again")
-        run.begin(sandbox, members)
+        run.begin(sandbox, members, logits)
+        return run
+
+    def promise(self, sandboxed: SandboxedProcessor, members: Sequence[SandboxRow]) -> SandboxRun:
+        """Begin a call, see `ExecutorGroup.promise`."""
+        run = self.begin(sandboxed, members, None)
+        run.receive_early(self._receiver)
         return run
 
     @property
@@ -192,16 +213,16 @@ class SandboxExecutor:
         """Start the zygote again if it died. Blocks."""
         self._zygote.revive()
 
-    def _new_run(self, sandboxed: SandboxedProcessor, logits: torch.Tensor, spent: float) -> SandboxRun:
+    def _new_run(self, sandboxed: SandboxedProcessor, spent: float) -> SandboxRun:
         step_timeout = self._limits.step_timeout
         if sandboxed.current_sandbox.is_new and (extra := self._first_calls.left(sandboxed.tenant)):
             timeout = step_timeout + extra
             # Not several times as long: all requests wait.
             backstop = max(timeout, BACKSTOP * step_timeout)
             use = partial(self._first_calls.use, sandboxed.tenant)
-            return SandboxRun(sandboxed, logits, timeout, backstop, self._pending, use)
+            return SandboxRun(sandboxed, timeout, backstop, self._pending, use)
         timeout = max(step_timeout - spent, step_timeout * LEAST_SHARE)
-        return SandboxRun(sandboxed, logits, timeout, BACKSTOP * timeout, self._pending)
+        return SandboxRun(sandboxed, timeout, BACKSTOP * timeout, self._pending)
 
     def stats(self) -> SandboxStats:
         """Return the numbers of sandboxes. Thread-safe."""
@@ -212,6 +233,7 @@ class SandboxExecutor:
     def close(self) -> None:
         """End all sandboxes."""
         self._stopped.set()
+        self._receiver.close()
         self._zygote.close()
         self._spares.close()
         for sandbox in list(self._sandboxes):
@@ -232,13 +254,13 @@ class SandboxExecutor:
                 sandbox = self._take_sandbox(sandboxed)
                 try:
                     load.begin(sandbox)
-                    description = _load_class(sandbox, sandboxed.load_message, self._limits.load_timeout)
+                    description = _load_class(sandbox, sandboxed, self._limits.load_timeout)
                 except BaseException:  # cleanup, then re-raised
                     self._end(sandbox)
                     raise
             if self._loads_in_background:
                 sandbox.restore_priority()
-            sandboxed.class_description = description
+            sandboxed.describe(description)
             if sandboxed.sandbox is not None:
                 self._end(sandboxed.sandbox)
             sandboxed.sandbox = sandbox
@@ -321,9 +343,19 @@ class SandboxGroup:
     processor: SandboxedProcessor
     rows: Sequence[SandboxRow]
 
+    def promise(self) -> SandboxRun | None:
+        """See `ExecutorGroup.promise`."""
+        if not self.processor.reads.may_promise():
+            return None
+        return self.executor.promise(self.processor, self.rows)
+
     def begin(self, logits: torch.Tensor, spent: float = 0.0) -> SandboxRun:
-        """See `ExecutorGroup.begin`."""
-        return self.executor.begin(self.processor, logits, self.rows, spent)
+        """See `ExecutorGroup.begin`. Edits are shorter than the rows, so that the call is promised them here too."""
+        if not self.processor.reads.may_promise():
+            return self.executor.begin(self.processor, self.rows, logits, spent)
+        run = self.executor.begin(self.processor, self.rows, None, spent)
+        run.provide(logits)
+        return run
 
 
 def _load_message(string: PickledProcessor | SourceProcessor) -> bytes:
@@ -332,7 +364,7 @@ def _load_message(string: PickledProcessor | SourceProcessor) -> bytes:
     return marshal.dumps(("source", string.source, string.class_name, string.captured, string.python))
 
 
-def _load_class(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescription:
+def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float) -> ClassDescription:
     """Load a processor in a new sandbox. Return the description of its class.
 
     Raises:
@@ -340,7 +372,7 @@ def _load_class(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescri
         ExecutorUnavailable: the zygote ended.
     """
     try:
-        sandbox.begin(Command.LOAD, message, timeout)
+        sandbox.begin(Command.LOAD, sandboxed.load_message, timeout)
         answer, body = sandbox.finish()
         if answer is Answer.LOADED:
             return _class_description(sandbox, body)
@@ -349,7 +381,8 @@ def _load_class(sandbox: Sandbox, message: bytes, timeout: float) -> ClassDescri
     except SandboxDied as died:
         if sandbox.was_lost:
             raise ExecutorUnavailable("the process that sandboxes are forked from ended: try again later") from None
-        raise ProcessorLoadError(f"the processor {died.reason} (while it was loaded)") from None
+        message = f"the processor {died.reason} (while it was loaded)\n{sandboxed.traceback_of(died)}".rstrip()
+        raise ProcessorLoadError(message) from None
     raise ProcessorLoadError(scrub(body.decode(errors="replace"))[:LONGEST_TEXT])
 
 

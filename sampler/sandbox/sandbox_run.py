@@ -15,12 +15,23 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.client.scrub import scrub
-from logitship.sampler.processors.executor import ClassDescription, ExecutorSequence, RunOutcome
+from logitship.sampler.edits.edit_operations import GroupEdits
+from logitship.sampler.edits.merged_edits import apply_edits
+from logitship.sampler.processors.executor import (
+    ClassDescription,
+    CollectEdits,
+    ExecutorSequence,
+    LogitsUse,
+    RunOutcome,
+)
 from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
+from .answer_receiver import AnswerReceiver
 from .deadline import DEFERRED_BACKSTOP
-from .protocol import Answer, Command
+from .protocol import SECONDS, Answer, Command
+from .read_history import ReadHistory
 from .sandbox import Sandbox, SandboxDied, wait_for_any
+from .stack_dump import traceback_of
 
 LONGEST_TEXT = 8192
 """Characters kept of a message or traceback from a sandbox."""
@@ -36,6 +47,7 @@ class SandboxedProcessor:
         lock: held while a sandbox is started.
         sandbox: the sandbox that was started last; None before the first.
         class_description: description of the class. It comes from the sandbox, so it is not trusted.
+        reads: which calls used the values of their logits.
     """
 
     def __init__(self, digest: str, tenant: str, load_message: bytes) -> None:
@@ -45,6 +57,12 @@ class SandboxedProcessor:
         self.lock = threading.Lock()
         self.sandbox: Sandbox | None = None
         self.class_description = ClassDescription("")
+        self.reads = ReadHistory()
+
+    def describe(self, description: ClassDescription) -> None:
+        """Set the description of the class, which was loaded."""
+        self.class_description = description
+        self.reads.never_promise = bool(description.dense_reason)
 
     @property
     def name(self) -> str:
@@ -59,7 +77,15 @@ class SandboxedProcessor:
 
     def fault_of_death(self, died: SandboxDied) -> ProcessorFault:
         """Return the fault of the rows whose sandbox died."""
-        return self.fault_of(died.kind, died.reason)
+        return self.make_fault(died.kind, f"processor {self.name} {died.reason}", self.traceback_of(died))
+
+    def traceback_of(self, died: SandboxDied) -> str:
+        """Return where a sandbox was that gave no answer; "" if that is not known."""
+        return traceback_of(died.dump, self._source_lines()) if died.dump else ""
+
+    def _source_lines(self) -> list[str]:
+        form, source, *_ = marshal.loads(self.load_message)  # of this process
+        return source.splitlines() if form == "source" else []
 
     def fault_of(self, kind: str, reason: str) -> ProcessorFault:
         """Return a fault of this processor. `reason` continues a sentence that begins with the processor's name."""
@@ -171,7 +197,6 @@ class SandboxRun:
     """A `Run` in a sandbox.
 
     Args:
-        logits: float32 [rows, vocab]; edited in place by `finish`.
         timeout: seconds that the call may take, see `CallDeadline`.
         backstop: wall-clock seconds that it may take at most.
         pending: all runs that wait for an answer. `finish` serves all of them while it waits for its own, so that no
@@ -182,31 +207,43 @@ class SandboxRun:
     def __init__(
         self,
         processor: SandboxedProcessor,
-        logits: torch.Tensor,
         timeout: float,
         backstop: float,
         pending: list[SandboxRun],
         use_credit: Callable[[float], None] | None = None,
     ) -> None:
         self._processor = processor
-        self._logits = logits
         self._timeout = timeout
         self._backstop = backstop
         self._pending = pending
         self._use_credit = use_credit
+        self._logits: torch.Tensor | None = None
         self._faults: dict[int, ProcessorFault] = {}
         self._sandbox: Sandbox | None = None
+        self._num_rows = 0
         self._rows_in_call: list[int] = []
-        self._answer: tuple[Answer, bytes] | None = None
-        self._is_retry = self._is_deferred = False
-        self._began = self._ended = time.perf_counter()
+        self._receiver: AnswerReceiver | None = None
+        self._edits: GroupEdits | None = None
+        self._has_result = False
+        self._is_promised = self._is_reading = self._was_read = self._is_retry = self._is_deferred = False
+        self._is_in_call = False
+        self._seconds = self._cpu_seconds = self._seconds_waited = 0.0
+        self._began = time.perf_counter()
 
     def fail(self, rows: Sequence[int], died: SandboxDied) -> None:
         """Give rows the fault of a sandbox that died."""
         self._faults |= dict.fromkeys(rows, self._processor.fault_of_death(died))
 
-    def begin(self, sandbox: Sandbox | SandboxDied, rows: Sequence[SandboxRow]) -> None:
-        """Attach new sequences, copy the rows into the shared memory, and send the call."""
+    def begin(self, sandbox: Sandbox | SandboxDied, rows: Sequence[SandboxRow], logits: torch.Tensor | None) -> None:
+        """Attach new sequences, and send the call.
+
+        Args:
+            sandbox: the processor's sandbox, or why there is none.
+            rows: the rows of the call.
+            logits: float32 [rows, vocab]; None: promise them.
+        """
+        self._logits, self._is_promised = logits, logits is None
+        self._num_rows = len(rows)
         self._rows_in_call = [
             index for index, row in enumerate(rows) if row.sandbox is sandbox or self._attach(sandbox, row, index)
         ]
@@ -216,7 +253,8 @@ class SandboxRun:
             # A run of an aborted step may still be pending here. Beginning another call kills its sandbox.
             self._pending[:] = [run for run in self._pending if run._sandbox is not sandbox]
             message = step_message(sandbox, [rows[index] for index in self._rows_in_call])
-            self._send_call(Command.STEP, message, self._timeout, self._backstop)
+            command = Command.PROMISE if self._is_promised else Command.STEP
+            self._send_call(command, message, self._timeout, self._backstop)
 
     def _attach(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, index: int) -> bool:
         """Attach a new sequence to a sandbox. Return False if that is impossible; the row then has a fault."""
@@ -234,38 +272,96 @@ class SandboxRun:
                 return True
         return False
 
+    def receive_early(self, receiver: AnswerReceiver) -> None:
+        """Let a receiver receive the answer to a call that was promised its logits, until they exist."""
+        if self._is_in_call:
+            assert self._sandbox is not None
+            self._pending.remove(self)
+            self._receiver = receiver
+            receiver.watch(self._sandbox.descriptor, self)
+
+    def on_readable(self) -> None:
+        """Receive the answer on the receiver's thread."""
+        self.advance()
+        if not self._is_in_call:
+            self._receiver = None
+
+    def needs_logits(self) -> bool:
+        """See `Run.needs_logits`."""
+        self._take_over()
+        if self._is_in_call:
+            self.advance()
+        return self._edits is None
+
+    def provide(self, logits: torch.Tensor) -> None:
+        """See `Run.provide`."""
+        self._take_over()
+        self._logits = logits
+        if self._is_in_call:
+            assert self._sandbox is not None
+            self._sandbox.start_waiting()
+        elif self._is_reading:
+            self._send_rows()
+
+    def _take_over(self) -> None:
+        """Receive the answer on this thread from now on, unless it was received early."""
+        receiver = self._receiver  # whose thread may just be setting it to None
+        if receiver is not None:
+            assert self._sandbox is not None
+            receiver.release(self._sandbox.descriptor)
+            self._receiver = None
+            if self._is_in_call:
+                self._pending.append(self)
+
     def wait(self, timeout: float) -> bool:
         """See `Run.wait`."""
-        if self in self._pending:
-            self.advance()  # often the answer is already here, because the sandbox ran on this core
-        until = time.perf_counter() + timeout
-        while self in self._pending and (left := until - time.perf_counter()) > 0:
+        if not self._is_in_call:
+            return True
+        self.advance()  # often the answer is already here, because the sandbox ran on this core
+        began = time.perf_counter()
+        until = began + timeout
+        while self._is_in_call and (left := until - time.perf_counter()) > 0:
             runs = {run._sandbox: run for run in self._pending if run._sandbox is not None}
             for sandbox in wait_for_any(runs, left):
                 runs[sandbox].advance()
-        return self not in self._pending
+        self._seconds_waited += time.perf_counter() - began
+        return not self._is_in_call
 
     def defer(self, logits: torch.Tensor) -> None:
         """See `Run.defer`."""
         self._logits = logits
         self._is_deferred = True
         self._backstop = DEFERRED_BACKSTOP * self._timeout
-        if self._sandbox is not None and self in self._pending:
+        if self._sandbox is not None and self._is_in_call:
             self._sandbox.defer(self._backstop)
 
-    def finish(self) -> RunOutcome:
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         """See `Run.finish`."""
         self.wait(math.inf)
-        if self._answer is not None:
-            try:
-                self._apply_answer(*self._answer)
-            except SandboxDied as died:
-                self.fail(self._rows_in_call, died)
-        seconds = self._ended - self._began
-        if self._use_credit is None:
-            return RunOutcome(seconds, self._faults, self._is_retry, seconds)
-        self._use_credit(seconds)
-        return RunOutcome(seconds, self._faults, self._is_retry)
+        if self._edits is not None:
+            (collect or self._apply_edits)(self._rows_in_call, self._edits)
+        elif self._has_result:
+            self._copy_out()
+        else:
+            assert self._faults.keys() >= set(self._rows_in_call), "an answer was lost"
+        if self._is_promised:
+            self._processor.reads.observe(was_read=self._was_read)
+        if self._use_credit is not None:
+            self._use_credit(self._charged)
+        charged = 0.0 if self._use_credit is not None else self._charged
+        occupied = max(self._cpu_seconds, self._seconds_waited)
+        return RunOutcome(self._seconds, self._faults, self._is_retry, charged, occupied, self._logits_use)
+
+    @property
+    def _logits_use(self) -> LogitsUse:
+        if not self._is_promised:
+            return "given"
+        return "read" if self._was_read else "unread"
+
+    @property
+    def _charged(self) -> float:
+        """Seconds that count against the deadline. What a sandbox says of its own time does not."""
+        return self._cpu_seconds if self._is_promised else self._seconds
 
     def advance(self) -> None:
         """Receive the answer if it has arrived. Never blocks."""
@@ -273,62 +369,107 @@ class SandboxRun:
         try:
             answer = self._sandbox.advance()
         except SandboxDied as died:
-            self._pending.remove(self)
-            self._ended = time.perf_counter()
+            self._end_call()
             self.fail(self._rows_in_call, died)
             return
         if answer is None:
             return
-        self._pending.remove(self)
-        self._ended = time.perf_counter()
-        if answer[0] is Answer.AGAIN and not self._is_retry:
+        self._end_call(answer)
+        if answer[0] is Answer.READ and self._is_promised and not self._was_read:
+            self._is_reading = self._was_read = True
+            if self._logits is not None:
+                self._send_rows()
+        elif answer[0] is Answer.AGAIN and not self._is_retry and self._logits is not None:
             self._is_retry = True
             self._send_call(Command.RETRY, b"", *self._remaining())
         else:
-            self._answer = answer
+            self._take_answer(*answer)
+
+    def _end_call(self, answer: tuple[Answer, bytes] | None = None) -> None:
+        """Add up the time of a call that has ended."""
+        assert self._sandbox is not None
+        self._is_in_call = False
+        if self._receiver is None:
+            self._pending.remove(self)
+        deadline = self._sandbox.last_deadline
+        assert deadline is not None
+        self._cpu_seconds += deadline.cpu_seconds()
+        elapsed = time.perf_counter() - deadline.began
+        # The answer to a promise may have arrived long ago, while the model computed.
+        self._seconds += _own_seconds(answer, elapsed) if answer else elapsed
+
+    def _send_rows(self) -> None:
+        self._is_reading = False
+        self._send_call(Command.ROWS, b"", *self._remaining())
 
     def _remaining(self) -> tuple[float, float]:
-        """Return the timeout and the backstop that the first attempt left for the second."""
-        assert self._sandbox is not None
-        assert self._sandbox.last_deadline is not None
-        timeout = self._timeout - self._sandbox.last_deadline.cpu_seconds()
-        return max(0.0, timeout), max(0.0, self._backstop - (self._ended - self._began))
+        """Return the timeout and the backstop that earlier attempts left."""
+        return max(0.0, self._timeout - self._cpu_seconds), max(0.0, self._backstop - self._seconds)
 
     def _send_call(self, command: Command, body: bytes, timeout: float, backstop: float) -> None:
         assert self._sandbox is not None
         try:
-            self._copy_in()
+            if self._logits is not None:
+                self._copy_in(self._logits)
             self._sandbox.begin(command, body, timeout, backstop)
         except SandboxDied as died:
             self.fail(self._rows_in_call, died)
             return
         if self._is_deferred:
             self._sandbox.defer(backstop)
+        self._is_in_call = True
         self._pending.append(self)
 
-    def _copy_in(self) -> None:
+    def _copy_in(self, logits: torch.Tensor) -> None:
         assert self._sandbox is not None
-        all_rows = len(self._rows_in_call) == len(self._logits)
-        rows = self._logits if all_rows else self._logits[self._rows_in_call]
+        rows = logits if self._has_all_rows else logits[self._rows_in_call]
         self._sandbox.logits[: len(self._rows_in_call)].copy_(rows)
 
-    def _apply_answer(self, answer: Answer, body: bytes) -> None:
+    @property
+    def _has_all_rows(self) -> bool:
+        return len(self._rows_in_call) == self._num_rows
+
+    def _take_answer(self, answer: Answer, body: bytes) -> None:
+        """Decode the answer that ends the call."""
         assert self._sandbox is not None
-        if answer is Answer.FAULTS:
-            try:
+        try:
+            if answer is Answer.EDITS and self._is_promised and not self._was_read:
+                self._edits = self._sandbox.decode_edits(body, len(self._rows_in_call))
+                return
+            if answer is Answer.FAULTS:
                 reported = read_faults(body, self._processor, len(self._rows_in_call))
-            except ValueError:
-                raise self._sandbox.reject_answer() from None
-            self._faults |= {self._rows_in_call[row]: fault for row, fault in reported.items()}
-        elif answer is not Answer.DONE:
-            raise self._sandbox.reject_answer()
-        self._copy_out()
+                self._faults |= {self._rows_in_call[row]: fault for row, fault in reported.items()}
+            elif answer is not Answer.DONE:
+                raise ValueError("not an answer to this call")
+            self._has_result = True
+        except ValueError:
+            self.fail(self._rows_in_call, self._sandbox.reject_answer())
+        except SandboxDied as died:
+            self.fail(self._rows_in_call, died)
+
+    def _apply_edits(self, places: Sequence[int], edits: GroupEdits) -> None:
+        assert self._logits is not None
+        apply_edits(self._logits, [(places, edits)])
 
     def _copy_out(self) -> None:
         assert self._sandbox is not None
-        result = self._sandbox.logits[: len(self._rows_in_call)]
+        assert self._logits is not None
+        try:
+            result = self._sandbox.logits[: len(self._rows_in_call)]
+        except SandboxDied as died:
+            self.fail(self._rows_in_call, died)
+            return
         # Copied, because the sandbox may still write to the shared memory.
-        if len(self._rows_in_call) == len(self._logits):
+        if self._has_all_rows:
             self._logits.copy_(result)
         else:
             self._logits[self._rows_in_call] = result.to(self._logits.device)
+
+
+def _own_seconds(answer: tuple[Answer, bytes], elapsed: float) -> float:
+    """Return the duration of a call as its sandbox says, within what is possible; `elapsed` if it does not say."""
+    kind, body = answer
+    if kind not in (Answer.EDITS, Answer.READ, Answer.DONE) or len(body) < SECONDS.size:
+        return elapsed
+    (seconds,) = SECONDS.unpack_from(body)
+    return min(seconds, elapsed) if seconds >= 0.0 else 0.0  # NaN too

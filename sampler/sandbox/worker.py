@@ -6,26 +6,35 @@ can replace all of it, and the server does not trust its answers.
 
 from __future__ import annotations
 
+import faulthandler
 import marshal
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, BinaryIO, TypeAlias
 
 import orjson
 import torch
 
 from logitship.client.author_errors import error_message, error_text
+from logitship.client.author_hints import sandbox_hint
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.loading import instantiate, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.author_code.calls import duplicate, edit
+from logitship.sampler.edits.edit_codec import VectorSender, encode
+from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.processors.executor import ClassDescription, describe, to_bytes
 from logitship.sampler.processors.request_view import ModelView, RequestView
+from logitship.sampler.promised_logits.promise_scan import reason_against_promises
 from logitship.sampler.sampling_params import SamplingParams
 
-from .protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
+from .promised_call import PromisedCall
+from .protocol import DUMP_SIGNAL, EDITS_HEADER, HEADER, LONGEST_ANSWER, SECONDS, Answer, Command, pack
 from .row_retry import RowRetry
 
 _Answer: TypeAlias = tuple[Answer, bytes]
@@ -93,6 +102,9 @@ class Worker:
         logits: float32 [max_rows, vocab], the shared memory.
         model: the model properties that a processor can read.
         names: objects that shipped classes may refer to by name, see `load_class`.
+
+    Attributes:
+        receive_rows: sends READ with this body, and returns once the rows are in the shared memory.
     """
 
     def __init__(self, logits: torch.Tensor, model: ModelView, names: Mapping[tuple[str, str], Any]) -> None:
@@ -105,6 +117,11 @@ class Worker:
         self._retry = RowRetry(self._call)
         self._fork_faults: dict[int, ProcessorFault] = {}
         self._group = CallGroup([], None, [], {})
+        self._vectors = VectorSender()
+        self._dense_reason = ""
+        self._has_failed = False
+        self._stopwatch = Stopwatch()
+        self.receive_rows: Callable[[bytes], None] = _no_rows
         self._handlers: dict[int, Callable[[bytes], _Answer | None]] = {
             Command.LOAD: self._load,
             Command.ATTACH: self._attach,
@@ -113,6 +130,7 @@ class Worker:
             Command.GROUP: self._set_group,
             Command.STEP: self._step,
             Command.RETRY: self._retry_rows,
+            Command.PROMISE: self._promise,
         }
 
     def handle(self, command: int, body: bytes) -> _Answer | None:
@@ -125,7 +143,7 @@ class Worker:
         try:
             description = self.use(load_class(string, self._names))
         except ProcessorLoadError as error:
-            return Answer.REFUSED, error_message(error).encode()
+            return Answer.REFUSED, _reason(error).encode()
         # Author code may raise anything.
         except BaseException as error:  # noqa: BLE001  # boundary: author code
             return Answer.REFUSED, f"the processor could not be loaded: {error_text(error)}".encode()
@@ -136,7 +154,8 @@ class Worker:
         self._processor = instantiate(cls)
         description = describe(cls)
         self._name = description.name
-        return description
+        self._dense_reason = reason_against_promises(cls)
+        return replace(description, dense_reason=self._dense_reason)
 
     def _attach(self, body: bytes) -> None:
         handle, rid, params, prompt, output, sampling = marshal.loads(body)
@@ -178,17 +197,70 @@ class Worker:
         )
 
     def _step(self, body: bytes) -> _Answer:
+        self._extend(body)
+        return self._edit_rows()
+
+    def _promise(self, body: bytes) -> _Answer:
+        """Call the processor before the logits exist."""
+        self._stopwatch.start()
+        self._extend(body)
+        group = self._group
+        if group.logits is None or self._dense_reason or self._retry.is_row_by_row:
+            self._receive()
+            return self._edit_rows()
+        call = PromisedCall(group.logits, self._receive)
+        faults = self._retry.attempt(call, group.members)
+        self._dense_reason = call.dense_reason
+        self._has_failed = faults is None
+        if faults is None and not call.is_received:
+            self._receive()
+            return self._retry_rows(b"")
+        if faults is None:
+            return Answer.AGAIN, b""
+        if faults or call.is_received:
+            return _faults_answer(faults)
+        return self._edits_answer(call.edits) if call.edits is not None else self._dense_answer()
+
+    def _dense_answer(self) -> _Answer:
+        """Answer a call that returned a tensor of its own, which is now in the shared memory."""
+        return Answer.DONE, SECONDS.pack(self._stopwatch.seconds())
+
+    def _edits_answer(self, edits: EditLog) -> _Answer:
+        encoded = encode(edits, self._vectors)
+        if len(encoded) > self._logits.nbytes:
+            self._vectors = VectorSender()  # those in `encoded` are not sent
+            self._receive()
+            assert self._group.logits is not None
+            edits.apply_to(self._group.logits)
+            return Answer.DONE, b""
+        if EDITS_HEADER.size + len(encoded) <= LONGEST_ANSWER:
+            return Answer.EDITS, EDITS_HEADER.pack(self._stopwatch.seconds(), 0) + encoded
+        shared = self._logits.view(-1).view(torch.uint8)[: len(encoded)]
+        shared.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        return Answer.EDITS, EDITS_HEADER.pack(self._stopwatch.seconds(), len(encoded))
+
+    def _receive(self) -> None:
+        """Wait until the rows are in the shared memory."""
+        self.receive_rows(SECONDS.pack(self._stopwatch.seconds()))
+
+    def _extend(self, body: bytes) -> None:
+        """Append the new tokens of the rows."""
         if body:
             tokens: list[list[int]] = marshal.loads(body)
             group = self._group
             for member, row in zip(group.members, group.member_rows, strict=True):
                 member.extend(tokens[row])
+
+    def _edit_rows(self) -> _Answer:
         faults = self._edit(self._retry.attempt)
         return (Answer.AGAIN, b"") if faults is None else _faults_answer(faults)
 
     def _retry_rows(self, _: bytes) -> _Answer:
         faults = self._edit(self._retry.retry)
         assert faults is not None
+        if self._has_failed and not faults:
+            self._dense_reason = "it fails before its logits exist"
+        self._has_failed = False
         return _faults_answer(faults)
 
     def _edit(self, attempt: Callable[[torch.Tensor, Sequence[SequenceState]], _Faults | None]) -> _Faults | None:
@@ -209,10 +281,44 @@ class Worker:
         self._logits[group.member_rows] = logits
         return group.fork_faults | {group.member_rows[row]: fault for row, fault in faults.items()}
 
-    def _call(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> None:
+    def _call(self, logits: torch.Tensor | PromisedCall, params: list[dict[str, Any]]) -> None:
         processor = self._processor
         assert processor is not None
-        edit(lambda given: processor(given, params), logits, name=self._name, shipped_class=type(processor))
+        function = partial(_call_processor, processor, params)
+        if isinstance(logits, PromisedCall):
+            logits.edit(function, name=self._name, shipped_class=type(processor))
+        else:
+            edit(function, logits, name=self._name, shipped_class=type(processor), in_sandbox=True)
+
+
+def _call_processor(processor: CustomLogitProcessor, params: list[dict[str, Any]], logits: torch.Tensor) -> object:
+    return processor(logits, params)
+
+
+def _reason(error: ProcessorLoadError) -> str:
+    """Return why a class cannot be loaded, with advice if it tried what a sandbox cannot do."""
+    first, newline, rest = error_message(error).partition("\n")
+    hint = "" if error.__cause__ is None else sandbox_hint(error.__cause__)
+    return f"{first} ({hint}){newline}{rest}" if hint else f"{first}{newline}{rest}"
+
+
+def _no_rows(body: bytes) -> None:
+    raise AssertionError("there is no server to receive rows from")
+
+
+class Stopwatch:
+    """Measures the time of a call."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    def start(self) -> None:
+        """Begin to measure."""
+        self._began = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the time since the start."""
+        return time.perf_counter() - self._began
 
 
 def serve(connection: int, worker: Worker) -> None:
@@ -222,12 +328,52 @@ def serve(connection: int, worker: Worker) -> None:
         connection: file descriptor of a stream socket.
         worker: executes the commands.
     """
+    faulthandler.register(DUMP_SIGNAL, connection, all_threads=False)
     with open(connection, "rb", closefd=False) as stream:  # buffered: one system call per message
+        server = ServerConnection(connection, stream)
+        worker.receive_rows = server.receive_rows
         while True:
-            command, number, size = HEADER.unpack(_read(stream, HEADER.size))
-            answer = worker.handle(command, _read(stream, size))
+            answer = worker.handle(*server.next())
             if answer is not None:
-                _write(connection, pack(answer[0], number, answer[1][:LONGEST_ANSWER]))
+                server.answer(*answer)
+
+
+class ServerConnection:
+    """The worker's end of the connection to the server.
+
+    Args:
+        connection: file descriptor of a stream socket.
+        stream: reads from it.
+    """
+
+    def __init__(self, connection: int, stream: BinaryIO) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._number = 0
+        self._postponed: deque[tuple[int, int, bytes]] = deque()
+
+    def next(self) -> tuple[int, bytes]:
+        """Return the next command and its body. The process ends with the connection."""
+        command, self._number, body = self._postponed.popleft() if self._postponed else self._receive()
+        return command, body
+
+    def answer(self, answer: Answer, body: bytes) -> None:
+        """Answer the last command."""
+        _write(self._connection, pack(answer, self._number, body[:LONGEST_ANSWER]))
+
+    def receive_rows(self, body: bytes) -> None:
+        """See `Worker.receive_rows`. Called while a command is executed: those for later calls are postponed."""
+        self.answer(Answer.READ, body)
+        while True:
+            message = self._receive()
+            if message[0] == Command.ROWS:
+                self._number = message[1]
+                return
+            self._postponed.append(message)
+
+    def _receive(self) -> tuple[int, int, bytes]:
+        command, number, size = HEADER.unpack(_read(self._stream, HEADER.size))
+        return command, number, _read(self._stream, size)
 
 
 def _faults_answer(faults: Mapping[int, ProcessorFault]) -> _Answer:

@@ -71,8 +71,12 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Send SIGKILL."""
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it has not ended."""
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self.pidfd, number)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -47,12 +47,14 @@ class DryRunFacts:
         dtype: of the returned tensor; None if no tensor was returned.
         error: the exception of a call, or None.
         changed: attributes of `self` and of the class, and globals, that changed after the first call.
+        edited_histories: attributes of `__req__` with token ids that a call changed.
         has_unrestorable_state: the state or parameters of a sequence cannot be restored when another row fails.
     """
 
     dtype: torch.dtype | None = None
     error: CallError | None = None
     changed: list[str] = field(default_factory=list)
+    edited_histories: list[str] = field(default_factory=list)
     has_unrestorable_state: bool = False
 
 
@@ -84,10 +86,39 @@ class DryRun:
             members.append(SequenceState(params, view, view.output_ids))
         return members
 
-    def call(self, members: Sequence[SequenceState], logits: torch.Tensor) -> Any:
-        """Call the processor for some rows, and return its result. Its exceptions propagate."""
+    def call(
+        self, members: Sequence[SequenceState], logits: torch.Tensor, method: Callable[..., Any] | None = None
+    ) -> Any:
+        """Call the processor for some rows, and return its result. Its exceptions propagate.
+
+        Args:
+            members: one per row.
+            logits: float32 [rows, vocab].
+            method: called instead of its `__call__`.
+        """
+        arguments = (logits, [member.params for member in members])
         with contextlib.redirect_stdout(io.StringIO()):
-            return self.processor(logits, [member.params for member in members])
+            return self.processor(*arguments) if method is None else method(self.processor, *arguments)
+
+    def outputs(self, recordings: Sequence[Recording], method: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+        """Run all sequences as a batch, until the first one ends, and return the logits of each step.
+
+        Args:
+            recordings: the sequences.
+            method: called instead of `__call__`.
+        """
+        members = self.members(recordings)
+        outputs = []
+        for step, logits in enumerate(self.inputs(recordings)):
+            outputs.append(self.call(members, logits, method).clone())
+            for member, recording in zip(members, recordings, strict=True):
+                member.extend([recording.tokens[step]])
+        return outputs
+
+    def inputs(self, recordings: Sequence[Recording]) -> list[torch.Tensor]:
+        """Return the logits that `outputs` gives to the processor in each step."""
+        steps = range(min((recording.steps for recording in recordings), default=0))
+        return [torch.stack([recording.inputs[step] for recording in recordings]) for step in steps]
 
     def facts(self, recordings: Sequence[Recording]) -> DryRunFacts:
         """Run all sequences as a batch, until the first one ends."""
@@ -101,6 +132,9 @@ class DryRun:
                 facts.error = CallError(error_text(error), author_traceback(error))
                 break
             facts.dtype = result.dtype if isinstance(result, torch.Tensor) else None
+            facts.edited_histories = _edited_histories(members, recordings, step)
+            if facts.edited_histories:
+                break
             for member, recording in zip(members, recordings, strict=True):
                 member.extend([recording.tokens[step]])
             now = self._attributes_and_globals()
@@ -120,6 +154,20 @@ class DryRun:
             named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
             kept |= {f"the global {name}": value for name, value in named.items() if _is_data(name, value)}
         return {name: _fingerprint(value) for name, value in kept.items()}
+
+
+def _edited_histories(members: Sequence[SequenceState], recordings: Sequence[Recording], step: int) -> list[str]:
+    """Return the attributes with token ids that a call in this step changed."""
+    edited = {
+        name
+        for member, recording in zip(members, recordings, strict=True)
+        for name, given in (
+            ("origin_input_ids", list(recording.case.prompt_token_ids)),
+            ("output_ids", recording.tokens[:step]),
+        )
+        if getattr(member.view, name, None) != given
+    }
+    return sorted(edited)
 
 
 def _is_data(name: str, value: Any) -> bool:

@@ -21,13 +21,16 @@ from logitship.sampler.processors.executor import (
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox.read_history import ReadHistory
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import StartError
 
 from .case_params import Params
+from .check_progress import CheckProgress
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,28 @@ class FreshProcessor:
         executor: runs the processor.
         processor: the loaded processor.
         model: the model as processors see it.
+        progress: counts its calls.
     """
 
-    def __init__(self, executor: ProcessorExecutor, processor: LoadedProcessor, model: ModelView) -> None:
+    def __init__(
+        self, executor: ProcessorExecutor, processor: LoadedProcessor, model: ModelView, progress: CheckProgress
+    ) -> None:
         self._executor = executor
         self._processor = processor
         self._model = model
+        self._progress = progress
+
+    @property
+    def reads(self) -> ReadHistory | None:
+        """Its calls that used the values of their logits; None outside sandboxes."""
+        instance = self._processor.instance
+        return instance.reads if isinstance(instance, SandboxedProcessor) else None
+
+    @property
+    def dense_reason(self) -> str:
+        """Reason why it cannot be called before its logits exist; "" if it can."""
+        instance = self._processor.instance
+        return instance.class_description.dense_reason if isinstance(instance, SandboxedProcessor) else ""
 
     def start_sequence(self, rid: str, params: Params, prompt_token_ids: Sequence[int]) -> CheckSequence:
         """Return a new sequence without output tokens."""
@@ -103,6 +122,7 @@ class FreshProcessor:
             sequences: one per row.
             logits: float32 [sequences, vocab]; not changed.
         """
+        self._progress.count_call()
         edited = logits.clone()
         outcome = self._executor.group(self._processor, [each.row for each in sequences]).begin(edited).finish()
         return CallResult(edited, dict(outcome.faults), outcome.seconds, outcome.row_by_row)
@@ -116,12 +136,16 @@ class CheckEnvironment:
         loaded: the model.
         max_rows: rows of the largest call.
 
+    Attributes:
+        progress: progress of the running check.
+
     Raises:
         StartError: no sandbox can be started on this machine.
     """
 
     def __init__(self, config: ServerConfig, loaded: LoadedModel, max_rows: int) -> None:
         self.config = config
+        self.progress = CheckProgress()
         self.loaded = loaded
         self.model = ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer)
         self._executor: InProcessExecutor | SandboxExecutor
@@ -148,7 +172,7 @@ class CheckEnvironment:
         except ExecutorUnavailable as error:
             raise StartError(str(error)) from error
         try:
-            yield FreshProcessor(self._executor, processor, self.model)
+            yield FreshProcessor(self._executor, processor, self.model, self.progress)
         finally:
             self._executor.unload(processor)
 

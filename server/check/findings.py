@@ -6,8 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from logitship.client.check_report import CheckResult, Finding, Severity, Verdict, shown_params
+from logitship.client.errors import ProcessorFault
 
 from .replay import Mismatch, Recording
+
+KILLED = frozenset({"deadline", "crash", "cpu_time", "protocol", "load"})
+"""Kinds of faults that end a sandbox."""
+
+FAULT_ADVICE = {
+    "bad_result": "Return `logits`, edited in place, or a new floating-point tensor of its shape and device.",
+    "deadline": (
+        "A step may take at most --sandbox-step-timeout. Make tables in __init__, which may take "
+        "--sandbox-load-timeout, or over several steps; import at the top of the module."
+    ),
+    "crash": "Its process ended. Watch the memory (--sandbox-memory), and do not exit the process.",
+    "cpu_time": "It computes between its calls: it must not start threads or timers.",
+}
+"""Advice for the author, by kind of the fault."""
+
+_ALL_ROWS = "A server calls the processor once for all rows that use it: work on all rows at once."
+_KILLED_SUMMARIES = {"deadline": "a call takes too long", "cpu_time": "it computes between its calls"}
 
 
 def result(name: str, summary: str, findings: Sequence[Finding] = ()) -> CheckResult:
@@ -23,6 +41,36 @@ def result(name: str, summary: str, findings: Sequence[Finding] = ()) -> CheckRe
 def not_checked(name: str, reason: str) -> CheckResult:
     """Return the result of a check that was skipped."""
     return CheckResult(name, Verdict.NOT_CHECKED, reason)
+
+
+def is_killed(fault: ProcessorFault | None) -> bool:
+    """Return whether a fault ended the sandbox: it says nothing about the processor's logits."""
+    return fault is not None and fault.kind in KILLED
+
+
+def killed_result(name: str, situation: str, recordings: Sequence[Recording], mismatch: Mismatch) -> CheckResult:
+    """Return the result of a check whose sandbox was killed before logits could be compared.
+
+    Args:
+        name: name of the check.
+        situation: what was tried.
+        recordings: the recordings that were replayed.
+        mismatch: the row with the fault.
+    """
+    fault = mismatch.fault
+    assert fault is not None
+    rows = len(mismatch.call)
+    advice = _ALL_ROWS if rows > 1 and fault.kind == "deadline" else FAULT_ADVICE.get(fault.kind, "")
+    finding = Finding(
+        name,
+        Severity.ERROR,
+        f"{situation}: {describe(recordings, mismatch)}",
+        advice,
+        details(recordings, mismatch),
+        fault.traceback,
+    )
+    summary = _KILLED_SUMMARIES.get(fault.kind, "its process ended")
+    return result(name, f"{summary}, so no logits could be compared", [finding])
 
 
 def describe(recordings: Sequence[Recording], mismatch: Mismatch) -> str:

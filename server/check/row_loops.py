@@ -1,4 +1,4 @@
-"""Search for loops over rows in the author's source, with advice on how to vectorize them."""
+"""Search for loops over rows in the author's source, with advice on what is slow in them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import FunctionType
 
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.source.source_text import SourceFile, find_function, source_file
+
+from .vectorize import RowLoopCode
 
 _TOKENIZER_CALLS = frozenset(
     {"batch_decode", "convert_ids_to_tokens", "convert_tokens_to_ids", "decode", "encode", "get_vocab", "tokenizer"}
@@ -26,12 +28,14 @@ class RowLoop:
         line: line number of the loop.
         text: its first line.
         advice: how to remove it, or do less in it.
+        code: the loop in its method, to rewrite it.
     """
 
     file: str
     line: int
     text: str
     advice: str
+    code: RowLoopCode
 
     @property
     def location(self) -> str:
@@ -49,11 +53,13 @@ def find_row_loops(cls: type[CustomLogitProcessor]) -> list[RowLoop]:
         return []
     file = source_file(function.__code__.co_filename, function.__globals__)
     node = None if file is None else find_function(file, function.__code__)
-    if file is None or node is None or isinstance(node, ast.ClassDef):
+    if file is None or not isinstance(node, ast.FunctionDef):
         return []
+    class_name = function.__qualname__.split(".")[-2]
     names = {argument.arg for argument in node.args.args[1:3]}
     logits = node.args.args[1].arg if len(node.args.args) > 1 else ""
-    return [_described(file, loop, logits) for loop in _loops(node) if _mentions(loop.iter, names)]
+    loops = (loop for loop in _loops(node) if _mentions(loop.iter, names))
+    return [_described(file, RowLoopCode(class_name, node, loop, logits)) for loop in loops]
 
 
 def _loops(node: ast.AST) -> Iterator[ast.For]:
@@ -64,11 +70,12 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
     return any(isinstance(inner, ast.Name) and inner.id in names for inner in ast.walk(node))
 
 
-def _described(file: SourceFile, loop: ast.For, logits: str) -> RowLoop:
-    advice = "\n".join(_advice(loop, logits)) or (
+def _described(file: SourceFile, code: RowLoopCode) -> RowLoop:
+    loop = code.loop
+    advice = "\n".join(_advice(loop, code.logits)) or (
         "Collect what differs from row to row in lists, make one tensor of each list, and edit all rows at once."
     )
-    return RowLoop(file.filename, loop.lineno, file.lines[loop.lineno - 1].strip(), advice)
+    return RowLoop(file.filename, loop.lineno, file.lines[loop.lineno - 1].strip(), advice, code)
 
 
 def _advice(loop: ast.For, logits: str) -> Iterator[str]:
@@ -90,7 +97,7 @@ def _hints(loop: ast.For, logits: str) -> Iterator[tuple[int, str, str]]:
         match node:
             case ast.Call(func=ast.Attribute(attr=name)) if name in _TOKENIZER_CALLS and _is_tokenizer(node.func):
                 yield node.lineno, "tokenizer", _TOKENIZER_HINT.format(name)
-            case ast.Call(func=ast.Name(id="len")):
+            case ast.Call(func=ast.Name(id="len" | "isinstance" | "bool")):
                 pass  # of a history: costs nothing
             case ast.Call(args=[ast.Attribute(attr="output_ids" | "origin_input_ids") as ids, *_]):
                 yield node.lineno, "history", _HISTORY_HINT.format(ids.attr)
@@ -100,7 +107,7 @@ def _hints(loop: ast.For, logits: str) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, "python", _PYTHON_HINT.format(name)
             case ast.Assign(targets=[ast.Subscript() as target]) | ast.AugAssign(target=ast.Subscript() as target):
                 if _is_row_write(target, logits, rows):
-                    yield node.lineno, "write", _write_hint(node, target, logits)
+                    yield node.lineno, "write", _WRITE_HINT
 
 
 def _is_tokenizer(function: ast.expr) -> bool:
@@ -134,34 +141,4 @@ _MAKE_HINT = (
     "torch.{}() makes a tensor for each row and step. Cache it in a dict on self, keyed by the parameters it uses."
 )
 _PYTHON_HINT = ".{}() copies values to Python for each row. Compute with tensors for all rows, and copy once."
-_COLLECT = "one write for each row. Collect in the loop, and write once after it:\n"
-
-
-def _write_hint(node: ast.Assign | ast.AugAssign, target: ast.Subscript, logits: str) -> str:
-    """Return the vectorized write, with the names of the author's code."""
-    value, is_same = ast.unparse(node.value), _is_same_for_all(node.value)
-    match node.value:
-        case ast.Call(func=ast.Attribute(attr="masked_fill" | "masked_fill_"), args=[mask, filling]):
-            return (
-                f"{_COLLECT}    masks.append({ast.unparse(mask)})\n"
-                f"    {logits}.masked_fill_(torch.stack(masks), {ast.unparse(filling)})"
-            )
-    ids: ast.expr | None = target.slice if isinstance(target.value, ast.Name) and target.value.id != logits else None
-    if isinstance(target.slice, ast.Tuple) and len(target.slice.elts) == 2:
-        ids = target.slice.elts[1]
-    if ids is None:
-        collect = "rows.append(row)" + ("" if is_same else f"; values.append({value})")
-        return f"{_COLLECT}    {collect}\n    {logits}[rows] = {value if is_same else 'torch.stack(values)'}"
-    collect = "rows += [row] * len(ids); columns += ids" + ("" if is_same else f"; values += [{value}] * len(ids)")
-    values = f"torch.tensor({value})" if is_same else "torch.tensor(values)"
-    accumulate = ", accumulate=True" if isinstance(node, ast.AugAssign) else ""
-    return (
-        f"{_COLLECT}    ids = {ast.unparse(ids)}  # a list\n    {collect}\n"
-        f"    {logits}.index_put_((torch.tensor(rows), torch.tensor(columns)), {values}{accumulate})"
-    )
-
-
-def _is_same_for_all(value: ast.expr) -> bool:
-    """Return whether the expression uses only numbers, `torch`, `math`, `np` and `float`."""
-    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
-    return names <= {"float", "torch", "math", "np"}
+_WRITE_HINT = "one write for each row. Collect in the loop, and write once after it."

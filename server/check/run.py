@@ -8,7 +8,6 @@ from importlib.metadata import version
 import torch
 
 from logitship.client.check_report import BatchTiming, CheckReport, CheckResult, SlowLine, Verdict
-from logitship.client.errors import ProcessorFault
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor
 from logitship.server.check.checks.contract import check_argmax, check_contract, check_finite
@@ -26,15 +25,14 @@ from logitship.server.model.model_loader import LoadedModel, load_model
 from .case_params import Params, add_variant, params_to_check
 from .cases import NUM_CASES, CheckCase, make_cases
 from .check_options import CHECKS, CheckOptions
+from .check_progress import CheckProgress
 from .dry_run import DryRun, DryRunFacts
 from .environment import CheckEnvironment
-from .findings import not_checked, result
+from .findings import is_killed, not_checked, result
 from .replay import Recording, batched, record, replay
 
 _MIN_RECORDINGS = 2
 """With fewer, there is nothing to compare."""
-_KILLED = frozenset({"deadline", "crash", "cpu_time", "protocol", "load"})
-"""Kinds of faults that end a sandbox."""
 
 
 def run_check(
@@ -101,6 +99,7 @@ class _Check:
         self._digest = ""
         self._vocab_size = 0
         self._checks: dict[str, CheckResult] = {}
+        self._progress = CheckProgress()
         self._timings: list[BatchTiming] = []
         self._slow_lines: list[SlowLine] = []
 
@@ -112,12 +111,16 @@ class _Check:
             string: the parsed processor string.
             size: bytes of the processor string.
         """
+        environment.progress = self._progress = CheckProgress()
         self._digest, self._vocab_size = string.digest, environment.model.vocab_size
+        self._progress.begin("serializable")
         try:
             require_loadable(environment, string)
             self._run_checks(environment, string, size)
         except NotSerializable as error:
             return self.not_serializable(error)
+        finally:
+            self._progress.end()
         return self._report()
 
     def not_serializable(self, error: NotSerializable) -> CheckReport:
@@ -126,6 +129,7 @@ class _Check:
         return self._report()
 
     def _run_checks(self, environment: CheckEnvironment, string: PickledProcessor, size: int) -> None:
+        self._progress.begin("contract")
         self._params = add_variant(self._params, lambda params: self._accepts(environment, string, params))
         cases = make_cases(environment.loaded, self._options.prompts, self._params)
         all_recordings = self._record_cases(environment, string, cases)
@@ -139,11 +143,13 @@ class _Check:
             self._add(check_serializability(environment, string, size, []))
             return
         self._run_replays(environment, string, recordings, facts)
+        self._progress.begin("serializable, from source")
         comparable = [] if self._failed("deterministic") else recordings
         self._add(check_serializability(environment, string, size, comparable))
         self._add(check_argmax(dry_run, recordings))
         if self._failed("rows"):  # rows with equal parameters may still work
             recordings = [each for each in recordings if each.case.params == recordings[0].case.params]
+        self._progress.begin("speed")
         speed = check_speed(environment, string, self._cls, recordings, dry_run, self._options.batch_sizes)
         self._add(speed.result)
         self._timings, self._slow_lines = speed.timings, speed.slow_lines
@@ -155,15 +161,18 @@ class _Check:
         recordings: list[Recording],
         facts: DryRunFacts | None,
     ) -> None:
+        self._progress.begin("deterministic")
         self._add(check_determinism(environment, string, recordings))
         if self._failed("deterministic"):
             for name in ("state", "rows"):
                 self._add(not_checked(name, "needs a deterministic processor: see deterministic"))
             return
+        self._progress.begin("state")
         self._add(check_state(environment, string, recordings, facts))
         if self._failed("state"):
             self._add(not_checked("rows", "needs sequences that are independent of each other: see state"))
             return
+        self._progress.begin("rows")
         self._add(check_rows(environment, string, recordings, facts))
 
     def _accepts(self, environment: CheckEnvironment, string: PickledProcessor, params: Params) -> bool:
@@ -178,7 +187,7 @@ class _Check:
         recordings: list[Recording] = []
         for case in cases:
             recordings.append(self._record_case(environment, string, case))
-            if _is_killed(recordings[-1].fault):
+            if is_killed(recordings[-1].fault):
                 break
         return recordings
 
@@ -210,10 +219,6 @@ class _Check:
         )
 
 
-def _is_killed(fault: ProcessorFault | None) -> bool:
-    return fault is not None and fault.kind in _KILLED
-
-
 def _dry_run(
     environment: CheckEnvironment, string: PickledProcessor, recordings: list[Recording]
 ) -> tuple[DryRun | None, DryRunFacts | None]:
@@ -222,11 +227,11 @@ def _dry_run(
     It may do so alone, or only with all rows in one batch.
     """
     started = [recording for recording in recordings if recording.steps]
-    if any(_is_killed(recording.fault) for recording in recordings):
+    if any(is_killed(recording.fault) for recording in recordings):
         return None, None
     with environment.fresh_processor(string) as processor:
         mismatch = replay(processor, started, batched(started, range(len(started))))
-    if mismatch is not None and _is_killed(mismatch.fault):
+    if mismatch is not None and is_killed(mismatch.fault):
         return None, None
     try:
         dry_run = DryRun(string, environment.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, RequestError
 from logitship.server.requests.queued_bytes import QueuedBody
 from logitship.server.requests.sequence import Sequence, Sink
 from logitship.server.tokenizer import Tokenizer
@@ -142,6 +141,7 @@ class ActiveRequests:
         """Remove a request, and release its processors and the bytes of its body."""
         self._release(active.processors)
         active.release_body()
+        active.sequences.clear()  # they hold the request through their sink
         with self._lock:
             del self._active[_key(active)]
 
@@ -186,13 +186,13 @@ class ActiveRequests:
         for active in touched:
             active.undelivered = []
 
-    def fail_all(self) -> None:
-        """End every stream with an internal error: the engine thread has died."""
+    def fail_all(self, error: RequestError = INTERNAL_ERROR) -> None:
+        """End every stream with an error: the engine thread has died, or nothing waits for it any more."""
         with self._lock:
             self._failed = True
             orphans = list(self._active.values())
         for active in orphans:
-            reason = FinishReason("abort", error=INTERNAL_ERROR)
+            reason = FinishReason("abort", error=error)
             prompt_tokens = len(active.request.prompt_token_ids)
             chunks = [
                 GenerationChunk(
@@ -252,8 +252,7 @@ class SequenceFactory:
             index=index,
             names=_names(request, index),
             prompt_token_ids=request.prompt_token_ids,
-            sampling_params=dataclasses.replace(
-                params,
+            sampling_params=params.with_checked(
                 seed=continuation_seed(self._seed_of(params), index),
                 logprobs=0 if request.ranks and params.logprobs is None else params.logprobs,
                 eos_token_ids=self._model.eos_token_ids,

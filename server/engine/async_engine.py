@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -33,6 +34,7 @@ from logitship.server.tokenizer import Tokenizer
 from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
 from .engine import Engine
 from .engine_thread import EngineThread, in_daemon_thread
+from .failures import STOPPED
 from .readiness import Readiness
 from .tenant_shares import TenantShares
 
@@ -147,10 +149,12 @@ class AsyncEngine:
         self._check_share(request)
         # Last in the list: a refusal names the request's own processors by their index.
         request = dataclasses.replace(request, processors=(*request.processors, *self._attached_to_all))
-        stream = GenerationStream(request.num_sequences, lambda: self._cancel(active))
+        stream = GenerationStream(request.num_sequences, lambda: self._cancel(reference()))
         active = ActiveRequest(request, stream, RequestMeter(self.metrics.requests), request.num_slots, body=body)
+        reference = weakref.ref(active)  # otherwise a cycle would keep the memory of a request that is over
         self._active.reserve(active)
         uses = await self._load_processors(active)
+        stream.digests = [use.processor.digest for use in uses[0]]
         active.sequences += await self._make_sequences(active, uses)
         active.meter.admitted()
         self._thread.post(lambda: self._engine.add(active.sequences))
@@ -199,9 +203,10 @@ class AsyncEngine:
         self._active.cancel(rid, tenant)
         self._abort_where(lambda sequence: sequence.tenant == tenant and (rid is None or rid in sequence.names))
 
-    def _cancel(self, active: ActiveRequest) -> None:
-        """Abort this very request: another one may have its id by now."""
-        self._abort_where(lambda sequence: sequence.lead in active.sequences)
+    def _cancel(self, active: ActiveRequest | None) -> None:
+        """Abort this very request, unless it is over: another one may have its id by now."""
+        if active is not None:
+            self._abort_where(lambda sequence: sequence.lead in active.sequences)
 
     async def flush_cache(self) -> bool:
         """Drop cached processors and prefixes. Does nothing and returns False while there are requests."""
@@ -236,6 +241,7 @@ class AsyncEngine:
             deferred_calls=self._engine.num_deferred,
             tenant_step_seconds=self._shares.totals(MOST_TENANTS),
             accepted=self._engine.num_accepted,
+            forced=self._engine.num_forced,
             loads_running=loads.running,
             loads_waiting=loads.waiting,
             sandboxes=sandboxes.alive,
@@ -275,6 +281,11 @@ class AsyncEngine:
                     await asyncio.sleep(_SHUTDOWN_INTERVAL)
         # Not in the pool of `asyncio.to_thread`: jobs of requests may occupy all of its threads.
         await in_daemon_thread(self.stop)
+
+    def interrupt(self) -> None:
+        """End every stream with an error at once, even if a step hangs. For a process that is about to end."""
+        self._active.close()
+        self._active.fail_all(STOPPED)
 
     def stop(self) -> None:
         """Stop now: running requests are aborted."""

@@ -10,7 +10,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -114,8 +113,7 @@ class BeamGroup:
         self._shown_logprobs = shown_logprobs
         self._sink = sink
         self.lead = Beam(self, sequence, Continuation(0, 0))
-        self.lead.sampling_params = dataclasses.replace(
-            self.lead.sampling_params,
+        self.lead.sampling_params = self.lead.sampling_params.with_checked(
             logprobs=min(max(self._num_candidates, shown_logprobs or 0), vocab_size),
             logprobs_mode="processed_logprobs",
         )
@@ -233,7 +231,7 @@ def _fork_processors(branched: list[tuple[Beam, Beam]]) -> None:
             for use in uses_of(source.sampling_params):
                 uses.append(use.fork(beam.output_token_ids))
                 forked.append(uses[-1])
-            beam.sampling_params = dataclasses.replace(source.sampling_params, processors=tuple(uses))
+            beam.sampling_params = source.sampling_params.with_checked(processors=tuple(uses))
     except ProcessorFault:
         for use in forked:
             use.drop_fork()

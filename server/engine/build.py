@@ -28,6 +28,7 @@ from logitship.server.processors.tree_files import attached_to_all, load_trees
 from logitship.server.requests.fair_pool import FairPool, pool_threads
 from logitship.server.requests.queued_bytes import QueuedBytes
 from logitship.server.requests.sequence import Sequence
+from logitship.server.speculation.forced_runs import ForcedRuns
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .active_requests import ActiveRequests
@@ -45,8 +46,7 @@ from .processor_setup import (
 )
 from .sampler_setup import make_sampler, plugin_config
 from .scheduler import Scheduler
-from .step_selection import StepSelection
-from .tenant_shares import TenantShares
+from .tenant_shares import StepSelection, TenantShares
 
 
 def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> AsyncEngine:
@@ -98,7 +98,7 @@ def _build(
         config.max_num_seqs, config.max_queued_requests, processors.release, config.max_sequences_per_tenant
     )
     runner = _model_runner(config, loaded, model.max_model_len, cores)
-    shares = TenantShares(config.tenant_step_share)
+    shares = TenantShares(config.tenant_step_share, processor_wait=config.processor_wait)
     deferred = DeferredCalls(shares)
     scheduler = Scheduler(
         runner.cache,
@@ -109,6 +109,7 @@ def _build(
         select=StepSelection(deferred, shares),
         shares=shares,
         reserved_slots=config.reserved_slots,
+        most_forced=config.max_forced_run,
     )
     sampler = make_sampler(plugin_config(config, model, loaded, reasoning), loaded, plugins, metrics, clock, deferred)
     batch: PersistentBatch[Sequence] = PersistentBatch(config.max_num_seqs)
@@ -121,6 +122,7 @@ def _build(
         clock=clock,
         deferred=deferred,
         shares=shares,
+        forced=ForcedRuns(sampler, config.max_forced_run),
     )
     async_engine = AsyncEngine(
         config,

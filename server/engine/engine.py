@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Row
 
 import torch
 
@@ -20,10 +22,11 @@ from logitship.server.model.kv_cache import PrefixCacheStats
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
+from logitship.server.speculation.forced_runs import ForcedRuns
 
 from .beam_group import Beam, BeamGroup
 from .failures import INTERNAL_ERROR, request_error
-from .forward_pass import Plan, StepLogits, forward, prompt_logprob_offsets
+from .forward_pass import Plan, ScheduledChunk, StepLogits, forward, prompt_logprob_offsets
 from .scheduler import Scheduler
 from .tenant_shares import TenantShares
 
@@ -44,11 +47,13 @@ class Engine:
         clock: times the phases of a step.
         deferred: the calls of processors that steps do not wait for.
         shares: learns how long steps take.
+        forced: finds forced tokens; None: none are looked for.
 
     Attributes:
         num_steps: steps so far.
         num_drafted: draft tokens that were verified so far.
         num_accepted: draft tokens that were accepted so far.
+        num_forced: output tokens so far that needed no forward pass of their own, because they were forced.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Engine:
         clock: StepClock | None = None,
         deferred: DeferredCalls | None = None,
         shares: TenantShares | None = None,
+        forced: ForcedRuns | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -70,7 +76,8 @@ class Engine:
         self._clock = clock or StepClock()
         self._deferred = DeferredCalls() if deferred is None else deferred
         self._shares = shares or TenantShares()
-        self.num_steps = self.num_drafted = self.num_accepted = 0
+        self._forced = forced or ForcedRuns(sampler, 0)
+        self.num_steps = self.num_drafted = self.num_accepted = self.num_forced = 0
 
     @property
     def num_running(self) -> int:
@@ -117,6 +124,8 @@ class Engine:
         if plan:
             with self._guarded(plan):
                 self._update_batch(plan)
+                self._sampler.begin()
+                plan = self._with_forced(plan)
                 logits = self._forward(plan)
                 self._advance(plan, logits)
                 self._sample(plan, logits)
@@ -128,18 +137,19 @@ class Engine:
     @contextlib.contextmanager
     def _guarded(self, plan: Plan) -> Iterator[None]:
         """Count the step inside, and turn an exception in it into failed requests."""
-        accepted_before = self.num_accepted
+        accepted_before, forced_before = self.num_accepted, self.num_forced
         try:
             yield
         # Whatever a step raises, the engine continues.
         except Exception:  # boundary: engine thread
             rids = sorted({sequence.rid for sequence in self._scheduler.running})
             logger.exception("a step failed: its requests end with an error", extra={"fields": {"request_ids": rids}})
+            self._sampler.abandon()
             self._end_all_running()
         self.num_steps += 1
-        num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-        self._shares.observe_step(self._clock.seconds_without_processors, num_prompt_tokens)
-        self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
+        self._shares.observe_step(self._clock.seconds_without_processors, plan.num_prompt_tokens)
+        if self.num_forced == forced_before:
+            self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
 
     def _schedule(self) -> Plan:
         with self._clock.schedule:
@@ -168,6 +178,14 @@ class Engine:
         if any(keys):
             for row_1, row_2 in adjacent_swaps(keys):
                 self._batch.swap(row_1, row_2)
+
+    def _with_forced(self, plan: Plan) -> Plan:
+        """Add the tokens that are certain now: one forward pass computes them with the last one."""
+        with self._clock.schedule:
+            members = self._batch.members
+            rows = [row for row, sequence in enumerate(members) if not isinstance(sequence, Beam)]
+            runs = self._forced.find(members, rows, self._scheduler.chunked_prefill_size - plan.num_prompt_tokens)
+            return plan.with_forced(runs) if runs else plan
 
     def _forward(self, plan: Plan) -> StepLogits:
         with self._clock.forward:
@@ -199,27 +217,96 @@ class Engine:
             first += len(offsets)
 
     def _sample(self, plan: Plan, logits: StepLogits) -> None:
-        """Sample each row's next token, then verify its drafts, one depth at a time, until one is rejected."""
+        """Sample each row's next token, then take its drafts, one depth at a time, until one is rejected."""
         with self._clock.deliver:
             members = self._batch.members
             self._clock.num_rows = len(members)
-            rows = self._deliver(members, range(len(members)), self._run_sampler(logits.rows))
-            drafts = {chunk.sequence: chunk.drafts for chunk in plan.decode}
-            self.num_drafted += sum(map(len, drafts.values()))
-            for depth, draft_logits in enumerate(logits.drafts):
+            chunks = {chunk.sequence: chunk for chunk in plan.chunks if chunk.drafts}
+            drafts = {row: chunks[sequence] for row, sequence in enumerate(members) if sequence in chunks}
+            self.num_drafted += sum(len(chunk.drafts) for chunk in drafts.values() if not chunk.is_forced)
+            accepted = Counter[int]()
+            rows = self._take_tokens(members, None, logits, 0, drafts)
+            for depth in logits.depths[:-1]:
                 rows = [
                     row
                     for row in rows
-                    if len(drafts.get(members[row], ())) > depth
-                    and drafts[members[row]][depth] == members[row].output_token_ids[-1]
+                    if row in drafts
+                    and len(drafts[row].drafts) > depth
+                    and drafts[row].drafts[depth] == members[row].output_token_ids[-1]
                 ]
                 if not rows:
-                    return
-                self.num_accepted += len(rows)
+                    break
+                accepted.update(rows)
                 for row in rows:
                     members[row].num_computed += 1
+                    self._count_accepted(drafts[row])
                 self._sampler.update_state(None)
-                rows = self._deliver(members, rows, self._run_sampler(draft_logits.for_rows(rows), rows))
+                rows = self._take_tokens(members, rows, logits, depth + 1, drafts)
+            for row, chunk in drafts.items():
+                if chunk.is_forced:
+                    self._forced.observe(chunk.sequence, len(chunk.drafts), accepted[row])
+
+    def _count_accepted(self, chunk: ScheduledChunk) -> None:
+        if chunk.is_forced:
+            self.num_forced += 1
+            for use in uses_of(chunk.sequence.sampling_params):
+                use.own_count.add(0, 0.0, forced_steps=1)
+        else:
+            self.num_accepted += 1
+
+    def _take_tokens(
+        self,
+        members: list[Sequence],
+        rows: list[int] | None,
+        step_logits: StepLogits,
+        depth: int,
+        drafts: Mapping[int, ScheduledChunk],
+    ) -> list[int]:
+        """Give some rows their next tokens, those that are certain or else sampled ones.
+
+        A certain token is sampled nevertheless if its logit is not finite, which is an error.
+
+        Args:
+            members: the sequences of the batch at the beginning of the step.
+            rows: the rows; None for all.
+            step_logits: the logits.
+            depth: number of draft tokens that the rows have taken in this step.
+            drafts: the draft tokens by row.
+
+        Returns:
+            The rows that have a new token and are still running.
+        """
+        chosen = range(len(members)) if rows is None else rows
+        certain = _certain(drafts, depth)
+        logits = self._logits_of(chosen, step_logits, depth, certain)
+        places = [place for place, row in enumerate(chosen) if row in certain]
+        if places:
+            found = logits[places, [certain[chosen[place]] for place in places]]
+            places = [place for place, is_finite in zip(places, found.isfinite().tolist(), strict=True) if is_finite]
+        if not places:
+            return self._deliver(members, chosen, self._run_sampler(logits, rows))
+        running = self._deliver_certain(members, {chosen[place]: certain[chosen[place]] for place in places})
+        others = sorted(set(range(len(chosen))) - set(places))
+        if others:
+            sampled = [chosen[place] for place in others]
+            running += self._deliver(members, sampled, self._run_sampler(logits[others], sampled))
+        return sorted(running)
+
+    def _logits_of(
+        self, rows: Row[int], step_logits: StepLogits, depth: int, certain: Mapping[int, int]
+    ) -> torch.Tensor:
+        """Return float32 [rows, vocab]. Where a token is certain, or a mask leaves few, all others may be -inf."""
+        incomplete = step_logits.incomplete(depth, rows)
+        with self._clock.sample:
+            few = self._sampler.few_allowed([row for row in incomplete if row not in certain]) if incomplete else {}
+        with self._clock.forward:
+            return step_logits.of(depth, rows, {**few, **{row: [certain[row]] for row in incomplete if row in certain}})
+
+    def _deliver_certain(self, members: list[Sequence], tokens: Mapping[int, int]) -> list[int]:
+        """Append tokens by row. What their processors did, or would do, is in them."""
+        self._sampler.skip(tokens)
+        output = SamplerOutput([*tokens.values()], [None] * len(tokens), [], [None] * len(tokens))
+        return self._deliver(members, tokens, output)
 
     def _run_sampler(self, logits: torch.Tensor, rows: list[int] | None = None) -> SamplerOutput:
         with self._clock.sample:
@@ -329,6 +416,15 @@ class Engine:
         for use in uses_of(sequence.sampling_params):
             use.drop_fork()
         self._scheduler.remove(sequence)
+
+
+def _certain(drafts: Mapping[int, ScheduledChunk], depth: int) -> dict[int, int]:
+    """Return the certain tokens at a depth of the drafts by row, unless the sampler has to return more than tokens."""
+    return {
+        row: chunk.drafts[depth]
+        for row, chunk in drafts.items()
+        if depth in chunk.certain and not chunk.sequence.sampling_params.has_records
+    }
 
 
 def _public(record: RowLogprobs) -> TokenLogprobs:

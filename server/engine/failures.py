@@ -8,6 +8,8 @@ from logitship.server.requests.messages import RequestError
 
 INTERNAL_ERROR = RequestError("InternalServerError", "the engine failed while it ran this request", 500)
 
+STOPPED = RequestError("ServiceUnavailable", "the server was stopped before the answer was complete", 503)
+
 
 def request_error(fault: Exception) -> RequestError:
     """Return the error of a sequence whose processors or logits are at fault."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Row
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from logitship.sampler.processors.processor_groups import uses_of
 from logitship.server.model.model_runner import Chunk, ModelRunner
+from logitship.server.model.output_logits import OutputLogits
 from logitship.server.requests.sequence import Sequence
+from logitship.server.speculation.forced_runs import ForcedRun
 
 
 @dataclass(frozen=True)
@@ -16,12 +22,26 @@ class ScheduledChunk:
 
     Attributes:
         token_ids: prompt tokens, or the last sampled token.
-        drafts: draft tokens that are verified in the same forward pass.
+        drafts: tokens after them that are computed in the same forward pass.
+        certain: indices of the drafts that need not be verified, because they are certain if those before them are
+            accepted.
+        is_forced: True if the drafts are a forced run, see `forced_runs`; False if they are guessed by prompt lookup.
     """
 
     sequence: Sequence
     token_ids: list[int]
     drafts: list[int] = field(default_factory=list)
+    certain: Collection[int] = ()
+    is_forced: bool = False
+
+    def needs_few_logits(self, depth: int) -> bool:
+        """Return whether only some tokens' logits are needed behind the first `depth` drafts.
+
+        That is so if the token after them is certain, or if a mask decides it: then masked tokens make no difference.
+        """
+        if not self.is_forced or depth >= len(self.drafts) or self.sequence.sampling_params.has_records:
+            return False
+        return depth in self.certain or all(use.processor.is_mask for use in uses_of(self.sequence.sampling_params))
 
     @property
     def samples(self) -> bool:
@@ -53,39 +73,76 @@ class Plan:
         """All chunks, in the order of the forward pass."""
         return [*self.decode, *self.prefill]
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
+        return sum(len(chunk.token_ids) for chunk in self.prefill)
 
-@dataclass(frozen=True)
-class DraftLogits:
-    """Logits behind the draft tokens of one depth.
+    def with_forced(self, runs: Mapping[Sequence, ForcedRun]) -> Plan:
+        """Return the plan with the forced runs of some sequences, in place of what was guessed for them."""
 
-    Attributes:
-        rows: rows of the batch that have a draft of that depth, ascending.
-        logits: float32 [rows, vocab].
-    """
+        def forced(chunk: ScheduledChunk) -> ScheduledChunk:
+            run = runs.get(chunk.sequence)
+            return replace(chunk, drafts=run.token_ids, certain=run.certain, is_forced=True) if run else chunk
 
-    rows: list[int]
-    logits: torch.Tensor
-
-    def for_rows(self, rows: list[int]) -> torch.Tensor:
-        """Return the logits of some of the rows; may be edited in place."""
-        if rows == self.rows:
-            return self.logits
-        return self.logits[[self.rows.index(row) for row in rows]]
+        return replace(self, decode=list(map(forced, self.decode)), prefill=list(map(forced, self.prefill)))
 
 
-@dataclass(frozen=True)
 class StepLogits:
-    """Logits of a forward pass, each tensor float32 [any, vocab].
+    """Logits of a forward pass.
 
-    Attributes:
-        rows: the batch's rows, in row order.
-        drafts: the draft tokens, by depth.
-        prompt: the prompt tokens followed by one with requested log-probabilities.
+    Args:
+        complete: float32 [n, vocab]: all logits of the first kept tokens.
+        output: computes those of others.
+        places: place of a row's token among the kept ones, by row in ascending order, for each depth: number of draft
+            tokens before.
+        num_prompt: number of complete ones, the last, that give log-probabilities of prompts.
     """
 
-    rows: torch.Tensor
-    drafts: list[DraftLogits]
-    prompt: torch.Tensor
+    def __init__(
+        self, complete: torch.Tensor, output: OutputLogits, places: list[dict[int, int]], num_prompt: int
+    ) -> None:
+        self._complete, self.prompt = torch.split(complete, [len(complete) - num_prompt, num_prompt])
+        self._output = output
+        self._places = places
+
+    @property
+    def depths(self) -> range:
+        """Numbers of draft tokens with a row."""
+        return range(len(self._places))
+
+    def incomplete(self, depth: int, rows: Iterable[int]) -> list[int]:
+        """Return those of the rows of a depth whose logits are computed when they are asked for."""
+        return [row for row in rows if self._places[depth][row] >= len(self._complete)]
+
+    def of(self, depth: int, rows: Row[int], few: Mapping[int, Row[int]]) -> torch.Tensor:
+        """Return the logits of some rows of a depth, once; may be edited in place.
+
+        Args:
+            depth: number of draft tokens before.
+            rows: rows of the batch, ascending.
+            few: for some of the incomplete rows, the tokens that are needed. The others are -inf.
+
+        Returns:
+            float32 [rows, vocab].
+        """
+        places = [self._places[depth][row] for row in rows]
+        if not self.incomplete(depth, rows):
+            first = min(places, default=0)
+            is_slice = places == [*range(first, first + len(places))]
+            return self._complete[first : first + len(places)] if is_slice else self._complete[places]
+        logits = self._complete.new_full((len(rows), self._complete.shape[1]), -math.inf)
+        for row, place, out in zip(rows, places, logits, strict=True):
+            if place < len(self._complete):
+                out.copy_(self._complete[place])
+            elif row not in few:
+                out.copy_(self._output.rows(place, place + 1)[0])
+        numbers = {row: number for number, row in enumerate(rows)}
+        found = [(numbers[row], places[numbers[row]], token) for row, tokens in few.items() for token in tokens]
+        if found:
+            of_row, of_place, tokens = torch.tensor(found).T
+            logits[of_row, tokens] = self._output.some(of_place, tokens)
+        return logits
 
 
 def forward(runner: ModelRunner, plan: Plan, members: list[Sequence]) -> StepLogits:
@@ -97,18 +154,25 @@ def forward(runner: ModelRunner, plan: Plan, members: list[Sequence]) -> StepLog
         members: the sequences that sample, in row order.
     """
     positions = _LogitPositions(plan)
-    rows = [positions.last[sequence] for sequence in members]
-    drafts = positions.drafts(members)
-    keep = [*rows, *(position for depth in drafts for _, position in depth), *positions.prompt]
-    logits = runner.forward(_chunks(plan.decode), _chunks(plan.prefill), keep)
-    row_logits, *draft_logits, prompt_logits = torch.split(
-        logits, [len(rows), *map(len, drafts), len(positions.prompt)]
+    depths = positions.depths(members)
+    complete, incomplete = (
+        [
+            (depth, row, position)
+            for depth, rows in enumerate(depths)
+            for row, position in rows.items()
+            if positions.chunk_of(members[row]).needs_few_logits(depth) == is_incomplete
+        ]
+        for is_incomplete in (False, True)
     )
-    return StepLogits(
-        row_logits,
-        [DraftLogits([row for row, _ in depth], part) for depth, part in zip(drafts, draft_logits, strict=True)],
-        prompt_logits,
-    )
+    order = [*complete, *((-1, -1, position) for position in positions.prompt), *incomplete]
+    num_complete = len(order) - len(incomplete)
+    keep = [position for _, _, position in order]
+    logits, output = runner.forward(_chunks(plan.decode), _chunks(plan.prefill), keep, num_complete)
+    places: list[dict[int, int]] = [{} for _ in depths]
+    for place, (depth, row, _) in enumerate(order):
+        if depth >= 0:
+            places[depth][row] = place
+    return StepLogits(logits, output, places, len(positions.prompt))
 
 
 def prompt_logprob_offsets(chunk: ScheduledChunk) -> range:
@@ -132,21 +196,25 @@ class _LogitPositions:
     def __init__(self, plan: Plan) -> None:
         self.last: dict[Sequence, int] = {}
         self.prompt: list[int] = []
-        self._num_drafts: dict[Sequence, int] = {}
+        self._chunks: dict[Sequence, ScheduledChunk] = {}
         position = 0
         for chunk in plan.chunks:
             self.prompt += [position + offset for offset in prompt_logprob_offsets(chunk)]
             position += len(chunk.token_ids)
             self.last[chunk.sequence] = position - 1
-            self._num_drafts[chunk.sequence] = len(chunk.drafts)
+            self._chunks[chunk.sequence] = chunk
             position += len(chunk.drafts)
 
-    def drafts(self, members: list[Sequence]) -> list[list[tuple[int, int]]]:
-        """Return (row, position) of the draft tokens, by depth."""
-        counts = [self._num_drafts[sequence] for sequence in members]
+    def chunk_of(self, sequence: Sequence) -> ScheduledChunk:
+        """Return the chunk of a sequence."""
+        return self._chunks[sequence]
+
+    def depths(self, members: list[Sequence]) -> list[dict[int, int]]:
+        """Return the positions of the last tokens by row, then behind one draft, and so on."""
+        counts = [len(self._chunks[sequence].drafts) for sequence in members]
         return [
-            [(row, self.last[members[row]] + depth) for row, count in enumerate(counts) if count >= depth]
-            for depth in range(1, max(counts, default=0) + 1)
+            {row: self.last[members[row]] + depth for row, count in enumerate(counts) if count >= depth}
+            for depth in range(max(counts, default=0) + 1)
         ]
 
 

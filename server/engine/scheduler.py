@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from logitship.server.model.kv_cache import PrefixCache, SlotCache
@@ -21,9 +21,61 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
-from .fair_queue import FairQueue
 from .forward_pass import Plan, ScheduledChunk
 from .tenant_shares import TenantShares
+
+
+class FairQueue:
+    """First come, first served for each tenant. Between tenants, the one with the fewest slots is next.
+
+    Iterates by tenant, then in order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Sequence]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of sequences. Any thread."""
+        return sum(map(len, list(self._queues.values())))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def extend(self, sequences: Iterable[Sequence]) -> None:
+        """Add sequences at the end."""
+        for sequence in sequences:
+            self._queues.setdefault(sequence.tenant, deque()).append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence.
+
+        Raises:
+            ValueError: it does not wait.
+        """
+        queue = self._queues.get(sequence.tenant, deque())
+        queue.remove(sequence)
+        if not queue:
+            self._queues.pop(sequence.tenant, None)
+
+    def first(self, slots: Counter[str]) -> Sequence | None:
+        """Return the sequence that is next, or None.
+
+        It is the first of the tenant that has the fewest slots, those that the sequence needs included. Of tenants with
+        the same number it is the one that has waited longest since its queue was empty or it was last served.
+
+        Args:
+            slots: number of slots that each tenant has.
+        """
+        heads = [queue[0] for queue in self._queues.values()]
+        return min(heads, key=lambda head: slots[head.tenant] + head.num_slots, default=None)
+
+    def pop(self, sequence: Sequence) -> None:
+        """Remove the first sequence of a tenant, whose turn then comes after that of tenants with as many slots."""
+        queue = self._queues.pop(sequence.tenant)
+        queue.popleft()
+        if queue:
+            self._queues[sequence.tenant] = queue
 
 
 def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
@@ -93,6 +145,7 @@ class Scheduler:
         select: returns the running sequences that take part in the next step; called once a step.
         shares: limits the prompt tokens of a step while several tenants run; None: nothing else limits them.
         reserved_slots: slots that only tenants with at most as many slots get.
+        most_forced: most forced tokens of a sequence in a step.
     """
 
     def __init__(
@@ -105,7 +158,9 @@ class Scheduler:
         select: Callable[[list[Sequence]], list[Sequence]] = _all,
         shares: TenantShares | None = None,
         reserved_slots: int = 0,
+        most_forced: int = 0,
     ) -> None:
+        self._most_forced = most_forced
         self._cache = cache
         self.prefixes = prefixes or PrefixCache(cache, 0)
         self._speculation = speculation
@@ -121,7 +176,7 @@ class Scheduler:
     def most_tokens(self) -> int:
         """Most tokens of one sequence in a step."""
         num_drafts = self._speculation.num_draft_tokens if self._speculation else 0
-        return max(self.chunked_prefill_size, 1 + num_drafts)
+        return max(self.chunked_prefill_size, 1 + num_drafts, 1 + self._most_forced)
 
     def matching(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
         """Return the matching sequences, running and waiting."""
@@ -147,7 +202,7 @@ class Scheduler:
     def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
         """Plan at most `budget` prompt tokens, first for the tenants that had the fewest recently."""
         computing = list(computing_prompts(selected))
-        if self._shares.is_limited and len(computing) > 1:
+        if self._shares.is_shared and len(computing) > 1:
             computing.sort(key=lambda sequence: self._shares.recent_prompt_tokens(sequence.tenant))
         chunks = []
         for sequence in computing:

@@ -1,4 +1,7 @@
-"""Accounts for the time that each tenant's processors take, and limits how long steps wait for one tenant's work."""
+"""Accounts for the time that each tenant's processors take, and limits how long steps wait for one tenant's work.
+
+Running sequences may sit a step out because of that: they keep slot and state.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from logitship.sampler.processors.deferred_calls import DeferredCalls
+from logitship.sampler.processors.processor_groups import uses_of
+from logitship.server.requests.sequence import Sequence
+
 WINDOW = 10.0
 """Seconds after which a call counts for 1/e of its time."""
 
-PATIENCE = 0.5
-"""Longest wait of a step for processors, while several tenants run: this part of what a step takes without them."""
+PROCESSOR_WAIT = 0.2
+"""Longest wait of a step for processors, while other sequences run: this part of what a step takes without them."""
 
-LEAST_PATIENCE = 0.01
+LEAST_WAIT = 0.01
 """Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
+
+PROMPT_SHARE = 0.5
+"""Longest time for the prompts of a step, while several tenants run: this part of the rest of the step."""
 
 PROMPT_BLOCK = 16
 """Prompt tokens of a step are a multiple of this, and at least as many."""
@@ -63,17 +73,25 @@ class TenantShares:
         most: most of the time that a tenant's processors may take, above 0.
         cores: number of cores; None: those that this process may use.
         clock: returns seconds.
+        processor_wait: how long a step waits for processors, as a part of what it takes without them.
 
     Attributes:
         seconds: total time of the calls of each tenant's processors.
-        is_limited: True if several tenants have running sequences in this step.
+        is_shared: True if several tenants have running sequences in this step.
+        is_limited: True if several sequences run in this step.
     """
 
     def __init__(
-        self, most: float = 1.0, cores: int | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        most: float = 1.0,
+        cores: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        processor_wait: float = PROCESSOR_WAIT,
     ) -> None:
         self.seconds: dict[str, float] = {}
-        self.is_limited = False
+        self.is_shared = self.is_limited = False
+        self._num_running = 0
+        self._processor_wait = processor_wait
         self._most = most
         self._cores = cores or len(os.sched_getaffinity(0))
         self._clock = clock
@@ -88,10 +106,12 @@ class TenantShares:
         """Begin a step.
 
         Args:
-            tenants: those with running sequences, each once.
+            tenants: the tenant of each running sequence.
         """
         self._running = frozenset(tenants)
-        self.is_limited = len(tenants) > 1
+        self._num_running = len(tenants)
+        self.is_shared = len(self._running) > 1
+        self.is_limited = len(tenants) > 1 and self._processor_wait < math.inf
         self._wait_until = None
 
     def observe_step(self, seconds: float, num_prompt_tokens: int = 0) -> None:
@@ -115,9 +135,9 @@ class TenantShares:
         Args:
             most: the limit while one tenant is alone.
         """
-        if not self.is_limited or not self._prompt_token:
+        if not self.is_shared or not self._prompt_token:
             return most
-        affordable = int(PATIENCE * self._usual_step / self._prompt_token)
+        affordable = int(PROMPT_SHARE * self._usual_step / self._prompt_token)
         return min(most, max(PROMPT_BLOCK, affordable // PROMPT_BLOCK * PROMPT_BLOCK))
 
     def recent_prompt_tokens(self, tenant: str) -> float:
@@ -127,24 +147,24 @@ class TenantShares:
 
     def charge_prompt(self, tenant: str, num_tokens: int) -> None:
         """Account for prompt tokens that the next step computes."""
-        if self.is_limited:
+        if self.is_shared:
             self._prompts.setdefault(tenant, _Use(0.0, 0.0)).add(num_tokens, self._clock())
 
-    def left(self, tenant: str) -> float:
+    def left(self, tenant: str, num_rows: int = 1) -> float:
         """See `StepPatience.left`."""
-        if not self.is_limited:
+        if not self.is_limited or num_rows >= self._num_running:
             return math.inf
-        if self.is_over(tenant):
+        if self.is_shared and self.is_over(tenant):
             return 0.0
         now = self._clock()
         if self._wait_until is None:
-            self._wait_until = now + max(LEAST_PATIENCE, PATIENCE * self._usual_step)
+            self._wait_until = now + max(LEAST_WAIT, self._processor_wait * self._usual_step)
         return max(0.0, self._wait_until - now)
 
     def charge(self, tenant: str, seconds: float) -> None:
         """See `StepPatience.charge`."""
         self.seconds[tenant] = self.seconds.get(tenant, 0.0) + seconds
-        if self.is_limited:
+        if self.is_shared:
             self._uses.setdefault(tenant, _Use(0.0, 0.0)).add(seconds, self._clock())
 
     def share(self, tenant: str) -> float:
@@ -170,3 +190,31 @@ class TenantShares:
         first = dict(list(totals.items())[:most_tenants])
         rest = sum(seconds for tenant, seconds in totals.items() if tenant not in first)
         return first if len(first) == len(totals) else {**first, "other": rest}
+
+
+class StepSelection:
+    """Leaves out sequences that wait for a deferred call, and those of tenants over their share while others can run.
+
+    Guarantees:
+    * The sequences of one request take part together, unless they have different processors.
+    * If any sequence waits for no call, some sequence takes part.
+    """
+
+    def __init__(self, deferred: DeferredCalls, shares: TenantShares) -> None:
+        self._deferred = deferred
+        self._shares = shares
+
+    def __call__(self, running: list[Sequence]) -> list[Sequence]:
+        """Return the sequences that take part in the next step, in the same order."""
+        self._shares.begin_step([sequence.tenant for sequence in running])
+        ready = running
+        if self._deferred:
+            ready = [one for one in running if not self._deferred.any_busy(uses_of(one.sampling_params))]
+        if not self._shares.is_shared:
+            return ready
+        over = {tenant for tenant in {one.tenant for one in ready} if self._shares.is_over(tenant)}
+        return [one for one in ready if one.tenant not in over or not _ships(one)] or ready if over else ready
+
+
+def _ships(sequence: Sequence) -> bool:
+    return any(not use.processor.is_trusted for use in uses_of(sequence.sampling_params))

@@ -27,7 +27,7 @@ from logitship.server.schemas.request_schema import SamplingFields
 from logitship.server.schemas.structured_outputs import Constraint
 
 from .auth import Caller, check_key_may_ship
-from .request_work import RequestWork
+from .received_body import RequestWork
 
 
 async def read_prompt(
@@ -39,7 +39,7 @@ async def read_prompt(
         BadRequest: the prompt is empty, or far too long.
         QueueFull: too many requests of the tenant wait for that.
     """
-    if isinstance(value, str):
+    if isinstance(value, str) and not work.is_short(value):
         check_text_length(engine.tokenizer, engine.model.max_model_len, len(value), at)  # before it waits
         return await work.run(
             encode_prompt,
@@ -50,7 +50,7 @@ async def read_prompt(
             add_special_tokens=add_special_tokens,
         )
     await asyncio.sleep(0)  # a batch may have a thousand: let others run in between
-    return encode_prompt(engine.tokenizer, engine.model.max_model_len, value, at)
+    return encode_prompt(engine.tokenizer, engine.model.max_model_len, value, at, add_special_tokens=add_special_tokens)
 
 
 def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: str = "n") -> None:

@@ -13,6 +13,8 @@ from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
 from logitship.server.http.sglang.sglang_routes import sglang_router
+from logitship.server.http.utility.probe_routes import probe_router
+from logitship.server.http.utility.tokenize_routes import tokenize_router
 from logitship.server.rate_limits import RateLimit
 from logitship.server.schemas.openai_response_schemas import (
     ChatCompletionResponse,
@@ -29,9 +31,15 @@ from logitship.server.schemas.processor_schemas import (
     ProcessorList,
     ProcessorObject,
 )
-from logitship.server.schemas.response_schemas import ErrorResponse
+from logitship.server.schemas.response_schemas import ErrorResponse, LoadResponse, VersionResponse
 from logitship.server.schemas.sglang_response_schemas import GenerateResponse, InternalState, ModelInfoResponse
 from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
+from logitship.server.schemas.tokenize_schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
 from .cross_origin import CrossOriginProtectionMiddleware
@@ -44,7 +52,7 @@ from .pooling_routes import pooling_router
 from .processor_routes import processor_router
 from .rate_limit_middleware import RateLimitMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
-from .request_log import RequestLogMiddleware
+from .request_log import IGNORED_HEADER, PROCESSORS_HEADER, RequestLogMiddleware
 from .upload_pace import UploadPace, UploadPaceMiddleware
 
 _SCHEMAS: list[type] = [
@@ -56,10 +64,13 @@ _SCHEMAS: list[type] = [
     CompletionStreamResponse,
     CompletionRequest,
     DeletedProcessor,
+    DetokenizeRequest,
+    DetokenizeResponse,
     InternalState,
     ErrorResponse,
     GenerateResponse,
     GenerateRequest,
+    LoadResponse,
     ModelCard,
     ModelInfoResponse,
     ModelList,
@@ -67,6 +78,9 @@ _SCHEMAS: list[type] = [
     ProcessorList,
     ProcessorObject,
     SGLangSamplingParams,
+    TokenizeRequest,
+    TokenizeResponse,
+    VersionResponse,
 ]
 
 
@@ -98,14 +112,17 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(openai_router(engine))
     app.include_router(processor_router(engine))
     app.include_router(pooling_router(engine))
+    app.include_router(tokenize_router(engine))
+    app.include_router(probe_router(engine))
     app.include_router(metrics_router(engine.metrics))
     app.include_router(docs_router())
     files = {} if engine.config.disable_playground else playground_files()
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
-    requests = RateLimit("requests", engine.config.requests_per_minute)
     app.add_middleware(UploadPaceMiddleware, pace=UploadPace())
-    app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={METRICS_PATH})
+    if engine.config.requests_per_minute:
+        requests = RateLimit("requests", engine.config.requests_per_minute)
+        app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={METRICS_PATH})
     app.add_middleware(
         ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | files.keys(), other_keys=_metrics_keys(engine.config)
     )
@@ -130,5 +147,5 @@ def _add_browser_checks(app: FastAPI, config: ServerConfig) -> None:
             allow_origins=[origin.lower() for origin in config.allowed_origin],
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, "Retry-After"],
+            expose_headers=[IGNORED_HEADER, PROCESSORS_HEADER, REQUEST_ID_HEADER, "Retry-After"],
         )

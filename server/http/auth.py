@@ -15,7 +15,7 @@ from logitship.server.refusals import Forbidden, Unauthorized
 
 from .exception_handlers import refusal_response
 
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/health_generate"})
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/health_generate", "/ping"})
 """Paths that need no key, for load balancers."""
 
 _TENANT_LENGTH = 16

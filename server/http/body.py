@@ -54,6 +54,7 @@ def receipt_objects(receipts: Iterable[Receipt]) -> list[ReceiptObject]:
             "name": receipt.name,
             "steps": receipt.steps,
             "milliseconds": receipt.milliseconds,
+            "forced_steps": receipt.forced_steps,
         }
         for receipt in receipts
     ]

@@ -1,4 +1,7 @@
-"""Receiving request bodies, within bounds of time, bytes and elements."""
+"""Receiving request bodies, within bounds of time, bytes and elements, and the CPU work that they ask for.
+
+A client that disconnects cancels both.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,66 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import orjson
 from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestTimeout, RequestTooLarge
+from logitship.server.requests.fair_pool import FairPool
 from logitship.server.requests.json_scan import MAX_DEPTH, scan_json
 from logitship.server.requests.queued_bytes import BYTES_PER_ELEMENT, QueuedBody
-from logitship.server.schemas.request_schema import Model, parse_model
+from logitship.server.schemas.request_schema import IgnoredFields, Model, parse_model
 
 from .auth import caller_of
-from .disconnects import while_connected
-from .request_work import RequestWork
+from .request_log import note_ignored
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+LARGE_BODY = 1 << 16
+"""Bytes of a body beyond which nothing is done with it on the event loop. Smaller ones take a few milliseconds."""
+
+SHORT_TEXT = 1 << 11
+"""Characters of a text up to which it is tokenized on the event loop, which takes up to two milliseconds."""
+
+
+@dataclass(frozen=True)
+class RequestWork:
+    """Runs the CPU work of one request before its first step: decoding, validating, tokenizing.
+
+    Attributes:
+        pool: the threads that tenants share.
+        tenant: who sent the request.
+        body_size: bytes of its body.
+    """
+
+    pool: FairPool
+    tenant: str
+    body_size: int
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on a thread.
+
+        Raises:
+            QueueFull: too many requests of the tenant wait for that.
+        """
+        return await self.pool.run(self.tenant, function, *args, **kwargs)
+
+    async def run_if_large(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function whose time depends on the size of the body: on a thread if that is large, else here."""
+        if self.body_size <= LARGE_BODY:
+            return function(*args, **kwargs)
+        return await self.run(function, *args, **kwargs)
+
+    def is_short(self, text: str) -> bool:
+        """Return whether a text may be tokenized on the event loop. A large body may have thousands of short texts."""
+        return len(text) <= SHORT_TEXT and self.body_size <= LARGE_BODY
 
 
 @dataclass(frozen=True)
@@ -34,11 +79,13 @@ class ReceivedBody(Generic[T]):
         value: what was parsed.
         work: runs what the body asks for before its first step.
         queued: counts its bytes.
+        ignored: names of its fields that were accepted without effect, for a header of the response.
     """
 
     value: T
     work: RequestWork
     queued: QueuedBody
+    ignored: IgnoredFields = field(default_factory=set)
 
 
 @asynccontextmanager
@@ -59,8 +106,10 @@ async def received(request: Request, engine: AsyncEngine, model: type[Model]) ->
         QueueFull: too many bytes wait already.
         ClientDisconnect: the client disconnected.
     """
-    async with received_json(request, engine, partial(parse_model, model)) as body:
-        yield body
+    ignored: IgnoredFields = set()
+    note_ignored(ignored)
+    async with received_json(request, engine, partial(parse_model, model, ignored=ignored)) as body:
+        yield replace(body, ignored=ignored)
 
 
 @asynccontextmanager
@@ -98,6 +147,39 @@ async def _received(
             yield ReceivedBody(value, work, queued)
     finally:
         queued.release()
+
+
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block when the client disconnects, wherever it waits.
+
+    Args:
+        receive: the ASGI function, after the whole body was received.
+
+    Raises:
+        ClientDisconnect: the client disconnected.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and not task.uncancel():  # else cancelled from outside as well
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
 
 
 async def _read(request: Request, limit: int, timeout: float, queued: QueuedBody) -> bytes:

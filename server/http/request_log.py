@@ -20,11 +20,18 @@ from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.request_metrics import OTHER
 from logitship.server.refusals import RateLimited, RequestRefused
 from logitship.server.requests.generation_stream import Continuation
+from logitship.server.schemas.request_schema import IgnoredFields
 
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-ID"
-QUIET_PATHS = frozenset({"/health", "/health/ready", "/health_generate", "/metrics"})
+IGNORED_HEADER = "X-Logitship-Ignored"
+"""Names of the request's fields that were accepted without effect."""
+PROCESSORS_HEADER = "X-Logitship-Processors"
+"""Digests of the processors that the request's output went through. Clients often drop the receipts in the body."""
+_MAX_DIGESTS = 32
+"""Most digests in the header, for a batch whose prompts have their own: clients limit the size of headers."""
+QUIET_PATHS = frozenset({"/health", "/health/ready", "/health_generate", "/metrics", "/ping"})
 """Paths that are polled every few seconds: a response with status 200 is logged at level `debug`."""
 
 _SANE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -40,10 +47,12 @@ class GenerationProgress(Protocol):
     Attributes:
         continuations: those of all prompts, as far as they have been generated.
         first_token_at: when the first token arrived, on the clock of `time.perf_counter`; None before that.
+        digests: those of all processors that are applied.
     """
 
     continuations: Sequence[Continuation]
     first_token_at: float | None
+    digests: Sequence[str]
 
 
 class RequestRecord:
@@ -53,6 +62,7 @@ class RequestRecord:
         id: the client's, from the header; else the id of the response, once it is known.
         refusal: type of the error that refused the request.
         rate_limit: the limit per minute that was reached.
+        ignored: names of the request's fields that were accepted without effect; may grow until the response starts.
     """
 
     def __init__(self, header: str | None) -> None:
@@ -60,6 +70,7 @@ class RequestRecord:
         self.id = header if header is not None and self._has_own_id else uuid4().hex
         self.refusal: str | None = None
         self.rate_limit: str | None = None
+        self.ignored: IgnoredFields = set()
         self._began = time.perf_counter()
         self._progress: GenerationProgress | None = None
 
@@ -67,6 +78,13 @@ class RequestRecord:
     def seconds(self) -> float:
         """Time since the request arrived."""
         return time.perf_counter() - self._began
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        digests = () if self._progress is None else self._progress.digests[:_MAX_DIGESTS]
+        lists = {IGNORED_HEADER: sorted(self.ignored), PROCESSORS_HEADER: digests}
+        return {HEADER: self.id, **{name: ", ".join(values) for name, values in lists.items() if values}}
 
     def follow(self, progress: GenerationProgress, request_id: str | None) -> None:
         """Include the outcome of the engine's requests in the log line.
@@ -110,6 +128,12 @@ def follow(progress: GenerationProgress, request_id: str | None) -> None:
         record.follow(progress, request_id)
 
 
+def note_ignored(ignored: IgnoredFields) -> None:
+    """Set the ignored fields of the current HTTP request, which may grow until its response starts."""
+    if (record := _current.get()) is not None:
+        record.ignored = ignored
+
+
 def note_refusal(refused: RequestRefused) -> None:
     """Record that the current HTTP request was refused. The message is not logged: it quotes the client's input."""
     if (record := _current.get()) is not None:
@@ -118,7 +142,7 @@ def note_refusal(refused: RequestRefused) -> None:
 
 
 class RequestLogMiddleware:
-    """Sets `X-Request-ID` on responses, and logs and counts each HTTP request at its end."""
+    """Sets `X-Request-ID` and logitship's headers on responses, and logs and counts each HTTP request at its end."""
 
     def __init__(self, app: ASGIApp, metrics: EngineMetrics) -> None:
         self._app = app
@@ -138,7 +162,7 @@ class RequestLogMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = record.id
+                MutableHeaders(scope=message).update(record.headers)
             await send(message)
 
         try:

@@ -21,13 +21,13 @@ from logitship.client.serialization.processor_string import ProcessorString
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.generation_stream import Continuation, GenerationStream
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest, merge_chunks
 from logitship.server.requests.queued_bytes import QueuedBody
 from logitship.server.requests.request_validation import in_client_words
 
 from .body import JSONResponse
-from .disconnects import while_connected
 from .exception_handlers import GenerationFailed, failure_body, internal_error_body
+from .received_body import while_connected
 from .request_log import follow
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,12 @@ class Submission:
     Attributes:
         request: what to submit.
         names: the client's names of the fields in the engine's refusals, where they differ.
+        stream_interval: tokens of a stream's event.
     """
 
     request: GenerationRequest
     names: Mapping[str, str]
+    stream_interval: int = 1
 
 
 async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission], body: QueuedBody) -> RunningRequests:
@@ -67,7 +69,8 @@ async def submit_all(engine: AsyncEngine, submissions: Sequence[Submission], bod
             streams.append(stream)
             await asyncio.sleep(0)  # a batch may have a thousand: let others run in between
         submitted.pop_all()
-    running = RunningRequests(streams, submissions[0].request.num_sequences)
+    intervals = [submission.stream_interval for submission in submissions]
+    running = RunningRequests(streams, submissions[0].request.num_sequences, intervals)
     ids = {submission.request.batch_rid or submission.request.rid for submission in submissions}
     follow(running, ids.pop() if len(ids) == 1 else None)
     return running
@@ -88,12 +91,15 @@ class RunningRequests:
     Attributes:
         continuations: those of all prompts, as far as they have been generated.
         first_token_at: when the first token arrived, on the clock of `time.perf_counter`; None before that.
+        digests: those of all processors that are applied.
     """
 
-    def __init__(self, streams: Sequence[GenerationStream], n: int) -> None:
+    def __init__(self, streams: Sequence[GenerationStream], n: int, stream_intervals: Sequence[int]) -> None:
         self._streams = streams
         self._n = n
+        self._stream_intervals = stream_intervals
         self._pumps: list[asyncio.Task[None]] = []
+        self.digests: Sequence[str] = tuple(dict.fromkeys(digest for stream in streams for digest in stream.digests))
         self.first_token_at: float | None = None
         self.continuations: Sequence[Continuation] = [
             Continuation(index, index // n) for index in range(len(streams) * n)
@@ -107,6 +113,18 @@ class RunningRequests:
             if self.first_token_at is None and chunk.token_ids:
                 self.first_token_at = time.perf_counter()
             yield continuation, chunk
+
+    async def at_intervals(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
+        """Yield chunks merged by `stream_interval`. The first token and the end are yielded at once, as in vLLM."""
+        waiting: dict[int, list[GenerationChunk]] = {}
+        async for continuation, chunk in self:
+            chunks = waiting.setdefault(continuation.index, [])
+            chunks.append(chunk)
+            interval = self._stream_intervals[continuation.prompt]
+            has_first = len(chunks) == continuation.completion_tokens
+            if has_first or len(chunks) >= interval or chunk.finish_reason is not None:
+                waiting[continuation.index] = []
+                yield continuation, merge_chunks(chunks)
 
     async def finish(self) -> list[Continuation]:
         """Wait for the end of all continuations.

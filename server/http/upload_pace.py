@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,11 +44,15 @@ class UploadPaceMiddleware:
     Args:
         app: the application.
         pace: the pace of all requests.
+        sleep: waits this many seconds.
     """
 
-    def __init__(self, app: ASGIApp, pace: UploadPace) -> None:
+    def __init__(
+        self, app: ASGIApp, pace: UploadPace, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
         self._app = app
         self._pace = pace
+        self._sleep = sleep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request."""
@@ -60,7 +64,7 @@ class UploadPaceMiddleware:
         async def paced() -> Message:
             message = await receive()
             if (body := message.get("body")) and (delay := self._pace.delay(caller.tenant, len(body))):
-                await asyncio.sleep(delay)
+                await self._sleep(delay)
             return message
 
         await self._app(scope, paced, send)

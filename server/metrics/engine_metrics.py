@@ -11,6 +11,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from logitship.sampler.processors.executor import LoadedProcessor
+from logitship.sampler.processors.processor_groups import ObserveCall
 
 from .engine_stats import EngineStats, ModelInfo
 from .request_metrics import MOST_NAMES, ProcessorCalls, ProcessorLabels, RequestMetrics
@@ -114,8 +115,8 @@ class EngineMetrics:
             self._step_rows.observe(clock.num_rows)
         clock.reset()
 
-    def call_observer(self, processor: LoadedProcessor) -> Callable[[int, float], None]:
-        """Return the function that takes the rows and seconds of each call of a processor. Engine thread only."""
+    def call_observer(self, processor: LoadedProcessor) -> ObserveCall:
+        """Return the function that takes each call of a processor. Engine thread only."""
         return self._calls.statistics(self._labels.label(processor.digest, processor.name)).observe
 
     def http_answered(self, method: str, route: str, status: int, seconds: float) -> None:

@@ -35,6 +35,7 @@ class EngineStats:
         prefix_blocks_capacity: most blocks that it can hold.
         drafted: draft tokens that were verified.
         accepted: draft tokens that were accepted.
+        forced: output tokens that needed no forward pass of their own, because they were forced.
         sandboxes: running sandboxes.
         sandboxes_started: sandboxes started so far.
         sandboxes_ended: sandboxes ended so far, by reason: `unloaded`, or the kind of a `ProcessorFault`.
@@ -63,6 +64,7 @@ class EngineStats:
     registered_processors: int = 0
     drafted: int = 0
     accepted: int = 0
+    forced: int = 0
     sandboxes: int = 0
     sandboxes_started: int = 0
     sandboxes_ended: Mapping[str, int] = field(default_factory=dict)

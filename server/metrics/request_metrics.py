@@ -11,13 +11,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from logitship.sampler.processors.executor import LogitsUse
 from logitship.server.requests.messages import FinishReason, GenerationChunk
 
 MOST_NAMES = 100
@@ -217,6 +218,7 @@ class CallStatistics:
         counts: calls in each bucket.
         seconds: total duration.
         rows: total rows.
+        logits_uses: calls by their use of the logits.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -224,9 +226,11 @@ class CallStatistics:
         self.counts = [0] * (len(bounds) + 1)
         self.seconds = 0.0
         self.rows = 0
+        self.logits_uses: dict[LogitsUse, int] = dict.fromkeys(get_args(LogitsUse), 0)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe(self, num_rows: int, seconds: float, logits_use: LogitsUse = "given") -> None:
         """Count a call."""
+        self.logits_uses[logits_use] += 1
         self.counts[bisect_left(self._bounds, seconds)] += 1
         self.seconds += seconds
         self.rows += num_rows
@@ -257,10 +261,18 @@ class ProcessorCalls(Collector):
         rows = CounterMetricFamily(
             "logitship_processor_rows", "Rows that a processor was called with.", labels=["processor", "origin"]
         )
+        uses = CounterMetricFamily(
+            "logitship_processor_calls",
+            "Calls of a processor: unread ones began before their logits existed, and never used one.",
+            labels=["processor", "origin", "logits"],
+        )
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         for label, calls in list(self._by_label.items()):
             labels = [label.name, label.origin]
             durations.add_metric(labels, list(zip(names, accumulate(calls.counts), strict=True)), calls.seconds)
             rows.add_metric(labels, calls.rows)
+            for use, count in calls.logits_uses.items():
+                uses.add_metric([*labels, use], count)
         yield durations
         yield rows
+        yield uses

@@ -51,6 +51,11 @@ def _engine(stats: EngineStats) -> Iterable[Metric]:
     )
     yield CounterMetricFamily("logitship_accepted_draft_tokens", "Draft tokens that were accepted.", stats.accepted)
     yield CounterMetricFamily(
+        "logitship_forced_tokens",
+        "Output tokens that needed no forward pass of their own, because they were forced.",
+        stats.forced,
+    )
+    yield CounterMetricFamily(
         "logitship_prefix_cache_queried_tokens",
         "Prompt tokens that were looked up in the prefix cache.",
         stats.prefix_tokens_asked,

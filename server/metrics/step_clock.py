@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 
 
@@ -99,6 +100,16 @@ class TimedProcessors(ShippedProcessors):
     def __init__(self, *args: Any, clock: StepClock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._clock = clock
+
+    def begin(self) -> None:
+        """See `ShippedProcessors.begin`."""
+        with self._clock.processors:
+            super().begin()
+
+    def restrict(self, allowed: Mapping[int, AllowedTokens]) -> None:
+        """See `ShippedProcessors.restrict`."""
+        with self._clock.processors:
+            super().restrict(allowed)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See `ShippedProcessors.apply`."""

@@ -67,7 +67,7 @@ def _logits(runner: ModelRunner, sequences: list[list[int]], slots: list[int], s
         )
         counts = [count for _, count in (*decode, *prefill)]
         # In reverse order, so that a token's row in the LM head differs from its row in the layers.
-        logits = runner.forward(of_decode, of_prefill, [*reversed(range(sum(counts)))]).flip(0)
+        logits = runner.logits(of_decode, of_prefill, [*reversed(range(sum(counts)))]).flip(0)
         for (i, count), part in zip((*decode, *prefill), torch.split(logits, counts), strict=True):
             parts[i].append(part)
             done[i] += count

@@ -156,25 +156,51 @@ class FusedDecoder:
         self._layers = [FusedLayer(layer, model.config) for layer in decoder.layers]
         self._norm = _RMSNorm(decoder.norm)
         self._lm_head = PackedLinear.of(model.lm_head, scale=self._norm.weight)
+        self._head_layer: nn.Linear = model.lm_head
 
-    def forward(self, token_ids: torch.Tensor, step: StepLayout, keep: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, step: StepLayout, keep: torch.Tensor) -> FusedLogits:
         """Compute the tokens of a step.
 
         Args:
             token_ids: int64 [tokens], packed as in `step`.
             step: layout of the forward pass.
             keep: int64 [any], the tokens whose logits are returned.
-
-        Returns:
-            float32 [len(keep), vocab].
         """
         hidden: torch.Tensor = self._embed(token_ids)
         rotation = _Rotation(*self._rotary(hidden[None], step.positions[None]))
         for layer in self._layers:
             hidden = layer(hidden, rotation, step)
-        if not len(keep):
-            return hidden.new_empty(0, self._lm_head.out_features)
-        return self._lm_head(self._norm(hidden[keep]))
+        return FusedLogits(self._norm(hidden[keep]), self._norm.weight, self._lm_head, self._head_layer)
+
+
+class FusedLogits:
+    """`OutputLogits` of a `FusedDecoder`.
+
+    Args:
+        hidden: float32 [tokens, in], normalized, without the weights of the norm.
+        scale: float32 [in], these weights.
+        packed: the LM head, with these weights.
+        layer: the LM head, without them.
+    """
+
+    def __init__(self, hidden: torch.Tensor, scale: torch.Tensor, packed: PackedLinear, layer: nn.Linear) -> None:
+        self._hidden = hidden
+        self._scale = scale
+        self._packed = packed
+        self._layer = layer
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """See `OutputLogits`."""
+        if begin == end:
+            return self._hidden.new_empty(0, self._packed.out_features)
+        return self._packed(self._hidden[begin:end])
+
+    @torch.no_grad()
+    def some(self, places: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `OutputLogits`."""
+        hidden = self._hidden[places] * self._scale
+        logits = torch.einsum("ni,ni->n", hidden, self._layer.weight[token_ids])
+        return logits if self._layer.bias is None else logits + self._layer.bias[token_ids]
 
 
 class FusedLayer:

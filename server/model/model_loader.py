@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from logitship.server.config import DEFAULT_MODEL, ServerConfig
-from logitship.server.refusals import StartError
+from logitship.server.config import ServerConfig
 from logitship.server.tokenizer import Tokenizer
 
-from .default_model import default_model_folder
+from .model_source import ModelLoadError, find_device, find_model
 
 logger = logging.getLogger(__name__)
-
-
-class ModelLoadError(StartError):
-    """The model or its tokenizer could not be loaded; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +37,6 @@ class LoadedModel:
     max_len: int
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Arguments of `from_pretrained`: a folder, a hub name, or a GGUF file in a folder."""
-
-    name: str
-    options: dict[str, Any]
-
-
 def load_model(config: ServerConfig) -> LoadedModel:
     """Load the model that `config` names.
 
@@ -55,15 +44,19 @@ def load_model(config: ServerConfig) -> LoadedModel:
         ModelLoadError: it does not exist, or is not a causal language model.
         ModelFetchError: it is the default model, and could not be fetched.
     """
-    # The weights are mapped into memory, not read: the bar would only flicker. Downloads have their own bars.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    source = _source(config.model_path, config.trust_remote_code)
-    tokenizer_source = _source(config.tokenizer_path, config.trust_remote_code) if config.tokenizer_path else source
+    if not (sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)):
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+    started = time.monotonic()
+    device = find_device(config.device)
+    source = find_model(config.model_path, config.trust_remote_code)
+    tokenizer_source = find_model(config.tokenizer_path, config.trust_remote_code) if config.tokenizer_path else source
+    logger.info("loading the model %s", config.model_path)
     try:
         hf_tokenizer = AutoTokenizer.from_pretrained(tokenizer_source.name, **tokenizer_source.options)
         hf_config = AutoConfig.from_pretrained(source.name, **source.options)
-        model = AutoModelForCausalLM.from_pretrained(source.name, dtype=_dtype(config, hf_config), **source.options)
-        torch.nn.Module.to(model, _device(config))  # transformers' own `to` is untyped
+        dtype = _dtype(config, hf_config, device)
+        model = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options)
+        torch.nn.Module.to(model, device)  # transformers' own `to` is untyped
     except (
         OSError,
         ValueError,
@@ -76,6 +69,15 @@ def load_model(config: ServerConfig) -> LoadedModel:
     if config.chat_template:
         hf_tokenizer.chat_template = _read_chat_template(config.chat_template)
     text_config = model.config.get_text_config()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(
+        "loaded %s in %.1f s: %.0f million parameters, %s on %s",
+        type(model).__name__,
+        time.monotonic() - started,
+        parameters / 1e6,
+        str(model.dtype).removeprefix("torch."),
+        device,
+    )
     return LoadedModel(
         model=model,
         tokenizer=Tokenizer(hf_tokenizer),
@@ -85,20 +87,6 @@ def load_model(config: ServerConfig) -> LoadedModel:
     )
 
 
-def _source(path: str, trust_remote_code: bool) -> _Source:
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if path == DEFAULT_MODEL:
-        return _Source(str(default_model_folder()), options)
-    if path.endswith(".gguf"):
-        file = Path(path)
-        if not file.is_file():
-            raise ModelLoadError(f"there is no GGUF file {path!r}")
-        return _Source(str(file.parent), options | {"gguf_file": file.name})
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
-        raise ModelLoadError(f"there is no folder {path!r}")
-    return _Source(str(Path(path).expanduser()) if path.startswith("~") else path, options)
-
-
 def _read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -106,17 +94,11 @@ def _read_chat_template(path: str) -> str:
         raise ModelLoadError(f"cannot read the chat template {path!r}: {error}") from error
 
 
-def _device(config: ServerConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def _dtype(config: ServerConfig, hf_config: Any) -> torch.dtype:
+def _dtype(config: ServerConfig, hf_config: Any, device: torch.device) -> torch.dtype:
     """Return the dtype. `auto` is the checkpoint's own on an accelerator, and on a CPU float32: fast and exact."""
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
-    elif _device(config).type == "cpu":
+    elif device.type == "cpu":
         dtype = torch.float32
     else:
         dtype = getattr(hf_config.get_text_config(), "dtype", None) or torch.bfloat16

@@ -26,6 +26,7 @@ from .attention import ATTENTION_NAME, Segment, StepLayout, register
 from .deterministic import make_deterministic
 from .fused_decoder import FusedDecoder, can_fuse
 from .kv_cache import CacheShape, SlotCache
+from .output_logits import ComputedLogits, OutputLogits
 
 logger = logging.getLogger(__name__)
 _TASKS = Path("/proc/self/task")
@@ -91,8 +92,7 @@ class ModelRunner:
         if fused and not deterministic and can_fuse(model):
             self._fuse()
 
-    @torch.no_grad()
-    def forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
+    def logits(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
         """Compute the next tokens of some sequences.
 
         Args:
@@ -105,10 +105,28 @@ class ModelRunner:
         Returns:
             float32 [len(keep), vocab].
         """
-        with self._cores:
-            return self._forward(decode, prefill, keep)
+        return self.forward(decode, prefill, keep, len(keep))[0]
 
-    def _forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
+    @torch.no_grad()
+    def forward(
+        self, decode: list[Chunk], prefill: list[Chunk], keep: list[int], num_complete: int
+    ) -> tuple[torch.Tensor, OutputLogits]:
+        """Compute the next tokens of some sequences, as `logits`, and all logits of a part of the kept tokens.
+
+        Args:
+            decode: see `logits`.
+            prefill: see `logits`.
+            keep: see `logits`.
+            num_complete: number of kept tokens, from the first on, of which all logits are needed.
+
+        Returns:
+            Their logits, float32 [num_complete, vocab], and what computes those of all kept tokens.
+        """
+        with self._cores:
+            output = self._forward(decode, prefill, keep)
+            return output.rows(0, num_complete), output
+
+    def _forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> OutputLogits:
         layout = StepLayout(_segments(decode), _segments(prefill), self.cache, self.dtype, self.device)
         token_ids = torch.tensor(
             [token for chunk in (*decode, *prefill) for token in chunk.token_ids], device=self.device
@@ -116,7 +134,7 @@ class ModelRunner:
         indices = torch.tensor(keep, dtype=torch.long, device=self.device)
         if self._fused is not None:
             return self._fused.forward(token_ids, layout, indices)
-        return self._forward_model(token_ids, layout, indices)
+        return ComputedLogits(self._forward_model(token_ids, layout, indices))
 
     def _forward_model(self, token_ids: torch.Tensor, layout: StepLayout, keep: torch.Tensor) -> torch.Tensor:
         output = self.model(
@@ -146,15 +164,15 @@ class ModelRunner:
         """Return the logits of a short prompt and of one decoded token after it: float32 [tokens, vocab]."""
         step = self.model.config.vocab_size // _NUM_FIRST_TOKENS
         *prompt, last = range(0, step * _NUM_FIRST_TOKENS, step)
-        prefill = self.forward([], [Chunk(0, 0, prompt)], [*range(len(prompt))])
-        return torch.cat([prefill, self.forward([Chunk(0, len(prompt), [last])], [], [0])])
+        prefill = self.logits([], [Chunk(0, 0, prompt)], [*range(len(prompt))])
+        return torch.cat([prefill, self.logits([Chunk(0, len(prompt), [last])], [], [0])])
 
     def _check_first_token(self) -> None:
         """Compute one token, so that an unsupported model is refused at start and not at the first request."""
         name = type(self.model).__name__
         try:
             # The same index twice shows whether the model implements `logits_to_keep`.
-            logits = self.forward([], [Chunk(0, 0, [0])], [0, 0])
+            logits = self.logits([], [Chunk(0, 0, [0])], [0, 0])
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise UnsupportedModel(f"{name} cannot be served: its first token failed: {error}") from error
         if len(logits) != 2:

@@ -47,7 +47,7 @@ def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
     for _ in range(_ROUNDS):
         for number in numbers:
             start = time.perf_counter()
-            runner.forward([Chunk(0, 0, [0] * number)], [], list(range(number)))
+            runner.logits([Chunk(0, 0, [0] * number)], [], list(range(number)))
             if runner.device.type == "cuda":
                 torch.cuda.synchronize(runner.device)
             took = time.perf_counter() - start

@@ -94,7 +94,7 @@ class SamplingParams(EngineSamplingParams):
     prompt_logprob_token_ids: None = None
     repetition_detection: None = None
     skip_reading_prefix_cache: None = None
-    stream_interval: None = None
+    stream_interval: int | None = None
     trace_decode_token_ids: None = None
     watermarking: None = None
 
@@ -158,7 +158,8 @@ class SamplingParams(EngineSamplingParams):
         is_constrained = constraint_of(read, at) is not None
         shared = {field.name for field in dataclasses.fields(cls)} & set(SGLangSamplingParams.model_fields)
         return cls(
-            **{name: getattr(read, name) for name in shared - {"seed"}},
+            **{name: getattr(read, name) for name in shared - {"seed", "stream_interval"}},
+            stream_interval=None if read.stream_interval == 1 else read.stream_interval,
             max_tokens=read.max_new_tokens,
             min_tokens=read.min_new_tokens,
             seed=read.seed if read.sampling_seed is None else read.sampling_seed,

@@ -77,13 +77,14 @@ export class AnswerColumn {
 }
 
 /** @param {import("./generation.js").Ending["receipts"][number]} receipt */
-function receipt({ name, digest, steps, milliseconds }) {
+function receipt({ name, digest, steps, milliseconds, forced_steps }) {
   const each = steps ? ` (${(milliseconds / steps).toFixed(2)} ms each)` : "";
+  const forced = forced_steps ? `, ${forced_steps} without a forward pass` : "";
   return h(
     "li",
     {},
     h("strong", {}, name),
-    ` ${steps} ${steps === 1 ? "step" : "steps"}, ${milliseconds.toFixed(1)} ms${each} `,
+    ` ${steps} ${steps === 1 ? "step" : "steps"}, ${milliseconds.toFixed(1)} ms${each}${forced} `,
     h("code", { title: digest }, `${digest.slice(0, 19)}…`),
   );
 }

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
-from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
+from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor, failed_before
 from logitship.sampler.processors.processor_cache import Key, ProcessorCache, ProcessorCacheFull
 from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
 
@@ -161,7 +161,7 @@ class LoadQueue:
         until, error = self._failures.get(key, (0.0, None))
         left = until - self._clock()
         if error is not None and left > 0:
-            raise ProcessorLoadError(f"{error} (as it was; it is tried again in {left:.0f} s)")
+            raise failed_before(str(error), left)
 
     def _start_loads(self) -> None:
         """Start loads in turn. The caller holds the lock."""

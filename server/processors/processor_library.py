@@ -23,6 +23,7 @@ from logitship.client.serialization.processor_string import (
     RegisteredProcessor,
     SourceProcessor,
 )
+from logitship.sampler.client_context import on_behalf_of
 from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExecutor
 from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
@@ -220,12 +221,15 @@ class ProcessorLoader:
         self._check_allowed(runnable.digest)
         return runnable
 
-    def prepare(self, processor: LoadedProcessor, params: Mapping[str, Any] | None, *, own: bool = False) -> Any:
+    def prepare(
+        self, processor: LoadedProcessor, params: Mapping[str, Any] | None, *, tenant: str = "", own: bool = False
+    ) -> Any:
         """Return what a built-in processor makes of a request's parameters; None for all other processors.
 
         Args:
             processor: as `acquire` returned it.
             params: the request's parameters for it.
+            tenant: who sent the request.
             own: the parameters are for this processor alone, so an unknown one is an error.
 
         Raises:
@@ -238,7 +242,8 @@ class ProcessorLoader:
         if own:
             _check_known(processor.instance, params or {})
         try:
-            return processor.instance.prepare(params, self._model)
+            with on_behalf_of(tenant):
+                return processor.instance.prepare(params, self._model)
         except ValueError as error:
             raise InvalidParams(str(error)) from error
 

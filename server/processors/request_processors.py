@@ -27,7 +27,6 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
-from logitship.sampler.client_context import on_behalf_of
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse
@@ -362,8 +361,7 @@ class RequestProcessors:
             held.append(processor)
         key = id(processor), id(wanted.params)
         if key not in prepared:
-            with on_behalf_of(request.tenant):
-                prepared[key] = self._library.prepare(processor, wanted.params, own=wanted.own)
+            prepared[key] = self._library.prepare(processor, wanted.params, tenant=request.tenant, own=wanted.own)
         params = dict(wanted.params or {})
         return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.num_started)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TypeVar
@@ -101,7 +101,12 @@ class GenerationStream:
     Args:
         n: number of continuations.
         cancel: cancels the request.
+
+    Attributes:
+        digests: those of the processors that are applied, in the order in which they run.
     """
+
+    digests: Sequence[str] = ()
 
     def __init__(self, n: int, cancel: Callable[[], None]) -> None:
         self._unfinished = n

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 from logitship.client.records import Receipt
@@ -284,6 +284,20 @@ class GenerationChunk:
     """Beam search only: sum of the log-probabilities of the output's tokens, after all edits of the logits."""
     beam_score: float | None = None
     """Beam search only: the score of the output, see `BeamSearch.score`."""
+
+
+def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
+    """Return one chunk with the output of several that follow each other, of the same continuation."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs=[logprobs for chunk in chunks for logprobs in chunk.logprobs],
+        traces=[trace for chunk in chunks for trace in chunk.traces],
+        prompt_logprobs=[logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs],
+    )
 
 
 def _is_count(value: object) -> bool:

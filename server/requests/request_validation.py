@@ -56,7 +56,7 @@ class Prompt:
 def encode_prompt(
     tokenizer: Tokenizer, max_model_len: int, value: str | list[int], at: str, *, add_special_tokens: bool = True
 ) -> Prompt:
-    """Tokenize a prompt. That takes time: do not call it on an event loop with a text.
+    """Tokenize a prompt. That takes time: do not call it on an event loop with a long text.
 
     Args:
         tokenizer: the model's tokenizer.

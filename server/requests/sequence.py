@@ -158,10 +158,16 @@ class Sequence:
             self.finish_reason = self.finish_reason or FinishReason("length")
         self._emit(text, [token_id], [logprobs] if logprobs else [], [trace] if trace else [])
 
+    def is_ended_by(self, token_id: int) -> bool:
+        """Return whether a token would end the sequence if it came next, except by completing a stop string."""
+        length = len(self.output_token_ids) + 1
+        return length >= self._max_tokens or (
+            length >= self.sampling_params.min_tokens and self._is_stop_token(token_id)
+        )
+
     def would_end(self, token_id: int) -> bool:
         """Return whether a token would end the sequence if it came next."""
-        length = len(self.output_token_ids) + 1
-        if length >= self._max_tokens or (length >= self.sampling_params.min_tokens and self._is_stop_token(token_id)):
+        if self.is_ended_by(token_id):
             return True
         if not self.sampling_params.stop:
             return False

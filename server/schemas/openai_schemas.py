@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import FailFast, Field, PlainValidator, model_validator
 
+from .field_rules import BODY_RULES, CHAT_RULES, MESSAGE_RULES, STREAM_OPTIONS_RULES
 from .request_schema import (
     MAX_PROMPT_TOKENS,
     MAX_PROMPTS,
@@ -20,44 +22,14 @@ from .request_schema import (
     is_token_ids,
 )
 from .structured_outputs import OpenAIGrammarFields
-
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "cache_salt": ("",),
-    "data_parallel_rank": (),
-    "disagg_prefill_dp_rank": (),
-    "ec_transfer_params": (),
-    "extra_key": ("",),
-    "kv_transfer_params": (),
-    "logprob_token_ids": ([],),
-    "lora_path": (),
-    "priority": (0,),
-    "repetition_detection": (),
-    "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "routed_dp_rank": (),
-    "service_tier": ("auto", "default"),
-    "session_id": (),
-    "session_params": (),
-    "stop_regex": ([],),
-    "store": (False,),
-    "stream_interval": (1,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "watermarking": (False,),
-}
+from .tool_schemas import MAX_TOOLS, MessageToolCall, ToolFields
 
 
 class StreamOptions(RequestModel):
     """`stream_options`."""
 
     examples: ClassVar = {"include_usage": True, "continuous_usage_stats": True}
-    unsupported: ClassVar = {"include_obfuscation": (False,)}
+    rules: ClassVar = STREAM_OPTIONS_RULES
 
     include_usage: bool = False
     """Send the token counts in an extra event at the end."""
@@ -85,9 +57,7 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
         "request_id": "first",
         "rid": "first",
     }
-    without_effect: ClassVar = frozenset(
-        {"custom_labels", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
-    )
+    rules: ClassVar = BODY_RULES
 
     model: Id | None = None
     """Name of the model; optional, since there is only one."""
@@ -192,7 +162,6 @@ class CompletionRequest(OpenAIFields):
         "echo": True,
         "add_special_tokens": False,
     }
-    unsupported: ClassVar = _UNSUPPORTED | {"prompt_embeds": (), "suffix": ("",)}
 
     prompt: Annotated[str | list[Any], PlainValidator(_prompt, json_schema_input_type=_PromptTypes)]
     """Text or token ids, or a list of texts or of lists of token ids."""
@@ -233,16 +202,9 @@ class Message(RequestModel):
         "content": "What is the moon?",
         "name": "Ada",
         "tool_call_id": "call_1",
+        "tool_calls": [MessageToolCall.examples],
     }
-    unsupported: ClassVar = {
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-        "reasoning": ("",),
-        "reasoning_content": ("",),
-        "refusal": (),
-        "tool_calls": ([],),
-    }
+    rules: ClassVar = MESSAGE_RULES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Author of the message. `developer`, OpenAI's newer name of `system`, is rendered as `system`."""
@@ -251,19 +213,31 @@ class Message(RequestModel):
     name: Id | None = None
     """Passed to the chat template."""
     tool_call_id: Id | None = None
-    """Passed to the chat template."""
+    """With role `tool`: id of the call whose result this is. Passed to the chat template."""
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] = Field(default=[])
+    """With role `assistant`: the calls that the message made."""
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise FieldError("content", "is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("tool_calls", 'requires role "assistant"')
         return self
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of its texts."""
+        texts = sum(len(text or "") for text in (self.content, self.name, self.tool_call_id))
+        return texts + sum(call.num_characters for call in self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.role == "developer":
             message["role"] = "system"
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template for call in self.tool_calls]
         extra = {"name": self.name, "tool_call_id": self.tool_call_id}
         return message | {key: value for key, value in extra.items() if value is not None}
 
@@ -293,7 +267,17 @@ _TEMPLATE_ARGUMENTS = frozenset(
 """Arguments of the rendering function, which template variables must not override."""
 
 
-class ChatCompletionRequest(OpenAIFields):
+def check_template_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse variables that would override arguments of the rendering function.
+
+    Raises:
+        FieldError: names the variable.
+    """
+    if reserved := sorted(variables.keys() & _TEMPLATE_ARGUMENTS):
+        raise FieldError("chat_template_kwargs", f"must not set {reserved[0]!r}")
+
+
+class ChatCompletionRequest(OpenAIFields, ToolFields):
     """Body of `/v1/chat/completions`."""
 
     examples: ClassVar = {
@@ -305,33 +289,11 @@ class ChatCompletionRequest(OpenAIFields):
         "add_generation_prompt": True,
         "continue_final_message": True,
         "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "parallel_tool_calls": False,
     }
-    unsupported: ClassVar = _UNSUPPORTED | {
-        "add_special_tokens": (False,),
-        "audio": (),
-        "chat_template": (),
-        "documents": ([],),
-        "echo": (False,),
-        "function_call": ("none", "auto"),
-        "functions": ([],),
-        "include_reasoning": (True, False),
-        "input_ids": (),
-        "media_io_kwargs": (),
-        "mm_processor_kwargs": (),
-        "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "return_meta_info": (False,),
-        "return_prompt_token_ids": (False,),
-        "separate_reasoning": (True, False),
-        "stream_reasoning": (True, False),
-        "suffix": ("",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": (),
-        "web_search_options": (),
-    }
+    rules: ClassVar = CHAT_RULES
 
     messages: Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation."""
@@ -349,6 +311,19 @@ class ChatCompletionRequest(OpenAIFields):
     """Continue the last message instead of starting a new one."""
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=MAX_TEMPLATE_VARIABLES)
     """Variables for the chat template."""
+    reasoning_effort: Id | None = None
+    """A variable for the chat template; without effect if the template does not use it."""
+    verbosity: Id | None = None
+    """A variable for the chat template; without effect if the template does not use it."""
+
+    parallel_tool_calls: bool = True
+    """False: at most one tool call in an answer."""
+
+    @property
+    def template_options(self) -> dict[str, str]:
+        """Fields that are variables for those chat templates that use them."""
+        given = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        return {name: value for name, value in given.items() if value is not None}
 
     @model_validator(mode="after")
     def _check_chat_fields_together(self) -> Self:
@@ -360,6 +335,5 @@ class ChatCompletionRequest(OpenAIFields):
             raise FieldError("max_tokens", "differs from max_completion_tokens")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("continue_final_message", "contradicts add_generation_prompt")
-        if reserved := sorted(self.chat_template_kwargs.keys() & _TEMPLATE_ARGUMENTS):
-            raise FieldError("chat_template_kwargs", f"must not set {reserved[0]!r}")
+        check_template_variables(self.chat_template_kwargs)
         return self

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 
 from logitship.sampler.sampling_params import MOST_TRACED, LogprobsMode
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import BeamSearch, EarlyStopping, beam_search_of
 
 from .documented import Documented
+from .field_rules import FieldRule, Refused
 
 Model = TypeVar("Model", bound="RequestModel")
+IgnoredFields: TypeAlias = set[str]
+"""Names of fields of a request that were accepted without effect."""
 
 MAX_PROMPTS = 1 << 16
 """Most prompts of a request, and entries of lists with one per prompt. The queue usually takes fewer."""
@@ -53,21 +56,19 @@ class FieldError(ValueError):
 class RequestModel(Documented):
     """A JSON object in a request. Strict: types are not converted (`"5"` is not a number).
 
-    Every field is either applied or refused. `null` means the default, as if the field were missing, except for the
-    fields in `nullable`.
+    Every field is applied, or has a rule: ignored or refused. `null` means the default, as if the field were missing,
+    except for the fields in `nullable`.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields of the API that this server does not support, with the values that are accepted as no-ops."""
-    without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields accepted with any value, because by definition they do not affect the response."""
+    rules: ClassVar[Mapping[str, FieldRule]] = {}
+    """Rules for fields of the API that are not applied."""
     nullable: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _take_known_fields(cls, data: Any) -> Any:
+    def _take_known_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             raise ValueError("must be a JSON object")
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -76,17 +77,19 @@ class RequestModel(Documented):
             if name in known:
                 if value is not None or name in cls.nullable:
                     kept[name] = value
-            elif name in cls.unsupported:
-                _refuse_unless_noop(name, value, cls.unsupported[name])
-            elif name not in cls.without_effect:
-                raise FieldError(name, _unknown(name, [*known, *cls.unsupported]))
+            elif name in cls.rules:
+                _apply_rule(cls.rules[name], name, value, info.context)
+            else:
+                raise FieldError(name, _unknown(name, [*known, *cls.rules]))
         return kept
 
 
-def _refuse_unless_noop(name: str, value: object, noops: tuple[object, ...]) -> None:
-    if value is None or any(value == one and type(value) is type(one) for one in noops):
-        return
-    raise FieldError(name, "is not supported by this server: leave it out")
+def _apply_rule(rule: FieldRule, name: str, value: object, ignored: IgnoredFields | None) -> None:
+    if isinstance(rule, Refused):
+        if not rule.accepts(value):
+            raise FieldError(name, f"is not supported by this server: {rule.reason}")
+    elif value is not None and ignored is not None:
+        ignored.add(name)
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -94,19 +97,20 @@ def _unknown(name: str, known: list[str]) -> str:
     return "unknown field" + (f", did you mean {close[0]}?" if close else "")
 
 
-def parse_model(model: type[Model], data: object, at: str = "") -> Model:
+def parse_model(model: type[Model], data: object, at: str = "", ignored: IgnoredFields | None = None) -> Model:
     """Validate decoded JSON as a `model`.
 
     Args:
         model: the schema.
         data: the decoded JSON.
         at: path of `data` in the request body, such as `sampling_params`; "" for the body itself.
+        ignored: receives the names of fields that are accepted without effect.
 
     Raises:
         BadRequest: names the first invalid field, by its path.
     """
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=ignored)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     location, reason = first["loc"], first["msg"].removeprefix("Value error, ")
@@ -293,6 +297,7 @@ class SamplingFields(RequestModel):
 
     examples: ClassVar = {
         "n": 2,
+        "stream_interval": 8,
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 40,
@@ -321,6 +326,8 @@ class SamplingFields(RequestModel):
 
     n: Count = 1
     """Number of independent continuations of each prompt."""
+    stream_interval: Count = 1
+    """With `stream`: tokens of an event. The first token and the end of a continuation are sent at once."""
     temperature: float = 1.0
     """Sampling temperature; 0: greedy."""
     top_p: float = 1.0

@@ -77,7 +77,7 @@ class ErrorResponse(TypedDict):
 StageName: TypeAlias = Literal["model", "request", "processor", "sampling"]
 
 
-@documented({"digest": DIGEST, "name": "Lipogram", "steps": 12, "milliseconds": 0.869})
+@documented({"digest": DIGEST, "name": "Lipogram", "steps": 12, "milliseconds": 0.869, "forced_steps": 0})
 class ReceiptObject(TypedDict):
     """Proof that a processor was applied."""
 
@@ -89,6 +89,8 @@ class ReceiptObject(TypedDict):
     """Number of steps in which it was applied."""
     milliseconds: float
     """Time spent in the processor: each call's time, divided by the rows of the call."""
+    forced_steps: int
+    """Number of these steps that needed no forward pass of their own, because their tokens were forced."""
 
 
 @documented({"token_id": 30, "text": "."})
@@ -159,3 +161,19 @@ class TokenTraceObject(TypedDict):
     """The most likely tokens of all stages and the sampled token, sorted by the model's probability."""
     stages: list[TraceStageObject]
     """The stages, in order."""
+
+
+@documented({"version": "0.1.0"})
+class VersionResponse(TypedDict):
+    """The version."""
+
+    version: str
+    """logitship's version."""
+
+
+@documented({"server_load": 3})
+class LoadResponse(TypedDict):
+    """The load, as in vLLM."""
+
+    server_load: int
+    """Sequences that run or wait."""

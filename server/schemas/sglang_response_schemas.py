@@ -233,6 +233,7 @@ class ModelInfoResponse(TypedDict):
         "registered_processors": 1,
         "drafted": 0,
         "accepted": 0,
+        "forced": 0,
         "sandboxes": 2,
         "sandboxes_started": 3,
         "sandboxes_ended": {"deadline": 1},
@@ -279,6 +280,8 @@ class InternalState(TypedDict):
     """Draft tokens (speculative decoding)."""
     accepted: int
     """Accepted draft tokens."""
+    forced: int
+    """Output tokens that needed no forward pass of their own, because they were forced."""
     sandboxes: int
     """Running sandboxes."""
     sandboxes_started: int

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
+from .field_rules import BODY_RULES, SAMPLING_PARAMS_RULES
 from .request_schema import (
     MAX_ID_LENGTH,
     MAX_PROMPT_TOKENS,
@@ -81,11 +82,7 @@ InputIds = Annotated[
 class SGLangSamplingParams(SamplingFields, GrammarFields):
     """`sampling_params` of `/generate`."""
 
-    unsupported: ClassVar = {
-        "beam_width": (1,),
-        "stop_regex": ([],),
-        "stream_interval": (1,),
-    }
+    rules: ClassVar = SAMPLING_PARAMS_RULES
     examples: ClassVar = {
         "structural_tag": '{"type": "structural_tag", "format": {"type": "regex", "pattern": "[a-z]+"}}',
         "max_new_tokens": 64,
@@ -133,42 +130,7 @@ class GenerateRequest(RequestModel):
         "return_text_in_logprobs": True,
         "trace": {"top": 5},
     }
-    unsupported: ClassVar = {
-        "audio_data": ([],),
-        "background": (False,),
-        "bootstrap_host": (),
-        "bootstrap_pair_key": (),
-        "bootstrap_port": (),
-        "bootstrap_room": (),
-        "cache_salt": ("",),
-        "data_parallel_rank": (),
-        "decode_tp_size": (),
-        "disagg_prefill_dp_rank": (),
-        "extra_key": ("",),
-        "image_data": ([],),
-        "input_embeds": (),
-        "lora_id": (),
-        "lora_path": (),
-        "max_dynamic_patch": (),
-        "min_dynamic_patch": (),
-        "modalities": ([],),
-        "priority": (),
-        "require_reasoning": (False,),
-        "return_bytes": (False,),
-        "return_entropy": (False,),
-        "return_flat_raw_top_logprobs": (False,),
-        "return_hidden_states": (False,),
-        "return_prompt_token_ids": (False,),
-        "return_routed_experts": (False,),
-        "return_sampling_mask": (False,),
-        "routed_dp_rank": (),
-        "session_id": (),
-        "session_params": (),
-        "token_ids_logprob": ([],),
-        "use_audio_in_video": (False,),
-        "video_data": ([],),
-    }
-    without_effect: ClassVar = frozenset({"conversation_id", "custom_labels", "log_metrics", "no_logs", "routing_key"})
+    rules: ClassVar = BODY_RULES
 
     text: OneOrMoreTexts | None = None
     """The prompt, or a list of prompts. Alternative to `input_ids`."""

@@ -14,6 +14,7 @@ from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import ProcessorRequest
 
+from .field_rules import JSON_SCHEMA_RULES, STRUCTURED_OUTPUTS_RULES
 from .request_schema import FieldError, Id, RequestModel, check_texts, texts
 
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_LENGTH)]
@@ -71,7 +72,7 @@ class JsonSchemaFormat(RequestModel):
     """`response_format.json_schema`."""
 
     examples: ClassVar = {"name": "capital", "schema": _EXAMPLE_SCHEMA}
-    without_effect: ClassVar = frozenset({"description", "strict"})  # constraints are always strict
+    rules: ClassVar = JSON_SCHEMA_RULES
 
     name: Id
     """Has no effect."""
@@ -139,7 +140,7 @@ class StructuredOutputs(RequestModel):
         "whitespace_pattern": "[ ]?",
         "disable_any_whitespace": True,
     }
-    unsupported: ClassVar = {"disable_additional_properties": (False,)}
+    rules: ClassVar = STRUCTURED_OUTPUTS_RULES
 
     json_schema: Schema | None = Field(default=None, alias="json")
     """A JSON schema, or its JSON text."""

@@ -7,10 +7,12 @@ prompts are only partly computed. A processor with state needs all three.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import unwrap
 from types import FunctionType
 from typing import Any
+
+from .callers import SCHEDULED, find_caller_argument
 
 
 class BatchRequests:
@@ -43,6 +45,18 @@ class BatchRequests:
         """Return the rows whose prompt is only partly computed in this step: vLLM discards the token sampled there."""
         return set(self._live.discard_request_mask.np[:num_rows].nonzero()[0].tolist())
 
+    def discarded_rows_ahead(self, rows: Iterable[int]) -> set[int] | None:
+        """Return those of these rows whose prompt will only be partly computed, as the model runner will find out.
+
+        Called while the model runner updates its states; None if what the scheduler has planned cannot be found.
+        """
+        output = find_caller_argument(SCHEDULED)
+        if output is None:
+            return None
+        batch, requests = self._live.input_batch, self._live.requests
+        records = {row: requests[batch.req_ids[row]] for row in rows}
+        return {row for row, record in records.items() if _num_computed_after(record, output) < record.num_tokens}
+
     @property
     def _live(self) -> Any:
         runner = self._runner()
@@ -50,7 +64,13 @@ class BatchRequests:
         return runner
 
 
-def missing_attributes(runner: type, batch: type) -> list[str]:
+def _num_computed_after(record: Any, output: Any) -> int:
+    """Return the number of a request's tokens that are computed after this step."""
+    computed: int = record.num_computed_tokens + output.num_scheduled_tokens[record.req_id]
+    return computed
+
+
+def missing_attributes(runner: type, batch: type, request: type) -> list[str]:
     """Return the attributes that `BatchRequests` reads and this vLLM's classes do not have.
 
     The model runner's constructor makes the plugin before it has set all attributes, so their names are looked up in
@@ -59,10 +79,12 @@ def missing_attributes(runner: type, batch: type) -> list[str]:
     Args:
         runner: the model runner's class.
         batch: the class of its `input_batch`.
+        request: the class of its records of requests.
     """
     wanted = {
         runner: ("requests", "input_batch", "discard_request_mask"),
         batch: ("req_ids", "req_output_token_ids"),
+        request: ("num_computed_tokens", "num_tokens"),
     }
     return [
         f"{cls.__name__}.{name}"

@@ -9,6 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+SCHEDULED = "scheduler_output"
+"""Name of the argument with the scheduler's plan for a step, in methods of both model runners."""
+
 
 def find_caller(class_name: str) -> Any:
     """Return the `self` of the nearest caller whose class, or a base class of it, has this name; else None."""

@@ -13,16 +13,15 @@ from typing import Any
 import orjson
 
 from logitship.client.http.vllm_handshake import PROBE
-from logitship.client.serialization.processor_string import RegisteredProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.plugins.plugin_processors import PROCESSORS, check_form
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
-from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
 
 PROCESSOR = "custom_logit_processor"
 PARAMS = "custom_params"
-PROCESSORS = "logits_processors"
 
 
 def has_processors(params: Any) -> bool:
@@ -66,7 +65,7 @@ def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> t
             attached = [read_processor(one, params, PROCESSOR, max_processor_size=max_processor_size)]
     except RequestRefused as refused:
         raise ValueError(refused.message) from None
-    return tuple(map(_checked, attached))
+    return tuple(check_form(each, "vLLM") for each in attached)
 
 
 def _read_params(value: Any) -> dict[str, Any] | None:
@@ -87,16 +86,6 @@ def _decode(value: Any, at: str) -> Any:
         return orjson.loads(value)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{at}: is not JSON: {error}") from None
-
-
-def _checked(attached: AttachedProcessor) -> ProcessorRequest:
-    if isinstance(attached, CallableRequest):
-        raise ValueError(f"{PROCESSORS}: callables by name are not taken inside vLLM; send a processor")
-    if isinstance(attached.string, RegisteredProcessor):
-        raise ValueError(
-            f"{attached.string.digest}: no processors are registered inside vLLM; send the whole processor string"
-        )
-    return attached
 
 
 def sampling_params(params: Any, uses: Sequence[ProcessorUse], eos_token_ids: frozenset[int]) -> SamplingParams:

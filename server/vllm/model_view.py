@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.plugins.hf_tokenizer import load_tokenizer
 
 from .log import logger
 
 
 def model_view(vllm_config: Any) -> ModelView:
-    """Return the width of the logits, the end tokens, and the Hugging Face tokenizer, from vLLM's configuration.
-
-    vLLM's own tokenizer object is not used: sandboxes cannot unpickle it without vLLM.
-    """
+    """Return the width of the logits, the end tokens, and the Hugging Face tokenizer, from vLLM's configuration."""
     config = vllm_config.model_config
-    tokenizer = None if config.skip_tokenizer_init else _tokenizer(config)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.trust_remote_code, logger)
     return ModelView(config.get_vocab_size(), _eos_token_ids(config, tokenizer), tokenizer)
-
-
-def _tokenizer(config: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
-        return AutoTokenizer.from_pretrained(
-            config.tokenizer, revision=config.tokenizer_revision, trust_remote_code=config.trust_remote_code
-        )
-    # transformers does not know the tokenizers of some models. Processors that need none still run.
-    except Exception as error:  # noqa: BLE001  # boundary: third-party code
-        logger.warning("processors get no tokenizer: transformers cannot load %s: %s", config.tokenizer, error)
-        return None
 
 
 def _eos_token_ids(config: Any, tokenizer: Any) -> frozenset[int]:

@@ -11,8 +11,8 @@ from logitship.client.http.vllm_handshake import PluginInfo
 from .callers import find_caller
 from .extra_args import asks_for_plugin_info, has_processors
 from .model_view import fault_token, model_view
-from .plugin_processors import PluginProcessors, for_admission
-from .settings import PluginSettings
+from .settings import VllmSettings
+from .vllm_processors import VllmProcessors, for_admission
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class _FrontEnd:
     """
 
     vllm_config: Any
-    processors: PluginProcessors
+    processors: VllmProcessors
     fault_token: int
 
 
@@ -62,6 +62,6 @@ def _front_end() -> _FrontEnd:
     with _lock:  # the first request of each model starts the sandboxes; others wait for that
         if id(config) not in _front_ends:
             model = model_view(config)
-            processors = for_admission(PluginSettings.from_environment(), model)
+            processors = for_admission(VllmSettings.from_environment(), model)
             _front_ends[id(config)] = _FrontEnd(config, processors, fault_token(model))
         return _front_ends[id(config)]

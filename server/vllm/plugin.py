@@ -12,10 +12,11 @@ from .callers import find_caller
 from .log import logger
 from .model_view import fault_token, model_view
 from .params_validation import admit
-from .plugin_processors import for_execution
-from .settings import PluginSettings
+from .scheduling import begins_early
+from .settings import VllmSettings
 from .shipped_batch import ShippedBatch
 from .tensor_parallel import TensorParallelRanks
+from .vllm_processors import for_execution
 
 
 class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -36,7 +37,7 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         Raises:
             ValueError: a setting is wrong, or vLLM is configured so that processors would not see the output.
         """
-        settings = PluginSettings.from_environment()
+        settings = VllmSettings.from_environment()
         requests = BatchRequests(_model_runner(vllm_config))
         model = model_view(vllm_config)
         ranks = TensorParallelRanks()
@@ -46,14 +47,17 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
         self._batch = ShippedBatch(model, device, processors, requests, fault_token(model), ranks)
+        self._begins_early = begins_early(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         """Return False: a shipped processor may change its rows in any way."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Apply the changes of the batch."""
+        """Apply the changes of the batch, and begin calls that need nothing else. vLLM computes the logits next."""
         self._batch.update_state(batch_update)
+        if self._begins_early:
+            self._batch.begin()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Edit `logits`, float32 [rows, vocab], in place."""
@@ -73,10 +77,15 @@ def _model_runner(vllm_config: Any) -> Any:
             "sampled tokens to plugins that it found through an entry point"
         )
     # Imported here, because the front end imports this module as well and runs no model.
-    from vllm.v1.worker.gpu_input_batch import InputBatch  # pyright: ignore[reportMissingImports]
+    from vllm.v1.worker.gpu_input_batch import (  # pyright: ignore[reportMissingImports]
+        CachedRequestState,
+        InputBatch,
+    )
 
     runner = find_caller("GPUModelRunner")
-    unknown = ["GPUModelRunner"] if runner is None else missing_attributes(type(runner), InputBatch)
+    unknown = ["GPUModelRunner"]
+    if runner is not None:
+        unknown = missing_attributes(type(runner), InputBatch, CachedRequestState)
     if unknown:
         raise ValueError(
             f"logitship does not know the model runner of this vLLM: it knows that of 0.32, with {', '.join(unknown)}"

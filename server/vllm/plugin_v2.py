@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -13,18 +13,18 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
     LogitsProcRequestState,
 )
 
-from .callers import find_caller, find_caller_argument
+from .callers import SCHEDULED, find_caller, find_caller_argument
 from .model_view import fault_token, model_view
 from .params_validation import admit
-from .plugin_processors import for_execution
-from .settings import PluginSettings
+from .scheduling import begins_early
+from .settings import VllmSettings
 from .shipped_batch import ShippedBatch
 from .slot_batch import SlotBatch
 from .slot_requests import SlotRequests
 from .tensor_parallel import TensorParallelRanks
+from .vllm_processors import for_execution
 
-_SCHEDULED = "scheduler_output"
-"""Name of the argument of the model runner's `add_requests`."""
+_UNKNOWN = "logitship does not know the model runner of this vLLM: it knows that of 0.32"
 
 
 class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -48,8 +48,9 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         check_supported(vllm_config)
         self._runner = find_caller("GPUModelRunner")
         if not _is_known(self._runner):
-            raise ValueError("logitship does not know the model runner of this vLLM: it knows that of 0.32")
-        settings = PluginSettings.from_environment()
+            raise ValueError(_UNKNOWN)
+        self._row_order = _row_order()
+        settings = VllmSettings.from_environment()
         model = model_view(vllm_config)
         ranks = TensorParallelRanks()
         # All ranks of the last stage sample, and must sample the same: the first runs the processors and broadcasts.
@@ -58,14 +59,29 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         requests = SlotRequests()
         batch = ShippedBatch(model, req_states.device, processors, requests, fault_token(model), ranks)
         self._slots = SlotBatch(req_states, requests, batch, reads=runs)
+        self._begins_early = begins_early(vllm_config)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Add a request that was given a slot. Return False if it has no processors."""
         return self._slots.add_request(req_idx, self._runner.req_states.index_to_req_id[req_idx], sampling_params)
 
     def apply_staged_writes(self) -> None:
-        """Drop finished requests. vLLM calls this once a step, after it has added the new ones."""
-        self._slots.remove_finished(_finished_ids())
+        """Drop finished requests, and begin calls. vLLM calls this once a step, after it has added the new requests."""
+        output = find_caller_argument(SCHEDULED)
+        # The model runner frees the slots of preempted requests in the same way. Only this tells the two apart.
+        self._slots.remove_finished(output.finished_req_ids)
+        if self._begins_early:
+            self._slots.begin(self._planned_rows(output))
+
+    def _planned_rows(self, output: Any) -> Iterator[tuple[int, int]]:
+        """Yield slot and length of each row, as the model runner will arrange them."""
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+        counts = output.num_scheduled_tokens
+        slots = self._runner.req_states.req_id_to_index
+        for req_id in self._row_order(counts, output.scheduled_spec_decode_tokens, self._runner.decode_query_len):
+            yield slots[req_id], computed[req_id] + counts[req_id]
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Edit `logits`, float32 [rows, vocab], in place."""
@@ -73,13 +89,29 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         return logits
 
 
+def _row_order() -> Callable[..., list[str]]:
+    """Return vLLM's function that sorts the requests of a step.
+
+    Imported here, because the front end imports this module as well and runs no model.
+
+    Raises:
+        ValueError: this vLLM has none.
+    """
+    try:
+        from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(_UNKNOWN) from None
+    order: Callable[..., list[str]] = sort_batch_req_ids
+    return order
+
+
 def _is_known(runner: Any) -> bool:
     """Return whether the model runner has all attributes that the plugin reads. Checked at start, not per request."""
-    has_all = all(hasattr(runner, name) for name in ("add_requests", "is_last_pp_rank", "req_states"))
+    names = ("add_requests", "decode_query_len", "is_last_pp_rank", "req_states")
     return (
-        has_all
-        and hasattr(runner.req_states, "index_to_req_id")
-        and _SCHEDULED in signature(runner.add_requests).parameters
+        all(hasattr(runner, name) for name in names)
+        and all(hasattr(runner.req_states, name) for name in ("index_to_req_id", "req_id_to_index"))
+        and SCHEDULED in signature(runner.add_requests).parameters
     )
 
 
@@ -101,13 +133,3 @@ def check_supported(vllm_config: Any) -> None:
             raise ValueError(
                 f"logitship cannot run with {option}: it needs all requests on one rank, each with one row"
             )
-
-
-def _finished_ids() -> Collection[str]:
-    """Return the ids of the requests that finished before this step.
-
-    The model runner frees the slots of preempted requests in the same way. Only the scheduler's output tells the two
-    apart.
-    """
-    finished: Collection[str] = find_caller_argument(_SCHEDULED).finished_req_ids
-    return finished

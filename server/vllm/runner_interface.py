@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -33,4 +34,8 @@ class RunnerRequests(Protocol):
 
     def discarded_rows(self, num_rows: int) -> set[int]:
         """Return the rows whose token is discarded in this step."""
+        ...
+
+    def discarded_rows_ahead(self, rows: Iterable[int]) -> set[int] | None:
+        """Return those of these rows whose token will be discarded, before the step is computed; None: not known."""
         ...

@@ -1,128 +1,26 @@
-"""The plugin's settings: environment variables, because vLLM passes no arguments to plugins."""
+"""The settings of the plugin for vLLM."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
 
-from logitship.server.allowed_processors import read_allowed_digests
-from logitship.server.config import ServerConfig
-
-PREFIX = "LOGITSHIP_VLLM_"
+from logitship.server.plugins.plugin_settings import SHARED_READERS, PluginSettings, read_switch
 
 
 @dataclass(frozen=True, kw_only=True)
-class PluginSettings:
+class VllmSettings(PluginSettings):
     """Settings of the plugin. Each is read from the variable of the same name in capitals, after `LOGITSHIP_VLLM_`."""
+
+    prefix = "LOGITSHIP_VLLM_"
+    readers = {"enable_custom_logit_processor": read_switch, **SHARED_READERS}  # noqa: RUF012  # declared in the base
 
     enable_custom_logit_processor: bool = False
     """Requests may ship code. Otherwise only the built-in processors run, by name."""
-    processor_isolation: Literal["sandbox", "none"] = "sandbox"
-    max_processor_size: int = ServerConfig.max_processor_size
-    """Longest processor string, in bytes."""
-    max_sandboxes: int = ServerConfig.max_sandboxes
-    """Most shipped processors kept loaded in an engine core."""
-    sandbox_memory: int = ServerConfig.sandbox_memory
-    """Bytes that a sandbox may use beyond what torch uses."""
-    sandbox_cpu_time: float = ServerConfig.sandbox_cpu_time
-    """CPU seconds that a sandbox may use outside its calls."""
-    sandbox_step_timeout: float = ServerConfig.sandbox_step_timeout
-    """CPU seconds that the calls of processors may take in a step."""
-    sandbox_first_step_timeout: float = ServerConfig.sandbox_first_step_timeout
-    """CPU seconds that the first call in a sandbox may take, instead."""
-    sandbox_load_timeout: float = 2.0
-    """CPU seconds that loading a processor may take. Shorter than the server's: in vLLM other requests wait."""
-    allow_processor: str | None = None
-    """A file with the digests of the only shipped processors that may run. None: any may."""
-    tree: Mapping[str, str] | None = None
-    """Trees that requests can name: name → file. In the environment `NAME=FILE`, several separated by commas."""
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PluginSettings:
-        """Read the settings of this process.
-
-        Raises:
-            ValueError: the value of a variable is invalid, or there is no such setting; names the variable.
-        """
-        values: dict[str, Any] = {}
-        for variable, text in environment.items():
-            if not variable.startswith(PREFIX):
-                continue
-            read = _READERS.get(variable.removeprefix(PREFIX).lower())
-            if read is None:
-                known = ", ".join(PREFIX + name.upper() for name in _READERS)
-                raise ValueError(f"{variable}: there is no such setting; there are {known}")
-            try:
-                values[variable.removeprefix(PREFIX).lower()] = read(text.strip())
-            except ValueError as error:
-                raise ValueError(f"{variable}: {error}, not {text!r}") from None
-        settings = cls(**values)
-        settings.allowed_digests  # noqa: B018  # reads the file now, so that its errors show at start
-        return settings
-
-    @cached_property
-    def allowed_digests(self) -> frozenset[str] | None:
-        """The digests in the file `allow_processor`; None: no file is set."""
-        if self.allow_processor is None:
+    @property
+    def shipping_is_off(self) -> str | None:
+        """Reason why requests may not ship code; None: they may."""
+        if self.enable_custom_logit_processor:
             return None
-        try:
-            return read_allowed_digests(self.allow_processor)
-        except ValueError as error:
-            raise ValueError(f"{PREFIX}ALLOW_PROCESSOR: {error}") from None
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in ("1", "true", "0", "false"):
-        raise ValueError("must be 1 (true) or 0 (false)")
-    return text.lower() in ("1", "true")
-
-
-def _isolation(text: str) -> str:
-    if text not in ("sandbox", "none"):
-        raise ValueError("must be sandbox or none")
-    return text
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("must be an integer, 1 or greater")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError("must be a number of seconds above 0")
-    return value
-
-
-def _trees(text: str) -> dict[str, str]:
-    trees: dict[str, str] = {}
-    for entry in text.split(","):
-        name, _, file = entry.strip().partition("=")
-        if not name or not file or name in trees:
-            raise ValueError("must be NAME=FILE, several separated by commas, each name once")
-        trees[name] = file
-    return trees
-
-
-_READERS: Mapping[str, Callable[[str], Any]] = {
-    "enable_custom_logit_processor": _switch,
-    "processor_isolation": _isolation,
-    "max_processor_size": _count,
-    "max_sandboxes": _count,
-    "sandbox_memory": _count,
-    "sandbox_cpu_time": _seconds,
-    "sandbox_step_timeout": _seconds,
-    "sandbox_first_step_timeout": _seconds,
-    "sandbox_load_timeout": _seconds,
-    "allow_processor": str,
-    "tree": _trees,
-}
+        variable = f"{self.prefix}ENABLE_CUSTOM_LOGIT_PROCESSOR"
+        return f"this server does not accept shipped processors: its operator has to set {variable}=1"

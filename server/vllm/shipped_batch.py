@@ -5,10 +5,13 @@
 Assumptions:
 * vLLM calls `update_state` once a step, and `apply` at most once after it, with the logits of all rows.
 * In `apply` the output tokens are known: vLLM fills in the last ones just before.
+* In `begin`, if it is called, they are known already, and so are the rows whose token is discarded.
 
 Guarantees:
 * A processor is called once for each token of its request, whatever else vLLM computes: not for a chunk of a prompt,
   not after the end, and never skipped. Its `state` lives until the request ends, also while the request is preempted.
+* Calls of `begin` get the logits of the `apply` that follows. If none does, or vLLM samples other rows than it planned,
+  their requests end: another call would be the second one for the same token.
 * The history is exact in each call. Where it cannot be, the request ends instead.
 * Nothing is raised: an exception would stop vLLM's engine.
 """
@@ -30,9 +33,11 @@ from logitship.sampler.processors.shipped_processors import ShippedProcessors
 
 from .extra_args import has_processors
 from .log import logger
-from .plugin_processors import PluginProcessors
 from .runner_interface import Ranks, RunnerRequests
 from .tracked_request import INTERNAL_ERROR, TrackedRequest, failed_request, track
+from .vllm_processors import VllmProcessors
+
+_NOT_SAMPLED = "vLLM did not sample the token that its processors were called for"
 
 
 class ShippedBatch:
@@ -49,7 +54,7 @@ class ShippedBatch:
         self,
         model: ModelView,
         device: torch.device,
-        processors: PluginProcessors | None,
+        processors: VllmProcessors | None,
         runner_requests: RunnerRequests,
         fault_token: int,
         ranks: Ranks,
@@ -64,6 +69,7 @@ class ShippedBatch:
         self._requests: dict[str, TrackedRequest] = {}
         self._rows: BatchRows[TrackedRequest] = BatchRows(self._add)
         self._running: dict[int, TrackedRequest] = {}
+        self._planned: dict[int, tuple[TrackedRequest, int]] = {}
 
     def update_state(self, update: Any) -> None:
         """Apply vLLM's `BatchUpdate`; None: the rows are the same as in the last step."""
@@ -71,12 +77,28 @@ class ShippedBatch:
         if is_empty and not (update and any(has_processors(params) for _, params, _, _ in update.added)):
             return
         try:
+            self._end_begun_calls()
             if update is not None:
                 self._rows.update(_converted(update))
             self._drop_finished()
         except Exception:  # noqa: BLE001  # boundary: vLLM
             logger.exception("logitship cannot follow vLLM's batch: all requests with processors end")
             self._fail_all(self._requests.values())
+
+    def begin(self) -> None:
+        """Begin calls before their logits exist. Optional, after `update_state`."""
+        if not self._rows or not self._ranks.is_first:
+            return
+        try:
+            discarded = self._runner_requests.discarded_rows_ahead(self._rows)
+            if discarded is not None:
+                running = self._take_running(sorted(self._rows.keys() - discarded))
+                self._shipped.update_state(self._difference(running))
+                self._planned = _with_lengths(running)
+                self._shipped.begin()
+        except Exception:  # noqa: BLE001  # boundary: vLLM
+            logger.exception("logitship failed before a step: all requests with processors end")
+            self._fail_all(self._rows.values())
 
     def end(self, req_id: str, reason: str) -> None:
         """End a request at its next step, for a reason that is not its processor's fault."""
@@ -113,10 +135,11 @@ class ShippedBatch:
             return sorted(self._rows)
 
     def _run(self, logits: torch.Tensor, rows: list[int]) -> None:
-        for row in rows:
-            self._rows[row].take_new_tokens()
-        running = {row: self._rows[row] for row in rows if self._rows[row].runs}
-        self._shipped.update_state(self._difference(running, len(logits)))
+        running = self._take_running(rows)
+        if _with_lengths(running) != self._planned:
+            self._end_begun_calls()
+            running = {row: request for row, request in running.items() if request.runs}
+        self._shipped.update_state(self._difference(running))
         if not running:
             return
         # Forbidden before the processors run: sampled by chance, it would be taken for a fault.
@@ -129,6 +152,18 @@ class ShippedBatch:
         if hard:
             logits[hard] = logits[hard].masked_fill(forbidden, -torch.inf)
         self._forbid_fault_token(logits, running, hard)
+
+    def _take_running(self, rows: list[int]) -> dict[int, TrackedRequest]:
+        """Bring the histories of some rows up to date, and return the requests that run."""
+        for row in rows:
+            self._rows[row].take_new_tokens()
+        return {row: self._rows[row] for row in rows if self._rows[row].runs}
+
+    def _end_begun_calls(self) -> None:
+        """End the calls of `begin` whose logits will not come, and their requests."""
+        for row in self._shipped.begun_rows:
+            self._running[row].fail(_NOT_SAMPLED)
+        self._shipped.abandon()
 
     def _forbid_fault_token(self, logits: torch.Tensor, running: dict[int, TrackedRequest], hard: list[int]) -> None:
         """Forbid the fault token again, and end the requests whose processors left no other allowed token."""
@@ -164,7 +199,7 @@ class ShippedBatch:
             f"\n{fault.traceback}" if fault.traceback else "",
         )
 
-    def _difference(self, running: dict[int, TrackedRequest], num_rows: int) -> BatchUpdate | None:
+    def _difference(self, running: dict[int, TrackedRequest]) -> BatchUpdate | None:
         """Return what changed since the last step in the rows that run; a move is a removal and an addition."""
         removed = [row for row in self._running if row not in running]
         new = [(row, request) for row, request in running.items() if self._running.get(row) is not request]
@@ -176,7 +211,7 @@ class ShippedBatch:
             for row, request in new
             if request.params is not None
         ]
-        return BatchUpdate(num_rows, removed, added, [])
+        return BatchUpdate(max(running, default=-1) + 1, removed, added, [])
 
     def _add(self, params: Any, prompt_token_ids: list[int] | None, live: list[int]) -> TrackedRequest | None:
         """Return the request that was added to the batch; None if it has no processors.
@@ -205,7 +240,7 @@ class ShippedBatch:
             self._load(request, params, self._processors)
         return request
 
-    def _load(self, request: TrackedRequest, params: Any, processors: PluginProcessors) -> None:
+    def _load(self, request: TrackedRequest, params: Any, processors: VllmProcessors) -> None:
         record = request.record
         if record.prompt_token_ids is None or not all(record.prompt_is_token_ids or ()):
             request.fail("its prompt holds embeddings, which processors cannot read")
@@ -244,6 +279,11 @@ class ShippedBatch:
     def _fail_all(self, requests: Iterable[TrackedRequest]) -> None:
         for request in requests:
             request.fail(INTERNAL_ERROR)
+
+
+def _with_lengths(running: dict[int, TrackedRequest]) -> dict[int, tuple[TrackedRequest, int]]:
+    """Return requests with the lengths of their outputs."""
+    return {row: (request, len(request.output_token_ids)) for row, request in running.items()}
 
 
 def _converted(update: Any) -> BatchUpdate:

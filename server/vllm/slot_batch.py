@@ -6,6 +6,7 @@ slot may have no row in a step, and one whose prompt is only partly computed has
 Assumptions:
 * vLLM samples one token per step and request: no speculative decoding.
 * In `apply` the buffers hold every token sampled so far, and `seq_lens_upper_bound_np` is exact.
+* In `begin`, if it is called, the buffers hold them already, and reading them waits for no step.
 
 Guarantees:
 * The history is read from the buffers, new tokens only, with one copy to the host per step.
@@ -15,8 +16,8 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -31,6 +32,9 @@ _STATE_LOST = "vLLM preempted it and the state of its processors was lost"
 _WRONG_HISTORY = "vLLM's buffers do not hold the tokens before the one to be sampled"
 _SEVERAL_TOKENS = "vLLM samples several tokens a step, which processors cannot follow"
 
+StepRows: TypeAlias = tuple[dict[int, SlotRequest], dict[int, int]]
+"""Requests by row, and the lengths of their histories by row."""
+
 
 class RowBatch(Protocol):
     """The batch of rows that `SlotBatch` drives: `ShippedBatch`."""
@@ -41,6 +45,10 @@ class RowBatch(Protocol):
 
     def end(self, req_id: str, reason: str) -> None:
         """End a request that is in the batch."""
+        ...
+
+    def begin(self) -> None:
+        """Begin calls before the logits exist."""
         ...
 
     def apply(self, logits: torch.Tensor) -> None:
@@ -66,6 +74,7 @@ class SlotBatch:
         self._slots: dict[int, SlotRequest] = {}
         self._rows: dict[int, SlotRequest] = {}
         self._added: set[str] = set()
+        self._planned: StepRows | None = None
 
     def add_request(self, slot: int, req_id: str, params: Any) -> bool:
         """Add a request that was given a slot: a new one, or one that was preempted.
@@ -110,6 +119,24 @@ class SlotBatch:
         self._slots = {slot: request for slot, request in self._slots.items() if request not in removed}
         self._set_rows({row: request for row, request in self._rows.items() if request not in removed})
 
+    def begin(self, planned: Iterable[tuple[int, int]]) -> None:
+        """Begin calls before their logits exist. Optional, after `remove_finished`.
+
+        Args:
+            planned: yields the slot of each row of the step, and the length of its sequence after it.
+        """
+        self._planned = None
+        if not self._slots or not self._reads:
+            return
+        try:
+            rows, lengths = self._sampled_rows(planned)
+        except Exception:  # noqa: BLE001  # boundary: vLLM
+            logger.exception("logitship does not know the rows of a step: calls begin with their logits")
+            return
+        self._planned = rows, lengths
+        self._update_rows(rows, lengths)
+        self._batch.begin()
+
     def apply(self, logits: torch.Tensor, ctx: Any) -> None:
         """Run the processors, in place.
 
@@ -119,12 +146,23 @@ class SlotBatch:
         """
         if not self._slots and not self._rows:
             return
-        rows, lengths = self._sampled_rows(ctx)
         if len(logits) != len(ctx.idx_mapping_np):
             rows = self._expanded_rows(ctx)
             for request in rows.values():
                 request.error = _SEVERAL_TOKENS
-        elif rows and self._reads:
+            self._set_rows(rows)
+        else:
+            padded = ctx.seq_lens_upper_bound_np.tolist()
+            rows, lengths = self._sampled_rows(zip(ctx.idx_mapping_np.tolist(), padded, strict=False))
+            if (rows, lengths) != self._planned:
+                self._update_rows(rows, lengths)
+        self._planned = None
+        if rows:
+            self._batch.apply(logits)
+
+    def _update_rows(self, rows: dict[int, SlotRequest], lengths: Mapping[int, int]) -> None:
+        """Bring the histories of the step's rows up to date, and pass the rows to the batch."""
+        if rows and self._reads:
             try:
                 self._read_tokens(rows, lengths)
             except Exception:  # noqa: BLE001  # boundary: vLLM
@@ -132,23 +170,20 @@ class SlotBatch:
                 for request in rows.values():
                     request.error = INTERNAL_ERROR
         self._set_rows(rows)
-        for request in rows.values():
-            if request.error is not None:
-                self._batch.end(request.req_id, request.error)
-        if rows:
-            self._batch.apply(logits)
 
-    def _sampled_rows(self, ctx: Any) -> tuple[dict[int, SlotRequest], dict[int, int]]:
-        """Return the rows whose token is kept, and the lengths of their histories. Reads no device memory."""
+    def _sampled_rows(self, lengths: Iterable[tuple[int, int]]) -> StepRows:
+        """Return the rows whose token is kept, and the lengths of their histories. Reads no device memory.
+
+        Args:
+            lengths: slot and length of each row.
+        """
         rows: dict[int, SlotRequest] = {}
-        lengths: dict[int, int] = {}
-        slots = ctx.idx_mapping_np.tolist()
-        padded = ctx.seq_lens_upper_bound_np.tolist()
-        for row, (slot, length) in enumerate(zip(slots, padded[: len(slots)], strict=True)):
+        sampled: dict[int, int] = {}
+        for row, (slot, length) in enumerate(lengths):
             request = self._slots.get(slot)
             if request is not None and length >= request.prefill_len:
-                rows[row], lengths[row] = request, length
-        return rows, lengths
+                rows[row], sampled[row] = request, length
+        return rows, sampled
 
     def _expanded_rows(self, ctx: Any) -> dict[int, SlotRequest]:
         """Return the rows of requests with processors if vLLM computes several rows for a request."""
@@ -175,10 +210,13 @@ class SlotBatch:
             start += count
 
     def _set_rows(self, rows: dict[int, SlotRequest]) -> None:
-        """Pass the changes of the rows to the batch."""
+        """Pass the changes of the rows to the batch, and end the requests with an error."""
         removed = [row for row in self._rows if row not in rows]
         new = [(row, request) for row, request in rows.items() if self._rows.get(row) is not request]
         self._rows = rows
         added = [(row, each.params, each.prompt_token_ids, each.output_token_ids) for row, each in new]
         update = BatchUpdate(len(rows), removed, added, []) if removed or added else None
         self._batch.update_state(update)
+        for request in rows.values():
+            if request.error is not None:
+                self._batch.end(request.req_id, request.error)

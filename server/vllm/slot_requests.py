@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,4 +82,8 @@ class SlotRequests:
 
     def discarded_rows(self, num_rows: int) -> set[int]:
         """Return no rows: `SlotBatch` omits the discarded ones itself."""
+        return set()
+
+    def discarded_rows_ahead(self, rows: Iterable[int]) -> set[int]:
+        """Return no rows, see `discarded_rows`."""
         return set()

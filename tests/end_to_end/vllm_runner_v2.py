@@ -1,8 +1,8 @@
 """Script for vLLM's environment: the plugin for model runner V2 with vLLM's own code, as far as it runs on a CPU.
 
-vLLM's own: the plugin loader, `RequestState` with its slots, and the model runner's `finish_requests` and
-`add_requests`. Fakes: the buffers, which need an accelerator; the kernels that write tokens into them; and the rest of
-the model runner. It prints the sampled tokens as JSON.
+vLLM's own: the plugin loader, `RequestState` with its slots, and the model runner's `finish_requests`, `add_requests`
+and order of rows. Fakes: the buffers, which need an accelerator; the kernels that write tokens into them; and the rest
+of the model runner. It prints the sampled tokens as JSON.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import torch
 import vllm.v1.worker.gpu.states as states
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RealRunner
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, build_custom_logits_processors
 
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.vllm import plugin_v2
 
+_apply = ShippedProcessors.apply
 VOCAB = 64
 FAULT = 63
 SOURCE = """
@@ -78,6 +81,7 @@ class GPUModelRunner:
     finish_requests = RealRunner.finish_requests
     _remove_request = RealRunner._remove_request
     is_last_pp_rank = True
+    decode_query_len = 1
     pooling_runner = pp_handler = encoder_cache = adaptive_verification = None
 
     def __init__(self, vllm_config: Any) -> None:
@@ -87,6 +91,7 @@ class GPUModelRunner:
             vllm_config, self.req_states, False, ["logitship.server.vllm:LogitshipLogitsProcessor"]
         )
         self.sampler = self.plugin
+        self._computed: dict[str, int] = {}
 
     def step(
         self,
@@ -103,9 +108,25 @@ class GPUModelRunner:
             finished: ids of finished requests.
             preempted: ids of preempted requests.
         """
-        output = SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=finished, preempted_req_ids=preempted)
+        for req_id in finished | preempted:
+            del self._computed[req_id]
+        computed = self._computed | {each.req_id: each.num_computed_tokens for each in new}
+        counts = {req_id: length - computed[req_id] for req_id, length in lengths.items()}
+        cached = [req_id for req_id in lengths if req_id in self._computed]
+        self._computed |= lengths
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=cached, num_computed_tokens=[computed[req_id] for req_id in cached]
+            ),
+            num_scheduled_tokens=counts,
+            scheduled_spec_decode_tokens={},
+            finished_req_ids=finished,
+            preempted_req_ids=preempted,
+        )
         self.finish_requests(output)
         self.add_requests(output)
+        assert sort_batch_req_ids(counts, {}, self.decode_query_len) == list(lengths)
         slots = [self.req_states.req_id_to_index[req_id] for req_id in lengths]
         mapping = torch.tensor(slots)
         seq_lens = np.array(list(lengths.values()), dtype=np.int32)
@@ -146,7 +167,9 @@ class OneRank:
         """Do nothing: there is only one rank."""
 
 
-def config(*, speculative_config: Any = None, is_diffusion: bool = False, **parallel: Any) -> Any:
+def config(
+    *, speculative_config: Any = None, is_diffusion: bool = False, async_scheduling: bool = False, **parallel: Any
+) -> Any:
     """Return a fake of vLLM's configuration with the attributes that are read."""
     one_rank = {"prefill_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
     model = SimpleNamespace(
@@ -159,6 +182,8 @@ def config(*, speculative_config: Any = None, is_diffusion: bool = False, **para
         parallel_config=SimpleNamespace(**one_rank | parallel),
         model_config=model,
         speculative_config=speculative_config,
+        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling),
+        ec_transfer_config=None,
     )
 
 
@@ -178,8 +203,34 @@ def refusal(runner: type[GPUModelRunner], vllm_config: Any) -> str:
     return "it started"
 
 
-def main() -> None:
+def run(runner: GPUModelRunner) -> list[list[int]]:
     """Run requests with processors: one in two chunks, one preempted and resumed, one that fails."""
+    steps = [
+        runner.step([request("a", [1, 2, 3, 4]), request("b", [5, 6])], {"a": 2, "b": 2}),
+        runner.step([], {"b": 3, "a": 4}),
+        runner.step([request("c", [7], fails_at=2)], {"c": 1, "a": 5}, preempted={"b"}),
+        runner.step([request("b", [5, 6], [11, 12])], {"a": 6, "c": 2, "b": 4}),
+        runner.step([request("d", [8])], {"d": 1, "b": 5}, finished={"a", "c"}),
+        runner.step([], {"b": 6, "d": 2}),
+    ]
+    runner.step([], {"b": 7}, finished={"d"})
+    return steps
+
+
+def count_early_calls() -> list[int]:
+    """Return a list that will contain the number of calls that have begun before each `apply` of processors."""
+    counts: list[int] = []
+
+    def apply(self: ShippedProcessors, logits: torch.Tensor) -> torch.Tensor:
+        counts.append(len(self.begun_rows))
+        return _apply(self, logits)
+
+    ShippedProcessors.apply = apply  # type: ignore[method-assign]
+    return counts
+
+
+def main() -> None:
+    """Run the same requests with both kinds of scheduling, and in configurations that are refused."""
     states.StagedWriteTensor = states.UvaBackedTensor = Buffer
     plugin_v2.TensorParallelRanks = OneRank
     refused = [
@@ -189,16 +240,11 @@ def main() -> None:
         refusal(GPUModelRunner, config(enable_batch_sharded_sampling=True)),
         refusal(Changed, config()),
     ]
-    runner = GPUModelRunner(config())
-    steps = [
-        runner.step([request("a", [1, 2, 3, 4]), request("b", [5, 6])], {"a": 2, "b": 2}),
-        runner.step([], {"b": 3, "a": 4}),
-        runner.step([request("c", [7], fails_at=2)], {"c": 1, "a": 5}, preempted={"b"}),
-        runner.step([request("b", [5, 6], [11, 12])], {"a": 6, "b": 4, "c": 2}),
-        runner.step([request("d", [8])], {"d": 1, "b": 5}, finished={"a", "c"}),
-        runner.step([], {"b": 6, "d": 2}),
-    ]
-    runner.step([], {"b": 7}, finished={"d"})
+    steps = {}
+    for scheduling in ("synchronous", "asynchronous"):
+        early = count_early_calls()
+        tokens = run(GPUModelRunner(config(async_scheduling=scheduling == "asynchronous")))
+        steps[scheduling] = {"tokens": tokens, "early": early}
     json.dump({"refused": refused, "steps": steps}, sys.stdout)
 
 

@@ -115,7 +115,7 @@ def force(row: int, token: int) -> Callable[[torch.Tensor], torch.Tensor]:
 def reference_processed_logprobs(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]
 ) -> list[float]:
-    """Compute steps 1 to 9 with Python numbers, token by token."""
+    """Compute steps 1 to 9, and the filters of step 10, with Python numbers, token by token."""
     vocab = range(len(logits))
     logits = list(logits)
     forbidden = set() if params.allowed_token_ids is None else set(vocab) - params.allowed_token_ids
@@ -134,6 +134,17 @@ def reference_processed_logprobs(
     peak = max(logits)
     if not params.greedy and params.min_p > 0:
         logits = [value if value >= peak + math.log(params.min_p) else -INF for value in logits]
+    if not params.greedy:
+        ranking = sorted(vocab, key=lambda token: -logits[token])
+        if 0 < params.top_k < len(logits):
+            kth = logits[ranking[params.top_k - 1]]
+            logits = [value if value >= kth else -INF for value in logits]
+        weights = [math.exp(value - peak) for value in logits]
+        reached = 0.0
+        for token in ranking:
+            if reached >= params.top_p * sum(weights):
+                logits[token] = -INF
+            reached += weights[token]
     total = math.log(sum(math.exp(value - peak) for value in logits)) + peak
     return [value - total for value in logits]
 
@@ -148,7 +159,7 @@ def random_params(rng: random.Random, vocab_size: int, **fixed: object) -> Sampl
     temperature = rng.choice([0.0, 0.3, 1.0, 1.7])
     chosen: dict[str, object] = {
         "temperature": temperature,
-        "top_p": sometimes(rng.uniform(0.1, 1), 1.0) if temperature > 0 else 1.0,
+        "top_p": sometimes(rng.uniform(0.1, 1), 1.0),
         "top_k": sometimes(rng.randint(1, vocab_size + 5), -1),
         "min_p": sometimes(rng.uniform(0, 0.3), 0.0),
         "repetition_penalty": sometimes(rng.uniform(0.5, 2), 1.0),
@@ -370,6 +381,17 @@ def test_greedy_rows_ignore_random_only_steps() -> None:
     record = result.logprobs[0]
     assert record is not None
     assert dict(record.top) == dict(enumerate(logits[0].log_softmax(-1).tolist()))
+
+
+@pytest.mark.parametrize("other", [GREEDY, SamplingParams(seed=3)])
+def test_filters_do_not_change_greedy_rows(other: SamplingParams) -> None:
+    logits = torch.tensor([[1.0, 1.1, 0.9], [0.0, 0.0, 0.0]])
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        plain = SamplingParams(temperature=0, logprobs=3, logprobs_mode=mode)
+        filtered = dataclasses.replace(plain, top_p=0.1, top_k=1, min_p=0.99)
+        expected = make_sampler(3, rows=[plain, other]).sample(logits.clone())
+        result = make_sampler(3, rows=[filtered, other]).sample(logits.clone())
+        assert (result.token_ids[0], result.logprobs[0]) == (1, expected.logprobs[0])
 
 
 def test_forced_token_obeys_masks() -> None:

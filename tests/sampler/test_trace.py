@@ -146,8 +146,7 @@ def test_trace_does_not_change_results(load: Load) -> None:
     logits = torch.randn(6, VOCAB) * 3
     for top_p in (1.0, 0.7):
         params = [
-            {"temperature": 0.8 if row % 2 else 0, "top_p": top_p if row % 2 else 1, "seed": row, "logprobs": 2}
-            for row in range(6)
+            {"temperature": 0.8 if row % 2 else 0, "top_p": top_p, "seed": row, "logprobs": 2} for row in range(6)
         ]
         processor = load(ban_2, "Ban")
         plain = sample(logits, [params_with(processor, **each, trace=None) for each in params])

@@ -36,9 +36,22 @@ class Slow{number}(CustomLogitProcessor):
         return logits
 """
 
+SPINNER = """
+from logitship import CustomLogitProcessor
+
+class Spinner{number}(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        while True:
+            pass
+"""
+
 
 def slow(seconds: float, number: int = 0) -> SourceProcessor:
     return SourceProcessor(SLOW.format(seconds=seconds, number=number), f"Slow{number}")
+
+
+def spinner(number: int) -> SourceProcessor:
+    return SourceProcessor(SPINNER.format(number=number), f"Spinner{number}")
 
 
 def request(rid: str, tenant: str, length: int, *processors: SourceProcessor) -> GenerationRequest:
@@ -107,6 +120,31 @@ def test_several_slow_processors_in_stages(engine: AsyncEngine) -> None:
 
     assert run(beside()) == [10, 11, 12]
     assert engine.stats().deferred_calls > 0
+
+
+def test_spinners_of_another_tenant_do_not_end_an_honest_processor(make_engine: BuildEngine) -> None:
+    """Thirty-two processors never return from a call, on all cores. Each is killed at its deadline."""
+    timeouts = {"sandbox_step_timeout": 0.2, "sandbox_first_step_timeout": 0.2}
+    engine = make_engine(processor_isolation="sandbox", max_num_seqs=40, **timeouts)
+    spinning = [spinner(number) for number in range(32)]
+
+    def num_ended() -> int:
+        return sum(engine.stats().sandboxes_ended.values())
+
+    async def beside() -> tuple[list[int], list[GenerationChunk]]:
+        held = [asyncio.create_task(generate(engine, request(each.class_name, "b", 3, each))) for each in spinning]
+        honest: list[int] = []
+        while not all(one.done() for one in held):
+            honest = tokens(await generate(engine, request("honest", "a", 10, slow(0.005))))
+            assert honest == list(range(10, 20))
+        while num_ended() < len(spinning):  # counted once the process is gone, after its client knows
+            await asyncio.sleep(0.01)
+        return honest, [(await one)[-1] for one in held]
+
+    honest, spun = run(beside())
+    assert honest
+    assert all(chunk.finish_reason and chunk.finish_reason.error for chunk in spun)
+    assert engine.stats().sandboxes_ended == {"deadline": len(spinning)}
 
 
 def test_tenant_over_its_share_is_refused_code_but_not_generation(make_engine: BuildEngine) -> None:

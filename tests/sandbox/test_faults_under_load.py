@@ -30,7 +30,7 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
 )
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.deadline import BACKSTOP
+from logitship.sampler.sandbox.deadline import BACKSTOP, DEFERRED_BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
@@ -40,13 +40,13 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
 
-STEP_TIMEOUT = 2.0
+STEP_TIMEOUT = 1.0
 LOAD_TIMEOUT = 6.0
 """Seconds: as few as may be, since tests wait for them, and enough for who does no harm on a busy machine."""
 NUMBERS = itertools.count()
-GRACE = 30.0
-"""Seconds beyond its deadline after which a faulty request must have ended: the machine may be busy. Without a
-deadline, it takes a minute or more."""
+GRACE = 30.0 + DEFERRED_BACKSTOP * STEP_TIMEOUT
+"""Seconds beyond its deadline after which a faulty request must have ended: the machine may be busy, and a deferred
+call only gets what others leave of the cores."""
 LENGTH = 120
 OFFENDER_LENGTH = 40
 
@@ -89,9 +89,9 @@ from logitship import CustomLogitProcessor
 def answer_frame():
     '''Return the connection and the number of the call, from the worker's frame.'''
     frame = sys._getframe()
-    while not {{"connection", "number"}} <= frame.f_locals.keys():
+    while not {{"connection", "server"}} <= frame.f_locals.keys():
         frame = frame.f_back
-    return frame.f_locals["connection"], frame.f_locals["number"]
+    return frame.f_locals["connection"], frame.f_locals["server"]._number
 
 class Offender(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
@@ -302,8 +302,15 @@ def ending(name: str, body: str, fault: str, message: str) -> FaultCase:
     return FaultCase(name, body, fault, f"processor Offender {message}", ends_sandbox=True)
 
 
-LIMIT = r"({0:g} s( of CPU time)?|{1:g} s, in which it got [\d.]+ s of CPU time)"
-NO_ANSWER = rf"gave no answer within {LIMIT.format(STEP_TIMEOUT, BACKSTOP * STEP_TIMEOUT)}: its process was killed"
+LIMIT = r"({0:g} s( of CPU time)?|({1:g}|{2:g}) s, in which it got [\d.]+ s of CPU time)"
+
+
+def no_answer(timeout: float) -> str:
+    limit = LIMIT.format(timeout, BACKSTOP * timeout, DEFERRED_BACKSTOP * timeout)
+    return f"gave no answer within {limit}: its process was killed"
+
+
+NO_ANSWER = no_answer(STEP_TIMEOUT)
 INVALID_ANSWER = "sent an invalid answer: its process was killed"
 WRITE_FRAME = (
     "connection, number = answer_frame()\nos.write(connection, struct.pack('<IIQ', {kind}, number, {size}){more})"
@@ -330,7 +337,8 @@ FAULT_CASES = [
         "an exception with an endless message",
         "class Long(Exception):\n    def __str__(self): return 'x' * 3_000_000\nraise Long",
         "exception",
-        r"processor Offender raised Long: x{1000,4096}… \(3000000 characters\)",
+        # Shorter if several requests of a call fail.
+        r"processor Offender raised Long: x{1000,4096}(… \(3000000 characters\))?$",
         "xxx",
     ),
     FaultCase(
@@ -508,7 +516,9 @@ def test_fault_ends_only_the_faulty_requests(loaded: Loaded, case: FaultCase) ->
     expected = loaded.expected["same sandbox"]
     assert tokens == expected[:OFFENDER_LENGTH]
     for ended, from_step in zip(ends, (0, 5), strict=True):
-        assert ended.tokens == expected[: len(ended.tokens)]
+        fine = ended.tokens[:from_step]
+        assert fine == expected[: len(fine)]
+        # A class that answers by itself decides a token more: for rows that it has not edited yet, too.
         assert len(ended.tokens) == from_step or (case.ends_sandbox and len(ended.tokens) <= from_step + 1)
         assert ended.seconds < STEP_TIMEOUT + GRACE
         error = ended.reason.error
@@ -518,7 +528,11 @@ def test_fault_ends_only_the_faulty_requests(loaded: Loaded, case: FaultCase) ->
         assert (error.digest, error.name) == (string.digest, "Offender")
         assert re.search(case.message, error.message), error.message
         assert case.traceback in error.traceback
-        assert bool(error.traceback) == bool(case.traceback)
+        if case.fault == "deadline":
+            # The process was asked where it was, and on a busy machine it may not answer in time.
+            assert not error.traceback or "TimeoutError: it was here" in error.traceback
+        else:
+            assert bool(error.traceback) == bool(case.traceback)
         assert len(error.message) + len(error.traceback) < 10_000
         assert_no_server_paths(error.message + error.traceback)
     assert answer.status_code == 400
@@ -566,7 +580,7 @@ os.write(frame.f_locals["connection"], struct.pack("<IIQ", 3, 1, 0))
 time.sleep(60)
 """
 KILLED = r"was killed \(while it was loaded\)"
-TOO_SLOW = rf"gave no answer within {LIMIT.format(LOAD_TIMEOUT, BACKSTOP * LOAD_TIMEOUT)}: its process {KILLED}"
+TOO_SLOW = rf"{no_answer(LOAD_TIMEOUT)} \(while it was loaded\)"
 LOAD_CASES = [
     LoadCase("loops", load_source("while True: pass"), TOO_SLOW),
     LoadCase("sleeps", load_source("time.sleep(60)"), TOO_SLOW),

@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +288,8 @@ class Resources:
             mappings=Path("/proc/self/maps").read_text().count("memfd:logitship"),
             threads=sum(thread.name.startswith("logitship") for thread in threading.enumerate()),
             children=sum(child_of_this_process(folder) for folder in Path("/proc").iterdir()),
-            shared_memory=frozenset(os.listdir("/dev/shm")),
+            # Tests in other processes, such as vLLM's, have files there too.
+            shared_memory=frozenset(name for name in os.listdir("/dev/shm") if "logitship" in name),
         )
 
 
@@ -296,7 +297,7 @@ def descriptor_kinds() -> Iterator[str]:
     """Yield the type of each open descriptor: `socket`, `anon_inode:[pidfd]`, `/memfd`, and so on."""
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            kind = os.readlink(f"/proc/self/fd/{descriptor}").rsplit(":[", 1)[0].split(" ")[0]
+            kind = re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{descriptor}")).split(" ")[0]
             if not re.fullmatch(r"/proc/\d+/stat", kind):  # opened by the executor to check a sandbox
                 yield kind
 
@@ -319,7 +320,32 @@ async def idle_resources(engine: AsyncEngine) -> Resources:
     """Return the resources while only the sandboxes of `undisturbed` exist."""
     assert await engine.flush_cache()
     await undisturbed(engine)
+    async with asyncio.timeout(PATIENCE):
+        await start_spares(engine)
     return await asyncio.get_running_loop().run_in_executor(None, Resources.now)
+
+
+async def start_spares(engine: AsyncEngine) -> None:
+    """Wait until the pool is full: else a sandbox may just be starting, and have more descriptors than later."""
+    assert engine._sandboxes is not None
+    spares = engine._sandboxes._spares
+    spares._missing.set()  # one that could not be started is only started again after the next one was taken
+    while len(spares._spares) < spares._count:
+        await asyncio.sleep(0.01)
+
+
+async def undisturbed_again(engine: AsyncEngine) -> dict[str, list[int]]:
+    """Return the tokens of `undisturbed` after kills.
+
+    A failure to load a processor is remembered for some seconds, and nothing can be loaded until a killed zygote has
+    been replaced.
+    """
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            try:
+                return await undisturbed(engine)
+            except (BadRequest, ServiceUnavailable):
+                await asyncio.sleep(0.1)
 
 
 @pytest.fixture
@@ -354,10 +380,10 @@ def test_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, tra
                 trap.arm(chance.choice(trap.trace_points), chance.randrange(8), kill_one)
                 await loop.run_in_executor(None, trap.sprung.wait, PATIENCE)
                 assert trap.sprung.is_set()
-        assert await undisturbed(engine) == expected
+        assert await undisturbed_again(engine) == expected
         after = await idle_resources(engine)
         end = loop.time() + PATIENCE
-        while after != before and loop.time() < end:  # a spare sandbox may just be starting
+        while after != before and loop.time() < end:  # dead sandboxes are closed a little later
             after = await loop.run_in_executor(None, Resources.now)
         return load.ends, before, after
 
@@ -369,7 +395,7 @@ def test_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, tra
     assert set(killed) == set(WEIGHTS)
     assert ends["complete"] > KILLS
     assert ends["crash"] > KILLS // 4, "the kills had no effect"
-    assert after == before
+    assert asdict(after) == asdict(before)
     assert before.mappings > 0
     assert all(end in ("complete", "crash", "load") or end.startswith("refused: processors[") for end in ends)
     assert not sandbox_processes.roles()
@@ -388,13 +414,16 @@ def test_engines_are_independent(loaded_model: LoadedModel, sandbox_processes: A
         for process in second_processes:
             kill(process, sandbox_processes.mark, wait=True)
             assert await undisturbed(first) == expected
-        assert await undisturbed(second) == expected
+        assert await undisturbed_again(second) == expected
         second.stop()
         assert await undisturbed(first) == expected
 
-    run(scene())
-    assert first_processes.items() <= sandbox_processes.roles().items()
-    first.stop()
+    try:
+        run(scene())
+        assert first_processes.items() <= sandbox_processes.roles().items()
+    finally:
+        first.stop()
+        second.stop()
     assert not sandbox_processes.roles()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,13 @@ import httpx
 import pytest
 
 from logitship.server.model.model_loader import LoadedModel
+from logitship.server.shutdown_watchdog import GRACE
 
 DEADLINE = 60.0
+BUSY = 20.0
+"""Seconds that the end of a server may take longer on a busy machine."""
 STREAMS = 8
+HOSTILE = str(Path(__file__).parents[2] / "benchmarks/hostile_clients.py")
 LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))
 SLOW = {
     "class_name": "Slow",
@@ -172,10 +179,63 @@ def test_signal_ends_processes_that_do_not_react(serve: Callable[..., Serving], 
     processes.wait_for_end()
 
 
+State = Mapping[str, Any]
+AT_WORK: dict[str, Callable[[State], bool]] = {
+    "bad_words": lambda state: state["pool_jobs_running"] > 0,
+    "empty_lists": lambda state: state["queued_bytes"] > 1 << 20,
+    "queued_bodies": lambda state: state["queued_bytes"] > 1 << 20,
+    "dying_loads": lambda state: state["sandboxes_ended"] and state["loads_running"] > 0,
+    "spinning_loads": lambda state: state["loads_running"] > 0,
+    "spinners": lambda state: state["running"] > 0 and state["sandboxes"] > 0,
+    "hard_grammars": lambda state: state["grammar_checkers"] > 0,
+    "hanging_registrations": lambda state: state["loads_running"] > 0,
+}
+"""Hostile client → whether the server does what it makes it do, by the state of the engine."""
+
+
+@pytest.mark.parametrize("name", AT_WORK)
+def test_sigterm_beside_a_hostile_client(serve: Callable[..., Serving], processes: Any, name: str) -> None:
+    """The server has a second for running requests, and what the watchdog gives it. The machine may be busy."""
+    serving = serve("--shutdown-timeout", "1", "--api-key", "honest", "hostile", "--shipping-api-key", "hostile-ships")
+    url = serving.url()
+
+    command = ["nice", "-n", "19", sys.executable, HOSTILE, name, "--url", url]  # clients have machines of their own
+    hostile = subprocess.Popen([*command, "--key", "hostile", "--shipping-key", "hostile-ships"])
+    try:
+        with httpx.Client(base_url=url, timeout=DEADLINE, headers={"Authorization": "Bearer honest"}) as http:
+            end = time.monotonic() + DEADLINE
+            while not AT_WORK[name](_state(http, serving.process.pid)):
+                assert time.monotonic() < end
+                assert hostile.poll() is None
+                time.sleep(0.05)
+        serving.process.terminate()
+        assert serving.process.wait(1 + GRACE + BUSY) in (0, 1)
+    finally:
+        hostile.kill()
+        hostile.wait()
+    processes.wait_for_end()
+
+
+def _state(http: httpx.Client, server: int) -> State:
+    state: State = http.get("/server_info").json()["internal_states"][0]
+    return {**state, "grammar_checkers": len(_grammar_checkers(server))}
+
+
+def _grammar_checkers(server: int) -> list[int]:
+    """Return the PIDs of the processes in which a server checks grammars."""
+    found = []
+    for children in Path(f"/proc/{server}/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            with contextlib.suppress(OSError):  # it exits at this moment
+                if b"grammars" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+    return found
+
+
 def test_port_in_use(serve: Callable[..., Serving], processes: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         serving = serve("--port", str(taken.getsockname()[1]))
-        assert "address already in use" in serving.failure()
+        assert "something else listens on it" in serving.failure()
     processes.wait_for_end()
 
 

@@ -59,6 +59,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "speculative_algorithm": ["NGRAM"],
         "logprobs_mode": ["processed_logprobs"],
         "processor_isolation": ["none"],
+        "tool_call_parser": ["hermes"],
         "log_level": ["error"],
         "log_format": ["json"],
         "max_model_len": ["7"],
@@ -151,11 +152,16 @@ def test_empty_key_in_the_environment(
     ("arguments", "message"),
     [
         (["serve", "--max-num-seqs", "0"], "max_num_seqs must be 1 or greater, not 0"),
-        (["serve", "--max-num-seqs", "many"], "invalid int value: 'many'"),
+        (["serve", "--max-num-seqs", "many"], "expected a whole number, got 'many'"),
         (["serve", "--mem-fraction-static", "nan"], "mem_fraction_static must be above 0"),
         (["serve", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["serve", "--processor-isolation", "magic"], "invalid choice: 'magic'"),
-        (["serve", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["serve", "--nonsense"], "unknown flag --nonsense (all flags"),
+        (["serve", "--prot", "1"], "unknown flag --prot: did you mean --port?"),
+        (["check", "a:B", "--modle-path=x"], "unknown flag --modle-path: did you mean --model-path?"),
+        (["serve", "tiny"], "unexpected argument 'tiny'"),
+        (["serve", "--sandbox-memory", "1GiB"], "'1GiB' has a unit: if it is about bytes, write 1073741824"),
+        (["serve", "--max-request-bytes", "1.5 MB"], "write 1500000"),
         (["serve", "--shipping-api-key", "s"], "set enable_custom_logit_processor as well"),
         (["serve", "--allow-processor", "./nowhere"], "allow_processor: ./nowhere cannot be read"),
         (["serve", "--sandbox-cpu-time", "nan"], "sandbox_cpu_time must be above 0"),
@@ -176,7 +182,9 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
 
 
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

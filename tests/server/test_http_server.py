@@ -13,7 +13,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import orjson
 import pytest
 
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.received_body import SHORT_TEXT
 from logitship.server.http_server import HTTPServer
 from logitship.server.model.model_loader import LoadedModel
 
@@ -35,9 +35,11 @@ from pathlib import Path
 from logitship import CustomLogitProcessor
 
 class Hold(CustomLogitProcessor):
-    '''Blocks each step after the first token until a file exists.'''
+    '''Blocks each step after the first token until a file exists. Makes another one when it begins to.'''
     def __call__(self, logits, custom_param_list=None):
         for params in custom_param_list:
+            if params["__req__"].output_ids:
+                Path(params["file"] + ".held").touch()
             while params["__req__"].output_ids and not Path(params["file"]).exists():
                 time.sleep(0.002)
         return logits
@@ -56,7 +58,7 @@ never = threading.Event()
 encode, startup = Tokenizer.encode, HTTPServer.startup
 
 def hang(self, text, **options):
-    if text == "hang":
+    if text.startswith("hang"):
         never.wait()
     return encode(self, text, **options)
 
@@ -111,9 +113,9 @@ class Serving:
                 self._ready.set()
         self._ready.set()
 
-    def terminate(self) -> None:
-        """Send SIGTERM and wait until the server acts on it."""
-        self.process.send_signal(signal.SIGTERM)
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal and wait until the server acts on it."""
+        self.process.send_signal(number)
         deadline = time.monotonic() + DEADLINE
         while self.http.get("/health").status_code != 503:
             assert time.monotonic() < deadline
@@ -156,6 +158,13 @@ def held_body(file: Path) -> dict[str, Any]:
     return {"text": "hello", "sampling_params": sampling, "custom_logit_processor": HOLD, "stream": True}
 
 
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + DEADLINE
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def data_of(answer: httpx.Response) -> Iterator[str]:
     return (line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
@@ -179,24 +188,25 @@ def test_first_signal_drains_and_refuses_new_requests(serve: Callable[..., Servi
     assert serving.process.wait(DEADLINE) == 0
 
 
-def test_second_signal_exits_at_once(serve: Callable[..., Serving], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_ends_streams_with_an_error(
+    number: signal.Signals, serve: Callable[..., Serving], tmp_path: Path
+) -> None:
     serving = serve("--shutdown-timeout", str(10 * DEADLINE))
-    with ThreadPoolExecutor() as pool:
-
-        def read() -> None:
-            with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "never")) as answer:
-                for _ in data_of(answer):
-                    begun.set()
-
-        begun = threading.Event()
-        reading = pool.submit(read)
-        assert begun.wait(DEADLINE)
-        serving.terminate()
-        serving.process.send_signal(signal.SIGTERM)
-        # Far below the shutdown timeout, and although a step hangs.
-        assert serving.process.wait(DEADLINE) == 0
-        with pytest.raises(httpx.RemoteProtocolError):
-            reading.result(DEADLINE)
+    with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "never")) as answer:
+        events = data_of(answer)
+        next(events)
+        serving.terminate(number)
+        serving.process.send_signal(number)
+        *_, last, done = events
+    # Far below the shutdown timeout, and although a step hangs.
+    assert serving.process.wait(DEADLINE) == 0
+    serving._reader.join()
+    reason = orjson.loads(last)["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["status_code"]) == ("abort", 503)
+    assert "the server was stopped" in reason["message"]
+    assert done == "[DONE]"
+    assert "Traceback" not in "".join(serving.log)
 
 
 def test_hanging_processor_does_not_block_shutdown(serve: Callable[..., Serving], tmp_path: Path) -> None:
@@ -218,7 +228,7 @@ def test_shutdown_ends_whatever_hangs(what: str, serve: Callable[..., Serving]) 
 
 def test_shutdown_ends_requests_that_hang_before_the_engine(serve: Callable[..., Serving]) -> None:
     serving = serve("--shutdown-timeout", "0.1", program=[sys.executable, "-c", HANGING, "prompt"])
-    body = orjson.dumps({"text": "hang"})
+    body = orjson.dumps({"text": "hang" * SHORT_TEXT})  # too long for the event loop
     head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     address = (serving.http.base_url.host, serving.http.base_url.port or 0)
     with contextlib.ExitStack() as connections:
@@ -236,6 +246,7 @@ def test_health_of_a_server_whose_step_hangs(serve: Callable[..., Serving], tmp_
     with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "go")) as answer:
         events = data_of(answer)
         next(events)
+        wait_for(tmp_path / "go.held")
         assert serving.http.get("/health").status_code == 200  # restarting it would end all streams
         unready = serving.http.get("/health/ready")
         assert unready.status_code == 503
@@ -254,7 +265,8 @@ def test_port_in_use(serve: Callable[..., Serving], model_folder: Path) -> None:
         [*command, "--device", "cpu"], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert second.returncode != 0
-    assert "address already in use" in second.stderr
+    assert f"--port {port}: something else listens on it" in second.stderr
+    assert "loading the model" not in second.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,9 @@ import torch
 from logitship.client.check_report import CheckResult, Finding, Severity
 from logitship.client.errors import ProcessorFault
 from logitship.server.check.dry_run import DryRun, DryRunFacts
-from logitship.server.check.findings import not_checked, result
+from logitship.server.check.findings import FAULT_ADVICE, not_checked, result
 from logitship.server.check.replay import Recording
 
-_FAULT_ADVICE = {
-    "bad_result": "Return `logits`, edited in place, or a new floating-point tensor of its shape and device.",
-    "deadline": (
-        "A step may take at most --sandbox-step-timeout. Make tables in __init__, which may take "
-        "--sandbox-load-timeout, or over several steps; import at the top of the module."
-    ),
-    "crash": "Its process ended. Watch the memory (--sandbox-memory), and do not exit the process.",
-    "cpu_time": "It computes between its calls: it must not start threads or timers.",
-}
 _ARGMAX_ADVICE = (
     "A server may skip an argmax-invariant processor for greedy requests, which would then get other tokens. Keep the "
     "most likely token the most likely one, or return False."
@@ -41,6 +32,8 @@ def check_contract(recordings: Sequence[Recording], facts: DryRunFacts | None, *
         for recording in _with_distinct_faults(recordings)
         if recording.fault is not None and recording.fault.kind != "non_finite"
     ]
+    if facts is not None and facts.edited_histories:
+        findings.append(_history_finding(facts.edited_histories))
     if facts is not None and facts.dtype not in (None, torch.float32):
         findings.append(_dtype_finding(facts.dtype))
     calls = sum(len(recording.inputs) for recording in recordings)
@@ -107,7 +100,7 @@ def _with_distinct_faults(recordings: Sequence[Recording]) -> list[Recording]:
 
 
 def _fault_finding(recording: Recording, fault: ProcessorFault, *, params_given: bool) -> Finding:
-    advice = _FAULT_ADVICE.get(fault.kind, "")
+    advice = FAULT_ADVICE.get(fault.kind, "")
     if fault.kind == "exception" and not params_given:
         advice = "No params were given. If the class needs some, give examples: --params JSON, or check([{…}])."
     return Finding(
@@ -147,6 +140,17 @@ def _finite_advice(recording: Recording, fault: ProcessorFault) -> str:
     if "no token" in fault.message:
         return "Leave at least one token, such as an end token of __req__.eos_token_ids."
     return "Look for a division by zero, a logarithm of 0, or a sum of infinities."
+
+
+def _history_finding(names: Sequence[str]) -> Finding:
+    edited = " and ".join(f"__req__.{name}" for name in names)
+    return Finding(
+        "contract",
+        Severity.ERROR,
+        f"it changes {edited}, which later steps then read as the request's history",
+        f"Read it only, or work on a copy: list({edited.partition(' ')[0]}). Keep your own values in __req__.state.",
+        {"edited": list(names)},
+    )
 
 
 def _dtype_finding(dtype: torch.dtype | None) -> Finding:

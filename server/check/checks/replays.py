@@ -13,7 +13,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.server.check.dry_run import DryRunFacts
 from logitship.server.check.environment import CheckEnvironment, FreshProcessor
-from logitship.server.check.findings import describe, details, list_rows, result
+from logitship.server.check.findings import describe, details, is_killed, killed_result, list_rows, result
 from logitship.server.check.replay import (
     Mismatch,
     Recording,
@@ -46,6 +46,8 @@ def check_determinism(
     for number in range(len(recordings)):
         with environment.fresh_processor(string) as processor:
             mismatch = replay(processor, recordings, one_by_one(recordings, [number]))
+        if mismatch is not None and is_killed(mismatch.fault):
+            return killed_result("deterministic", "the same sequence again, in a new sandbox", recordings, mismatch)
         if mismatch is not None:
             seen = f"the same sequence, run twice in new sandboxes: {describe(recordings, mismatch)}"
             finding = Finding("deterministic", Severity.ERROR, seen, _DETERMINISM_ADVICE, details(recordings, mismatch))
@@ -75,6 +77,8 @@ def check_state(
     for situation, run in replays:
         with environment.fresh_processor(string) as processor:
             mismatch = run(processor)
+        if mismatch is not None and is_killed(mismatch.fault):
+            return killed_result("state", situation, recordings, mismatch)
         if mismatch is not None:
             seen = f"{situation}: {describe(recordings, mismatch)}{_changed(facts)}"
             traceback = mismatch.fault.traceback if mismatch.fault is not None else ""
@@ -129,6 +133,8 @@ def check_rows(
     for order in _row_orders(len(recordings)):
         with environment.fresh_processor(string) as processor:
             mismatch = replay(processor, recordings, batched(recordings, order))
+        if mismatch is not None and is_killed(mismatch.fault):
+            return killed_result("rows", f"{len(mismatch.call)} rows in one batch", recordings, mismatch)
         if mismatch is not None:
             mismatch = _reduce(environment, string, recordings, mismatch) or mismatch
             return result(

@@ -20,6 +20,7 @@ from logitship.server.check.line_profiler import measure_lines
 from logitship.server.check.local_timing import MAX_CALLS, MIN_CALLS, SECONDS, WARM_UP, median_seconds
 from logitship.server.check.replay import Recording
 from logitship.server.check.row_loops import RowLoop, find_row_loops
+from logitship.server.check.vectorize import candidates, equal_logits, rewritten_call
 
 SLOW_ROW = 200.0
 """Microseconds per row of the author's own code. 64 rows then take 13 ms, half a step of a small model."""
@@ -64,12 +65,14 @@ def check_speed(
                 break
             own = None if dry_run is None else median_seconds(dry_run, recordings, base[:rows])
             timings.append(BatchTiming(rows, _per_row(total, rows), None if own is None else _per_row(own, rows)))
+        overlap = _overlap(processor)
     lines: list[SlowLine] = []
     if dry_run is not None and not findings:  # a call that fails in a sandbox might hang or end this process
         findings += _history_findings(dry_run, recordings, base[:_FEW_ROWS])
         lines = measure_lines(cls, dry_run, recordings, base[:_FEW_ROWS])
-    findings += _verdicts(timings, find_row_loops(cls))
-    return SpeedMeasurements(result("speed", _summary(timings), findings), timings, lines)
+    loops = [(loop, _tested_rewrite(loop, dry_run, recordings)) for loop in find_row_loops(cls)]
+    findings += _verdicts(timings, loops)
+    return SpeedMeasurements(result("speed", _summary(timings) + overlap, findings), timings, lines)
 
 
 def _per_row(seconds: float, rows: int) -> float:
@@ -128,7 +131,7 @@ def _too_slow(rows: int, fault: ProcessorFault) -> Finding:
     return Finding("speed", Severity.ERROR, seen, advice, {"rows": rows, "fault": fault.kind}, fault.traceback)
 
 
-def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[RowLoop]) -> list[Finding]:
+def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[tuple[RowLoop, str]]) -> list[Finding]:
     if not timings:
         return []
     largest = timings[-1]
@@ -139,11 +142,45 @@ def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[RowLoop]) -> list[
         seen = f"{own:,.0f} µs per row: with {largest.rows} rows, it adds {step:,.1f} ms to each token"
         advice = "See the slowest lines. Keep what does not change from step to step in __req__.state or on self."
         findings.append(Finding("speed", Severity.WARNING, seen, advice, {"microseconds_a_row": own}))
-    for loop in loops:
+    for loop, rewrite in loops:
         severity = Severity.WARNING if own >= COSTLY_LOOP else Severity.NOTE
         seen = f"it loops over rows: {loop.location}\n    {loop.text}"
-        findings.append(Finding("speed", severity, seen, loop.advice, {"file": loop.file, "line": loop.line}))
+        advice = f"{loop.advice}\n{rewrite}".rstrip()
+        findings.append(Finding("speed", severity, seen, advice, {"file": loop.file, "line": loop.line}))
     return findings
+
+
+def _tested_rewrite(loop: RowLoop, dry_run: DryRun | None, recordings: Sequence[Recording]) -> str:
+    """Return code that does the same as a loop with one write, and was run to prove it; "" if there is none."""
+    if dry_run is None:
+        return ""
+    try:
+        expected = dry_run.outputs(recordings)
+        if equal_logits(expected, dry_run.inputs(recordings)):
+            return ""  # the write was not reached
+        variables = {"torch": torch, **type(dry_run.processor).__call__.__globals__}
+    except BaseException:  # noqa: BLE001  # boundary: author code
+        return ""
+    for rewrite in candidates(loop.code):
+        try:
+            found = dry_run.outputs(recordings, rewritten_call(loop.code, rewrite, variables))
+        except BaseException:  # noqa: BLE001  # boundary: author code
+            continue
+        if equal_logits(expected, found):
+            return rewrite.text()
+    return ""
+
+
+def _overlap(processor: FreshProcessor) -> str:
+    """Return whether calls can begin before their logits exist, as the end of the summary; "" if it is not known."""
+    reads = processor.reads
+    if processor.dense_reason:
+        return f"; it runs after the model: {processor.dense_reason}"
+    if reads is None or not reads.num_promised:
+        return ""
+    if reads.num_read == 0:
+        return "; it uses no logit, and runs while the model computes"
+    return "; it uses logits, and runs after the model"
 
 
 def _summary(timings: Sequence[BatchTiming]) -> str:

@@ -20,18 +20,18 @@ from logitship.server.http.admission import (
 )
 from logitship.server.http.auth import Caller
 from logitship.server.http.received_body import ReceivedBody
-from logitship.server.http.request_work import RequestWork
 from logitship.server.http.running_requests import Submission
-from logitship.server.refusals import BadRequest, NotFound
+from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import GenerationRequest
-from logitship.server.requests.request_validation import Prompt, check_text_length
+from logitship.server.requests.request_validation import Prompt
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
 from logitship.server.schemas.structured_outputs import constraint_of
 
-Body = TypeVar("Body", bound=OpenAIFields)
+from .chat_prompt import render_chat
+from .model_name import check_model_name
+from .tool_use import ToolUse, tool_use_of
 
-ANY_MODEL = "default"
-"""SGLang's alias for the served model, whatever its name."""
+Body = TypeVar("Body", bound=OpenAIFields)
 
 _NAMES = {
     "bad_words_token_ids": "bad_words",
@@ -49,6 +49,7 @@ class ParsedOpenAIRequest(Generic[Body]):
         body: the validated body.
         prompts: the prompts.
         submissions: one per prompt.
+        tool_use: how its tools are used, if it has any.
         created: Unix time, in seconds.
     """
 
@@ -57,6 +58,7 @@ class ParsedOpenAIRequest(Generic[Body]):
     body: Body
     prompts: list[Prompt]
     submissions: list[Submission]
+    tool_use: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -69,7 +71,7 @@ async def parse_completion_request(
         RequestRefused: names the field.
     """
     body, work = received.value, received.work
-    _check_model(engine, body.model)
+    check_model_name(engine, body.model)
     is_batch = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
     given: list[Any] = body.prompt if is_batch and isinstance(body.prompt, list) else [body.prompt]
     check_batch(engine.config, len(given), "prompt", *_sequences_of_a_prompt(body))
@@ -119,12 +121,14 @@ async def parse_chat_request(
         RequestRefused: names the field.
     """
     body, work = received.value, received.work
-    _check_model(engine, body.model)
+    check_model_name(engine, body.model)
     check_batch(engine.config, 1, "messages", *_sequences_of_a_prompt(body))
     request_id = _request_id(body, "chatcmpl")
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    tool_use = tool_use_of(engine, body)
+    constraint = constraint_of(body) if tool_use is None else tool_use.constraint
     parsed = await work.run_if_large(
-        read_processors, engine, caller, body, None, body.custom_params, "custom_params", constraint_of(body)
+        read_processors, engine, caller, body, None, body.custom_params, "custom_params", constraint
     )
     names = {
         **_names(body),
@@ -133,7 +137,7 @@ async def parse_chat_request(
         "logprobs": "top_logprobs",
         "prompt": "messages",
     }
-    prompt = Prompt(await _render(engine, work, body))
+    prompt = Prompt(await _render(engine, received))
     if not prompt.token_ids:
         raise BadRequest("messages: the chat template renders them as an empty prompt", param="messages")
     submission = await _submission(
@@ -148,23 +152,16 @@ async def parse_chat_request(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        **_tool_params(body, tool_use),
     )
-    return ParsedOpenAIRequest(request_id, engine.model.name, body, [prompt], [submission])
+    return ParsedOpenAIRequest(request_id, engine.model.name, body, [prompt], [submission], tool_use)
 
 
-def check_model_name(engine: AsyncEngine, name: str) -> None:
-    """Check the name of the requested model.
-
-    Raises:
-        NotFound: the server does not serve this model.
-    """
-    if name not in (engine.model.name, engine.model.path, ANY_MODEL):
-        raise NotFound(f"model: {name[:200]!r} does not exist; this server serves {engine.model.name!r}", param="model")
-
-
-def _check_model(engine: AsyncEngine, name: str | None) -> None:
-    if name is not None:
-        check_model_name(engine, name)
+def _tool_params(body: ChatCompletionRequest, tool_use: ToolUse | None) -> dict[str, Any]:
+    """Return the sampling parameters that differ with tools: some models write calls with special tokens."""
+    if tool_use is None or "skip_special_tokens" in body.model_fields_set:
+        return {}
+    return {"skip_special_tokens": False}
 
 
 def _request_id(body: OpenAIFields, prefix: str) -> str:
@@ -191,22 +188,20 @@ def _most(one: int | None, other: int | None) -> int | None:
     return max((count for count in (one, other) if count is not None), default=None)
 
 
-async def _render(engine: AsyncEngine, work: RequestWork, body: ChatCompletionRequest) -> list[int]:
-    tokenizer, max_model_len = engine.tokenizer, engine.model.max_model_len
-    characters = sum(len(text or "") for each in body.messages for text in (each.content, each.name, each.tool_call_id))
-    check_text_length(tokenizer, max_model_len, characters, "messages")
-    generation_prompt = body.add_generation_prompt
-    try:
-        return await work.run(
-            tokenizer.apply_chat_template,
-            [message.for_template() for message in body.messages],
-            add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
-            continue_final_message=body.continue_final_message,
-            max_characters=max_model_len * tokenizer.longest_token,
-            **body.chat_template_kwargs,
-        )
-    except ValueError as error:
-        raise BadRequest(f"messages: {error}", param="messages") from None
+async def _render(engine: AsyncEngine, received: ReceivedBody[ChatCompletionRequest]) -> list[int]:
+    body = received.value
+    unused = {name for name in body.template_options if not engine.tokenizer.template_uses(name)}
+    received.ignored.update(unused)
+    options = {name: value for name, value in body.template_options.items() if name not in unused}
+    return await render_chat(
+        engine,
+        received.work,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=body.template_tools,
+        variables=options | body.chat_template_kwargs,
+    )
 
 
 async def _submission(
@@ -245,4 +240,4 @@ async def _submission(
         best_of=body.best_of,
         beam_search=body.beam_search,
     )
-    return Submission(request, names)
+    return Submission(request, names, body.stream_interval)

@@ -16,17 +16,20 @@ from logitship.server.schemas.openai_response_schemas import (
     ChatChoice,
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
+    ChatMessage,
     ChatStreamChoice,
     ChoiceEnding,
     CompletionChoice,
     CompletionResponse,
     CompletionStreamResponse,
+    DeltaMessage,
     UsageInfo,
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
 
 from .openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from .openai_requests import Body, ParsedOpenAIRequest
+from .tool_call_stream import ToolCallStream
 
 OpenAIResponse: TypeAlias = CompletionResponse | ChatCompletionResponse
 OpenAIStreamResponse: TypeAlias = CompletionStreamResponse | ChatCompletionStreamResponse
@@ -65,7 +68,7 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
         Raises:
             GenerationFailed: an error ended one of the continuations.
         """
-        async for continuation, chunk in running:
+        async for continuation, chunk in running.at_intervals():
             raise_if_failed(continuation)
             for data in self.stream_responses(continuation, chunk):
                 if self.body.usage_in_each_event:
@@ -205,6 +208,9 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
     def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[ChatCompletionRequest]) -> None:
         super().__init__(engine, request)
         self._begun: set[int] = set()
+        self._tool_use = request.tool_use
+        self._tool_streams: dict[int, ToolCallStream] = {}
+        """By the index of the continuation."""
         self._empty_stream_response: ChatCompletionStreamResponse = {
             "id": request.id,
             "object": "chat.completion.chunk",
@@ -245,8 +251,8 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
         """Build the stream's events for one chunk of the engine. An event with the role precedes the first."""
         choice: ChatStreamChoice = {
             "index": continuation.index,
-            "delta": {"content": chunk.text},
-            **self.ending(continuation),
+            "delta": self._delta(continuation, chunk),
+            **self._chat_ending(continuation),
             "logprobs": chat_logprobs(self.tokenizer, chunk.logprobs) if self.body.logprobs else None,
         }
         self._add_details(choice, chunk)
@@ -265,12 +271,33 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
     def _choice(self, continuation: Continuation) -> ChatChoice:
         choice: ChatChoice = {
             "index": continuation.index,
-            "message": {"role": "assistant", "content": continuation.text, "refusal": None},
-            **self.ending(continuation),
+            "message": self._message(continuation),
+            **self._chat_ending(continuation),
             "logprobs": chat_logprobs(self.tokenizer, continuation.logprobs) if self.body.logprobs else None,
         }
         self._add_details(choice, continuation)
         return choice
+
+    def _message(self, continuation: Continuation) -> ChatMessage:
+        if self._tool_use is None:
+            return {"role": "assistant", "content": continuation.text, "refusal": None}
+        calls = ToolCallStream(self._tool_use)
+        self._tool_streams[continuation.index] = calls
+        return calls.message(continuation.text)
+
+    def _delta(self, continuation: Continuation, chunk: GenerationChunk) -> DeltaMessage:
+        if self._tool_use is None:
+            return {"content": chunk.text}
+        calls = self._tool_streams.setdefault(continuation.index, ToolCallStream(self._tool_use))
+        return calls.delta(chunk.text, is_last=chunk.finish_reason is not None)
+
+    def _chat_ending(self, continuation: Continuation) -> ChoiceEnding:
+        ending = self.ending(continuation)
+        calls = self._tool_streams.get(continuation.index)
+        # OpenAI: the name of a function in tool_choice does not change the reason.
+        if ending["finish_reason"] == "stop" and calls is not None and calls.num_calls and calls.use.choice != "named":
+            ending["finish_reason"] = "tool_calls"
+        return ending
 
     def _add_details(self, choice: ChatChoice | ChatStreamChoice, part: Continuation | GenerationChunk) -> None:
         if self.body.return_token_ids:

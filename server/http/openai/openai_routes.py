@@ -23,7 +23,8 @@ from logitship.server.schemas.openai_response_schemas import (
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
 
-from .openai_requests import check_model_name, parse_chat_request, parse_completion_request
+from .model_name import check_model_name
+from .openai_requests import parse_chat_request, parse_completion_request
 from .openai_response_builder import ChatResponseBuilder, CompletionResponseBuilder, OpenAIResponseBuilder
 
 ModelName = Annotated[str, Path(description="The model's name.", examples=["SmolLM2-135M-Instruct"])]

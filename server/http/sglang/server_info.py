@@ -13,6 +13,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.flags import FLAG_OF_FIELD
 from logitship.server.http.documentation import ref
+from logitship.server.model.kv_cache import BLOCK_SIZE
 from logitship.server.schemas.documented import SCHEMA_LOCK, example_of
 from logitship.server.schemas.sglang_response_schemas import InternalState, ModelInfoResponse
 
@@ -52,6 +53,8 @@ def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
         **settings,
         **model_info_of(engine),
         "version": version("logitship"),
+        "max_total_num_tokens": engine.config.max_num_seqs * engine.model.max_model_len,
+        "page_size": BLOCK_SIZE,
         "internal_states": [internal_state_of(engine)],
     }
 
@@ -76,6 +79,7 @@ def internal_state_of(engine: AsyncEngine) -> InternalState:
         "registered_processors": stats.registered_processors,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
+        "forced": stats.forced,
         "sandboxes": stats.sandboxes,
         "sandboxes_started": stats.sandboxes_started,
         "sandboxes_ended": dict(stats.sandboxes_ended),
@@ -98,6 +102,16 @@ def server_info_schema() -> dict[str, Any]:
         **settings,
         **of_model,
         "version": {"type": "string", "description": "logitship's version.", "examples": [version("logitship")]},
+        "max_total_num_tokens": {
+            "type": "integer",
+            "description": "Tokens that fit into the KV cache: `max_num_seqs` sequences of `max_model_len`.",
+            "examples": [262144],
+        },
+        "page_size": {
+            "type": "integer",
+            "description": "Tokens of a block of the prefix cache.",
+            "examples": [BLOCK_SIZE],
+        },
         "internal_states": {
             "type": "array",
             "items": ref(InternalState),

@@ -99,6 +99,7 @@ class _GenerateParser:
         self._engine = engine
         self._caller = caller
         self._work = received.work
+        self._ignored = received.ignored
         self._body = body
         self._at = "input_ids" if body.text is None else "text"
         given = body.input_ids if body.text is None else body.text
@@ -118,7 +119,12 @@ class _GenerateParser:
         """Return the sampling parameters of each prompt."""
         given = self._body.sampling_params
         samplings = [
-            parse_model(SGLangSamplingParams, value_for_prompt(given, i), path_for_prompt(given, i, "sampling_params"))
+            parse_model(
+                SGLangSamplingParams,
+                value_for_prompt(given, i),
+                path_for_prompt(given, i, "sampling_params"),
+                self._ignored,
+            )
             for i in range(len(self._prompts))
         ]
         n = samplings[0].n
@@ -195,7 +201,7 @@ class _GenerateParser:
             raise BadRequest(
                 "stream: is not available with beam search: the output is only known at the end", param="stream"
             )
-        return Submission(request, names)
+        return Submission(request, names, sampling.stream_interval)
 
 
 def _names(prompt_at: str, sampling_at: str) -> dict[str, str]:

@@ -44,7 +44,7 @@ class GenerateResponseBuilder:
 
     async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
         """Yield one encoded event per chunk, each with the whole output of its continuation so far."""
-        async for continuation, _ in running:
+        async for continuation, _ in running.at_intervals():
             data = self._object(continuation)
             if self._request.many:
                 data["index"] = continuation.index

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors.grammars.check import make_matcher, make_tokenizer
-from logitship.builtin_processors.grammars.grammar_source import from_choice, from_ebnf, from_json_schema, from_regex
+from logitship.builtin_processors.grammars.grammar_source import (
+    EXACT,
+    from_choice,
+    from_ebnf,
+    from_json_schema,
+    from_regex,
+)
 from logitship.server.tokenizer import Tokenizer
 
 
@@ -184,3 +192,51 @@ def test_white_space_in_json(tokens: LLTokenizer, pattern: str | None, good: lis
     grammar = from_json_schema(json.dumps(schema), pattern)
     assert all(accepts(tokens, grammar, text) for text in good)
     assert not any(accepts(tokens, grammar, text) for text in bad)
+
+
+NULL_OR = {"anyOf": [{"type": "null"}, {"$ref": "#"}]}
+ENDLESS: list[tuple[Any, str]] = [
+    ({"$ref": "#"}, "#/$ref refers to #"),
+    ({"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}, "#/anyOf/0/$ref refers to #"),
+    (
+        {"type": "object", "properties": {"child": {"$ref": "#"}}, "required": ["child"]},
+        "#/properties/child/$ref refers to #",
+    ),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#/items/$ref refers to #"),
+    ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, "#/prefixItems/0/$ref refers to #"),
+    (
+        {
+            "$defs": {"a/b": {"$ref": "#/$defs/c"}, "c": {"oneOf": [{"$ref": "#/$defs/a~1b"}]}},
+            "$ref": "#/$defs/c",
+        },
+        "#/$defs/a~1b/$ref refers to #/$defs/c",
+    ),
+]
+ENDING: list[Any] = [
+    {"type": "array", "items": {"$ref": "#"}},
+    {"type": "object", "properties": {"child": {"$ref": "#"}}},
+    {"type": "object", "properties": {"child": NULL_OR}, "required": ["child"]},
+    {"type": ["object", "null"], "properties": {"child": {"$ref": "#"}}, "required": ["child"]},
+    {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 2, "$defs": {"a": {"type": "integer"}}},
+]
+
+
+@pytest.mark.parametrize(("schema", "says"), ENDLESS, ids=str)
+def test_schema_that_refers_to_itself_without_an_end(schema: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^no text matches it: {re.escape(says)}, which needs it again"):
+        from_json_schema(schema)
+
+
+@pytest.mark.parametrize("schema", ENDING, ids=str)
+def test_schema_that_refers_to_itself_with_an_end(tokens: LLTokenizer, schema: Any) -> None:
+    make_matcher(tokens, from_json_schema(schema))
+
+
+def test_large_schema_is_not_examined() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2_000)}
+    assert "d1999" in from_json_schema({"$defs": chain | {"d2000": {"type": "null"}}, "$ref": "#/$defs/d0"})
+
+
+def test_grammar_without_texts(tokens: LLTokenizer) -> None:
+    with pytest.raises(ValueError, match=r"^no text matches it$"):
+        make_matcher(tokens, EXACT + "start: X\nX: /a/ & /b/\n")

@@ -140,6 +140,44 @@ def test_added_tokens_replace_their_texts(value: Any, good: list[str], bad: list
     assert {each: reader.takes(each) for each in bad} == dict.fromkeys(bad, False)
 
 
+FIVE = {**ANY, "max_tokens": 5}
+LIMITED: list[tuple[ModelView, Any, list[str], list[str]]] = [
+    (MODEL, FIVE, ["", "a", "abcde"], ["abcdef"]),
+    (MODEL, {**ANY, "max_tokens": 0}, [""], ["a"]),
+    (MODEL, {**FIVE, "excludes": ["x"]}, ["abc"], ["ax", "abcdef"]),
+    # As the last of these, an end that began within the last tokens begins again.
+    (
+        MODEL,
+        sequence(tag("<t>", FIVE, "</t>"), JSON),
+        ["<t></t>1", "<t>a</t>12", "<t>abcde</t>1", "<t>ab</t</t>1"],
+        ["<t>abcdef</t>1", "<t>a1", "<t>ab</t>1", "<t>abcde1"],
+    ),
+    (MODEL, sequence(FIVE, text("end"), ANY), ["aend", "end", "aenden", "abcdeend!"], ["abcdefend", "a"]),
+    (MODEL, tag("<t>", FIVE, ["</t>", "!"]), ["<t>a!", "<t>a</t>", "<t>abcde!"], ["<t>abcdef!", "<t>a!!"]),
+    (
+        WITH_ADDED,
+        sequence(tag("<tool>", FIVE, "</tool>"), JSON),
+        ["<tool></tool>1", "<tool>abcde</tool>1"],
+        ["<tool>abcdef</tool>1", "<tool>a1"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "value", "good", "bad"), LIMITED, ids=str)
+def test_max_tokens_of_free_text(model: ModelView, value: Any, good: list[str], bad: list[str]) -> None:
+    reader = Reader(as_json(value), model)
+    assert {each: reader.takes(each) for each in good} == dict.fromkeys(good, True)
+    assert {each: reader.takes(each) for each in bad} == dict.fromkeys(bad, False)
+
+
+def test_only_the_end_follows_max_tokens() -> None:
+    reader = Reader(as_json(sequence(tag("<t>", {**ANY, "max_tokens": 300}, "</t>"), JSON)), MODEL)
+    begin = "<t>" + "a" * 300
+    assert reader.read(begin + "<") == [304, False]
+    assert reader.read(begin + "a") == [303, False]
+    assert reader.takes(begin + "</t>7")
+
+
 REFUSED: list[tuple[Any, str]] = [
     ([], "expected an object"),
     ({}, "format: Field required"),
@@ -160,7 +198,9 @@ REFUSED: list[tuple[Any, str]] = [
     (as_json({"type": "json_schema", "json_schema": {}, "excludes": ["x"]}), "excludes is not supported"),
     (as_json({"type": "json_schema", "json_schema": "{}"}), r"format\.json_schema"),
     (as_json({"type": "json_schema", "json_schema": False}), "nothing fits"),
-    (as_json({**ANY, "max_tokens": 5}), r"format\.max_tokens: .*write max_chars"),
+    (as_json({**ANY, "max_tokens": -1}), r"format\.max_tokens"),
+    (as_json({**ANY, "max_tokens": 5, "max_chars": 5}), "max_chars and max_tokens are not supported together"),
+    (as_json(sequence({**ANY, "max_tokens": 5}, JSON)), "any_text with max_tokens cannot be distinguished"),
     (as_json({**ANY, "max_chars": -1}), r"format\.max_chars"),
     (as_json({**ANY, "max_chars": 501}), r"format\.max_chars: .*less than or equal to 500"),
     (as_json({**ANY, "excludes": [""]}), r"format\.excludes\[0\]"),

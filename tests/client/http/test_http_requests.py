@@ -71,6 +71,21 @@ def test_sampling_params_are_separated() -> None:
     assert body["rid"] == "r1"
 
 
+def test_each_method_takes_both_names_of_lengths() -> None:
+    sampling = generate_body("Hi", max_tokens=3, min_tokens=1)["sampling_params"]
+    assert sampling == {"max_new_tokens": 3, "min_new_tokens": 1}
+    lengths: Any = {"max_new_tokens": 3, "min_new_tokens": 1}
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = requests.chat(messages, None, lengths, stream=False)
+    completions = requests.completions("a", None, lengths, stream=False)
+    for request in (chat, completions):
+        assert (request.json["max_tokens"], request.json["min_tokens"]) == (3, 1)
+        assert "max_new_tokens" not in request.json
+    assert generate_body("Hi", max_tokens=3, max_new_tokens=3)["sampling_params"] == {"max_new_tokens": 3}
+    with pytest.raises(ValueError, match="max_tokens: differs from max_new_tokens"):
+        generate_body("Hi", max_tokens=3, max_new_tokens=4)
+
+
 def test_logit_bias_keys_become_strings() -> None:
     assert generate_body("Hi", logit_bias={5: -1.5})["sampling_params"]["logit_bias"] == {"5": -1.5}
 

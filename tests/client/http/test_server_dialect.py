@@ -22,6 +22,7 @@ from logitship.client.errors import (
     ServerBusyError,
 )
 from logitship.client.http.server_dialect import ServerKind
+from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE, PROBE_BODY, SglangPlugin
 from logitship.client.http.vllm_handshake import PluginInfo
 
 FAULT = 63
@@ -36,12 +37,21 @@ class FakeServer:
 
     Args:
         owner: `owned_by` in `/v1/models`; None: the route does not exist.
-        plugin: whether vLLM has logitship's plugin.
+        plugin: whether vLLM or SGLang has logitship's plugin.
         stop_reason: `stop_reason` of its completions.
+        refusal: SGLang's answer to the probe without the plugin.
     """
 
-    def __init__(self, owner: str | None, *, plugin: bool = True, stop_reason: int | str | None = None) -> None:
+    def __init__(
+        self,
+        owner: str | None,
+        *,
+        plugin: bool = True,
+        stop_reason: int | str | None = None,
+        refusal: str = "max_new_tokens must be at least 0, got -1.",
+    ) -> None:
         self.owner = owner
+        self.refusal = refusal
         self.plugin = plugin
         self.stop_reason = stop_reason
         self.paths: list[str] = []
@@ -54,6 +64,9 @@ class FakeServer:
         self.bodies.append(body)
         if path == "/v1/models":
             return self._models()
+        if path == "/generate" and body.get("custom_logit_processor") == PROBE:
+            message = SglangPlugin(speculates=False).to_message() if self.plugin else self.refusal
+            return httpx.Response(400, json={"error": {"message": message}})
         if path == "/generate":
             return httpx.Response(200, json=SGLANG_ANSWER) if self.owner != "vllm" else httpx.Response(404)
         if body.get("vllm_xargs") == {"logitship": "about"} and self.plugin:
@@ -121,13 +134,58 @@ ONE_OF_EACH = [
 ]
 
 
-@pytest.mark.parametrize("owner", ["logitship", "sglang", "somebody", None])
+@pytest.mark.parametrize("owner", ["logitship", "somebody", None])
 def test_server_is_probed_once(call: AnyClient, owner: str | None) -> None:
     server = FakeServer(owner)
     answers = call(server, *ONE_OF_EACH)
     assert [answer.text for answer in answers] == ["Hi"] * 3
     assert server.paths == ["/v1/models", "/generate", "/v1/completions", "/v1/chat/completions"]
     assert [body["custom_logit_processor"] for body in server.bodies[1:]] == [SHIPPED] * 3
+
+
+def test_sglang_is_asked_for_its_plugin_once(call: AnyClient) -> None:
+    """The probe is the request that no SGLang generates."""
+    server = FakeServer("sglang")
+    answers = call(server, ("generate", "Hi", {}), *ONE_OF_EACH)
+    assert [answer.text for answer in answers] == ["Hi"] * 4
+    paths = ["/v1/models", "/generate", "/generate", "/generate", "/v1/completions", "/v1/chat/completions"]
+    assert server.paths == paths
+    assert server.bodies[2] == PROBE_BODY
+    assert [body["custom_logit_processor"] for body in server.bodies[3:]] == [SHIPPED] * 3
+
+
+def test_several_processors_for_sglang_are_one_string(call: AnyClient) -> None:
+    server = FakeServer("sglang")
+    entries = [{"processor": SHIPPED, "params": {"a": 1}}, {"processor": SHIPPED}]
+    call(server, ("generate", "Hi", {"logits_processors": entries}))
+    assert "logits_processors" not in server.bodies[2]
+    assert orjson.loads(server.bodies[2]["custom_logit_processor"]) == entries
+
+
+def test_sglang_without_plugin_is_warned_about(call: AnyClient) -> None:
+    server = FakeServer("sglang", plugin=False)
+    with pytest.warns(UserWarning, match="unpickles processors in its own processes"):
+        answers = call(server, *ONE_OF_EACH)
+    assert [answer.text for answer in answers] == ["Hi"] * 3
+
+
+def test_sglang_that_takes_no_processors_is_not_warned_about(call: AnyClient) -> None:
+    server = FakeServer("sglang", plugin=False, refusal=f"The server is {NOT_ENABLED}. Please set …")
+    assert call(server, ONE_OF_EACH[0])[0].text == "Hi"
+
+
+def test_fault_inside_sglang_has_its_traceback(call: AnyClient) -> None:
+    traceback = 'Traceback (most recent call last):\n  File "p.py", line 3, in __call__\nRuntimeError: no\n'
+    message = f"ProcessorFault: processor P raised RuntimeError: no\n{traceback}"
+
+    def server(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(400, json={"error": {"message": message}})
+
+    with pytest.raises(GenerationError, match=r"^processor P raised RuntimeError: no") as caught:
+        call(server, ("generate", "Hi", {"processor": SHIPPED}), dialect="sglang")
+    assert caught.value.type == "ProcessorFault"
+    assert caught.value.traceback == traceback
+    assert caught.value.message == "processor P raised RuntimeError: no"
 
 
 def test_vllm_requests_are_translated(call: AnyClient) -> None:

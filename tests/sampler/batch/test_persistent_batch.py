@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.sampler.batch.persistent_batch import BatchUpdateBuilder, PersistentBatch
@@ -124,7 +124,6 @@ def test_reset_returns_batch_changed() -> None:
     assert not builder.batch_changed
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 50)), st.integers(0, 60))
 def test_popped_and_remaining_rows_are_disjoint(rows: set[int], pops: int) -> None:
     builder = builder_of(*rows)

@@ -182,6 +182,20 @@ def test_forked_callable_has_its_own_state(target: type[Counts]) -> None:
     assert call(processor, row)[0][:2] == [3, 5]
 
 
+class Restarts(Counts):
+    """A callable whose `clone()` leaves its state out, like those of logits-processor-zoo."""
+
+    def clone(self) -> Restarts:
+        return Restarts()
+
+
+def test_fork_keeps_state_that_clone_leaves_out() -> None:
+    processor = LoadedProcessor("sha256:0", "R", CallableExecutor(), CallableFactory(Restarts())(), per_sequence=True)
+    row = attach(processor, [4])
+    call(processor, row)
+    assert call(processor, row.fork([4]))[0][0] == 2
+
+
 def test_fork_of_hugging_face_callable_has_its_own_tokens() -> None:
     def last(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[0, 0], scores[0, 1] = input_ids[0, -1], input_ids.shape[1]

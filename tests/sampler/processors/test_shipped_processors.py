@@ -12,7 +12,7 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate
-from logitship.sampler.processors.executor import LoadedProcessor, RunOutcome
+from logitship.sampler.processors.executor import CollectEdits, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
@@ -569,7 +569,7 @@ def test_observer_gets_each_call_with_its_rows(load: Load, shipping: Shipping) -
     calls: list[tuple[str, int]] = []
 
     def on_call(processor: LoadedProcessor) -> Callable[[int, float], None]:
-        def observe(num_rows: int, seconds: float) -> None:
+        def observe(num_rows: int, seconds: float, logits_use: str) -> None:
             assert seconds > 0
             calls.append((processor.name, num_rows))
 
@@ -642,7 +642,7 @@ class ChargingExecutor:
         self.spent.append(spent)
         return self
 
-    def finish(self) -> RunOutcome:
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         return RunOutcome(self._seconds, charged=self._seconds)
 
 

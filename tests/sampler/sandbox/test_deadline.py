@@ -95,6 +95,34 @@ def test_process_that_waits_for_a_moment_goes_on(fake: FakeTime) -> None:
     assert deadline.next_look > fake.now + 0.9
 
 
+@pytest.mark.parametrize("runnable", [True, False])
+def test_wall_clock_starts_once_somebody_waits(fake: FakeTime, runnable: bool) -> None:
+    """Before, the process may wait, or get no core, as long as the model computes."""
+    fake.runnable = runnable
+    deadline = CallDeadline(fake, 2.0, is_awaited=False)  # type: ignore[arg-type]
+    fake.run(1000.0, 0.001)
+    assert deadline.exceeded() is None
+    assert deadline.next_look == fake.now + 1.0
+    fake.run(1.0, 0.0)
+    assert deadline.exceeded() is None
+    deadline.start_waiting()
+    assert deadline.next_look == fake.now + 1.0
+    fake.run(1.0, 0.0)
+    assert deadline.exceeded() is None
+    deadline.start_waiting()  # it has started already
+    fake.run(9.0, 0.0)
+    assert deadline.exceeded() == "10 s, in which it got 1 s of CPU time"
+
+
+def test_cpu_time_counts_before_anybody_waits(fake: FakeTime) -> None:
+    deadline = CallDeadline(fake, 2.0, is_awaited=False)  # type: ignore[arg-type]
+    fake.run(4.0, 0.5)
+    assert deadline.exceeded() == "2 s of CPU time"
+    deadline.start_waiting()
+    assert deadline.next_look == fake.now
+    assert deadline.exceeded() == "2 s of CPU time"
+
+
 def test_process_that_ended_is_due_by_the_wall_clock(fake: FakeTime) -> None:
     deadline = CallDeadline(fake, 2.0)  # type: ignore[arg-type]
     fake.now += 3.0

@@ -14,15 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.deadline import ProcessClock
-from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
+from logitship.sampler.sandbox.protocol import DUMP_SIGNAL, HEADER, LONGEST_ANSWER, Answer, Command, pack
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError
 
@@ -40,7 +41,10 @@ class Peer:
     """
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(["sleep", "1000"])
+        # Like a sandbox, it survives the question where it is.
+        self.process = subprocess.Popen(
+            ["sleep", "1000"], preexec_fn=lambda: signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
+        )
         self.status: Future[int | None] = Future()
 
     def fork(self, connection: int, shared_memory: int) -> ForkedProcess:
@@ -137,6 +141,20 @@ def test_answer_in_pieces(pair: tuple[Sandbox, Peer]) -> None:
     assert sandbox.advance() == (Answer.FAULTS, b"[]")
 
 
+def test_kill_by_another_thread_between_two_looks(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox, _ = pair
+    sandbox.begin(Command.LOAD, b"", LONG)
+    receive = sandbox._receive
+
+    def killed_after(call: Any) -> None:
+        receive(call)
+        sandbox.kill("crash", "was killed because its load was cancelled")
+
+    monkeypatch.setattr(sandbox, "_receive", killed_after)
+    assert str(died(sandbox)) == "was killed because its load was cancelled"
+    assert not sandbox.in_call
+
+
 def test_call_larger_than_socket_buffer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     body = os.urandom(4 << 20)
@@ -190,7 +208,7 @@ def test_unsolicited_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer]) -> Non
     assert died(sandbox).kind == "protocol"
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(
     st.lists(
         st.one_of(
@@ -226,6 +244,22 @@ def test_deadline_without_answer(pair: tuple[Sandbox, Peer]) -> None:
     end = died(sandbox)
     assert time.monotonic() - began > 0.02
     assert (end.kind, end.reason) == ("deadline", "gave no answer within 0.05 s: its process was killed")
+    assert end.dump == b""
+    assert peer.killed()
+
+
+def test_dump_after_the_deadline(pair: tuple[Sandbox, Peer]) -> None:
+    """Bytes that arrive after the deadline are no answer, but text; those before it are not part of it."""
+    sandbox, peer = pair
+    sandbox.begin(Command.STEP, b"", 0.05)
+    peer.connection.send(b"abc")
+    call = sandbox._call
+    assert call is not None
+    while call.overdue is None:
+        assert sandbox.advance() is None
+    peer.connection.send(b"a dump\n")
+    end = died(sandbox)
+    assert (end.kind, end.dump) == ("deadline", b"a dump\n")
     assert peer.killed()
 
 

@@ -6,9 +6,10 @@ import json
 import os
 import random
 import re
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import ANY
@@ -22,10 +23,7 @@ from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.processors.executor import (
-    ExecutorRow,
-    ExecutorSequence,
     ExecutorUnavailable,
-    LoadedProcessor,
     ProcessorExecutor,
     RunOutcome,
 )
@@ -34,6 +32,7 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.sandbox import deadline as deadline_module
 from logitship.sampler.sandbox import priority, sandbox_executor, spare_sandboxes
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.deadline import BACKSTOP
@@ -41,7 +40,8 @@ from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor, read_faults
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess
-from logitship.server.tokenizer import Tokenizer
+
+from .conftest import MAX_ROWS, VOCAB, Caller, faults, sandbox_of, source
 
 LONG = 60.0
 
@@ -51,9 +51,6 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare_sandboxes, "PAUSE", 0.0)
 
 
-NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
-MAX_ROWS, VOCAB = 8, 260
-EOS = frozenset({1})
 LIMITS = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=10.0)
 NO_ANSWER = "gave no answer within 2 s of CPU time: its process was killed"
 
@@ -64,7 +61,7 @@ import os, struct, sys
 frame = sys._getframe()
 while "connection" not in frame.f_locals:
     frame = frame.f_back
-os.write(frame.f_locals["connection"], struct.pack("<IIQ", 3, frame.f_locals["number"], 0))
+os.write(frame.f_locals["connection"], struct.pack("<IIQ", 3, frame.f_locals["server"]._number, 0))
 while True: pass
 """
 COUNTS = "self.calls = getattr(self, 'calls', 0) + 1\nlogits[:] = self.calls\nreturn logits"
@@ -74,70 +71,6 @@ logits[:] = sum(type(each).__name__ == "SequenceState" for each in gc.get_object
 return logits
 """
 FAILS_ON_REQUEST = "assert not any(params['fails'] for params in custom_param_list), 'as requested'\nreturn logits + 1"
-
-
-def source(body: str) -> SourceProcessor:
-    lines = "".join(f"        {line}\n" for line in body.splitlines())
-    header = "import torch\nfrom logitship import CustomLogitProcessor\n\nclass P(CustomLogitProcessor):\n"
-    return SourceProcessor(f"{header}    def __call__(self, logits, custom_param_list=None):\n{lines}", "P")
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> ModelView:
-    return ModelView(VOCAB, EOS, tokenizer.hf_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
-    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
-    zygote.start()
-    zygote.set_up(model)
-    yield zygote
-    zygote.close()
-
-
-@pytest.fixture
-def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
-    """An executor on the module's zygote, which outlives it."""
-    monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
-    limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, first_step_timeout=2.0, load_timeout=20.0)
-    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB, loads_in_background=True)
-    with monkeypatch.context() as patch:
-        yield executor
-        patch.setattr(zygote, "close", lambda: None)
-        executor.close()
-
-
-class Caller:
-    """Attaches sequences to a processor, and calls it."""
-
-    def __init__(self, executor: ProcessorExecutor, model: ModelView) -> None:
-        self._executor = executor
-        self._model = model
-
-    def attach(self, processor: LoadedProcessor, **params: Any) -> ExecutorRow:
-        sequence = ExecutorSequence("r", params, [1, 2], [], SamplingParams(), self._model)
-        return self._executor.attach(processor, sequence)
-
-    def call(self, processor: LoadedProcessor, *rows: ExecutorRow) -> tuple[list[float], RunOutcome]:
-        """Call on rows of zeros. Return the first logit of each row, and the outcome."""
-        logits = torch.zeros(len(rows), VOCAB)
-        outcome = self._executor.group(processor, rows).begin(logits).finish()
-        return logits[:, 0].tolist(), outcome
-
-
-@pytest.fixture
-def caller(executor: SandboxExecutor, model: ModelView) -> Caller:
-    return Caller(executor, model)
-
-
-def sandbox_of(processor: LoadedProcessor) -> Sandbox:
-    sandbox: Sandbox = processor.instance.current_sandbox
-    return sandbox
-
-
-def faults(outcome: RunOutcome) -> dict[int, tuple[str, str]]:
-    return {row: (fault.kind, fault.message) for row, fault in outcome.faults.items()}
 
 
 def test_load_and_call(executor: SandboxExecutor, caller: Caller) -> None:
@@ -268,6 +201,41 @@ def assert_too_late(outcome: RunOutcome, seconds: float) -> None:
     assert re.fullmatch(f"processor P gave no answer within {limits}: its process was killed", message), message
 
 
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("while True:\n    pass", "(while True:|pass)"),
+        ("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", r"re\.match\(.*"),
+        ("import time\ntime.sleep(1000)", r"time\.sleep\(1000\)"),
+        ("import time\ndef waits():\n    time.sleep(1000)\nwaits()", r"time\.sleep\(1000\)"),
+    ],
+    ids=["loop", "in C", "sleeps", "in a function"],
+)
+def test_timeout_says_where(executor: SandboxExecutor, caller: Caller, body: str, line: str) -> None:
+    processor = executor.load(source(body))
+    (fault,) = caller.call(processor, caller.attach(processor))[1].faults.values()
+    assert fault.kind == "deadline"
+    first, *frames, advice = fault.traceback.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert re.fullmatch(r'  File "<logitship_processor_\d+>", line \d+, in __call__', frames[0])
+    assert any(re.fullmatch(f"    {line}", frame) for frame in frames), frames
+    assert not any("sampler" in frame or "runpy" in frame for frame in frames)
+    assert advice.startswith("TimeoutError: it was here when its time was over.")
+    assert "sandbox_step_timeout" in advice
+
+
+def test_timeout_of_a_load_says_where(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=0.5)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
+    monkeypatch.setattr(zygote, "close", lambda: None)
+    with pytest.raises(ProcessorLoadError) as raised:
+        executor.load(SourceProcessor(HANGS_IN_INIT.format(body="while True: pass"), "P"))
+    executor.close()
+    message = str(raised.value)
+    assert "its process was killed (while it was loaded)\nTraceback (most recent call last):\n" in message
+    assert re.search(r"in __init__\n    .*while True: pass\nTimeoutError: ", message)
+
+
 SPINS_ONCE = """
 import time
 if not hasattr(self, "called"):
@@ -286,7 +254,7 @@ def test_first_call_may_take_longer_once(
     monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     slow_at_first = executor.load(source(SPINS_ONCE.format(seconds=0.8)), "one")
-    assert caller.call(slow_at_first, caller.attach(slow_at_first)) == ([1], RunOutcome(ANY, {}, False, 0.0))
+    assert caller.call(slow_at_first, caller.attach(slow_at_first)) == ([1], RunOutcome(ANY, {}, False, 0.0, ANY, ANY))
     hangs_later = executor.load(
         source("if hasattr(self, 'called'):\n    while True: pass\nself.called = 1\nreturn logits")
     )
@@ -304,7 +272,7 @@ def test_earlier_stages_use_up_the_deadline(executor: SandboxExecutor, caller: C
     row = caller.attach(processor)
     outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 1.5).finish()
     assert_too_late(outcome, 0.5)
-    assert outcome.charged == outcome.seconds > 0.4
+    assert outcome.seconds >= outcome.charged > 0.4
     executor.ensure(processor)
     row = caller.attach(processor)
     outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB), 100.0).finish()
@@ -347,6 +315,54 @@ def test_spinners_do_not_end_an_honest_processor(
     assert [faults(outcome)[0][0] for outcome in spun] == ["deadline"] * 4
     assert all("of CPU time: its process was killed" in faults(outcome)[0][1] for outcome in spun)
     executor.close()
+
+
+class ShiftedTime:
+    """The wall clock, which the test moves forward."""
+
+    def __init__(self) -> None:
+        self.offset = 0.0
+        self.clock_gettime = time.clock_gettime
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + self.offset
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> ShiftedTime:
+    clock = ShiftedTime()
+    for module in (sandbox_module, deadline_module):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_long_forward_pass_does_not_end_a_call(executor: SandboxExecutor, caller: Caller, clock: ShiftedTime) -> None:
+    """The call got no core during the forward pass. It has its time once the logits are there."""
+    processor = executor.load(source(ADDS))
+    process = sandbox_of(processor)._process
+    signal.pidfd_send_signal(process.pidfd, signal.SIGSTOP)
+    run = executor.group(processor, [caller.attach(processor, by=3.0)]).promise()
+    assert run is not None
+    clock.offset += 1000.0
+    logits = torch.zeros(1, VOCAB)
+    run.provide(logits)
+    assert sandbox_of(processor).in_call
+    signal.pidfd_send_signal(process.pidfd, signal.SIGCONT)
+    assert faults(run.finish()) == {}
+    assert logits[0, 0] == 3
+
+
+def test_call_that_hangs_ends_after_the_forward_pass(
+    executor: SandboxExecutor, caller: Caller, clock: ShiftedTime
+) -> None:
+    processor = executor.load(source("import time\ntime.sleep(1e6)"))
+    run = executor.group(processor, [caller.attach(processor)]).promise()
+    assert run is not None
+    run.provide(torch.zeros(1, VOCAB))
+    clock.offset += 1000.0
+    ((kind, message),) = faults(run.finish()).values()
+    assert kind == "deadline"
+    assert message.startswith("processor P gave no answer within 10 s, in which it got 0")
 
 
 CLOSES_ITS_CONNECTION = """
@@ -636,8 +652,11 @@ class Side:
     def swap(self, one: int, other: int) -> None:
         self._batch.swap(one, other)
 
-    def step(self, logits: torch.Tensor, new_tokens: Sequence[int]) -> tuple[torch.Tensor, list[Any]]:
+    def step(self, logits: torch.Tensor, new_tokens: Sequence[int], pause: float) -> tuple[torch.Tensor, list[Any]]:
+        """Make a step whose forward pass takes some seconds."""
         self._shipped.update_state(self._batch.commit())
+        self._shipped.begin()
+        time.sleep(pause)
         result = self._shipped.apply(logits.clone())
         faults = [(row, fault.kind, fault.message) for row, fault in self._shipped.take_faults()]
         for member, token in zip(self._batch.members, new_tokens, strict=True):
@@ -680,7 +699,8 @@ def test_results_equal_those_of_in_process_executor(
             continue
         logits = torch.randn(len(sides[0]), VOCAB)
         new_tokens = [chance.randrange(VOCAB) for _ in range(len(sides[0]))]
-        (expected, no_faults), (result, also_none) = (side.step(logits, new_tokens) for side in sides)
+        pause = chance.choice([0.0, 0.001, 0.005])
+        (expected, no_faults), (result, also_none) = (side.step(logits, new_tokens, pause) for side in sides)
         assert torch.equal(result, expected)
         assert no_faults == also_none == []
         applied += not torch.equal(expected, logits)

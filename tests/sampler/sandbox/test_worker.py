@@ -22,7 +22,7 @@ from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, C
 from logitship.sampler.sandbox.worker import Worker, serve
 
 ROWS, VOCAB = 4, 6
-LOADED = b'["P","",null]'
+LOADED = b'["P","",null,""]'
 """The description of the class of `source`."""
 MODEL = ModelView(VOCAB, frozenset({1}), "the tokenizer")
 HEADER_LINES = "import torch\nfrom logitship import CustomLogitProcessor\n\nclass P(CustomLogitProcessor):\n"

@@ -94,10 +94,10 @@ def send(data: bytes) -> None:
 def call_number() -> int:
     """Return the number of the current call, from the frame of the worker's `serve`."""
     frame = sys._getframe()
-    while frame.f_code.co_name != "serve" or "number" not in frame.f_locals:
+    while frame.f_code.co_name != "serve" or "server" not in frame.f_locals:
         assert frame.f_back is not None
         frame = frame.f_back
-    return int(frame.f_locals["number"])
+    return int(frame.f_locals["server"]._number)
 
 
 def shared_memory() -> Any:

@@ -214,7 +214,7 @@ def test_invalid_answer_to_load(sent: str, target: Any, short_deadlines: Any) ->
 
 @pytest.mark.parametrize("name", ["x" * 30000 + "\x1b[31m", "\x00\r\n Set-Cookie: a=b", "  ", ""])
 def test_class_name_is_sanitized(name: str, target: Any, sandboxed: Any) -> None:
-    sent = f"answer(1, 1, {orjson.dumps([name, name, None])!r})"
+    sent = f"answer(1, 1, {orjson.dumps([name, name, None, name[:100]])!r})"
     processor = sandboxed.load(sandboxed.source(nothing, while_loading(sent, target)))
     assert processor.name.isprintable()
     assert 1 <= len(processor.name) <= 200
@@ -233,14 +233,14 @@ def test_fault_messages_are_sanitized(target: Any, sandboxed: Any) -> None:
 
 
 def test_answer_sent_before_the_call(target: Any, sandboxed: Any) -> None:
-    """It either arrives with the previous answer, which is detected, or later, and the rows are used as they are."""
+    """It either arrives with the previous answer, which is detected, or later: the shared memory is used as it is."""
     frame = sender("logits.fill_(1.0); answer(3, number); answer(3, number + 1)", target)
     processor = sandboxed.load(sandboxed.source(nothing, frame))
     row = sandboxed.attach(processor)
-    for expected in (1.0, 7.0):
+    for _ in range(2):
         logits = torch.full((1, VOCAB), 7.0)
         faults = sandboxed.step(processor, logits, [row])
-        assert [fault.kind for fault in faults.values()] == ["protocol"] or logits.eq(expected).all()
+        assert [fault.kind for fault in faults.values()] == ["protocol"] or not logits.eq(2.0).any()
 
 
 TAMPERER = """
@@ -253,13 +253,12 @@ class P(CustomLogitProcessor):
         poll.register(sockets()[0], select.POLLIN)
         answer(3, number)
         while True:
-            memory.fill_(float("nan"))
-            memory.fill_(float("inf"))
-            memory.fill_(2.0)
-            if poll.poll(0):
-                os.read(sockets()[0], 1 << 16)
-                number += 1
-                answer(3, number)
+            for value in (float("nan"), float("inf"), 2.0):
+                memory.fill_(value)
+                if poll.poll(0):
+                    os.read(sockets()[0], 1 << 16)
+                    number += 1
+                    answer(3, number)
 """
 
 

@@ -6,12 +6,16 @@ comes from the filter, not from the system call.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from logitship.sampler.sandbox.kernel import seccomp
+from logitship.sampler.sandbox.kernel.syscalls import this_machine
 
 BAD = -1
 NULL = 0
@@ -149,6 +153,42 @@ def call(w: SimpleNamespace) -> int:
 def test_call_is_refused(name: str, number: int, arguments: Any, target: Any, sandboxed: Any) -> None:
     report = sandboxed(call, number=number, arguments=arguments)
     assert report.answer == "EPERM"
+    assert target.changes(report) == []
+
+
+PROBES = {"x86_64": {"uretprobe": 335, "uprobe": 336}}.get(MACHINE, {})
+"""Calls that ask no filter: they are for the kernel's own probes, and kill any other process or fail."""
+
+
+def others(w: SimpleNamespace) -> dict[int, int | None]:
+    from attacker import kernel
+
+    answers: dict[int, int | None] = {}
+    for number in w.numbers:
+        try:
+            kernel(number, *w.arguments)
+        except OSError as error:
+            answers[number] = error.errno
+        else:
+            answers[number] = None
+    return {number: answer for number, answer in answers.items() if answer != w.refused}
+
+
+def test_unlisted_numbers_are_refused(target: Any, sandboxed: Any) -> None:
+    """Numbers without a name on this machine are refused too: a later kernel may know them."""
+    machine = this_machine()
+    listed = {machine.numbers[name] for name in seccomp.rules(machine, opens_files=True)}
+    numbers = sorted(set(range(600)) - listed - set(PROBES.values()))
+    report = sandboxed(others, numbers=numbers, arguments=[0] * 6, refused=errno.EPERM)
+    not_implemented = dict.fromkeys(sorted([machine.numbers["clone3"], machine.numbers["openat2"]]), errno.ENOSYS)
+    assert report.answer == f"returned {not_implemented}"
+    assert target.changes(report) == []
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_calls_of_probes_have_no_effect(name: str, target: Any, sandboxed: Any) -> None:
+    report = sandboxed(call, number=PROBES[name], arguments=[0] * 6)
+    assert report.kinds == ["crash"] or report.answer in ("EPERM", "ENOSYS", "ENXIO")
     assert target.changes(report) == []
 
 

@@ -203,6 +203,7 @@ import os
 from attacker import answer, call_number, shared_memory
 class P(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list=None):
+        logits.sum()  # not before then is there anything in the shared memory
         attacker.OUTCOMES[:] = [{"returned": repr([tuple(logits.shape), sorted(shared_memory().unique().tolist())])}]
         shared_memory().fill_(99.0)
         return attacker.report(logits)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -581,7 +582,7 @@ def test_failed_step_does_not_end_the_engine(make_engine: BuildEngine, monkeypat
     forward = ModelRunner.forward
     failures = iter([False, False, True])
 
-    def sometimes(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
         if next(failures, False):
             raise RuntimeError("out of memory")
         return forward(*args, **kwargs)
@@ -724,3 +725,31 @@ def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
         assert unhandled == []
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize("end", ["finished", "cancelled", "cancelled while it waits"])
+def test_request_that_is_over_is_freed_without_the_garbage_collector(make_engine: BuildEngine, end: str) -> None:
+    """Its parameters may take megabytes, and the collector may not run for minutes."""
+    engine = make_engine(max_num_seqs=1)
+
+    async def scenario() -> list[weakref.ref[Any]]:
+        other = await engine.submit(request("other", max_tokens=400)) if "waits" in end else None
+        stream = await engine.submit(request("r", max_tokens=8 if end == "finished" else 400))
+        active = weakref.ref(engine._active._active["", "r"])
+        if end == "finished":
+            async for _ in stream:
+                pass
+        await stream.aclose()
+        if other is not None:
+            await other.aclose()
+        while engine.stats().running or engine.stats().waiting:
+            await asyncio.sleep(0.01)
+        return [active, weakref.ref(stream)]
+
+    gc.disable()
+    try:
+        freed = asyncio.run(scenario())
+        engine.stop()
+        assert [reference() for reference in freed] == [None, None]
+    finally:
+        gc.enable()

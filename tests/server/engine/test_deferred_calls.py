@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
-from logitship.sampler.processors.executor import ExecutorRow, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.executor import CollectEdits, ExecutorRow, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.local_executor import LocalGroup
 from logitship.sampler.sampling_params import SamplingParams
@@ -52,12 +52,17 @@ BAN = InstalledProcessor("disallowed_tokens")
 class LateRun:
     """A call that ends when it has been asked for often enough, and the executor lets it."""
 
-    def __init__(self, executor: LateExecutor, group: LocalGroup, logits: torch.Tensor, delay: int) -> None:
+    def __init__(self, executor: LateExecutor, group: LocalGroup, delay: int) -> None:
         self._executor = executor
         self._group = group
+        self._delay = delay
+
+    def needs_logits(self) -> bool:
+        return True
+
+    def provide(self, logits: torch.Tensor) -> None:
         self._input = logits.clone()
         self._logits = logits
-        self._delay = delay
 
     def wait(self, timeout: float) -> bool:
         self._delay -= 1
@@ -67,7 +72,7 @@ class LateRun:
         assert torch.equal(logits, self._input)
         self._logits = logits
 
-    def finish(self) -> RunOutcome:
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         outcome = self._group.begin(self._input).finish()
         self._logits.copy_(self._input)
         return outcome
@@ -78,8 +83,16 @@ class LateGroup:
     executor: LateExecutor
     group: LocalGroup
 
+    def promise(self) -> LateRun | None:
+        return self._run() if self.executor.random.random() < 0.5 else None
+
     def begin(self, logits: torch.Tensor, spent: float = 0.0) -> LateRun:
-        return LateRun(self.executor, self.group, logits, self.executor.random.choice([0, 0, 1, 2, 6]))
+        run = self._run()
+        run.provide(logits)
+        return run
+
+    def _run(self) -> LateRun:
+        return LateRun(self.executor, self.group, self.executor.random.choice([0, 0, 1, 2, 6]))
 
 
 class LateExecutor(InProcessExecutor):
@@ -87,15 +100,18 @@ class LateExecutor(InProcessExecutor):
 
     Attributes:
         is_held: True while no call ends.
+        is_late: False while each call ends at once.
     """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__({})
         self.random = random.Random(seed)
         self.is_held = False
+        self.is_late = True
 
     def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> Any:
-        return LateGroup(self, super().group(processor, rows))
+        group = super().group(processor, rows)
+        return LateGroup(self, group) if self.is_late else group
 
 
 @pytest.fixture
@@ -181,10 +197,14 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-async def compare(engine: AsyncEngine, requests: Callable[[str], list[GenerationRequest]]) -> None:
-    """Compare each request alone with the same request among those of three tenants."""
+async def compare(
+    engine: AsyncEngine, executor: LateExecutor, requests: Callable[[str], list[GenerationRequest]]
+) -> None:
+    """Compare each request alone and undisturbed with the same request among those of three tenants."""
+    executor.is_late = False
     alone = [summary(await generate(engine, one)) for one in requests("alone")]
     assert engine.stats().deferred_calls == 0
+    executor.is_late = True
     tenants = ["a", "b", "c"]
     together = [dataclasses.replace(one, tenant=tenants[i % 3]) for i, one in enumerate(requests("x"))]
     results = await asyncio.gather(*(generate(engine, one) for one in together))
@@ -203,12 +223,18 @@ def test_tokens_are_those_of_an_undisturbed_run(
     make_engine: BuildEngine, late_executor: LateExecutor, slots: int
 ) -> None:
     engine = make_engine(max_num_seqs=slots, chunked_prefill_size=16)
-    run(compare(engine, lambda tenant: [wanted(number, tenant) for number in range(42)]))
+    run(compare(engine, late_executor, lambda tenant: [wanted(number, tenant) for number in range(42)]))
 
 
 def test_several_continuations(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
     engine = make_engine(max_num_seqs=6, chunked_prefill_size=16)
-    run(compare(engine, lambda tenant: [wanted(number, tenant, n=3) for number in range(21) if number % 7 != 6]))
+    run(
+        compare(
+            engine,
+            late_executor,
+            lambda tenant: [wanted(number, tenant, n=3) for number in range(21) if number % 7 != 6],
+        )
+    )
 
 
 def test_speculative_decoding(
@@ -221,7 +247,7 @@ def test_speculative_decoding(
         NGramSpeculation, "observe", lambda self, rows, drafts, accepted, _: observe(self, rows, drafts, accepted, 1.0)
     )
     engine = make_engine(max_num_seqs=6, speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
-    run(compare(engine, lambda tenant: [_repetitive(number, tenant) for number in range(21)]))
+    run(compare(engine, late_executor, lambda tenant: [_repetitive(number, tenant) for number in range(21)]))
     assert engine.stats().accepted > 0
 
 
@@ -243,7 +269,7 @@ def test_beam_search(make_engine: BuildEngine, late_executor: LateExecutor) -> N
             found.append(dataclasses.replace(one, sampling_params=params))
         return found
 
-    run(compare(engine, searches))
+    run(compare(engine, late_executor, searches))
 
 
 def test_others_go_on_while_a_call_is_deferred(make_engine: BuildEngine, late_executor: LateExecutor) -> None:

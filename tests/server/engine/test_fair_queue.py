@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.engine.fair_queue import FairQueue
+from logitship.server.engine.scheduler import FairQueue
 
 
 @dataclass(eq=False)

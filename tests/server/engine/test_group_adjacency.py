@@ -25,6 +25,7 @@ from logitship.server.engine.engine import Engine
 from logitship.server.engine.scheduler import Scheduler
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import Chunk, ModelRunner
+from logitship.server.model.output_logits import OutputLogits
 from logitship.server.requests.messages import GenerationChunk
 from logitship.server.requests.sequence import Sequence
 
@@ -80,9 +81,11 @@ class WatchedExecutor(LocalExecutor):
 
 
 class WatchedRunner(ModelRunner):
-    def forward(self, decode: list[Chunk], prefill: list[Chunk], keep: list[int]) -> torch.Tensor:
-        self.logits = super().forward(decode, prefill, keep)
-        return self.logits
+    def forward(
+        self, decode: list[Chunk], prefill: list[Chunk], keep: list[int], num_complete: int
+    ) -> tuple[torch.Tensor, OutputLogits]:
+        self.last_logits, output = super().forward(decode, prefill, keep, num_complete)
+        return self.last_logits, output
 
 
 class WatchedSampler(Sampler):
@@ -174,7 +177,7 @@ def test_groups_are_adjacent_views_in_every_step(seed: int, watched: WatchedEngi
         if not watched.running:
             continue
         calls = watched.step()
-        order, logits = watched.sampler.order, watched.runner.logits
+        order, logits = watched.sampler.order, watched.runner.last_logits
         first_stage = [call for call in calls if call.stage == 0]
         assert sorted(rid for call in first_stage for rid in call.rids) == sorted(rid for rid in order if added[rid][1])
         assert len(first_stage) == len({added[rid][1][0] for call in first_stage for rid in call.rids})
@@ -199,7 +202,7 @@ def test_second_processors_are_adjacent_within_first_groups(watched: WatchedEngi
     while len(watched.sampler.batch) < 6:
         watched.step()
     calls = watched.step()
-    order, logits = watched.sampler.order, watched.runner.logits
+    order, logits = watched.sampler.order, watched.runner.last_logits
     assert [call.stage for call in calls] == [0, 1, 1]
     assert all(call.address == logits[order.index(call.rids[0])].data_ptr() for call in calls)
 

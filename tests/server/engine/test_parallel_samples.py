@@ -168,11 +168,11 @@ class PromptTokens:
         self.during: Callable[[int], None] = lambda passes: None
         forward = ModelRunner.forward
 
-        def counting(runner: ModelRunner, decode: list[Any], prefill: list[Any], keep: list[int]) -> torch.Tensor:
+        def counting(runner: ModelRunner, decode: list[Any], prefill: list[Any], *others: Any) -> Any:
             self.during(self.passes)
             self.passes += 1
             self.count += sum(len(chunk.token_ids) for chunk in prefill)
-            return forward(runner, decode, prefill, keep)
+            return forward(runner, decode, prefill, *others)
 
         monkeypatch.setattr(ModelRunner, "forward", counting)
 

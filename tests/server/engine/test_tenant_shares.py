@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from logitship.server.engine.tenant_shares import LEAST_PATIENCE, PATIENCE, PROMPT_BLOCK, WINDOW, TenantShares
+from logitship.server.engine.tenant_shares import LEAST_WAIT, PROCESSOR_WAIT, PROMPT_BLOCK, WINDOW, TenantShares
 
 
 class Clock:
@@ -24,6 +24,18 @@ def shares(clock: Clock) -> TenantShares:
     return TenantShares(0.5, cores=2, clock=clock)
 
 
+def test_a_processor_of_all_sequences_is_waited_for(shares: TenantShares) -> None:
+    shares.begin_step(["a", "a", "a"])
+    assert shares.left("a", 3) == math.inf
+    assert shares.left("a", 2) == pytest.approx(LEAST_WAIT)
+
+
+def test_wait_may_be_endless(clock: Clock) -> None:
+    shares = TenantShares(0.5, clock=clock, processor_wait=math.inf)
+    shares.begin_step(["a", "b"])
+    assert shares.left("a") == math.inf
+
+
 def test_one_tenant_is_waited_for_without_end(shares: TenantShares) -> None:
     shares.begin_step({"a"})
     shares.charge("a", 1000.0)
@@ -34,19 +46,19 @@ def test_one_tenant_is_waited_for_without_end(shares: TenantShares) -> None:
 def test_all_calls_of_a_step_have_one_deadline(shares: TenantShares, clock: Clock) -> None:
     shares.observe_step(0.2)
     shares.begin_step({"a", "b"})
-    assert shares.left("a") == pytest.approx(PATIENCE * 0.2)
-    clock.now += 0.07
-    assert shares.left("b") == pytest.approx(PATIENCE * 0.2 - 0.07)
+    assert shares.left("a") == pytest.approx(PROCESSOR_WAIT * 0.2)
+    clock.now += 0.03
+    assert shares.left("b") == pytest.approx(PROCESSOR_WAIT * 0.2 - 0.03)
     clock.now += 1
     assert shares.left("a") == 0.0
     shares.begin_step({"a", "b"})
-    assert shares.left("a") == pytest.approx(PATIENCE * 0.2)
+    assert shares.left("a") == pytest.approx(PROCESSOR_WAIT * 0.2)
 
 
 def test_short_steps_wait_at_least_some_time(shares: TenantShares) -> None:
     shares.observe_step(1e-4)
     shares.begin_step({"a", "b"})
-    assert shares.left("a") == pytest.approx(LEAST_PATIENCE)
+    assert shares.left("a") == pytest.approx(LEAST_WAIT)
 
 
 def test_no_step_waits_for_a_tenant_over_its_share(shares: TenantShares, clock: Clock) -> None:
@@ -79,7 +91,7 @@ def test_usual_step_follows_the_steps(shares: TenantShares) -> None:
     for seconds in [1.0] * 3 + [0.1] * 60:
         shares.observe_step(seconds)
     shares.begin_step({"a", "b"})
-    assert shares.left("a") == pytest.approx(PATIENCE * 0.1, rel=0.01)
+    assert shares.left("a") == pytest.approx(PROCESSOR_WAIT * 0.1, rel=0.01)
 
 
 def test_metrics_have_a_bounded_number_of_tenants(shares: TenantShares) -> None:

@@ -81,8 +81,17 @@ class ByteTokenizer(Tokenizer):
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def token(self, token_id: int) -> str:
+        return chr(token_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
+
+    def template_uses(self, variable: str) -> bool:
+        return variable in ("reasoning_effort", "tools")
+
+    def template_contains(self, text: str) -> bool:
+        return text == "<tool_call>"
 
     def apply_chat_template(
         self,
@@ -93,6 +102,7 @@ class ByteTokenizer(Tokenizer):
         max_characters: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
+        self.messages = messages
         if messages[0]["content"] == "refuse me":
             raise ValueError("the chat template refuses the messages: no")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -166,6 +176,7 @@ class FakeStream(GenerationStream):
     def __init__(self, engine: FakeEngine, request: GenerationRequest) -> None:
         self._fake = engine
         self._request = request
+        self.digests = ["sha256:" + "1" * 64 for _ in request.processors]
 
     async def __aiter__(self) -> AsyncIterator[GenerationChunk]:
         for chunk in self._fake.script(self._request):

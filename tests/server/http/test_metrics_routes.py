@@ -167,7 +167,7 @@ def test_registered_processors(run: Callable[..., Running]) -> None:
 
 
 def test_drafts(run: Callable[..., Running]) -> None:
-    running = run(speculative_algorithm="NGRAM", enable_custom_logit_processor=False)
+    running = run(speculative_algorithm="NGRAM", enable_custom_logit_processor=False, max_forced_run=0)
     # Two tokens in turns are what prompt lookup finds.
     for _ in range(3):
         running.generate(60, text="abababababab", sampling_params={"temperature": 0, "allowed_token_ids": [70]})
@@ -175,6 +175,14 @@ def test_drafts(run: Callable[..., Running]) -> None:
     assert 0 < accepted <= drafted
     assert running.read("generation_tokens_total") == 180
     assert running.read("inter_token_latency_seconds_count") < 180 - accepted
+
+
+def test_forced_tokens(run: Callable[..., Running]) -> None:
+    running = run(max_forced_run=9)
+    running.generate(41, text="ab", sampling_params={"temperature": 0, "allowed_token_ids": [70]})
+    # Each step but the last one has a run of nine, the last token of the request is sampled.
+    assert running.read("forced_tokens_total") == 36
+    assert running.read("steps_total") == 5
 
 
 def test_beams(run: Callable[..., Running]) -> None:

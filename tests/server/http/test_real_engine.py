@@ -277,6 +277,56 @@ def test_async_openai_sdk(served: Served) -> None:
     asyncio.run(talk())
 
 
+def test_digests_in_a_header(served: Served) -> None:
+    processors = [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [5]}}]
+    body = {"prompt": PROMPT, "max_tokens": 2, "logits_processors": processors, "regex": "[a-z]+"}
+    answer = served.http.post("/v1/completions", json=body)
+    digests = [receipt["digest"] for receipt in answer.json()["choices"][0]["receipts"]]
+    assert len(digests) == 2
+    assert answer.headers["X-Logitship-Processors"] == ", ".join(digests)
+
+
+TOOL_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": TOOL_SCHEMA, "strict": True}}
+    for name in ("weather", "time")
+]
+NAMED_TOOL = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.mark.parametrize("parser", [None, "hermes", "llama3_json"])
+@pytest.mark.parametrize("choice", ["required", NAMED_TOOL], ids=str)
+def test_constrained_tool_calls(parser: str | None, choice: Any, serve: Callable[..., Served]) -> None:
+    served = serve(tool_call_parser=parser)
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
+    [answer] = served.ok("/v1/chat/completions", body)["choices"]
+    [call] = answer["message"]["tool_calls"]
+    assert answer["message"]["content"] is None
+    assert call["function"]["name"] in (["time"] if choice is NAMED_TOOL else ["weather", "time"])
+    assert orjson.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    deltas = [event["choices"][0]["delta"] for event in served.events("/v1/chat/completions", body)]
+    parts = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]
+    assert {"name": parts[0]["name"], "arguments": "".join(part["arguments"] for part in parts)} == call["function"]
+
+
+def test_strict_tools_that_the_model_may_call(serve: Callable[..., Served]) -> None:
+    served = serve(tool_call_parser="llama3_json")
+    served.engine.tokenizer.template_uses = lambda variable: True  # type: ignore[method-assign]
+    (brace,) = served.tokens("{")
+    body = {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 100, "temperature": 0}
+    called = served.ok("/v1/chat/completions", {**body, "logit_bias": {str(brace): 100}})["choices"][0]
+    assert called["message"]["tool_calls"][0]["function"]["name"] in ("weather", "time")
+    text = served.ok("/v1/chat/completions", {**body, "logit_bias": {str(brace): -100}})["choices"][0]
+    assert "tool_calls" not in text["message"]
+    assert len(text["message"]["content"]) > 10
+
+
 def test_register_and_use_by_digest(shipping: Served) -> None:
     (letter,) = shipping.tokens("z")
     with Client(shipping.url) as client:

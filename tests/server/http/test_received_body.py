@@ -13,11 +13,12 @@ import pytest
 
 from logitship.server.http import received_body
 from logitship.server.http.app import create_app
-from logitship.server.http.request_work import LARGE_BODY
+from logitship.server.http.received_body import LARGE_BODY, SHORT_TEXT
 from logitship.server.schemas.request_schema import parse_model
 
 GENEROUS = 30.0
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/v1/embeddings", "/v1/processors")
+LONG_TEXT = "a" * (SHORT_TEXT + 1)
 
 
 class Upload:
@@ -154,7 +155,9 @@ def test_elements_count_as_memory(engine: Any) -> None:
     async def scenario() -> None:
         engine.queued_bytes = type(engine.queued_bytes)(10_000, 10_000)
         upload = Upload(engine)
-        upload.put(orjson.dumps({"text": "a", "sampling_params": {"custom_params": {"a": [1] * 500}}}), more=False)
+        upload.put(
+            orjson.orjson.dumps({"text": "a", "sampling_params": {"custom_params": {"a": [1] * 500}}}), more=False
+        )
         status, _, body = await upload.answer()
         assert status == 429
         assert "--max-queued-bytes" in body["error"]["message"]
@@ -167,9 +170,9 @@ def test_elements_count_as_memory(engine: Any) -> None:
 def test_large_bodies_are_parsed_off_the_event_loop(size: int, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
-    def parse(*args: Any) -> Any:
+    def parse(*args: Any, **kwargs: Any) -> Any:
         threads.append(threading.current_thread())
-        return parse_model(*args)
+        return parse_model(*args, **kwargs)
 
     monkeypatch.setattr(received_body, "parse_model", parse)
 
@@ -180,6 +183,31 @@ def test_large_bodies_are_parsed_off_the_event_loop(size: int, engine: Any, monk
         assert (await upload.answer())[0] == 200
         (thread,) = threads
         assert (thread is threading.current_thread()) == (size < LARGE_BODY)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("text", "spaces", "on_event_loop"),
+    [("a" * SHORT_TEXT, 0, True), ("a" * (SHORT_TEXT + 1), 0, False), ("a", LARGE_BODY, False)],
+    ids=["short", "long", "short in a large body"],
+)
+def test_thread_that_tokenizes(engine: Any, text: str, spaces: int, on_event_loop: bool) -> None:
+    threads: list[threading.Thread] = []
+
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.current_thread())
+        return [1]
+
+    async def scenario() -> None:
+        engine.tokenizer.encode = encode
+        engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
+        engine.config = replace(engine.config, max_request_bytes=1 << 20)
+        upload = Upload(engine)
+        upload.put(orjson.dumps({"text": text}) + b" " * spaces, more=False)
+        assert (await upload.answer())[0] == 200
+        (thread,) = threads
+        assert (thread is threading.current_thread()) == on_event_loop
 
     run(scenario())
 
@@ -195,9 +223,10 @@ def test_client_that_leaves_frees_its_place_in_the_pool(engine: Any) -> None:
 
     async def scenario() -> None:
         engine.tokenizer.encode = encode
+        engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
         first, second = Upload(engine), Upload(engine)
         for upload in (first, second):
-            upload.put(b'{"text": "a"}', more=False)
+            upload.put(orjson.dumps({"text": LONG_TEXT}), more=False)
         assert await asyncio.to_thread(busy.acquire, timeout=GENEROUS)
         await until(lambda: engine.pool.num_waiting == 1)
         second.disconnect()
@@ -218,18 +247,19 @@ def test_prompts_of_one_tenant_do_not_delay_another(engine: Any) -> None:
     gate = threading.Event()
 
     def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
-        assert text == "quick" or gate.wait(GENEROUS)
+        assert text.startswith("quick") or gate.wait(GENEROUS)
         return [1]
 
     async def scenario() -> None:
         engine.tokenizer.encode = encode
+        engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
         engine.config = replace(engine.config, api_key=("one", "other"))
         slow = [Upload(engine, key="one") for _ in range(10)]
         for upload in slow:
-            upload.put(b'{"text": "slow"}', more=False)
+            upload.put(orjson.dumps({"text": f"slow {LONG_TEXT}"}), more=False)
         await until(lambda: engine.pool.num_waiting == 9)
         quick = Upload(engine, key="other")
-        quick.put(b'{"text": "quick"}', more=False)
+        quick.put(orjson.dumps({"text": f"quick {LONG_TEXT}"}), more=False)
         assert (await quick.answer())[0] == 200
         assert not any(upload.call.done() for upload in slow)
         gate.set()

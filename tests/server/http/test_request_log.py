@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from logitship.client.records import Receipt
 from logitship.server.http import request_log
-from logitship.server.http.request_log import RequestLogMiddleware
+from logitship.server.http.request_log import RequestLogMiddleware, RequestRecord
 from logitship.server.logs import JSONFormatter, TextFormatter
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest
 
@@ -36,6 +36,16 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]
 
 
 Lines = Callable[[], list[dict[str, Any]]]
+
+
+class Progress:
+    """Requests whose processors have these digests."""
+
+    continuations: tuple[()] = ()
+    first_token_at = None
+
+    def __init__(self, digests: list[str]) -> None:
+        self.digests = digests
 
 
 def test_one_line_per_request(client: Any, lines: Lines) -> None:
@@ -66,6 +76,19 @@ def test_processor_times_are_summed_over_continuations(shipping_client: Any, lin
     assert line["processors"] == [{"name": "Mine", "digest": DIGEST, "milliseconds": 1.0}]
     assert (line["prompt_tokens"], line["completion_tokens"]) == (2, 16)
     assert line["finish_reasons"] == ["stop"] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_digests_of_the_processors_in_a_header(stream: bool, shipping_client: Any) -> None:
+    body = {"prompt": "a", "stream": stream, "custom_logit_processor": [MINE["custom_logit_processor"]] * 2}
+    assert shipping_client.post("/v1/completions", body).headers["X-Logitship-Processors"] == DIGEST
+    assert "X-Logitship-Processors" not in shipping_client.post("/v1/completions", {"prompt": "a"}).headers
+
+
+def test_the_header_has_a_bounded_length() -> None:
+    record = RequestRecord(None)
+    record.follow(Progress([f"sha256:{i}" for i in range(1000)]), None)
+    assert record.headers["X-Logitship-Processors"].split(", ") == [f"sha256:{i}" for i in range(32)]
 
 
 def test_processor_fault(

@@ -140,3 +140,20 @@ def test_unexpected_error_in_a_stream(client: Any, engine: Any, caplog: pytest.L
         assert "error" not in first
         assert last["error"]["message"] == "internal server error"
     assert caplog.text.count("ZeroDivisionError: a secret") == 2
+
+
+def test_stream_interval(client: Any, engine: Any, text_script: Any) -> None:
+    engine.script = text_script("Hello there")  # 12 tokens with the end
+    body = {"prompt": ["a", "b"], "stream_interval": 4, "return_token_ids": True, "logprobs": 0}
+    events = [event["choices"][0] for event in client.events("/v1/completions", body)]
+    for index in (0, 1):
+        texts = [choice["text"] for choice in events if choice["index"] == index]
+        assert texts == ["H", "ello", " the", "re"]
+        lengths = [len(choice["token_ids"]) for choice in events if choice["index"] == index]
+        assert lengths == [1, 4, 4, 3]
+        assert lengths == [len(choice["logprobs"]["tokens"]) for choice in events if choice["index"] == index]
+    params = [{"stream_interval": 100}, {}]
+    events = client.events("/generate", {"text": ["a", "b"], "sampling_params": params})
+    assert [event["text"] for event in events if event["index"] == 0] == ["H", "Hello there"]
+    assert len([event for event in events if event["index"] == 1]) == 12
+    assert client.post("/v1/completions", {**body, "stream_interval": 0}).json()["error"]["param"] == "stream_interval"

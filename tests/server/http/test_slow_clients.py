@@ -31,3 +31,14 @@ def test_connection_whose_body_does_not_arrive_is_closed(make_engine: Callable[.
     assert b"connection: close" in answer.lower()
     assert b"--request-body-timeout" in answer
     assert engine.queued_bytes.total == 0
+
+
+def test_connection_whose_head_does_not_arrive_is_closed(make_engine: Callable[..., AsyncEngine]) -> None:
+    engine = make_engine(request_body_timeout=0.2, port=0)
+    with running_server(engine.config, engine) as url:
+        address = urlsplit(url)
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+            connection.sendall(HEAD[:50])
+            answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"--request-body-timeout" in answer

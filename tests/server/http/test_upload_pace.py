@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from logitship.server.http import upload_pace
 from logitship.server.http.auth import Caller
 from logitship.server.http.upload_pace import BURST, RATE, UploadPace, UploadPaceMiddleware
 
@@ -43,15 +42,12 @@ def test_a_pause_permits_another_burst() -> None:
 
 
 @pytest.mark.parametrize(("caller", "slept"), [(Caller("a", may_ship=False), [1.0, 2.0]), (None, [])])
-def test_middleware_delays_what_is_received(
-    monkeypatch: pytest.MonkeyPatch, caller: Caller | None, slept: list[float]
-) -> None:
+def test_middleware_delays_what_is_received(caller: Caller | None, slept: list[float]) -> None:
     delays: list[float] = []
 
     async def sleep(seconds: float) -> None:
         delays.append(seconds)
 
-    monkeypatch.setattr(upload_pace.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
     bodies = [b"x" * (BURST + RATE), b"y" * RATE, b""]
     messages: list[Any] = [{"type": "http.request", "body": body, "more_body": bool(body)} for body in bodies]
     messages.append({"type": "http.disconnect"})
@@ -67,7 +63,7 @@ def test_middleware_delays_what_is_received(
         while len(received) < 4:
             received.append(await receive())
 
-    middleware = UploadPaceMiddleware(app, UploadPace(FakeClock()))
+    middleware = UploadPaceMiddleware(app, UploadPace(FakeClock()), sleep)
     asyncio.run(middleware({"type": "http", "state": {"caller": caller}}, receive, send))
     assert received == messages
     assert delays == slept

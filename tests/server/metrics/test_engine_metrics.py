@@ -16,7 +16,10 @@ Read = Callable[..., float | None]
 
 MODEL = ModelInfo("tiny", "/secret/path", 8, 64, frozenset({1}), "float32", "cpu", "Tiny")
 STATS = EngineStats(
-    *(3, 2, 7, True, *range(11, 16), *range(31, 35), *range(16, 21)),
+    *(3, 2, 7, True, *range(11, 16), *range(31, 35), *range(16, 19)),
+    forced=6,
+    sandboxes=19,
+    sandboxes_started=20,
     sandboxes_ended={"crash": 1, "unloaded": 4},
     deferred_calls=5,
     tenant_step_seconds={"a": 1.5, "b": 0.25},
@@ -112,6 +115,7 @@ def test_engine_stats_are_read_at_each_scrape(read: Read) -> None:
     assert [read(f"processor_loads_{state}") for state in ("running", "waiting")] == [41, 42]
     assert [read("sandboxes_ended_total", reason=reason) for reason in ("crash", "unloaded")] == [1, 4]
     assert read("deferred_calls_total") == 5
+    assert read("forced_tokens_total") == 6
     assert [read("tenant_step_seconds_total", tenant=tenant) for tenant in ("a", "b")] == [1.5, 0.25]
 
 

@@ -90,7 +90,7 @@ def llama() -> PreTrainedModel:
 
 def token_by_token(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
     """Return the logits of each token, computed alone in the first slot: float32 [tokens, vocab]."""
-    return torch.cat([runner.forward([], [Chunk(0, at, [token])], [0]) for at, token in enumerate(token_ids)])
+    return torch.cat([runner.logits([], [Chunk(0, at, [token])], [0]) for at, token in enumerate(token_ids)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -129,7 +129,7 @@ def test_logits_are_batch_invariant(threads: int, dtype: torch.dtype, model: Pre
                 for position in range(chunk.start, chunk.start + len(chunk.token_ids))
             ]
             keep = rng.choices(range(len(wanted)), k=rng.randint(0, len(wanted)))
-            got = runner.forward(
+            got = runner.logits(
                 [chunks[slot] for slot in decoding], [chunks[slot] for slot in chunks if slot not in decoding], keep
             )
             for row, token in zip(got, keep, strict=True):
@@ -150,7 +150,7 @@ def test_logits_equal_those_of_the_model(model: PreTrainedModel) -> None:
     with torch.no_grad():
         expected = plain(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
     runner = ModelRunner(model, 1, MAX_LEN, deterministic=True)
-    got = runner.forward([], [Chunk(0, 0, token_ids)], list(range(18)))
+    got = runner.logits([], [Chunk(0, 0, token_ids)], list(range(18)))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 

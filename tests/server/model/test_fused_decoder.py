@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from logitship.server.model.fused_decoder import FusedDecoder, PackedLinear, can_fuse, can_pack, collapse
+from logitship.server.model.fused_decoder import FusedLogits, PackedLinear, can_fuse, can_pack, collapse
 from logitship.server.model.model_runner import Chunk, ModelRunner
 
 from .conftest import TINY_SIZES
@@ -138,9 +138,23 @@ def test_logits_equal_those_of_the_models_own_code(model: PreTrainedModel) -> No
         decode[1] = Chunk(1, len(prompts[1]) + position, [token(), token()])
         steps.append((decode, [Chunk(3, 5 + 3 * position, [token() for _ in range(3)])], [3, 0, 1, 2, 6]))
     for step in steps:
-        found, expected = (runner.forward(*step) for runner in runners)
+        found, expected = (runner.logits(*step) for runner in runners)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_single_logits_equal_those_of_complete_rows(model: PreTrainedModel, *, fused: bool) -> None:
+    """All logits of the first tokens, and single ones of any."""
+    runner = ModelRunner(model, 2, MAX_LEN, fused=fused)
+    step: tuple[list[Chunk], list[Chunk], list[int]] = ([], [Chunk(0, 0, [3, 4, 5, 6, 7])], [4, 0, 2])
+    expected = runner.logits(*step)
+    complete, output = runner.forward(*step, 2)
+    torch.testing.assert_close(complete, expected[:2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.rows(1, 3), expected[1:], rtol=1e-5, atol=1e-5)
+    assert output.rows(1, 1).shape == (0, VOCAB)
+    some = output.some(torch.tensor([2, 0, 2]), torch.tensor([9, 1, VOCAB - 1]))
+    torch.testing.assert_close(some, expected[(2, 0, 2), (9, 1, VOCAB - 1)], rtol=1e-4, atol=1e-4)
 
 
 def test_model_is_not_modified(model: PreTrainedModel) -> None:
@@ -176,10 +190,10 @@ def test_modified_layers_and_hooks_are_unsupported() -> None:
 def test_fallback_if_fused_logits_differ(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = make("llama")
     expected = ModelRunner(copy.deepcopy(model), 2, MAX_LEN, fused=False)
-    original_forward = FusedDecoder.forward
-    monkeypatch.setattr(FusedDecoder, "forward", lambda *arguments: original_forward(*arguments).flip(-1))
+    original_rows = FusedLogits.rows
+    monkeypatch.setattr(FusedLogits, "rows", lambda *arguments: original_rows(*arguments).flip(-1))
     with caplog.at_level(logging.WARNING):
         runner = ModelRunner(model, 2, MAX_LEN)
     assert "LlamaForCausalLM runs with the slower code of transformers" in caplog.text
     step: tuple[list[Chunk], list[Chunk], list[int]] = ([], [Chunk(0, 0, [3, 4])], [1])
-    torch.testing.assert_close(runner.forward(*step), expected.forward(*step), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(runner.logits(*step), expected.logits(*step), rtol=1e-4, atol=1e-4)

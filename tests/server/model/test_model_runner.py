@@ -180,7 +180,7 @@ def test_packed_steps_match_the_plain_model(seed: int, num_calls: int, model: Pr
         if decoding:
             segments = [Segment(slot, computed[slot], len(chunks[slot].token_ids)) for slot in decoding]
             calls.add(len(StepLayout(segments, [], runner.cache, runner.dtype, runner.device).batches))
-        got = runner.forward([chunks[s] for s in decoding], [chunks[s] for s in prompted], keep)
+        got = runner.logits([chunks[s] for s in decoding], [chunks[s] for s in prompted], keep)
         assert got.shape == (len(keep), expected.shape[1])
         torch.testing.assert_close(got, expected[keep], rtol=1e-4, atol=1e-4)
         for slot, chunk in chunks.items():
@@ -191,17 +191,17 @@ def test_packed_steps_match_the_plain_model(seed: int, num_calls: int, model: Pr
 def test_other_sequences_do_not_change_the_logits(llama_runner: ModelRunner) -> None:
     """Compare the same sequence alone and with another one in a lower slot."""
     prompt = [5, 9, 33, 7]
-    llama_runner.forward([], [Chunk(2, 0, prompt)], [])
-    alone = llama_runner.forward([Chunk(2, 4, [8])], [], [0])
-    batched = llama_runner.forward([Chunk(2, 4, [8])], [Chunk(0, 0, [1, 2, 3])], [0])
+    llama_runner.logits([], [Chunk(2, 0, prompt)], [])
+    alone = llama_runner.logits([Chunk(2, 4, [8])], [], [0])
+    batched = llama_runner.logits([Chunk(2, 4, [8])], [Chunk(0, 0, [1, 2, 3])], [0])
     torch.testing.assert_close(batched, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_nan_in_one_slot_does_not_spread(llama_runner: ModelRunner) -> None:
-    llama_runner.forward([], [Chunk(0, 0, [5, 6, 7]), Chunk(1, 0, [8, 9])], [])
-    expected = llama_runner.forward([Chunk(1, 2, [4])], [], [0])
+    llama_runner.logits([], [Chunk(0, 0, [5, 6, 7]), Chunk(1, 0, [8, 9])], [])
+    expected = llama_runner.logits([Chunk(1, 2, [4])], [], [0])
     llama_runner.cache.keys[0][0, :, :3] = float("nan")
-    got = llama_runner.forward([Chunk(0, 3, [4]), Chunk(1, 2, [4])], [], [0, 1])
+    got = llama_runner.logits([Chunk(0, 3, [4]), Chunk(1, 2, [4])], [], [0, 1])
     assert got[0].isnan().all()
     torch.testing.assert_close(got[1:], expected, rtol=1e-4, atol=1e-4)
 
@@ -209,7 +209,7 @@ def test_nan_in_one_slot_does_not_spread(llama_runner: ModelRunner) -> None:
 def test_logits_are_always_float32(float32_model: LoadedModel) -> None:
     runner = ModelRunner(copy.deepcopy(float32_model.model).to(torch.bfloat16), num_slots=1, max_len=8)
     assert runner.cache.keys[0].dtype == torch.bfloat16
-    assert runner.forward([], [Chunk(0, 0, [5, 6])], [1]).dtype == torch.float32
+    assert runner.logits([], [Chunk(0, 0, [5, 6])], [1]).dtype == torch.float32
 
 
 def gemma2() -> PreTrainedModel:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from logits_processor_zoo.vllm import TriggerPhraseLogitsProcessor
 
 from logitship import BeamSearchParams, CustomLogitProcessor, SamplingParams
 from logitship.sampler.sampling_params import InvalidSamplingParams
@@ -158,3 +159,16 @@ def test_same_beams_as_hugging_face(llm: LLM, loaded_model: LoadedModel) -> None
     model.set_attn_implementation(before)
     (output,) = llm.beam_search("hello", BeamSearchParams(4, 7, include_stop_str_in_output=True))
     assert [one.tokens for one in output.sequences] == [row.tolist() for row in expected]
+
+
+def test_zoo_phrase_is_written_once_on_every_beam(llm: LLM, loaded_model: LoadedModel) -> None:
+    """The `clone()` of logits-processor-zoo's classes makes an object that has not counted the phrase."""
+    tokenizer = loaded_model.tokenizer
+    trigger = TriggerPhraseLogitsProcessor(tokenizer, "(phrase)", trigger_token_phrase="!", trigger_after=True)
+    params = SamplingParams(
+        max_tokens=14, num_beams=4, n=4, logit_bias={tokenizer.encode("!")[-1]: 6.0}, logits_processors=[trigger]
+    )
+    (output,) = llm.generate("hello", params, use_tqdm=False)
+    texts = [one.text for one in output.outputs]
+    assert len(set(texts)) == 4
+    assert all("!(phrase)" in text and text.count("!(") == 1 for text in texts)

@@ -34,7 +34,7 @@ def depth_of(value: Any) -> int:
 
 
 @given(value=values, block=st.integers(1, 20), ascii_only=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_counts_match_the_decoded_value(value: Any, block: int, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     scan = JSONScan()

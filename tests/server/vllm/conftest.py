@@ -8,12 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.vllm.settings import PluginSettings
+from logitship.server.vllm.batch_requests import BatchRequests
+from logitship.server.vllm.settings import VllmSettings
+from logitship.server.vllm.shipped_batch import ShippedBatch
+from logitship.server.vllm.vllm_processors import VllmProcessors, for_execution
 
-VOCAB_SIZE = 64
-EOS = 1
+from .early_executor import EarlyExecutor
+from .fake_runner import EOS, FAULT_TOKEN, MAX_ROWS, VOCAB_SIZE, OneRank, Record, Runner
+
+MakeParams = Callable[..., Any]
+MakeBatch = Callable[[Runner], ShippedBatch]
 
 CHECKS_HISTORY = '''
 from logitship import CustomLogitProcessor
@@ -37,6 +44,14 @@ class ChecksHistory(CustomLogitProcessor):
 
 
 @pytest.fixture
+def early_executor(monkeypatch: pytest.MonkeyPatch) -> EarlyExecutor:
+    """The executor of all shipped processors."""
+    executor = EarlyExecutor()
+    monkeypatch.setattr("logitship.server.plugins.plugin_processors.shipped_executor", lambda *args: executor)
+    return executor
+
+
+@pytest.fixture
 def processor_string() -> str:
     """`ChecksHistory` in source form, with parameters `first`, `prompt` (its length) and `fails_at`."""
     return json.dumps({"source": CHECKS_HISTORY, "class_name": "ChecksHistory"})
@@ -48,9 +63,9 @@ def model() -> ModelView:
 
 
 @pytest.fixture
-def settings() -> PluginSettings:
+def settings() -> VllmSettings:
     """Settings that run shipped code in this process, because sandboxes take seconds to start."""
-    return PluginSettings(enable_custom_logit_processor=True, processor_isolation="none")
+    return VllmSettings(enable_custom_logit_processor=True, processor_isolation="none")
 
 
 @pytest.fixture
@@ -82,5 +97,37 @@ def vllm_params() -> Callable[..., Any]:
             "spaces_between_special_tokens": True,
         }
         return SimpleNamespace(**defaults | fields, extra_args=extra_args)
+
+    return make
+
+
+@pytest.fixture
+def processors(settings: VllmSettings, model: ModelView) -> VllmProcessors:
+    return for_execution(settings, model, MAX_ROWS)
+
+
+@pytest.fixture
+def make_batch(model: ModelView, processors: VllmProcessors) -> MakeBatch:
+    def make(runner: Runner) -> ShippedBatch:
+        return ShippedBatch(model, torch.device("cpu"), processors, BatchRequests(runner), FAULT_TOKEN, OneRank())
+
+    return make
+
+
+@pytest.fixture
+def request_of(processor_string: str, vllm_params: MakeParams) -> Callable[..., Record]:
+    """Factory of requests with `ChecksHistory`.
+
+    One that fails gets its own class, because without a sandbox a fault fails the whole call.
+    """
+
+    def make(req_id: str, prompt: int = 3, tokens: int = 8, **params: Any) -> Record:
+        custom_params = {"first": 2, "prompt": prompt, **params}
+        string = json.loads(processor_string)
+        if params.get("fails_at") is not None:
+            string["source"] += f"# {req_id}"
+        extra_args = {"custom_logit_processor": json.dumps(string), "custom_params": custom_params}
+        sampling = vllm_params(extra_args, max_tokens=tokens, stop_token_ids=[FAULT_TOKEN])
+        return Record(req_id, sampling, [7] * prompt)
 
     return make

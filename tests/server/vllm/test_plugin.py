@@ -41,6 +41,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     distributed.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
     input_batch = ModuleType("vllm.v1.worker.gpu_input_batch")
     input_batch.InputBatch = InputBatch  # type: ignore[attr-defined]
+    input_batch.CachedRequestState = CachedRequestState  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.v1", "vllm.v1.sample", "vllm.v1.worker"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for module in (interface, distributed, input_batch):
@@ -65,6 +66,13 @@ class InputBatch:
         return self._req_ids
 
 
+class CachedRequestState:
+    """Fake of vLLM's record of a request."""
+
+    num_computed_tokens = 0
+    num_tokens = 0
+
+
 class GPUModelRunner:
     """Fake of vLLM's class of this name, which makes the plugin and holds it."""
 
@@ -81,7 +89,10 @@ class GPUModelRunner:
             logits_processors=settings.get("logits_processors", ["logitship.server.vllm:LogitshipLogitsProcessor"]),
         )
         scheduler_config = SimpleNamespace(max_num_seqs=4, async_scheduling=settings.get("async_scheduling", True))
-        config = SimpleNamespace(model_config=model_config, scheduler_config=scheduler_config)
+        encoders = settings.get("ec_transfer_config")
+        config = SimpleNamespace(
+            model_config=model_config, scheduler_config=scheduler_config, ec_transfer_config=encoders
+        )
         return plugin.LogitshipLogitsProcessor(config, torch.device("cpu"), False)
 
 
@@ -100,6 +111,25 @@ def test_logits_are_unchanged_without_requests(plugin: ModuleType) -> None:
     before = logits.clone()
     assert processor.apply(logits) is logits
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "begins_early"),
+    [
+        ({"async_scheduling": False}, True),
+        ({"async_scheduling": True}, False),
+        ({"async_scheduling": False, "ec_transfer_config": SimpleNamespace(is_encode_only=False)}, True),
+        ({"async_scheduling": False, "ec_transfer_config": SimpleNamespace(is_encode_only=True)}, False),
+    ],
+)
+def test_calls_begin_early_if_their_histories_are_known(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], begins_early: bool
+) -> None:
+    events = []
+    monkeypatch.setattr(plugin.ShippedBatch, "update_state", lambda self, update: events.append(update))
+    monkeypatch.setattr(plugin.ShippedBatch, "begin", lambda self: events.append("begin"))
+    GPUModelRunner().make(plugin, **settings).update_state("update")
+    assert events == ["update", "begin"][: 1 + begins_early]
 
 
 def test_unnamed_plugin_with_async_scheduling_is_refused_at_start(plugin: ModuleType) -> None:

@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 
 from logitship.server.config import ServerConfig
-from logitship.server.vllm.settings import PluginSettings
+from logitship.server.vllm.settings import VllmSettings
 
 
 def test_defaults_accept_no_code() -> None:
-    settings = PluginSettings.from_environment({"PATH": "/bin", "VLLM_HOST_IP": "::1"})
-    assert settings == PluginSettings()
+    settings = VllmSettings.from_environment({"PATH": "/bin", "VLLM_HOST_IP": "::1"})
+    assert settings == VllmSettings()
     assert not settings.enable_custom_logit_processor
     assert settings.processor_isolation == "sandbox"
 
 
 def test_defaults_agree_with_the_server_and_the_sandbox() -> None:
-    server, plugin = ServerConfig(), PluginSettings()
+    server, plugin = ServerConfig(), VllmSettings()
     for name in (
         "allow_processor",
         "enable_custom_logit_processor",
@@ -34,7 +34,7 @@ def test_defaults_agree_with_the_server_and_the_sandbox() -> None:
 def test_every_variable_is_read(tmp_path: Path) -> None:
     digest = f"sha256:{'a' * 64}"
     (tmp_path / "allowed").write_text(digest)
-    settings = PluginSettings.from_environment(
+    settings = VllmSettings.from_environment(
         {
             "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "True",
             "LOGITSHIP_VLLM_PROCESSOR_ISOLATION": "none",
@@ -49,7 +49,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "LOGITSHIP_VLLM_TREE": "a=/x.json, b=/y=z.json",
         }
     )
-    assert settings == PluginSettings(
+    assert settings == VllmSettings(
         enable_custom_logit_processor=True,
         processor_isolation="none",
         max_processor_size=1000,
@@ -83,4 +83,4 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
 )
 def test_error_names_the_variable(name: str, value: str, expected: str) -> None:
     with pytest.raises(ValueError, match=f"^LOGITSHIP_VLLM_{name}: .*{expected}"):
-        PluginSettings.from_environment({f"LOGITSHIP_VLLM_{name}": value})
+        VllmSettings.from_environment({f"LOGITSHIP_VLLM_{name}": value})

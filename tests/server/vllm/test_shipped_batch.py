@@ -2,236 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.batch_requests import BatchRequests
-from logitship.server.vllm.plugin_processors import PluginProcessors, for_execution
-from logitship.server.vllm.settings import PluginSettings
 from logitship.server.vllm.shipped_batch import ShippedBatch
+from logitship.server.vllm.vllm_processors import VllmProcessors
 
-VOCAB_SIZE = 64
-EOS = 1
-FAULT_TOKEN = 63
-MAX_ROWS = 6
-MakeParams = Callable[..., Any]
-
-
-class Direction(Enum):
-    """vLLM's own `MoveDirectionality`: another class than logitship's."""
-
-    UNIDIRECTIONAL = auto()
-    SWAP = auto()
+from .conftest import MakeBatch, MakeParams
+from .early_executor import EarlyExecutor
+from .fake_runner import FAULT_TOKEN, VOCAB_SIZE, Record, Runner, add_to_row_0, alone, is_ended, run
 
 
-class OneRank:
-    is_first = True
-
-    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Do nothing: there is no other rank."""
-
-
-@dataclass(eq=False)
-class Record:
-    """Fake of vLLM's `CachedRequestState`, followed by the scheduler's state."""
-
-    req_id: str
-    sampling_params: Any
-    prompt_token_ids: list[int] | None
-    output_token_ids: list[int] = field(default_factory=list)
-    prompt_is_token_ids: list[bool] | None = None
-
-    sampled: list[int] = field(default_factory=list)
-    computed: int = 0
-    late: int = 0
-    """Steps computed after the end."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids or ())
-
-    @property
-    def ended(self) -> bool:
-        params = self.sampling_params
-        return bool(self.sampled) and (
-            len(self.sampled) == params.max_tokens or self.sampled[-1] in {EOS, *params.stop_token_ids}
-        )
-
-
-class Runner:
-    """Fake of vLLM's scheduler, and of its model runner V1 as far as the plugin reads it.
-
-    Args:
-        is_async: a step is scheduled before the tokens of the one before are known.
-    """
-
-    def __init__(self, seed: int, is_async: bool) -> None:
-        self.random = random.Random(seed)
-        self.is_async = is_async
-        self.requests: dict[str, Record] = {}
-        self.rows: list[Record] = []
-        self.waiting: list[Record] = []
-        self.input_batch = SimpleNamespace(req_ids=[], req_output_token_ids=[])
-        self.discard_request_mask = SimpleNamespace(np=np.zeros(MAX_ROWS, dtype=bool))
-        self.finished: dict[str, list[int]] = {}
-
-    def step(self, batch: ShippedBatch) -> None:
-        """Schedule and compute a step."""
-        update = self._reschedule()
-        self.input_batch.req_ids = [record.req_id for record in self.rows]
-        self.input_batch.req_output_token_ids = [record.output_token_ids for record in self.rows]
-        batch.update_state(update)
-        for row, record in enumerate(self.rows):
-            tokens = record.num_prompt_tokens + len(record.sampled)
-            missing = tokens - record.computed
-            record.computed += self.random.randint(1, missing) if missing > 1 else missing
-            self.discard_request_mask.np[row] = record.computed < tokens
-        if self.is_async:  # the tokens of the step before, filled in at the last moment
-            for record in self.rows:
-                record.output_token_ids[:] = record.sampled
-        self._sample(batch)
-
-    def _sample(self, batch: ShippedBatch) -> None:
-        logits = torch.stack([model(record) for record in self.rows]) if self.rows else torch.zeros(0, VOCAB_SIZE)
-        before = logits.clone()
-        batch.apply(logits)
-        for row, record in enumerate(self.rows):
-            if record.sampling_params.extra_args is None:
-                assert torch.equal(logits[row], before[row])
-            if self.discard_request_mask.np[row]:
-                continue
-            assert logits[row].isfinite().any()
-            if record.ended:
-                record.late += 1
-                continue
-            record.sampled.append(int(logits[row].argmax()))
-            record.output_token_ids.append(-1 if self.is_async else record.sampled[-1])
-
-    def _reschedule(self) -> Any:
-        """Finish, preempt and admit requests, and close the gaps."""
-        gone = []
-        for row, record in enumerate(self.rows):
-            if record.ended and record.late == self.is_async:
-                self.finished[record.req_id] = record.sampled
-                del self.requests[record.req_id]
-                gone.append(row)
-            elif not record.ended and self.random.random() < 0.1:
-                if self.random.random() < 0.5:
-                    record.computed = 0  # preempted, not only left out of one step
-                self.waiting.append(record)
-                gone.append(row)
-        rows: list[Record | None] = [None if row in gone else record for row, record in enumerate(self.rows)]
-        added = []
-        while self.waiting and len(rows) - rows.count(None) < MAX_ROWS and self.random.random() < 0.7:
-            record = self.waiting.pop(0)
-            if self.is_async and record.sampled:
-                record.output_token_ids = list(record.sampled)
-            self.requests[record.req_id] = record
-            row = rows.index(None) if None in rows else len(rows)
-            rows[row : row + 1] = [record]
-            added.append((row, record.sampling_params, record.prompt_token_ids, record.output_token_ids))
-        removed = [row for row, record in enumerate(rows) if record is None]
-        moved: list[tuple[int, int, Direction]] = []
-        while None in rows:
-            last = rows.pop()
-            if last is not None:
-                target = rows.index(None)
-                rows[target] = last
-                moved.append((len(rows), target, Direction.UNIDIRECTIONAL))
-        self.rows = [record for record in rows if record is not None]
-        if len(self.rows) > 1 and self.random.random() < 0.3:
-            a, b = self.random.sample(range(len(self.rows)), 2)
-            self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
-            moved.append((a, b, Direction.SWAP))
-        if not (removed or added or moved):
-            return None
-        return SimpleNamespace(batch_size=len(self.rows), removed=removed, added=added, moved=moved)
-
-
-def model(record: Record) -> torch.Tensor:
-    """Logits that depend on the whole history, without the end token."""
-    generator = torch.Generator().manual_seed(hash((record.req_id, *record.sampled)) % (1 << 31))
-    logits = torch.randn(VOCAB_SIZE, generator=generator)
-    logits[EOS] = -torch.inf
-    return logits
-
-
-def alone(record: Record) -> list[int]:
-    """Tokens sampled for a request without processors."""
-    copy = Record(record.req_id, record.sampling_params, record.prompt_token_ids)
-    while not copy.ended:
-        copy.sampled.append(int(model(copy).argmax()))
-    return copy.sampled
-
-
-@pytest.fixture
-def processors(settings: PluginSettings, model: ModelView) -> PluginProcessors:
-    return for_execution(settings, model, MAX_ROWS)
-
-
-MakeBatch = Callable[[Runner], ShippedBatch]
-
-
-@pytest.fixture
-def make_batch(model: ModelView, processors: PluginProcessors) -> MakeBatch:
-    def make(runner: Runner) -> ShippedBatch:
-        return ShippedBatch(model, torch.device("cpu"), processors, BatchRequests(runner), FAULT_TOKEN, OneRank())
-
-    return make
-
-
-@pytest.fixture
-def request_of(processor_string: str, vllm_params: MakeParams) -> Callable[..., Record]:
-    """Factory of requests with `ChecksHistory`.
-
-    One that fails gets its own class, because without a sandbox a fault fails the whole call.
-    """
-
-    def make(req_id: str, prompt: int = 3, tokens: int = 8, **params: Any) -> Record:
-        custom_params = {"first": 2, "prompt": prompt, **params}
-        string = json.loads(processor_string)
-        if params.get("fails_at") is not None:
-            string["source"] += f"# {req_id}"
-        extra_args = {"custom_logit_processor": json.dumps(string), "custom_params": custom_params}
-        sampling = vllm_params(extra_args, max_tokens=tokens, stop_token_ids=[FAULT_TOKEN])
-        return Record(req_id, sampling, [7] * prompt)
-
-    return make
-
-
-def run(runner: Runner, batch: ShippedBatch, *records: Record) -> dict[str, list[int]]:
-    runner.waiting += records
-    wanted = {record.req_id for record in records}
-    for _ in range(5000):
-        if wanted <= runner.finished.keys():
-            runner.step(batch)  # so that the last ones are dropped
-            return runner.finished
-        runner.step(batch)
-    raise AssertionError("the requests did not finish")
-
-
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("is_async", "share"), [(False, 0.0), (False, 0.8), (True, 0.8)])
 @pytest.mark.parametrize("seed", range(12))
 def test_histories_are_exact_in_every_schedule(
     seed: int,
     is_async: bool,
+    share: float,
+    early_executor: EarlyExecutor,
     make_batch: MakeBatch,
     request_of: Callable[..., Record],
     vllm_params: MakeParams,
-    processors: PluginProcessors,
+    processors: VllmProcessors,
 ) -> None:
-    """Covers prompt chunks, preempted requests, moves, placeholders, one step too many, and faults."""
+    """Covers prompt chunks, preempted requests, moves, placeholders, one step too many, faults, and early calls."""
+    early_executor.share = share
     rng = random.Random(seed)
     runner = Runner(seed, is_async)
     records: list[Record] = []
@@ -252,6 +54,8 @@ def test_histories_are_exact_in_every_schedule(
     assert run(runner, batch, *records) == expected
     assert processors.in_use == 0
     assert not batch._kept
+    assert bool(early_executor.num_early) == (share > 0 and not is_async)
+    assert not early_executor.unfinished
 
 
 @pytest.mark.parametrize(("tokens", "stop"), [(4, []), (8, [5])], ids=["its_length", "a_stop_token"])
@@ -291,21 +95,6 @@ def test_request_id_is_reused(make_batch: MakeBatch, request_of: Callable[..., R
     assert run(runner, batch, request_of("x"))["x"] == list(range(2, 10))
     runner.finished.clear()
     assert run(runner, batch, request_of("x", prompt=5))["x"] == list(range(2, 10))
-
-
-def add_to_row_0(runner: Runner, batch: ShippedBatch, record: Record) -> torch.Tensor:
-    """Add a request with a computed prompt to row 0, and return its logits, which are all 0."""
-    runner.requests[record.req_id] = record
-    runner.input_batch.req_ids = [record.req_id]
-    runner.input_batch.req_output_token_ids = [record.output_token_ids]
-    added = [(0, record.sampling_params, record.prompt_token_ids, record.output_token_ids)]
-    batch.update_state(SimpleNamespace(batch_size=1, removed=[], added=added, moved=[]))
-    return torch.zeros(1, VOCAB_SIZE)
-
-
-def is_ended(logits: torch.Tensor) -> bool:
-    """Return True if only the fault token can be sampled."""
-    return logits[0].isfinite().nonzero().tolist() == [[FAULT_TOKEN]]
 
 
 def test_placeholder_ends_the_request(
@@ -467,7 +256,7 @@ class Rank:
 
 
 def test_other_ranks_receive_the_rows_of_the_first(
-    model: ModelView, processors: PluginProcessors, request_of: Callable[..., Record]
+    model: ModelView, processors: VllmProcessors, request_of: Callable[..., Record]
 ) -> None:
     written: list[torch.Tensor] = []
     results = []

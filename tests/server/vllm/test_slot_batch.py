@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.vllm.plugin_processors import PluginProcessors
 from logitship.server.vllm.shipped_batch import ShippedBatch
 from logitship.server.vllm.slot_batch import SlotBatch
 from logitship.server.vllm.slot_requests import SlotRequests
+from logitship.server.vllm.vllm_processors import VllmProcessors
+
+from .early_executor import EarlyExecutor
 
 VOCAB = 16
 FAULT = 15
@@ -51,7 +52,7 @@ class Processors:
     """Loads one processor for every request, and tracks the uses."""
 
     def __init__(self, call: Call) -> None:
-        self._executor = InProcessExecutor({})
+        self.executor = EarlyExecutor(VOCAB)
         self._call = call
         self.in_use: list[str] = []
 
@@ -59,7 +60,7 @@ class Processors:
         name = params.extra_args["custom_logit_processor"]
         if name == "none of this name":
             raise ValueError(name)
-        loaded = LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, self._executor, self._call)
+        loaded = LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, self.executor, self._call)
         self.in_use.append(rid)
         return SamplingParams(processors=(ProcessorUse(loaded, {}, rid),))
 
@@ -102,9 +103,16 @@ class Request:
 
 
 class Runner:
-    """Fake of vLLM's model runner V2: slots and buffers, in plain Python."""
+    """Fake of vLLM's model runner V2: slots and buffers, in plain Python.
 
-    def __init__(self, call: Call, ranks: Ranks | None = None) -> None:
+    Args:
+        call: the processor.
+        ranks: the ranks; one by default.
+        begins_early: with synchronous scheduling, calls begin before the logits exist.
+    """
+
+    def __init__(self, call: Call, ranks: Ranks | None = None, *, begins_early: bool = True) -> None:
+        self.begins_early = begins_early
         self.free = list(range(SLOTS))
         self.buffers = SimpleNamespace(
             device=torch.device("cpu"),
@@ -117,7 +125,7 @@ class Runner:
         self.processors = Processors(call)
         ranks = ranks or Ranks()
         requests = SlotRequests()
-        processors = cast(PluginProcessors, self.processors) if ranks.is_first else None
+        processors = cast(VllmProcessors, self.processors) if ranks.is_first else None
         model = ModelView(VOCAB, frozenset({STOP}), None)
         batch = ShippedBatch(model, torch.device("cpu"), processors, requests, FAULT, ranks)
         self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first)
@@ -141,17 +149,26 @@ class Runner:
 
     def step(self, scheduled: list[tuple[Request, int]], logits: torch.Tensor) -> torch.Tensor:
         """Compute some tokens of some requests, and run the processors on the logits."""
-        slots = [request.slot for request, _ in scheduled]
-        for request, count in scheduled:
-            request.computed += count
+        return self.sample(self.plan(scheduled), [request for request, _ in scheduled], logits)
+
+    def sample(self, slots: list[int | None], rows: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """Run the processors on the logits of a planned step."""
         padding = [0, 0]  # as vLLM pads it for a CUDA graph
         ctx = SimpleNamespace(
             idx_mapping_np=np.array(slots, dtype=np.intp),
             expanded_idx_mapping=torch.tensor(slots),
-            seq_lens_upper_bound_np=np.array([request.computed for request, _ in scheduled] + padding, dtype=np.int32),
+            seq_lens_upper_bound_np=np.array([request.computed for request in rows] + padding, dtype=np.int32),
         )
         self.slots.apply(logits, ctx)
         return logits
+
+    def plan(self, scheduled: list[tuple[Request, int]]) -> list[int | None]:
+        """Plan a step, and return the slots of its rows."""
+        for request, count in scheduled:
+            request.computed += count
+        if self.begins_early:
+            self.slots.begin((cast(int, request.slot), request.computed) for request, _ in scheduled)
+        return [request.slot for request, _ in scheduled]
 
     def commit(self, request: Request, token: int) -> None:
         """Append a sampled token."""
@@ -191,11 +208,13 @@ def expected_logits(request: Request, logits: torch.Tensor) -> torch.Tensor:
     return row
 
 
+@pytest.mark.parametrize("begins_early", [True, False])
 @pytest.mark.parametrize("seed", range(30))
-def test_histories_are_exact_in_every_schedule(seed: int) -> None:
+def test_histories_are_exact_in_every_schedule(seed: int, begins_early: bool) -> None:
     rng = random.Random(seed)
     recorder = Recorder()
-    runner = Runner(recorder)
+    runner = Runner(recorder, begins_early=begins_early)
+    runner.processors.executor.share = 0.8
     requests: list[Request] = []
     running: list[Request] = []
     preempted: list[Request] = []
@@ -230,6 +249,7 @@ def test_histories_are_exact_in_every_schedule(seed: int) -> None:
         rng.shuffle(scheduled)
         scheduled = [(each, rng.randint(1, max(1, each.prefill_len - each.computed))) for each, _ in scheduled]
         if not scheduled:
+            runner.plan([])
             continue
         logits = torch.randn(len(scheduled), VOCAB, generator=torch.Generator().manual_seed(step))
         expected = logits.clone()
@@ -251,6 +271,8 @@ def test_histories_are_exact_in_every_schedule(seed: int) -> None:
     assert sum(len(each.expected) for each in with_processors) > 20
     runner.slots.remove_finished({each.req_id for each in requests})
     assert runner.processors.in_use == []
+    assert bool(runner.processors.executor.num_early) is begins_early
+    assert not runner.processors.executor.unfinished
 
 
 def started(runner: Runner, req_id: str = "r", processor: str = "a") -> Request:
@@ -263,6 +285,56 @@ def started(runner: Runner, req_id: str = "r", processor: str = "a") -> Request:
 def is_ended(row: torch.Tensor) -> bool:
     """Return True if only the fault token is left."""
     return torch.equal(row.isfinite().nonzero().flatten(), torch.tensor([FAULT]))
+
+
+def test_calls_begin_before_the_logits_exist() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request = started(runner)
+    executor = runner.processors.executor
+    for step in range(3):
+        slots = runner.plan([(request, 1 if step else 2)])
+        assert executor.num_early == step + 1
+        assert len(executor.unfinished) == 1
+        logits = torch.zeros(1, VOCAB)
+        runner.sample(slots, [request], logits)
+        assert torch.equal(logits[0], expected_logits(request, torch.zeros(VOCAB)))
+        assert not executor.unfinished
+        runner.commit(request, 5)
+    assert recorder.seen["r"] == request.expected
+
+
+def test_step_without_logits_ends_its_requests() -> None:
+    """It failed. The processor has been called for a token that was not sampled."""
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request = started(runner)
+    runner.plan([(request, 2)])
+    assert is_ended(runner.step([(request, 0)], torch.zeros(1, VOCAB))[0])
+    assert len(recorder.seen["r"]) == 1
+    assert not runner.processors.executor.unfinished
+
+
+def test_other_rows_than_planned_end_the_requests() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder)
+    a, b = started(runner, "a"), started(runner, "b")
+    slots = runner.plan([(a, 2), (b, 2)])
+    logits = runner.sample(slots[::-1], [b, a], torch.zeros(2, VOCAB))
+    assert all(is_ended(row) for row in logits)
+    assert len(recorder.seen["a"]) == len(recorder.seen["b"]) == 1
+    assert not runner.processors.executor.unfinished
+
+
+def test_calls_begin_with_logits_if_the_plan_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    runner = Runner(recorder, begins_early=False)
+    request = started(runner)
+    runner.slots.begin((1 // length, length) for length in (1, 0))
+    logits = runner.step([(request, 2)], torch.zeros(1, VOCAB))
+    assert torch.equal(logits[0], expected_logits(request, torch.zeros(VOCAB)))
+    assert runner.processors.executor.num_early == 0
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_fault_ends_its_row_and_no_other() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from logitship.sampler.sandbox.kernel import seccomp
@@ -87,7 +87,6 @@ ARGUMENTS = st.lists(interesting_words(), min_size=6, max_size=6)
 
 @pytest.mark.parametrize("opens_files", [True, False])
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-@settings(deadline=None)
 @given(st.data())
 def test_program_agrees_with_rules(machine: Machine, opens_files: bool, data: st.DataObject) -> None:
     program = seccomp.filter_program(machine, opens_files=opens_files)

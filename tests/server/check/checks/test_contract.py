@@ -193,3 +193,42 @@ def test_false_argmax_invariance(check: Check) -> None:
 @pytest.mark.parametrize("cls", [Modest])
 def test_argmax_invariance_not_declared(cls: type[CustomLogitProcessor], check: Check) -> None:
     assert check(cls)["argmax"].verdict is Verdict.NOT_CHECKED
+
+
+class AppendsToTheHistory(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for params in custom_param_list or []:
+            params["__req__"].output_ids.append(3)
+        return logits
+
+
+class ReplacesThePrompt(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for params in custom_param_list or []:
+            params["__req__"].origin_input_ids = params["__req__"].origin_input_ids[-2:]
+        return logits
+
+
+class CopiesTheHistory(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for params in custom_param_list or []:
+            history = list(params["__req__"].output_ids)
+            history.append(3)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(AppendsToTheHistory, "output_ids"), (ReplacesThePrompt, "origin_input_ids")]
+)
+def test_edited_history(cls: type[CustomLogitProcessor], name: str, check: Check) -> None:
+    report = check(cls)
+    assert not report.ok
+    (finding,) = report["contract"].findings
+    assert finding.seen == f"it changes __req__.{name}, which later steps then read as the request's history"
+    assert finding.advice == (
+        f"Read it only, or work on a copy: list(__req__.{name}). Keep your own values in __req__.state."
+    )
+
+
+def test_copied_history(check: Check) -> None:
+    assert check(CopiesTheHistory).ok

@@ -281,3 +281,38 @@ def test_sglang_class_fails(check: Check, tmp_path: Path, monkeypatch: pytest.Mo
     report = check(import_class(str(file)), {"token_ids": [30]})
     assert [finding.check for finding in report.findings] == ["rows"]
     assert "AssertionError" in report["rows"].findings[0].seen
+
+
+class SlowTogether(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        while len(logits) > 1:
+            pass
+        return logits
+
+
+class SlowAfterOthers(CustomLogitProcessor):
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        self.seen.update(params["__req__"].rid for params in custom_param_list or [])
+        while len(self.seen) > 1:
+            pass
+        return logits
+
+
+def test_timeout_is_not_reported_as_dependence_on_other_rows(check: Check) -> None:
+    report = check(SlowTogether)
+    assert report["rows"].summary == "a call takes too long, so no logits could be compared"
+    (finding,) = report["rows"].findings
+    assert finding.seen.startswith("2 rows in one batch: step 2 of a sequence with random logits fails: ")
+    assert "gave no answer within 1 s of CPU time" in finding.seen
+    assert finding.advice == "A server calls the processor once for all rows that use it: work on all rows at once."
+
+
+def test_timeout_is_not_reported_as_shared_state(check: Check) -> None:
+    report = check(SlowAfterOthers)
+    assert report["state"].summary == "a call takes too long, so no logits could be compared"
+    (finding,) = report["state"].findings
+    assert finding.seen.startswith("after other sequences in the same sandbox: step 1 of a sequence with ")
+    assert "--sandbox-step-timeout" in finding.advice

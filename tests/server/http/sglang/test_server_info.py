@@ -17,6 +17,7 @@ def test_settings_without_the_keys(make_fake_engine: Callable[..., FakeEngine]) 
     assert settings <= info.keys()
     assert "secret" not in repr(info)
     assert info["internal_states"][0]["waiting"] == 2
+    assert (info["max_total_num_tokens"], info["page_size"]) == (engine.config.max_num_seqs * 64, 16)
 
 
 def test_schema_matches_the_response(engine: FakeEngine) -> None:

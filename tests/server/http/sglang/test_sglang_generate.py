@@ -203,7 +203,8 @@ def test_processor_with_parameters_and_receipt(client: Any, engine: Any) -> None
         "sampling_params": {"custom_params": {"token_ids": [1]}},
     }
     meta = client.ok("/generate", body)["meta_info"]
-    assert meta["receipts"] == [{"digest": "sha256:" + "1" * 64, "name": "Mine", "steps": 4, "milliseconds": 0.25}]
+    receipt = {"digest": "sha256:" + "1" * 64, "name": "Mine", "steps": 4, "milliseconds": 0.25, "forced_steps": 0}
+    assert meta["receipts"] == [receipt]
     (processor,) = engine.requests[0].processors
     assert processor.string.name == "disallowed_tokens"
     assert processor.params == {"token_ids": [1]}

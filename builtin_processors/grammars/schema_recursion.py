@@ -1,0 +1,142 @@
+"""Finds JSON schemas that refer to themselves without an end, so that no text matches them.
+
+llguidance accepts some of these, and the output would nest forever; of the others it only says `NoExtensionBias`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+_MAX_VISITS = 100_000
+"""Schemas to visit at most, some 0.1 seconds. Larger ones are not examined."""
+
+
+def check_recursion(schema: Any) -> None:
+    """Refuse a schema that refers to itself without an end.
+
+    Raises:
+        ValueError: no text matches it; says where it refers to itself.
+    """
+    try:
+        found = _Recursion(schema).endless_reference()
+    except (_TooLarge, RecursionError):
+        return
+    if found is not None:
+        at, target = found
+        raise ValueError(f"no text matches it: {at} refers to {target}, which needs it again, without an end")
+
+
+class _TooLarge(Exception):
+    """The schema is not examined."""
+
+
+class _Recursion:
+    """The references of a schema.
+
+    Args:
+        schema: the whole schema.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        self._visits = 0
+        self._ending: set[str] = set()
+        """Targets of references that some text matches, as far as they are known."""
+
+    def endless_reference(self) -> tuple[str, str] | None:
+        """Return the place of a reference without an end, and its target; None if the schema has none."""
+        targets = {"#", *self._targets(self._schema)}
+        found = True
+        while found:  # a target may end because of one that was found to end
+            new = {each for each in targets - self._ending if self._ends(self._resolved(each))}
+            self._ending |= new
+            found = bool(new)
+        return None if "#" in self._ending else self._endless("#", self._schema, set())
+
+    def _endless(self, at: str, schema: Any, passed: set[str]) -> tuple[str, str] | None:
+        """Follow the parts without an end to a reference that was passed before."""
+        for group in _needed(schema):
+            if any(self._ends(part) for _, part in group):
+                continue
+            path, part = group[0]
+            if path != "/$ref":
+                return self._endless(at + path, part, passed)
+            if part.target in passed or part.target == "#":
+                return f"{at}/$ref", part.target
+            return self._endless(part.target, self._resolved(part.target), passed | {part.target})
+        return None
+
+    def _ends(self, schema: Any) -> bool:
+        """Return whether some text matches, as far as is known."""
+        self._visit()
+        if isinstance(schema, _Reference):
+            return schema.target in self._ending
+        return all(any(self._ends(part) for _, part in group) for group in _needed(schema))
+
+    def _targets(self, schema: Any) -> Iterator[str]:
+        self._visit()
+        if isinstance(schema, Mapping):
+            if isinstance(target := schema.get("$ref"), str):
+                yield target
+            for part in schema.values():
+                yield from self._targets(part)
+        elif isinstance(schema, list):
+            for part in schema:
+                yield from self._targets(part)
+
+    def _resolved(self, target: str) -> Any:
+        """Return the schema that a reference refers to; true, which anything matches, if it is not found."""
+        if target != "#" and not target.startswith("#/"):
+            return True
+        found = self._schema
+        for name in target[1:].split("/")[1:]:
+            key = unquote(name).replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or key not in found:
+                return True
+            found = found[key]
+        return found
+
+    def _visit(self) -> None:
+        self._visits += 1
+        if self._visits > _MAX_VISITS:
+            raise _TooLarge
+
+
+class _Reference:
+    """A reference to the schema at `target`."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+
+def _needed(schema: Any) -> Iterator[Sequence[tuple[str, Any]]]:
+    """Yield groups of (path, part). A text that matches the schema contains a match of some part of each group."""
+    if not isinstance(schema, Mapping):
+        return
+    if isinstance(target := schema.get("$ref"), str):
+        yield [("/$ref", _Reference(target))]
+    for name in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(name), list) and parts:
+            yield [(f"/{name}/{index}", part) for index, part in enumerate(parts)]
+    if isinstance(parts := schema.get("allOf"), list):
+        yield from ([(f"/allOf/{index}", part)] for index, part in enumerate(parts))
+    if schema.get("type") == "object":
+        properties, required = schema.get("properties"), schema.get("required")
+        if isinstance(properties, Mapping) and isinstance(required, list):
+            names = [name for name in required if isinstance(name, str) and name in properties]
+            yield from ([(f"/properties/{name}", properties[name])] for name in names)
+    if schema.get("type") == "array":
+        yield from _needed_items(schema)
+
+
+def _needed_items(schema: Mapping[str, Any]) -> Iterator[Sequence[tuple[str, Any]]]:
+    count = schema.get("minItems", 0)
+    if not isinstance(count, int | float):
+        return
+    prefix = schema.get("prefixItems")
+    prefix = prefix if isinstance(prefix, list) else []
+    yield from ([(f"/prefixItems/{index}", part)] for index, part in enumerate(prefix) if index < count)
+    if count > len(prefix) and "items" in schema:
+        yield [("/items", schema["items"])]

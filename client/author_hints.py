@@ -1,0 +1,97 @@
+"""Advice on code that was written for a process without a sandbox."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .author_errors import chain_of, frames_of
+
+_NO_FILES = (
+    "the sandbox has no files. Read the file at the top of your module, into a constant: it is serialized with the "
+    "class. Or send what differs from request to request as custom_params"
+)
+_NO_NETWORK = "the sandbox has no network. Fetch the data before you send the class, or send it as custom_params"
+_NO_GPU = (
+    "there is no GPU in the sandbox: make tensors with device=logits.device, and call neither .cuda() nor .to('cuda')"
+)
+_NO_THREADS = "the sandbox has no threads of its own: compute in __call__"
+_NO_PROCESSES = "the sandbox cannot start processes"
+
+_NETWORK_MODULES = frozenset(
+    {"aiohttp", "ftplib", "http", "httpcore", "httpx", "requests", "socket", "urllib", "urllib3"}
+)
+_REFUSED = frozenset({errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENOSYS, errno.EROFS})
+_NO_CUDA = ("cuda", "nvidia driver")
+_MAX_FRAMES = 200
+
+# The slots of `type`, which a metaclass cannot override.
+_mro_of = type.__dict__["__mro__"].__get__
+_module_name_of = type.__dict__["__module__"].__get__
+
+
+def sandbox_hint(error: BaseException) -> str:
+    """Return advice on an exception that the sandbox caused; "" if it did not."""
+    for each in chain_of(error):
+        for is_cause, hint in _HINTS:
+            if is_cause(each):
+                return hint
+    return ""
+
+
+def _modules_of(error: BaseException) -> set[str]:
+    """Return the top-level modules that the exception passed through."""
+    names = (frame.f_globals.get("__name__") for frame in frames_of(error, _MAX_FRAMES))
+    return {name.partition(".")[0] for name in names if type(name) is str}
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Return whether a system call was refused, or its file does not exist."""
+    return issubclass(type(error), OSError) and _errno_of(error) in _REFUSED
+
+
+def _errno_of(error: BaseException) -> Any:
+    return OSError.__dict__["errno"].__get__(error)
+
+
+def _is_network(error: BaseException) -> bool:
+    if not _NETWORK_MODULES.isdisjoint(map(_module_of, _mro_of(type(error)))):
+        return True
+    return _is_refused(error) and not _NETWORK_MODULES.isdisjoint(_modules_of(error))
+
+
+def _module_of(cls: type) -> str:
+    """Return the top-level module that the class names as its own."""
+    module = _module_name_of(cls)
+    return module.partition(".")[0] if type(module) is str else ""
+
+
+def _is_process(error: BaseException) -> bool:
+    return _is_refused(error) and "subprocess" in _modules_of(error)
+
+
+def _is_file(error: BaseException) -> bool:
+    return _is_refused(error) and type(OSError.__dict__["filename"].__get__(error)) is str
+
+
+def _message(error: BaseException) -> str:
+    """Return the message of an exception of a built-in class, whose `str` runs no code of the author."""
+    return str(error).lower() if type(error) in (AssertionError, RuntimeError) else ""
+
+
+def _is_gpu(error: BaseException) -> bool:
+    return any(words in _message(error) for words in _NO_CUDA)
+
+
+def _is_thread(error: BaseException) -> bool:
+    return "can't start new thread" in _message(error)
+
+
+_HINTS: Sequence[tuple[Callable[[BaseException], bool], str]] = (
+    (_is_process, _NO_PROCESSES),
+    (_is_network, _NO_NETWORK),
+    (_is_file, _NO_FILES),
+    (_is_gpu, _NO_GPU),
+    (_is_thread, _NO_THREADS),
+)

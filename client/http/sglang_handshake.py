@@ -1,0 +1,63 @@
+"""Handshake between the client and logitship's SGLang plugin.
+
+SGLang without the plugin unpickles a processor in its own processes. So the client asks first, with a request that no
+SGLang generates: `max_new_tokens` is negative, which SGLang refuses before it looks at the processor. The plugin looks
+at the processor before that, and replies in the error message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import orjson
+
+from .http_requests import HttpRequest
+
+PROBE = '{"name": "logitship:about"}'
+"""The `custom_logit_processor` of the probe."""
+PROBE_BODY = {
+    "input_ids": [0],
+    "sampling_params": {"max_new_tokens": -1},
+    "custom_logit_processor": PROBE,
+}
+"""The probe, a request to `/generate`."""
+NOT_ENABLED = "not configured to enable custom logit processor"
+"""Part of SGLang's message where processors are off, so that it unpickles none."""
+
+_PREFIX = "logitship plugin for SGLang: "
+
+
+@dataclass(frozen=True)
+class SglangPlugin:
+    """Reply of the plugin.
+
+    Attributes:
+        speculates: the server decodes speculatively, and refuses processors.
+    """
+
+    speculates: bool
+
+    def to_message(self) -> str:
+        """Return the error message that refuses the probe."""
+        return _PREFIX + orjson.dumps(asdict(self)).decode()
+
+    @classmethod
+    def from_message(cls, message: str) -> SglangPlugin | None:
+        """Parse SGLang's error message; None if it has no reply of the plugin."""
+        _, prefix, reply = message.partition(_PREFIX)
+        if not prefix:
+            return None
+        try:
+            return cls(bool(orjson.loads(reply)["speculates"]))
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            return None
+
+
+def translate_for_plugin(request: HttpRequest) -> HttpRequest:
+    """Put several processors where the plugin expects them: SGLang has a field for one."""
+    body = request.json
+    if not isinstance(body, dict) or not isinstance(body.get("logits_processors"), list):
+        return request
+    others = {name: value for name, value in body.items() if name != "logits_processors"}
+    processors = orjson.dumps(body["logits_processors"]).decode()
+    return replace(request, json={**others, "custom_logit_processor": processors})

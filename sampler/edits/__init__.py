@@ -1,0 +1,1 @@
+"""Edits of logits: their log, their binary form, and how those of many calls are applied at once."""

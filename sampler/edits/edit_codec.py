@@ -1,0 +1,327 @@
+"""The binary form of edits, in which a sandbox sends them to the server.
+
+Each edit is a header and its arrays, which are little-endian and padded to four bytes:
+
+```
+uint8 kind, uint8 detail, uint16 number, uint32 count, float32 value
+uint32 [count]      positions or rows
+…                   by kind
+```
+
+| kind | detail | number | value | arrays |
+|---|---|---|---|---|
+| put | 1: array | | the value | float32 [count] |
+| fill | | | the value | |
+| save | | register | | |
+| restore | number of steps | register | | for each step a step header, and float32 [count] if it has an array |
+| edit rows | operator | 1: vector | the operand | a vector |
+| put rows | | 1: vector | | a vector |
+| put mask | 1: one mask for each row | | the value | uint8 [1 or count, ceil(vocab / 8)] |
+
+A vector, float32 [vocab], is sent once: a header with its slot, and its elements if the slot did not have them before.
+
+Assumptions:
+* The server does not trust the bytes.
+
+Guarantees:
+* `decode` accepts nothing that `apply_edits` could not apply to the rows of the call, and to no others.
+* What is decoded is not larger than what the bounds of `EditLog` allow.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .edit_combination import combine_edits
+from .edit_operations import (
+    FEW,
+    MOST_TOUCHED,
+    OPERATORS,
+    Edit,
+    EditRows,
+    Fill,
+    Floats,
+    GroupEdits,
+    Operand,
+    Positions,
+    Put,
+    PutMask,
+    PutRows,
+    Restore,
+    Save,
+    most_edits,
+    same_bits,
+)
+from .logit_edits import EditLog
+
+NUM_SLOTS = 4
+"""Vectors that the server keeps for a sandbox."""
+
+_HEADER = struct.Struct("<BBHIf")
+_STEP = struct.Struct("<BBHf")
+_VECTOR = struct.Struct("<HH")
+_NUMBERS, _FLOATS, _BYTES = np.dtype("<u4"), np.dtype("<f4"), np.dtype(np.uint8)
+_PUT, _FILL, _SAVE, _RESTORE, _EDIT_ROWS, _PUT_ROWS, _PUT_MASK = range(7)
+
+
+class InvalidEdits(ValueError):
+    """The bytes are no edits of the call."""
+
+
+class VectorSender:
+    """The vectors that the server has, as far as this sandbox knows. See `VectorStore`."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Floats] = {}
+        self._used: list[int] = []
+
+    def encode(self, vector: Floats) -> bytes:
+        """Return a vector's binary form, and remember that the server has it."""
+        for slot, known in self._slots.items():
+            if same_bits(vector, known):
+                self._use(slot)
+                return _VECTOR.pack(slot, 0)
+        slot = len(self._slots) if len(self._slots) < NUM_SLOTS else self._used[0]
+        self._slots[slot] = vector
+        self._use(slot)
+        return _VECTOR.pack(slot, 1) + vector.tobytes()
+
+    def _use(self, slot: int) -> None:
+        if slot in self._used:
+            self._used.remove(slot)
+        self._used.append(slot)
+
+
+class VectorStore:
+    """The vectors of a sandbox, by slot. Every answer with edits must be decoded, in order.
+
+    Args:
+        vocab_size: length of a vector.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._slots: dict[int, Floats] = {}
+
+    def put(self, slot: int, vector: Floats) -> None:
+        """Keep a vector."""
+        if slot >= NUM_SLOTS:
+            raise InvalidEdits("no such slot")
+        self._slots[slot] = vector
+
+    def get(self, slot: int) -> Floats:
+        """Return a vector."""
+        if slot not in self._slots:
+            raise InvalidEdits("an empty slot")
+        return self._slots[slot]
+
+
+def encode(log: EditLog, vectors: VectorSender) -> bytes:
+    """Return the binary form of a log, with as few edits as its rows allow."""
+    edits = combine_edits(log.edits, log.num_rows, log.vocab_size)
+    return b"".join([part for edit in edits for part in _encoded(edit, vectors)])
+
+
+def _encoded(edit: Edit, vectors: VectorSender) -> list[bytes]:
+    if isinstance(edit, Put):
+        is_array = isinstance(edit.values, np.ndarray)
+        return [
+            _HEADER.pack(_PUT, is_array, 0, len(edit.positions), 0.0 if is_array else edit.values),
+            edit.positions.tobytes(),
+            *([edit.values.tobytes()] if isinstance(edit.values, np.ndarray) else []),
+        ]
+    if isinstance(edit, Fill):
+        return [_HEADER.pack(_FILL, 0, 0, len(edit.rows), edit.value), edit.rows.tobytes()]
+    if isinstance(edit, Save):
+        return [_HEADER.pack(_SAVE, 0, edit.register, len(edit.positions), 0.0), edit.positions.tobytes()]
+    if isinstance(edit, Restore):
+        header = _HEADER.pack(_RESTORE, len(edit.arithmetic), edit.register, len(edit.positions), 0.0)
+        return [header, edit.positions.tobytes(), *(part for step in edit.arithmetic for part in _encoded_step(*step))]
+    if isinstance(edit, EditRows):
+        operator = OPERATORS.index(edit.operator)
+        if isinstance(edit.operand, np.ndarray):
+            header = _HEADER.pack(_EDIT_ROWS, operator, 1, len(edit.rows), 0.0)
+            return [header, edit.rows.tobytes(), vectors.encode(edit.operand)]
+        return [_HEADER.pack(_EDIT_ROWS, operator, 0, len(edit.rows), edit.operand), edit.rows.tobytes()]
+    if isinstance(edit, PutRows):
+        return [_HEADER.pack(_PUT_ROWS, 0, 1, len(edit.rows), 0.0), edit.rows.tobytes(), vectors.encode(edit.values)]
+    header = _HEADER.pack(_PUT_MASK, len(edit.bits) > 1, 0, len(edit.rows), edit.value)
+    return [header, edit.rows.tobytes(), edit.bits.tobytes(), bytes(-edit.bits.size % 4)]
+
+
+def _encoded_step(operator: str, operand: Operand) -> list[bytes]:
+    if isinstance(operand, np.ndarray):
+        return [_STEP.pack(OPERATORS.index(operator), 1, 0, 0.0), operand.tobytes()]
+    return [_STEP.pack(OPERATORS.index(operator), 0, 0, operand)]
+
+
+def decode(data: bytes, num_rows: int, vocab_size: int, vectors: VectorStore) -> GroupEdits:
+    """Decode the edits of a call.
+
+    Args:
+        data: what the sandbox sent.
+        num_rows: rows of the call.
+        vocab_size: width of the logits.
+        vectors: the vectors that this sandbox sent before.
+
+    Raises:
+        InvalidEdits: the bytes are malformed, name rows or tokens that the call does not have, or are too many.
+    """
+    return _Decoder(data, num_rows, vocab_size, vectors).edits()
+
+
+class _Decoder:
+    def __init__(self, data: bytes, num_rows: int, vocab_size: int, vectors: VectorStore) -> None:
+        self._data = bytearray(data)  # tensors need arrays that can be written to
+        self._at = 0
+        self._num_rows = num_rows
+        self._vocab_size = vocab_size
+        self._vectors = vectors
+        self._registers: list[int] = []
+        self._edits_left = most_edits(num_rows)
+        self._touches_left = MOST_TOUCHED * num_rows * vocab_size
+
+    def edits(self) -> GroupEdits:
+        """Return all edits."""
+        edits: list[Edit] = []
+        while self._at < len(self._data):
+            self._count()
+            kind, detail, number, count, value = self._unpack(_HEADER)
+            if kind >= len(_DECODERS) or count == 0:
+                raise InvalidEdits("no such edit")
+            edits.append(_DECODERS[kind](self, detail, number, count, value))
+        return edits
+
+    def _put(self, detail: int, number: int, count: int, value: float) -> Put:
+        positions = self._positions(count)
+        if not detail:
+            return Put(positions, value)
+        _check_unique(positions)
+        return Put(positions, self._floats(count))
+
+    def _fill(self, detail: int, number: int, count: int, value: float) -> Fill:
+        return Fill(self._rows(count), value)
+
+    def _save(self, detail: int, number: int, count: int, value: float) -> Save:
+        if number != len(self._registers):
+            raise InvalidEdits("not the next register")
+        self._registers.append(count)
+        return Save(self._positions(count), number)
+
+    def _restore(self, detail: int, number: int, count: int, value: float) -> Restore:
+        if number >= len(self._registers) or self._registers[number] != count:
+            raise InvalidEdits("no such register")
+        positions = self._positions(count)
+        _check_unique(positions)
+        return Restore(positions, number, tuple(self._step(count) for _ in range(detail)))
+
+    def _step(self, count: int) -> tuple[str, Operand]:
+        operator, is_array, _, value = self._unpack(_STEP)
+        self._count()
+        self._touch(count)
+        return _operator(operator), self._floats(count) if is_array else value
+
+    def _edit_rows(self, detail: int, number: int, count: int, value: float) -> EditRows:
+        rows = self._rows(count)
+        return EditRows(rows, _operator(detail), self._vector() if number else value)
+
+    def _put_rows(self, detail: int, number: int, count: int, value: float) -> PutRows:
+        rows = self._rows(count)
+        return PutRows(rows, self._vector())
+
+    def _put_mask(self, detail: int, number: int, count: int, value: float) -> PutMask:
+        rows = self._rows(count)
+        shape = count if detail else 1, -(-self._vocab_size // 8)
+        size = shape[0] * shape[1]
+        bits = self._array(_BYTES, size).reshape(shape)
+        self._take(-size % 4)
+        return PutMask(rows, bits, value)
+
+    def _vector(self) -> Floats:
+        slot, is_new = self._unpack(_VECTOR)
+        if is_new:
+            # A copy: the data would be kept as long as the vector.
+            self._vectors.put(slot, self._floats(self._vocab_size).copy())
+        return self._vectors.get(slot)
+
+    def _positions(self, count: int) -> Positions:
+        positions = self._array(_NUMBERS, count)
+        self._touch(count)
+        if _largest(positions) >= self._num_rows * self._vocab_size:
+            raise InvalidEdits("a position outside the rows of the call")
+        return positions.astype(np.int64)  # an index, which `apply_edits` would otherwise have to make of it
+
+    def _rows(self, count: int) -> Positions:
+        """Return rows, each of which occurs once."""
+        rows = self._array(_NUMBERS, count)
+        self._touch(count * self._vocab_size)
+        if _largest(rows) >= self._num_rows:
+            raise InvalidEdits("a row that the call does not have")
+        _check_unique(rows)
+        return rows
+
+    def _floats(self, count: int) -> Floats:
+        return self._array(_FLOATS, count)
+
+    def _array(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        start = self._take(count * dtype.itemsize)
+        return np.frombuffer(self._data, dtype, count, start)
+
+    def _unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        return form.unpack_from(self._data, self._take(form.size))
+
+    def _take(self, size: int) -> int:
+        """Return where the next bytes begin, and skip them."""
+        start = self._at
+        self._at += size
+        if self._at > len(self._data):
+            raise InvalidEdits("too short")
+        return start
+
+    def _count(self) -> None:
+        """Count an edit, or a step of arithmetic."""
+        self._edits_left -= 1
+        if self._edits_left < 0:
+            raise InvalidEdits("too many edits")
+
+    def _touch(self, count: int) -> None:
+        self._touches_left -= count
+        if self._touches_left < 0:
+            raise InvalidEdits("too many elements")
+
+
+_DECODERS: tuple[Callable[[_Decoder, int, int, int, float], Edit], ...] = (
+    _Decoder._put,
+    _Decoder._fill,
+    _Decoder._save,
+    _Decoder._restore,
+    _Decoder._edit_rows,
+    _Decoder._put_rows,
+    _Decoder._put_mask,
+)
+"""By the kind of the edit."""
+
+
+def _operator(number: int) -> str:
+    if number >= len(OPERATORS):
+        raise InvalidEdits("no such operator")
+    return OPERATORS[number]
+
+
+def _largest(numbers: Positions) -> int:
+    return max(numbers.tolist()) if len(numbers) <= FEW else int(np.maximum.reduce(numbers))
+
+
+def _check_unique(numbers: Positions) -> None:
+    if len(numbers) <= FEW:
+        is_unique = len(set(numbers.tolist())) == len(numbers)
+    else:
+        ordered = np.sort(numbers)
+        is_unique = not (ordered[1:] == ordered[:-1]).any()
+    if not is_unique:
+        raise InvalidEdits("a number occurs twice")

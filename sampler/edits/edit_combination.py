@@ -1,0 +1,141 @@
+"""Combines edits of different rows before they are sent: a processor often repeats the same few for each row.
+
+This runs in the sandbox, while there are no logits yet. The server would do the same work while a step waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from .edit_layers import edit_layers
+from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, PutRows, Restore, Save
+
+_FEWEST = 4
+"""Logs with fewer edits are left as they are."""
+_ARRAY = "array"
+
+
+def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdits:
+    """Return fewer edits with the same effect on the logits, if there are such.
+
+    Registers that are never restored are left out, and the others get new numbers.
+    """
+    if len(edits) < _FEWEST:
+        return edits
+    groups = [(range(num_rows), _with_joined_puts(edits))]
+    layers = [[edit for _, _, edit in layer] for layer in edit_layers(groups, vocab_size)]
+    registers = _Registers(layers)
+    combined: list[Edit] = []
+    for layer in layers:
+        similar: dict[Hashable, list[Any]] = {}
+        for index, edit in enumerate(layer):
+            key = registers.key(edit) if isinstance(edit, Save | Restore) else _key(edit)
+            similar.setdefault(index if key is None else key, []).append(edit)
+        for same in similar.values():
+            if type(same[0]) is Save:
+                combined += registers.save(same)
+            elif type(same[0]) is Restore:
+                combined.append(registers.restore(same))
+            else:
+                combined.append(_combined(same))
+    return combined
+
+
+def _with_joined_puts(edits: GroupEdits) -> GroupEdits:
+    """Join each run of edits that put the same number."""
+    joined: list[Edit] = []
+    for key, run in groupby(edits, lambda edit: _key(edit) if isinstance(edit, Put) else None):
+        same = list(run)
+        joined += same if key in (None, _ARRAY) else [_combined(same)]
+    return joined
+
+
+def _key(edit: Edit) -> Hashable:
+    """Return a key that edits have in common if they can be one; None if there are none."""
+    if isinstance(edit, Put):
+        return _operand_key(edit.values)
+    if isinstance(edit, Fill):
+        return _operand_key(edit.value)
+    if isinstance(edit, EditRows):
+        operand = edit.operand
+        return edit.operator, id(operand) if isinstance(operand, np.ndarray) else _operand_key(operand)
+    if isinstance(edit, PutRows):
+        return (id(edit.values),)
+    return None
+
+
+def _combined(same: Sequence[Any]) -> Edit:
+    """Return one edit for several with the same key."""
+    edit = same[0]
+    if len(same) == 1:
+        return edit  # type: ignore[no-any-return]
+    if isinstance(edit, Put):
+        return Put(_joined(each.positions for each in same), _joined_operand([each.values for each in same]))
+    return edit._replace(rows=_joined(each.rows for each in same))  # type: ignore[no-any-return]
+
+
+class _Registers:
+    """Registers of the combined edits.
+
+    Two are combined if each is restored once, in the same layer and with the same arithmetic.
+
+    Args:
+        layers: the edits.
+    """
+
+    def __init__(self, layers: Iterable[Sequence[Edit]]) -> None:
+        self._keys: dict[int, Hashable] = {}  # of registers that are restored
+        self._numbers: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        self._num_registers = 0
+        for number, layer in enumerate(layers):
+            for edit in layer:
+                if isinstance(edit, Restore):
+                    is_first = edit.register not in self._keys
+                    self._keys[edit.register] = (number, _arithmetic_key(edit)) if is_first else None
+
+    def key(self, edit: Save | Restore) -> Hashable:
+        """Return a key that edits of a layer have in common if they can be one; None if there are none."""
+        key = self._keys.get(edit.register)
+        return ("combined", self._numbers[edit.register]) if key is not None and isinstance(edit, Restore) else key
+
+    def save(self, same: Sequence[Save]) -> list[Save]:
+        """Return one edit for several with the same key; none if the register is not restored."""
+        if same[0].register not in self._keys:
+            return []
+        number = self._num_registers
+        self._num_registers += 1
+        for place, edit in enumerate(same):
+            self._numbers[edit.register], self._places[edit.register] = number, place
+        return [Save(_joined(edit.positions for edit in same), number)]
+
+    def restore(self, same: Sequence[Restore]) -> Restore:
+        """Return one edit for several with the same key."""
+        same = sorted(same, key=lambda edit: self._places[edit.register])
+        steps = zip(*(edit.arithmetic for edit in same), strict=True)
+        arithmetic = tuple((step[0][0], _joined_operand([operand for _, operand in step])) for step in steps)
+        positions = _joined(edit.positions for edit in same)
+        return Restore(positions, self._numbers[same[0].register], arithmetic)
+
+
+def _arithmetic_key(edit: Restore) -> Hashable:
+    return tuple((operator, _operand_key(operand)) for operator, operand in edit.arithmetic)
+
+
+def _operand_key(operand: Operand) -> Hashable:
+    """Return the bits of a number, since NaN is not equal to itself, and zeros have signs."""
+    return _ARRAY if isinstance(operand, np.ndarray) else np.float32(operand).tobytes()
+
+
+def _joined_operand(operands: Sequence[Operand]) -> Operand:
+    first = operands[0]
+    return _joined(operands) if isinstance(first, np.ndarray) else first
+
+
+def _joined(arrays: Iterable[Any]) -> Any:
+    parts = list(arrays)
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

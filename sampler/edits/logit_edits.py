@@ -1,0 +1,173 @@
+"""Records edits of logits that do not exist yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .edit_operations import (
+    MOST_TOUCHED,
+    Edit,
+    EditRows,
+    Fill,
+    Floats,
+    Operand,
+    Positions,
+    Put,
+    PutMask,
+    PutRows,
+    Restore,
+    Save,
+    most_edits,
+    same_bits,
+    same_number,
+)
+from .merged_edits import apply_edits
+
+_DTYPE = np.dtype(np.uint32)
+_MOST_JOINED = 4096
+"""Positions from which on the next ones are an edit of their own, so that they need not be copied time and again."""
+
+AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+"""Positions as an author's code has them: integers [n]."""
+AnyOperand: TypeAlias = Operand | torch.Tensor
+"""A number, or float32 [n]."""
+
+
+class EditLog:
+    """Records edits of float32 [num_rows, vocab_size] logits, in order.
+
+    It copies the tensors that it is given: their owner may change them. It does not check them.
+
+    Args:
+        num_rows: rows of the call.
+        vocab_size: width of the logits; the number of positions is below 2**31.
+
+    Attributes:
+        edits: the edits so far.
+    """
+
+    __slots__ = ("_last_vector", "_num_registers", "_num_steps", "_num_touched", "edits", "num_rows", "vocab_size")
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self.num_rows = num_rows
+        self.vocab_size = vocab_size
+        self.edits: list[Edit] = []
+        self._num_registers = 0
+        self._num_steps = 0
+        self._num_touched = 0
+        self._last_vector: Floats | None = None
+
+    def copy(self) -> EditLog:
+        """Return a log with the same edits, to which others may be added."""
+        copy = EditLog(self.num_rows, self.vocab_size)
+        copy.edits = self.edits.copy()
+        copy._take_counts(self)
+        copy._last_vector = self._last_vector
+        return copy
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was recorded."""
+        return not self.edits
+
+    @property
+    def is_full(self) -> bool:
+        """True if the log is too long to be sent."""
+        most_touched = MOST_TOUCHED * self.num_rows * self.vocab_size
+        num_edits = len(self.edits) + self._num_steps
+        return num_edits > most_edits(self.num_rows) or self._num_touched > most_touched
+
+    def put(self, positions: AnyPositions, value: AnyOperand) -> None:
+        """Put one value, or float32 [positions], at positions, int64 [n]."""
+        put = Put(_positions(positions), _operand(value))
+        last = self.edits[-1] if self.edits else None
+        if type(last) is Put and len(last.positions) < _MOST_JOINED and same_number(last.values, put.values):
+            # A processor often forbids tokens one by one.
+            self.edits.pop()
+            put = Put(np.concatenate((last.positions, put.positions)), put.values)
+            self._num_touched -= len(last.positions)
+        self._add(put, len(put.positions))
+
+    def fill(self, rows: Sequence[int], value: float) -> None:
+        """Put a value in whole rows."""
+        self._add(Fill(_positions(rows), value), len(rows) * self.vocab_size)
+
+    def save(self, positions: AnyPositions) -> int:
+        """Copy the values at positions. Return the number of the register that has them."""
+        if len(positions) == 0:
+            return -1  # `restore` ignores it too
+        register = self._num_registers
+        self._num_registers += 1
+        self._add(Save(_positions(positions), register), len(positions))
+        return register
+
+    def restore(
+        self,
+        positions: AnyPositions,
+        register: int,
+        arithmetic: Sequence[tuple[str, AnyOperand]] = (),
+    ) -> None:
+        """Put the values of a register at positions after some arithmetic, see `OPERATORS`.
+
+        Operands are numbers or float32 [positions].
+        """
+        steps = tuple((operator, _operand(operand)) for operator, operand in arithmetic)
+        self._num_steps += len(steps)
+        self._add(Restore(_positions(positions), register, steps), len(positions) * (1 + len(steps)))
+
+    def edit_rows(self, rows: Sequence[int], operator: str, operand: AnyOperand) -> None:
+        """Apply an operator to whole rows; the operand is a number or float32 [vocab]."""
+        own = self._vector(operand) if isinstance(operand, torch.Tensor) else operand
+        self._add(EditRows(_positions(rows), operator, own), len(rows) * self.vocab_size)
+
+    def put_rows(self, rows: Sequence[int], values: torch.Tensor) -> None:
+        """Put the same float32 [vocab] in whole rows."""
+        self._add(PutRows(_positions(rows), self._vector(values)), len(rows) * self.vocab_size)
+
+    def put_mask(self, rows: Sequence[int], mask: torch.Tensor, value: float) -> None:
+        """Put a value where a mask, bool [vocab] for all rows or [rows, vocab], is set."""
+        bits = np.packbits(np.atleast_2d(mask.detach().numpy()), axis=1)
+        self._add(PutMask(_positions(rows), bits, value), len(rows) * self.vocab_size)
+
+    def extend(self, other: EditLog, start: int) -> None:
+        """Add the edits of another log from number `start` on; before that, it has the same edits as this one."""
+        self.edits += other.edits[start:]
+        self._take_counts(other)
+
+    def apply_to(self, logits: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Apply the edits to float32 [num_rows, vocab_size] logits, in place. Return the registers."""
+        return apply_edits(logits, [(range(self.num_rows), self.edits)])[0]
+
+    def _take_counts(self, other: EditLog) -> None:
+        self._num_registers, self._num_steps = other._num_registers, other._num_steps
+        self._num_touched = other._num_touched
+
+    def _vector(self, values: torch.Tensor) -> Floats:
+        """Return a copy of float32 [vocab]; the same one as before if the bits are the same."""
+        vector: Floats = values.detach().numpy()
+        if self._last_vector is None or not same_bits(vector, self._last_vector):
+            self._last_vector = vector.copy()
+        return self._last_vector
+
+    def _add(self, edit: Edit, num_touched: int) -> None:
+        if num_touched:
+            self.edits.append(edit)
+            self._num_touched += num_touched
+
+
+def _positions(numbers: AnyPositions) -> Positions:
+    if isinstance(numbers, torch.Tensor):
+        positions: Positions = numbers.numpy().astype(_DTYPE)
+        return positions
+    return np.array(numbers, _DTYPE)
+
+
+def _operand(value: AnyOperand) -> Operand:
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy().copy()
+    return value

@@ -1,0 +1,263 @@
+"""Applies the edits of many calls to the logits of a batch, with few tensor operations.
+
+The calls have no row in common, so that only the order within each call matters. Their edits are arranged in layers of
+one kind, and each layer is applied to all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from logitship.sampler.device_tensor import copies_to
+
+from .edit_layers import LayerPart, edit_layers
+from .edit_operations import (
+    Edit,
+    EditRows,
+    Fill,
+    Floats,
+    GroupEdits,
+    Operand,
+    Positions,
+    Put,
+    PutMask,
+    PutRows,
+    Restore,
+    Save,
+    same_number,
+)
+
+_Long: TypeAlias = npt.NDArray[np.int64]
+
+_OPERATIONS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "+": torch.Tensor.add_,
+    "-": torch.Tensor.sub_,
+    "*": torch.Tensor.mul_,
+    "/": torch.Tensor.div_,
+    "r-": lambda values, operand: torch.sub(operand, values, out=values),
+}
+
+
+def apply_edits(
+    logits: torch.Tensor, groups: Sequence[tuple[Sequence[int], GroupEdits]]
+) -> list[dict[int, torch.Tensor]]:
+    """Apply the edits of several calls, in place.
+
+    Args:
+        logits: float32 [rows, vocab], contiguous.
+        groups: for each call, the rows of `logits` that are its rows 0, 1, …; and its edits. No row is in two calls.
+
+    Returns:
+        The registers of each call, by number.
+    """
+    target = _Target(logits, len(groups))
+    for layer in edit_layers(groups, target.vocab_size):
+        target.apply(layer)
+    return target.registers
+
+
+def is_cpu(logits: torch.Tensor) -> bool:
+    """Return whether logits are on the CPU, where many small operations cost less than copies."""
+    return logits.is_cpu
+
+
+class _Target:
+    """The logits that layers are applied to, and the registers of the calls.
+
+    Attributes:
+        vocab_size: width of the logits.
+        registers: for each call, the values that its edits saved, by register.
+    """
+
+    def __init__(self, logits: torch.Tensor, num_calls: int) -> None:
+        self._logits = logits
+        # For the few positions of an edit, NumPy takes a fraction of the time that PyTorch takes.
+        self._array = logits.numpy() if is_cpu(logits) else None
+        self.vocab_size: int = logits.shape[-1] if self._array is None else self._array.shape[-1]
+        self.registers: list[dict[int, torch.Tensor]] = [{} for _ in range(num_calls)]
+
+    def apply(self, layer: Sequence[LayerPart]) -> None:
+        """Apply a layer."""
+        edit = layer[0][2]
+        if isinstance(edit, Put):
+            self._put(layer)
+        elif isinstance(edit, Fill):
+            self._fill(layer)
+        elif isinstance(edit, Save):
+            self._save(layer)
+        elif isinstance(edit, Restore):
+            self._restore(layer)
+        else:
+            for _, rows, each in layer:
+                self._edit_rows(rows, each)
+
+    def _put(self, layer: Sequence[Any]) -> None:
+        self._write(self._positions(layer), _joined_values(layer))
+
+    def _fill(self, layer: Iterable[Any]) -> None:
+        rows_of: dict[bytes, list[int]] = {}
+        for _, rows, edit in layer:
+            key = np.float32(edit.value).tobytes()  # NaN is not equal to itself
+            rows_of.setdefault(key, []).extend(_chosen(rows, edit.rows))
+        for key, filled in rows_of.items():
+            value = float(np.frombuffer(key, np.float32)[0])
+            self._rows(sorted(filled), partial(_filled, value))
+
+    def _save(self, layer: Sequence[Any]) -> None:
+        sizes = [len(edit.positions) for _, _, edit in layer]
+        saved = torch.split(self._read(self._positions(layer)), sizes)
+        for (number, _, edit), values in zip(layer, saved, strict=True):
+            self.registers[number][edit.register] = values
+
+    def _restore(self, layer: Sequence[Any]) -> None:
+        parts = []
+        for number, _, edit in layer:
+            values = self.registers[number][edit.register]
+            if edit.arithmetic:
+                values = values.clone()  # it may be restored again
+            for operator, operand in edit.arithmetic:
+                values = _OPERATIONS[operator](values, self._operand(operand))
+            parts.append(values)
+        self._write(self._positions(layer), torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    def _edit_rows(self, rows: Sequence[int], edit: Edit) -> None:
+        assert isinstance(edit, EditRows | PutRows | PutMask)
+        chosen = _chosen(rows, edit.rows)
+        if isinstance(edit, EditRows):
+            operand = self._operand(edit.operand)
+            operation = _OPERATIONS[edit.operator]
+            self._rows(chosen, lambda part, _: operation(part, operand))
+        elif isinstance(edit, PutRows):
+            values = self._to_device(edit.values)
+            self._rows(chosen, lambda part, _: part.copy_(values))
+        elif self._array is not None:
+            kept, put = (bits.expand(len(chosen), -1) for bits in _mask_bits(edit, self.vocab_size))
+            self._rows(chosen, lambda part, places: _put_bits(part, kept[places], put[places]))
+        else:
+            masks = self._mask(edit.bits).expand(len(chosen), -1)
+            value = edit.value
+            self._rows(chosen, lambda part, places: part.masked_fill_(masks[places], value))
+
+    def _rows(self, rows: Sequence[int], change: Callable[[torch.Tensor, slice], torch.Tensor]) -> None:
+        """Change some rows in place.
+
+        Args:
+            rows: the rows of the batch.
+            change: takes some of these rows, and their places among them; changes them in place and returns them.
+        """
+        runs = list(_runs(rows))
+        if len(runs) == 1 or self._array is not None:
+            for places in runs:
+                first = rows[places.start]
+                change(self._logits[first : first + places.stop - places.start], places)
+            return
+        # Few kernels count for more than copies on a GPU.
+        index = self._to_device(np.array(rows, np.int64))
+        self._logits.index_copy_(0, index, change(self._logits.index_select(0, index), slice(0, len(rows))))
+
+    def _mask(self, bits: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """Unpack `numpy.packbits` on the device, bool [rows, vocab]."""
+        packed = self._to_device(bits)
+        weights = self._to_device(np.array([128, 64, 32, 16, 8, 4, 2, 1], np.uint8))
+        return (packed[:, :, None] & weights).ne(0).view(len(bits), -1)[:, : self.vocab_size]
+
+    def _operand(self, operand: Operand) -> torch.Tensor | float:
+        if isinstance(operand, np.ndarray):
+            return self._to_device(operand)
+        # PyTorch divides by a number on a GPU by multiplying with its reciprocal, which rounds twice.
+        return operand if self._array is not None else self._to_device(np.array([operand], np.float32))
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return copies_to(self._logits.device, pin_memory=True)(array)
+
+    def _positions(self, layer: Sequence[Any]) -> _Long:
+        """Return the positions in the batch of those that edits name in the rows of their calls."""
+        positions: _Long = _joined([edit.positions for _, _, edit in layer]).astype(np.int64, copy=False)
+        if all(isinstance(rows, range) for _, rows, _ in layer):
+            starts = [rows[0] * self.vocab_size for _, rows, _ in layer]
+            return positions + _repeated(starts, layer) if any(starts) else positions
+        all_rows = np.array([row for _, rows, _ in layer for row in rows], np.int64)
+        firsts = accumulate((len(rows) for _, rows, _ in layer[:-1]), initial=0)
+        numbers, token_ids = np.divmod(positions, self.vocab_size)
+        numbers += _repeated([*firsts], layer)
+        return all_rows[numbers] * self.vocab_size + token_ids
+
+    def _read(self, positions: _Long) -> torch.Tensor:
+        """Return a copy of the values at positions, float32 [n]."""
+        if self._array is not None:
+            return torch.from_numpy(self._array.take(positions))
+        return self._logits.view(-1).index_select(0, self._to_device(positions))
+
+    def _write(self, positions: _Long, values: Operand | torch.Tensor) -> None:
+        """Put a number, or float32 [n], at positions."""
+        if self._array is not None:
+            self._array.put(positions, values)
+        elif isinstance(values, np.ndarray | torch.Tensor):
+            spread = self._to_device(values) if isinstance(values, np.ndarray) else values
+            self._logits.view(-1).scatter_(0, self._to_device(positions), spread)
+        else:
+            self._logits.view(-1).index_fill_(0, self._to_device(positions), values)
+
+
+def _repeated(numbers: Sequence[int], layer: Sequence[Any]) -> _Long | int:
+    """Return a number for each edit of a layer, as many times as it has positions; one number for one edit."""
+    if len(layer) == 1:
+        return numbers[0]
+    return np.repeat(np.array(numbers, np.int64), [len(edit.positions) for _, _, edit in layer])
+
+
+def _joined_values(layer: Sequence[Any]) -> Operand:
+    """Return the values that a layer puts: one number if all its edits put that."""
+    first: Operand = layer[0][2].values
+    if len(layer) == 1 or all(same_number(edit.values, first) for _, _, edit in layer):
+        return first
+    values: Floats = _joined([_spread(edit.values, len(edit.positions)) for _, _, edit in layer])
+    return values
+
+
+def _chosen(rows: Sequence[int], numbers: Positions) -> list[int]:
+    """Return the rows of the batch with these numbers in the call."""
+    return [rows[number] for number in numbers.tolist()]
+
+
+def _runs(rows: Sequence[int]) -> Iterator[slice]:
+    """Yield the places of rows that follow one another."""
+    start = 0
+    for place in range(1, len(rows) + 1):
+        if place == len(rows) or rows[place] != rows[place - 1] + 1:
+            yield slice(start, place)
+            start = place
+
+
+def _filled(value: float, part: torch.Tensor, _: slice) -> torch.Tensor:
+    return part.fill_(value)
+
+
+def _mask_bits(edit: PutMask, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits of logits that a mask keeps, and those that it sets, int32 [1 or rows, vocab]."""
+    kept = np.unpackbits(edit.bits, axis=1, count=vocab_size).astype(np.int32)
+    kept -= 1  # all ones where the mask is not set
+    put = ~kept
+    put &= np.float32(edit.value).view(np.int32)
+    return torch.from_numpy(kept), torch.from_numpy(put)
+
+
+def _put_bits(part: torch.Tensor, kept: torch.Tensor, put: torch.Tensor) -> torch.Tensor:
+    """Set bits of float32. On a CPU this takes a tenth of the time of `masked_fill_`."""
+    part.view(torch.int32).bitwise_and_(kept).bitwise_or_(put)
+    return part
+
+
+def _spread(values: Operand, count: int) -> Floats:
+    return values if isinstance(values, np.ndarray) else np.full(count, values, np.float32)
+
+
+def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]

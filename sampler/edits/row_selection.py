@@ -1,0 +1,138 @@
+"""Edits of some rows of a call, and what they do to one row whatever its logits are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .edit_operations import (
+    Edit,
+    EditRows,
+    Fill,
+    Floats,
+    GroupEdits,
+    Operand,
+    Positions,
+    Put,
+    PutMask,
+    PutRows,
+    Restore,
+    Save,
+)
+from .merged_edits import apply_edits
+
+_LARGEST_FACTOR = 2.0
+"""Factor that even a full log of edits may multiply a logit with, without its exceeding float32's range."""
+_LARGEST_TERM = 1e30
+"""Number that may be added to a logit without its exceeding float32's range."""
+
+_Chosen = npt.NDArray[np.bool_]
+
+
+def is_row_wise(edits: GroupEdits, vocab_size: int) -> bool:
+    """Return whether no edit takes values from another row."""
+    return all(np.array_equal(saved // vocab_size, restored // vocab_size) for saved, restored in _moved(edits))
+
+
+def _moved(edits: GroupEdits) -> Iterator[tuple[Positions, Positions]]:
+    """Yield the positions that values are taken from, and those that they are put at."""
+    saved = {edit.register: edit.positions for edit in edits if isinstance(edit, Save)}
+    return ((saved[edit.register], edit.positions) for edit in edits if isinstance(edit, Restore))
+
+
+def select_rows(edits: GroupEdits, rows: Sequence[int], num_rows: int, vocab_size: int) -> GroupEdits:
+    """Return the edits of some rows, numbered by their places among them.
+
+    Args:
+        edits: edits that are `is_row_wise`.
+        rows: the rows.
+        num_rows: rows of the call.
+        vocab_size: width of the logits.
+    """
+    place = np.full(num_rows, -1, np.int64)
+    place[list(rows)] = np.arange(len(rows))
+    return list(_selected(edits, place, vocab_size))
+
+
+def _selected(edits: GroupEdits, place: npt.NDArray[np.int64], vocab_size: int) -> Iterator[Edit]:
+    for edit in edits:
+        if isinstance(edit, Put | Save | Restore):
+            numbers, token_ids = np.divmod(edit.positions.astype(np.int64), vocab_size)
+            chosen = place[numbers] >= 0
+            if not chosen.any():
+                continue
+            positions = place[numbers[chosen]] * vocab_size + token_ids[chosen]
+            if isinstance(edit, Put):
+                yield Put(positions, _of(edit.values, chosen))
+            elif isinstance(edit, Save):
+                yield Save(positions, edit.register)
+            else:
+                steps = tuple((operator, _of(operand, chosen)) for operator, operand in edit.arithmetic)
+                yield Restore(positions, edit.register, steps)
+            continue
+        chosen = place[edit.rows] >= 0
+        if not chosen.any():
+            continue
+        rows = place[edit.rows[chosen]]
+        if isinstance(edit, PutMask) and len(edit.bits) > 1:
+            yield PutMask(rows, edit.bits[chosen], edit.value)
+        else:
+            yield edit._replace(rows=rows)
+
+
+def _of(operand: Operand, chosen: _Chosen) -> Operand:
+    return operand[chosen] if isinstance(operand, np.ndarray) else operand
+
+
+def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:
+    """Return whether edits may set all of a row but a few logits to -inf. Fast."""
+    return any(
+        (isinstance(edit, Fill | PutMask) and edit.value == -np.inf)
+        or isinstance(edit, PutRows)
+        or (isinstance(edit, EditRows) and isinstance(edit.operand, np.ndarray))
+        or (isinstance(edit, Put) and len(edit.positions) >= vocab_size - 1)
+        for edit in edits
+    )
+
+
+def finite_tokens(edits: GroupEdits, vocab_size: int) -> tuple[_Chosen, _Chosen] | None:
+    """Return the tokens whose logits edits leave finite: where they were finite, and where they were -inf before.
+
+    Args:
+        edits: the edits of one row.
+        vocab_size: width of the logits.
+
+    Returns:
+        bool [vocab] each; None if some depend on the logits of other tokens, or become NaN or +inf.
+    """
+    if not all(map(_is_bounded, edits)) or not all(np.array_equal(*positions) for positions in _moved(edits)):
+        return None
+    found = []
+    for value in (0.0, -np.inf):
+        logits = torch.full((1, vocab_size), value)
+        apply_edits(logits, [([0], edits)])
+        row: Floats = logits[0].numpy()
+        finite = np.isfinite(row)
+        if not (finite | np.isneginf(row)).all():
+            return None
+        found.append(finite)
+    return found[0], found[1]
+
+
+def _is_bounded(edit: Edit) -> bool:
+    """Return whether an edit keeps finite logits in the range of float32, except those that it makes -inf."""
+    if isinstance(edit, EditRows):
+        return _is_bounded_step(edit.operator, edit.operand)
+    return not isinstance(edit, Restore) or all(_is_bounded_step(*step) for step in edit.arithmetic)
+
+
+def _is_bounded_step(operator: str, operand: Operand) -> bool:
+    size = np.abs(operand)
+    if operator == "*":
+        return bool((size <= _LARGEST_FACTOR).all())
+    if operator == "/":
+        return bool((size >= 1 / _LARGEST_FACTOR).all())
+    return bool(((size < _LARGEST_TERM) | np.isneginf(operand)).all())

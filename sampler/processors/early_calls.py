@@ -1,0 +1,364 @@
+"""Calls that begin before their logits exist, and the tokens that they force.
+
+A call that has recorded edits without a look at the logits shows what it forbids before the forward pass. If it leaves
+one token, the processor can be called for the token after it, and so on: one forward pass then computes all of them.
+
+Guarantees:
+* A processor is called once for each token of a row, in order. It is called ahead only after tokens that are certain.
+* An answer that came early is used for its row and token alone, and is the same as if it had come late.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
+from logitship.sampler.edits.edit_operations import GroupEdits
+from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, may_forbid_most, select_rows
+
+from .deferred_calls import DeferredCalls
+from .executor import CollectEdits, Run, RunOutcome
+from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
+
+LONGEST_WAIT = 0.01
+"""Most seconds of a step to wait for calls before the forward pass, while several sequences run."""
+LONGEST_PAUSE = 64
+"""Most calls of a processor that are not waited for, after one that forced no token."""
+_MOST_KNOWN = 1024
+"""Processors that are known to force tokens. Most of them are never called again."""
+
+CallKey: TypeAlias = tuple[ProcessorUse, int]
+"""A row's use of a processor, and the length of its output at the call."""
+
+
+class _Pause:
+    """Decides which calls of a processor that may force tokens are waited for before the forward pass.
+
+    After each that forces none, more calls are left out, up to `LONGEST_PAUSE`.
+    """
+
+    def __init__(self) -> None:
+        self._pause = self._left = 0
+
+    def is_over(self) -> bool:
+        """Return whether the next call is waited for. Called once for each call."""
+        self._left -= 1
+        return self._left < 0
+
+    def observe(self, *, has_forced: bool) -> None:
+        """Record a call that was waited for."""
+        self._pause = 0 if has_forced else min(2 * self._pause + 1, LONGEST_PAUSE)
+        self._left = self._pause
+
+
+class EarlyCall:
+    """A call of some rows that began before their logits exist.
+
+    Args:
+        group: the rows.
+        run: the call.
+        vocab_size: width of the logits.
+
+    Attributes:
+        has_forced: True if it is known to leave one token of a row.
+    """
+
+    def __init__(self, group: ProcessorGroup, run: Run, vocab_size: int) -> None:
+        self.group = group
+        self.run = run
+        self.has_forced = False
+        self._vocab_size = vocab_size
+        self._places = {member.use: place for place, member in enumerate(group.members)}
+        self._outcome: RunOutcome | None = None
+        self._edited: Sequence[int] = ()
+        self._edits: GroupEdits = ()
+
+    def end_early(self) -> RunOutcome | None:
+        """Take the answer. Return None if it has not come, or the call needs its logits."""
+        if self._outcome is None and not self.run.needs_logits():
+            self._outcome = self.run.finish(self._collect)
+        return self._outcome
+
+    def _collect(self, places: Sequence[int], edits: GroupEdits) -> None:
+        self._edited, self._edits = places, edits
+
+    @property
+    def has_ended(self) -> bool:
+        """True if `end_early` has returned a result."""
+        return self._outcome is not None
+
+    @property
+    def seconds_per_row(self) -> float:
+        """A row's share of the duration; 0 before it has ended."""
+        return self._outcome.seconds / len(self._places) if self._outcome is not None else 0.0
+
+    def restrict(self, use: ProcessorUse, allowed: AllowedTokens) -> None:
+        """Forbid what the call forbids in a row, or leave the row open."""
+        edits = self.edits_of([self._places[use]]) if self._outcome is not None else None
+        found = None if edits is None else finite_tokens(edits, self._vocab_size)
+        if found is None:
+            allowed.leave_open()
+            return
+        finite, again = (each.nonzero()[0].tolist() for each in found)
+        self.has_forced = self.has_forced or len(finite) == 1
+        # Something else may have forbidden tokens before, which it makes possible again.
+        if again and (len(finite) > 1 or again != finite):
+            allowed.leave_open()
+        elif len(finite) < self._vocab_size:
+            allowed.keep_mask(mask_of(finite, self._vocab_size))
+
+    def part(self, group: ProcessorGroup) -> Run:
+        """Return what belongs to some of its rows."""
+        places = [self._places[member.use] for member in group.members]
+        if self._outcome is None and len(places) == len(self._places):
+            return self.run
+        return CallPart(self, places)
+
+    def edits_of(self, places: Sequence[int]) -> GroupEdits | None:
+        """Return the edits of some rows of an ended call.
+
+        Returns:
+            None if a row has a fault, or takes values from others.
+        """
+        if list(places) == list(self._edited):
+            return self._edits
+        if not set(places) <= set(self._edited) or not is_row_wise(self._edits, self._vocab_size):
+            return None
+        numbers = [self._edited.index(place) for place in places]
+        return select_rows(self._edits, numbers, len(self._edited), self._vocab_size)
+
+
+class CallPart:
+    """Some rows of a call. Implements `Run`.
+
+    Either the call has ended early: each part then takes its own edits. Or the sequences of its other rows have ended.
+
+    Args:
+        call: the call.
+        places: places of the rows in the call.
+    """
+
+    def __init__(self, call: EarlyCall, places: Sequence[int]) -> None:
+        self._call = call
+        self._places = places
+        self._logits: torch.Tensor | None = None
+        self._all_logits: torch.Tensor | None = None
+
+    def needs_logits(self) -> bool:
+        """See `Run.needs_logits`."""
+        return self._call.end_early() is None
+
+    def provide(self, logits: torch.Tensor) -> None:
+        """See `Run.provide`. The rows that have ended get zeros."""
+        self._call.run.provide(self._among_all(logits))
+
+    def wait(self, timeout: float) -> bool:
+        """See `Run.wait`."""
+        return self._call.end_early() is not None or self._call.run.wait(timeout)
+
+    def defer(self, logits: torch.Tensor) -> None:
+        """See `Run.defer`."""
+        self._call.run.defer(self._among_all(logits))
+
+    def _among_all(self, logits: torch.Tensor) -> torch.Tensor:
+        self._logits = logits
+        self._all_logits = logits.new_zeros(len(self._call.group.rows), logits.shape[-1])
+        self._all_logits[self._places] = logits
+        return self._all_logits
+
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+        """See `Run.finish`."""
+        if self._all_logits is None:
+            outcome = self._call.end_early()
+            assert outcome is not None
+            self._take_edits(outcome, collect)
+        else:
+            assert self._logits is not None
+            outcome = self._call.run.finish()
+            self._logits.copy_(self._all_logits[self._places])
+        faults = {place: outcome.faults[each] for place, each in enumerate(self._places) if each in outcome.faults}
+        seconds = outcome.seconds * len(self._places) / len(self._call.group.rows)
+        return outcome._replace(seconds=seconds, faults=faults, charged=0.0, occupied=0.0)
+
+    def _take_edits(self, outcome: RunOutcome, collect: CollectEdits | None) -> None:
+        assert collect is not None
+        edited = [place for place, each in enumerate(self._places) if each not in outcome.faults]
+        edits = self._call.edits_of([self._places[place] for place in edited]) if edited else ()
+        assert edits is not None, "rows that depend on one another were separated"
+        if edits:
+            collect(edited, edits)
+
+
+class EarlyCalls:
+    """The early calls of a step. Engine thread only.
+
+    Args:
+        calls: knows how long steps wait.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, calls: DeferredCalls, vocab_size: int) -> None:
+        self._deferred = calls
+        self._vocab_size = vocab_size
+        self._calls: dict[CallKey, EarlyCall] = {}
+        self._open: list[EarlyCall] = []
+        self._allowed: dict[CallKey, AllowedTokens] = {}
+        self._forcing: dict[str, _Pause] = {}
+        self._wait_until: float | None = None
+
+    def begin(self, stage: GroupStage) -> None:
+        """Begin the calls of the first stage of a step."""
+        self._calls.clear()
+        self._allowed.clear()
+        self._wait_until = None
+        for group in stage.groups:
+            if not self._deferred.is_busy(group.processor.group_name):
+                self._begin(group)
+
+    def _begin(self, group: ProcessorGroup) -> EarlyCall | None:
+        run = group.executor_group.promise()
+        if run is None:
+            return None
+        call = EarlyCall(group, run, self._vocab_size)
+        self._calls |= dict.fromkeys(map(_key, group.members), call)
+        self._open.append(call)
+        return call
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if a processor may be busy with a call that belongs to a later token than the next one."""
+        return bool(self._allowed) and bool(self._open)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows whose calls have not ended."""
+        return [row for call in self._open for row in call.group.rows]
+
+    def abandon(self) -> None:
+        """End all calls, because there will be no logits."""
+        self._calls.clear()
+        while self._open:
+            call = self._open.pop()
+            call.run.provide(torch.zeros(len(call.group.rows), self._vocab_size))
+            call.run.finish()
+
+    def is_busy(self, group_name: str) -> bool:
+        """Return whether a processor cannot be called now, because an early call of it has not ended."""
+        return any(call.group.processor.group_name == group_name for call in self._open)
+
+    def split(self, stage: GroupStage) -> GroupStage:
+        """Return a stage whose groups have one early call each, for all of their rows, or none."""
+        groups = [part for group in stage.groups for part in self._parts(group)]
+        return stage if len(groups) == len(stage.groups) else GroupStage(stage.key, groups)
+
+    def _parts(self, group: ProcessorGroup) -> list[ProcessorGroup]:
+        rows: defaultdict[EarlyCall | None, dict[int, int]] = defaultdict(dict)
+        for row, member in zip(group.rows, group.members, strict=True):
+            rows[self._calls.get(_key(member))][row] = row
+        if len(rows) == 1:
+            return [group]
+        return [part for each in rows.values() if (part := group.select(each)) is not None]
+
+    def take(self, group: ProcessorGroup) -> Run | None:
+        """Return what belongs to the rows of a group of `split`; None if they have no early call."""
+        call = self._calls.get(_key(group.members[0]))
+        if call is None:
+            return None
+        for member in group.members:
+            del self._calls[_key(member)]
+        if call in self._open:
+            self._open.remove(call)
+        return call.part(group)
+
+    def skip(self, member: GroupRow) -> float:
+        """Drop the answer for a row's next token, which is certain. Return the row's share of the call's seconds."""
+        call = self._calls.pop(_key(member), None)
+        return call.seconds_per_row if call is not None else 0.0
+
+    def observe(self, group: ProcessorGroup, edits: GroupEdits) -> None:
+        """Learn from the edits of a call whether its processor forces tokens at the moment."""
+        name = group.processor.group_name
+        if not may_forbid_most(edits, self._vocab_size):
+            self._forcing.pop(name, None)
+        elif name not in self._forcing:
+            if len(self._forcing) >= _MOST_KNOWN:
+                self._forcing.clear()
+            self._forcing[name] = _Pause()
+
+    def restrict(self, members: Mapping[GroupRow, AllowedTokens]) -> None:
+        """Forbid what processors that force tokens at the moment do with the next tokens of some rows.
+
+        They are called for tokens that follow certain ones. All other rows are left open.
+
+        Args:
+            members: the allowed tokens of rows that have one shipped processor, which is the first in its stage.
+        """
+        ended = [call for call in self._calls_of(members) if self._is_awaited(call) and self._end(call)]
+        for group in self._groups_ahead(members):
+            call = self._begin(group) if not self.is_busy(group.processor.group_name) else None
+            if call is not None and self._end(call):
+                ended.append(call)
+        for member, allowed in members.items():
+            call = self._calls.get(_key(member))
+            if call is not None and call.has_ended:
+                call.restrict(member.use, allowed)
+                self._allowed[_key(member)] = allowed
+            else:
+                allowed.leave_open()
+        for call in ended:
+            pause = self._forcing.get(call.group.processor.group_name)
+            if pause is not None:
+                pause.observe(has_forced=call.has_forced)
+
+    def _groups_ahead(self, members: Iterable[GroupRow]) -> list[ProcessorGroup]:
+        """Return the groups of rows whose last token was certain, and which have no call for the next one."""
+        groups: defaultdict[ProcessorGroup, dict[int, int]] = defaultdict(dict)
+        for member in members:
+            use, length = _key(member)
+            before = use, length - 1
+            allowed = self._allowed.get(before)
+            is_certain = allowed is not None and allowed.single() == member.output_token_ids[-1]
+            if is_certain and (use, length) not in self._calls and before in self._calls:
+                group = self._calls[before].group
+                row = group.row_of(use)
+                groups[group][row] = row
+        return [ahead for group, rows in groups.items() if (ahead := group.select(rows)) is not None]
+
+    def _calls_of(self, members: Iterable[GroupRow]) -> list[EarlyCall]:
+        """Return the calls of some rows that have not ended."""
+        calls = {self._calls.get(_key(member)) for member in members}
+        return [call for call in self._open if call in calls]
+
+    def _is_awaited(self, call: EarlyCall) -> bool:
+        """Return whether to wait for a call: its processor forces tokens at the moment."""
+        name = call.group.processor.group_name
+        pause = self._forcing.get(name)
+        return pause is not None and not self._deferred.is_slow(name) and pause.is_over()
+
+    def _end(self, call: EarlyCall) -> bool:
+        """Wait for a call for a short time. Return whether it has ended without its logits."""
+        call.run.needs_logits()
+        call.run.wait(self._seconds_left())
+        outcome = call.end_early()
+        if outcome is None:
+            return False
+        self._open.remove(call)
+        self._deferred.patience.charge(call.group.processor.tenant, outcome.occupied)
+        return True
+
+    def _seconds_left(self) -> float:
+        if not self._deferred.patience.is_limited:
+            return math.inf
+        now = time.perf_counter()
+        self._wait_until = self._wait_until or now + LONGEST_WAIT
+        return max(0.0, self._wait_until - now)
+
+
+def _key(member: GroupRow) -> CallKey:
+    return member.use, len(member.output_token_ids)

@@ -1,0 +1,1 @@
+"""Logits that do not exist yet: a tensor whose edits are recorded, and whose values are waited for."""

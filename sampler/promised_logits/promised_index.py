@@ -1,0 +1,320 @@
+"""Indices of promised logits: the positions that an author's index selects, as PyTorch would select them.
+
+Everything here returns None for what it does not know for certain: PyTorch then indexes the real logits, and raises its
+own errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+_INTEGERS = frozenset({int, np.int64})
+_INT_TYPES = (torch.int64, torch.int32)
+_FEW = 8
+"""Values at a mask are recorded by position if it is set for at most one in this many elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Whole rows.
+
+    Attributes:
+        rows: row numbers.
+        is_view: True if PyTorch returns a view of them.
+        is_one: True if the index removes the dimension of rows.
+    """
+
+    rows: Sequence[int]
+    is_view: bool
+    is_one: bool = False
+
+
+class Cells:
+    """Some elements.
+
+    Args:
+        positions: their positions, int64 [n].
+        shape: shape of the result; its elements are the positions in order.
+        is_view: True if PyTorch returns a view of them.
+        maybe_equal: numbers of which one occurs twice if a position does; None if none does.
+    """
+
+    __slots__ = ("_maybe_equal", "is_view", "positions", "shape")
+
+    def __init__(
+        self, positions: Numbers, shape: tuple[int, ...], *, is_view: bool = False, maybe_equal: Numbers | None = None
+    ) -> None:
+        self.positions = positions
+        self.shape = shape
+        self.is_view = is_view
+        self._maybe_equal = maybe_equal
+
+    @property
+    def is_unique(self) -> bool:
+        """True if no position occurs twice."""
+        if self._maybe_equal is not None:
+            if not _are_unique(self._maybe_equal):
+                return False
+            self._maybe_equal = None
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Elements where a mask is set.
+
+    Attributes:
+        mask: bool [vocab] for all rows, or [rows, vocab].
+        is_one: True if the index removes the dimension of rows.
+    """
+
+    rows: Sequence[int]
+    mask: torch.Tensor
+    is_one: bool = False
+
+    def cells(self, vocab_size: int) -> Cells | None:
+        """Return the elements if there are few."""
+        places = self.mask.numpy().reshape(-1).nonzero()[0]
+        starts = _starts(self.rows, vocab_size)
+        if self.mask.ndim == 2:
+            own_rows, columns = np.divmod(places, vocab_size)
+            positions = starts[own_rows] + columns
+        else:
+            positions = starts[:, None] + places
+        if positions.size * _FEW > len(self.rows) * vocab_size:
+            return None
+        shape = (len(places),) if self.is_one or self.mask.ndim == 2 else positions.shape
+        return Cells(positions.reshape(-1), shape)
+
+
+Selection: TypeAlias = Rows | Cells | Mask
+
+
+def select(rows: Sequence[int], is_one: bool, vocab_size: int, index: Any) -> Selection | None:
+    """Return what an index selects; None if that is not certain.
+
+    Args:
+        rows: the rows of the tensor that is indexed.
+        is_one: True if it is one row, [vocab], and not [rows, vocab].
+        vocab_size: number of columns.
+        index: the author's index.
+    """
+    if type(index) is tuple:
+        index = tuple(map(_plain_index, index))
+    elif type(index) is list and not _INTEGERS.issuperset(map(type, index)):
+        return None  # PyTorch may treat it as a tuple
+    else:
+        index = _plain_index(index)
+    if type(index) is tuple:
+        if len(index) == 2 and not is_one:
+            return _select_two(rows, vocab_size, index[0], index[1])
+        if len(index) != 1:
+            return None
+        (index,) = index
+    if is_one:
+        return _cells_of_row(rows[0], vocab_size, index)
+    if _is_mask(index) and index.shape == (len(rows), vocab_size):
+        return Mask(rows, index)
+    return _select_rows(rows, index)
+
+
+def _select_rows(rows: Sequence[int], index: Any) -> Rows | None:
+    if type(index) is int:
+        number = _normalized(index, len(rows))
+        return None if number is None else Rows((rows[number],), is_view=True, is_one=True)
+    if type(index) is slice or index is Ellipsis:
+        part = index if type(index) is slice else slice(None)
+        return Rows(rows[part], is_view=True) if _is_simple(part) else None
+    numbers = _row_numbers(len(rows), index)
+    if numbers is None:
+        return None
+    return Rows([rows[number] for number in numbers], is_view=False)
+
+
+def _row_numbers(num_rows: int, index: Any) -> list[int] | None:
+    """Return the rows that a list or a tensor of numbers or bools selects, each at most once."""
+    if _is_mask(index) and index.shape == (num_rows,):
+        numbers: list[int] = index.nonzero().squeeze(1).tolist()
+        return numbers
+    found = column_numbers(index, num_rows)
+    if found is None:
+        return None
+    numbers = found.tolist()
+    return numbers if len(set(numbers)) == len(numbers) else None
+
+
+def _select_two(rows: Sequence[int], vocab_size: int, first: Any, second: Any) -> Selection | None:
+    if type(second) is slice and second == slice(None):
+        return _select_rows(rows, first)
+    if type(first) is int:
+        number = _normalized(first, len(rows))
+        return None if number is None else _cells_of_row(rows[number], vocab_size, second)
+    if type(first) is slice or first is Ellipsis:
+        part = first if type(first) is slice else slice(None)
+        return _cells_of_rows(rows[part], vocab_size, second) if _is_simple(part) else None
+    if type(second) is int:
+        column = _normalized(second, vocab_size)
+        numbers = column_numbers(first, len(rows))
+        if column is None or numbers is None:
+            return None
+        positions = _starts(rows, vocab_size)[numbers] + column
+        return Cells(positions, positions.shape, maybe_equal=positions)
+    return _select_pairs(rows, vocab_size, first, second)
+
+
+def _select_pairs(rows: Sequence[int], vocab_size: int, first: Any, second: Any) -> Cells | None:
+    """Select the elements at pairs of row and column, two lists or tensors that are broadcast."""
+    row_numbers, columns = grid_numbers(first, len(rows)), grid_numbers(second, vocab_size)
+    if row_numbers is None or columns is None:
+        return None
+    try:
+        positions = _starts(rows, vocab_size)[row_numbers] + columns
+    except ValueError:  # PyTorch raises its own error
+        return None
+    flat = positions.reshape(-1)
+    return Cells(flat, positions.shape, maybe_equal=flat)
+
+
+def _cells_of_row(row: int, vocab_size: int, index: Any) -> Selection | None:
+    start = row * vocab_size
+    if type(index) is int:
+        column = _normalized(index, vocab_size)
+        return None if column is None else Cells(np.array([start + column]), (), is_view=True)
+    if type(index) is slice or index is Ellipsis:
+        part = index if type(index) is slice else slice(None)
+        if not _is_simple(part):
+            return None
+        if part == slice(None):
+            return Rows((row,), is_view=True, is_one=True)
+        selected = np.arange(*part.indices(vocab_size))
+        return Cells(selected + start, selected.shape, is_view=True)
+    if _is_mask(index):
+        return Mask((row,), index, is_one=True) if index.shape == (vocab_size,) else None
+    columns = column_numbers(index, vocab_size)
+    if columns is None:
+        return None
+    return Cells(columns + start, columns.shape, maybe_equal=columns)
+
+
+def _cells_of_rows(rows: Sequence[int], vocab_size: int, index: Any) -> Selection | None:
+    if len(rows) == 0:
+        return None
+    starts = _starts(rows, vocab_size)
+    if type(index) is int:
+        column = _normalized(index, vocab_size)
+        return None if column is None else Cells(starts + column, starts.shape, is_view=True)
+    if type(index) is slice:
+        if not _is_simple(index):
+            return None
+        columns = np.arange(*index.indices(vocab_size))
+    elif _is_mask(index):
+        return Mask(rows, index) if index.shape == (vocab_size,) else None
+    else:
+        found = column_numbers(index, vocab_size)
+        if found is None:
+            return None
+        columns = found
+    positions = starts[:, None] + columns
+    return Cells(positions.reshape(-1), positions.shape, is_view=type(index) is slice, maybe_equal=columns)
+
+
+def cells_in_rows(rows: Sequence[int], vocab_size: int, index: torch.Tensor) -> Cells | None:
+    """Return the elements with these column numbers, int64 [n] for one row or [rows, n]; no number is negative."""
+    columns = index.numpy()
+    if not _are_below(columns, vocab_size):
+        return None
+    starts = _starts(rows, vocab_size)
+    positions = starts + columns if columns.ndim == 1 else starts[:, None] + columns
+    flat = positions.reshape(-1)
+    return Cells(flat, positions.shape, maybe_equal=flat)
+
+
+def column_numbers(index: Any, size: int) -> Numbers | None:
+    """Return the numbers below `size` in a list or a one-dimensional tensor of them; None if it is anything else."""
+    numbers = grid_numbers(index, size)
+    return numbers if numbers is not None and numbers.ndim == 1 else None
+
+
+def grid_numbers(index: Any, size: int) -> Numbers | None:
+    """Return the numbers below `size` in a list, or in a tensor or array of any shape; None if it is anything else."""
+    if type(index) in (list, tuple, range):
+        if not _INTEGERS.issuperset(map(type, index)):
+            index = [each.item() if _is_number(each) else each for each in index]
+            if not _INTEGERS.issuperset(map(type, index)):
+                return None
+        try:
+            numbers = np.array(index, np.int64)
+        except OverflowError:
+            return None
+    elif _is_plain(index) and index.dtype in _INT_TYPES:
+        numbers = index.numpy()
+        if numbers.dtype != np.int64:
+            numbers = numbers.astype(np.int64)
+    elif type(index) is np.ndarray and index.dtype in (np.int64, np.int32) and index.ndim > 0:
+        numbers = index.astype(np.int64)
+    else:
+        return None
+    if numbers.ndim == 0:
+        return None
+    if _are_below(numbers, size):
+        return numbers
+    numbers = np.where(numbers < 0, numbers + size, numbers)
+    return numbers if _are_below(numbers, size) else None
+
+
+def _are_below(numbers: Numbers, size: int) -> bool:
+    """Return whether all numbers are below `size`, and none is negative."""
+    return numbers.size == 0 or int(numbers.view(np.uint64).max()) < size  # a negative one is very large
+
+
+def _plain_index(index: Any) -> Any:
+    """Return the number that stands for one of NumPy's or a tensor, which PyTorch treats in the same way."""
+    if type(index) is np.int64 or _is_number(index):
+        return int(index)
+    return index
+
+
+def _is_number(index: Any) -> bool:
+    return type(index) is torch.Tensor and index.ndim == 0 and index.dtype in _INT_TYPES and _is_plain(index)
+
+
+def _normalized(number: int, size: int) -> int | None:
+    if -size <= number < size:
+        return number % size
+    return None
+
+
+def _is_simple(part: slice) -> bool:
+    """Return whether PyTorch accepts a slice: steps are positive, bounds are plain."""
+    return all(bound is None or type(bound) is int for bound in (part.start, part.stop)) and (
+        part.step is None or (type(part.step) is int and part.step > 0)
+    )
+
+
+def _is_plain(index: Any) -> bool:
+    return type(index) is torch.Tensor and index.is_cpu and index.layout is torch.strided
+
+
+def _is_mask(index: Any) -> bool:
+    return type(index) is torch.Tensor and index.dtype is torch.bool and _is_plain(index)
+
+
+def _starts(rows: Sequence[int], vocab_size: int) -> Numbers:
+    return np.array(rows, np.int64) * vocab_size
+
+
+def _are_unique(numbers: Numbers) -> bool:
+    if len(numbers) < 2:
+        return True
+    if len(numbers) <= 64:
+        return len(set(numbers.tolist())) == len(numbers)
+    ordered = np.sort(numbers)
+    return not bool((ordered[1:] == ordered[:-1]).any())

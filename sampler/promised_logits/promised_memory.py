@@ -1,0 +1,106 @@
+"""The values of promised logits: an edit log until they are read, a tensor afterwards."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from logitship.sampler.edits.logit_edits import EditLog
+
+
+class Source:
+    """The logits of one call, which are fetched once if somebody reads them.
+
+    Args:
+        num_rows, vocab_size: their shape.
+        fetch: waits for them; returns float32 [num_rows, vocab_size], which the author's code may edit.
+
+    Attributes:
+        was_read: True if they were fetched.
+        tensors: all tensors that the author's code was given.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, fetch: Callable[[], torch.Tensor]) -> None:
+        self.num_rows = num_rows
+        self.vocab_size = vocab_size
+        self.was_read = False
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
+        self._fetch = fetch
+        self._lock = threading.RLock()
+        self._memories: list[weakref.ref[Memory]] = []
+        self._is_over = False
+
+    def add(self, memory: Memory) -> None:
+        """Add a memory whose values depend on the logits."""
+        self._memories.append(weakref.ref(memory))
+
+    def read(self) -> None:
+        """Fetch the logits, and compute the values of all memories."""
+        with self._lock:
+            if self.was_read:
+                return
+            if self._is_over:
+                raise RuntimeError("logits of an earlier step were used, whose values no longer exist")
+            logits = self._fetch()
+            self.was_read = True
+            memories = [memory for ref in self._memories if (memory := ref()) is not None]
+            # Copies first: the edits of the logits themselves are applied in place.
+            for memory in memories:
+                memory.values = logits if memory.is_original else logits.clone()
+            for memory in memories:
+                assert memory.values is not None
+                memory.registers = memory.log.apply_to(memory.values)
+
+    def end(self) -> None:
+        """End the call: nothing can be fetched any more."""
+        with self._lock:
+            self._is_over = True
+
+
+class Memory:
+    """Values that the edits in a log give to logits.
+
+    Args:
+        source: the logits.
+        log: the edits; None: none, of the logits themselves and not of a copy.
+
+    Attributes:
+        log: the edits so far, until the values exist.
+        values: float32 [num_rows, vocab_size]; None until somebody reads them.
+        registers: the values that the log saved, once they exist.
+        base, base_length: for a copy, or a copy of a copy, the memory that it was copied from, and how many edits that
+            had.
+    """
+
+    __slots__ = ("__weakref__", "base", "base_length", "is_original", "log", "registers", "source", "values")
+
+    def __init__(self, source: Source, base: Memory | None = None) -> None:
+        self.source = source
+        self.is_original = base is None
+        self.log: EditLog = EditLog(source.num_rows, source.vocab_size) if base is None else base.log.copy()
+        self.base, self.base_length = base, 0 if base is None else len(base.log.edits)
+        if base is not None and base.base is not None:
+            self.base, self.base_length = base.base, base.base_length
+        self.values: torch.Tensor | None = None
+        self.registers: dict[int, torch.Tensor] = {}
+        source.add(self)
+
+    @property
+    def is_pending(self) -> bool:
+        """True until the values exist."""
+        return self.values is None
+
+    def read(self) -> torch.Tensor:
+        """Return the values, float32 [num_rows, vocab_size]."""
+        if self.values is None:
+            self.source.read()
+            assert self.values is not None
+        return self.values
+
+    def limit(self) -> None:
+        """Read the values if the log has become too long to be sent."""
+        if self.log.is_full:
+            self.source.read()

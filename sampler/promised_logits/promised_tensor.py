@@ -1,0 +1,162 @@
+"""The tensor that stands for promised logits, and the way of each operation on it: recorded, or on the real logits."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from .promised_values import State
+
+RecordOperation: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+"""Records an operation with these arguments, and returns its result; NotImplemented if it cannot be recorded."""
+
+RECORDED_OPERATIONS: dict[Callable[..., Any], RecordOperation] = {}
+"""Operations that are recorded, see `recorded_operations`. An operation that is not here uses the values."""
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class PromisedLogits(torch.Tensor):
+    """Logits of a call, or what was computed from them, that need not exist yet.
+
+    It has a shape but no storage. PyTorch calls `__torch_function__` for all its operations, the methods here for the
+    most frequent ones.
+    """
+
+    promised_state: State
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """See `torch.Tensor.__setitem__`."""
+        if not self.promised_state.put(index, unwrapped(value)):
+            call_real(torch.Tensor.__setitem__, (self, index, value), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        """See `torch.Tensor.__iter__`."""
+        states = self.promised_state.split()
+        if states is None:
+            real: torch.Tensor = self.promised_state.real
+            return iter(real)
+        return iter([wrap(state) for state in states])
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]  # some compare it
+        """The class of ordinary tensors."""
+        return torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Shape, which is known."""
+        state = self.promised_state
+        return state.shape if state.made is None else state.made.shape
+
+    @shape.setter
+    def shape(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        torch.Tensor.shape.__set__(self, value)  # type: ignore[attr-defined]  # raises
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise what an ordinary tensor raises."""
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'", name=name, obj=self)
+
+    def __len__(self) -> int:
+        """Return the first dimension."""
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record the operation if possible, else make it on the real logits."""
+        kwargs = kwargs or {}
+        if func in _METADATA and args and has_known_layout(args[0]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        record = RECORDED_OPERATIONS.get(func)
+        if record is not None:
+            outcome = record(args, kwargs)
+            if outcome is not NotImplemented:
+                return outcome
+        return call_real(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Make an operation that did not go through `__torch_function__` on the real logits."""
+        return call_real(func, args, kwargs or {})
+
+
+PromisedLogits.__name__ = PromisedLogits.__qualname__ = "Tensor"  # which Python's errors name
+
+
+def wrap(state: State) -> PromisedLogits:
+    """Return a tensor that stands for a state."""
+    tensor: PromisedLogits = _make_wrapper(PromisedLogits, state.shape, dtype=torch.float32)
+    tensor.promised_state = state
+    state.memory.source.tensors.append(weakref.ref(tensor))
+    return tensor
+
+
+def has_known_layout(tensor: Any) -> bool:
+    """Return whether this is a promised tensor whose strides, and all else but its values, are those of its wrapper."""
+    return type(tensor) is PromisedLogits and tensor.promised_state.made is None and tensor.promised_state.is_contiguous
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the state of a promised tensor, and any other value as it is."""
+    return value.promised_state if type(value) is PromisedLogits else value
+
+
+def call_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with the real tensors. Where it returns one of these, return what stood for it."""
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def real(value: Any) -> Any:
+        kind = type(value)
+        if kind is PromisedLogits:
+            tensor = value.promised_state.real
+            replaced[id(tensor)] = tensor, value
+            return tensor
+        if kind is tuple or kind is list:
+            return kind(map(real, value))
+        if kind is dict:
+            return {key: real(each) for key, each in value.items()}
+        if kind is slice:
+            return slice(real(value.start), real(value.stop), real(value.step))
+        return value
+
+    result = func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
+    if id(result) in replaced:
+        return replaced[id(result)][1]
+    return result
+
+
+_METADATA = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.stride,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_floating_point,
+    torch.is_floating_point,
+    torch.numel,
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.get_device,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+}
+"""Operations that need no values: the wrapper has the shape, the strides, the dtype and the device of the logits."""

@@ -1,0 +1,417 @@
+"""The things that promised tensors stand for: rows of logits, some of their elements, or values copied from them.
+
+Every method that returns None or False has done nothing: the operation is then made on the real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from logitship.sampler.edits.edit_operations import Operand
+
+from .promised_index import Cells, Mask, Rows, select
+from .promised_memory import Memory
+from .promised_operands import DenseOperand, is_plain, operand_of, scalar_of
+
+_FEW = 32
+"""A mask is recorded as positions if it is set for at most one in this many elements."""
+
+
+class LogitsView:
+    """Rows of a memory: [rows, vocab], or [vocab] if `is_one`.
+
+    Attributes:
+        memory: has their values.
+        rows: their numbers, without gaps or with a constant step.
+        is_one: True if it is one row without a dimension of rows.
+        made: the tensor that it stands for, once somebody used it.
+    """
+
+    __slots__ = ("is_one", "made", "memory", "rows", "shape")
+
+    def __init__(self, memory: Memory, rows: range, is_one: bool) -> None:
+        self.memory = memory
+        self.rows = rows
+        self.is_one = is_one
+        vocab_size = memory.source.vocab_size
+        self.shape = torch.Size((vocab_size,) if is_one else (len(rows), vocab_size))
+        self.made: torch.Tensor | None = None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if there is nothing between its elements."""
+        return self.rows.step == 1 or len(self.rows) < 2
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has all rows in order."""
+        return not self.is_one and self.rows == range(self.memory.source.num_rows)
+
+    @property
+    def real(self) -> torch.Tensor:
+        """The tensor that it stands for. Waits for the logits."""
+        if self.made is None:
+            values = self.memory.read()
+            if self.is_one:
+                self.made = values[self.rows[0]]
+            elif self.is_whole:
+                self.made = values.detach()  # authors may change its shape in place, while there are other views
+            else:
+                self.made = values[self.rows.start : self.rows.stop : self.rows.step]
+        return self.made
+
+    def alias(self) -> LogitsView | None:
+        """Return another view of the same rows."""
+        return LogitsView(self.memory, self.rows, self.is_one) if self.memory.is_pending else None
+
+    def split(self) -> list[State] | None:
+        """Return its rows."""
+        if self.is_one or not self.memory.is_pending:
+            return None
+        return [LogitsView(self.memory, self.rows[at : at + 1], is_one=True) for at in range(len(self.rows))]
+
+    def get(self, index: Any) -> State | None:
+        """Return what an index selects."""
+        if not self.memory.is_pending:
+            return None
+        vocab_size = self.memory.source.vocab_size
+        chosen = select(self.rows, self.is_one, vocab_size, index)
+        if isinstance(chosen, Rows):
+            return self._rows_at(chosen)
+        if isinstance(chosen, Mask):
+            chosen = chosen.cells(vocab_size)
+        if chosen is None:
+            return None
+        return CellView(self, index, chosen) if chosen.is_view else Values.saved(self.memory, chosen)
+
+    def _rows_at(self, chosen: Rows) -> State | None:
+        if chosen.is_view and isinstance(chosen.rows, range):
+            return LogitsView(self.memory, chosen.rows, chosen.is_one)
+        if chosen.is_one:
+            row = chosen.rows[0]
+            return LogitsView(self.memory, range(row, row + 1), is_one=True)
+        return None
+
+    def put(self, index: Any, value: Any) -> bool:
+        """Assign to what an index selects."""
+        memory = self.memory
+        if not memory.is_pending:
+            return False
+        chosen = select(self.rows, self.is_one, memory.source.vocab_size, index)
+        if chosen is None:
+            return False
+        if isinstance(chosen, Rows):
+            shape = (len(chosen.rows), memory.source.vocab_size)
+            return self.put_rows(chosen.rows, shape[1:] if chosen.is_one else shape, value)
+        number = scalar_of(value)
+        if isinstance(chosen, Mask):
+            if number is not None:
+                return put_mask(memory, chosen.rows, chosen.mask, number)
+            chosen = chosen.cells(memory.source.vocab_size)
+        return chosen is not None and put_cells(memory, chosen, value, number)
+
+    def put_rows(self, rows: Sequence[int], shape: tuple[int, ...], value: Any) -> bool:
+        """Assign to whole rows; `shape` is that of the destination."""
+        memory = self.memory
+        number = scalar_of(value)
+        if number is not None:
+            memory.log.fill(rows, number)
+        elif isinstance(value, LogitsView):
+            return self._put_promised(rows, shape, value)
+        else:
+            if is_plain(value, torch.float32) and value.ndim == len(shape) + 1 and len(value) == 1:
+                value = value[0]
+            operand = DenseOperand.of(value, rows, shape)
+            if operand is None:
+                return False
+            operand.put(memory.log)
+        memory.limit()
+        return True
+
+    def _put_promised(self, rows: Sequence[int], shape: tuple[int, ...], value: LogitsView) -> bool:
+        """Assign promised rows to the same rows: themselves, or what was computed from them since."""
+        if tuple(value.rows) != tuple(rows) or tuple(value.shape) != shape:
+            return False
+        memory, other = self.memory, value.memory
+        if other is memory:
+            return True
+        start = other.base_length
+        if other.base is not memory or len(memory.log.edits) != start or not other.is_pending:
+            return False
+        if start and memory.log.edits[-1] is not other.log.edits[start - 1]:
+            return False
+        touched = (edit.touched(memory.source.vocab_size) for edit in other.log.edits[start:])
+        if not all(set(range(part.start, part.stop)) <= set(rows) for part in touched):
+            return False
+        memory.log.extend(other.log, start)
+        memory.limit()
+        return True
+
+    def copy(self) -> LogitsView | None:
+        """Return a copy with values of its own."""
+        if not self.memory.is_pending:
+            return None
+        return LogitsView(Memory(self.memory.source, self.memory), self.rows, self.is_one)
+
+    def calculate(self, operator: str, operand: Any) -> bool:
+        """Apply an operator to all elements, in place."""
+        memory = self.memory
+        if not memory.is_pending or not self.rows:
+            return False
+        number = scalar_of(operand)
+        if number is not None:
+            memory.log.edit_rows(self.rows, operator, number)
+        else:
+            dense = DenseOperand.of(operand, self.rows, tuple(self.shape))
+            if dense is None:
+                return False
+            dense.calculate(memory.log, operator)
+        memory.limit()
+        return True
+
+    def fill_mask(self, mask: Any, value: Any) -> bool:
+        """Put a value where a mask is set, in place."""
+        memory = self.memory
+        number = scalar_of(value)
+        if not memory.is_pending or number is None or not is_plain(mask, torch.bool):
+            return False
+        vocab_size = memory.source.vocab_size
+        if mask.shape == (len(self.rows), 1) and not self.is_one:
+            chosen = [row for row, is_set in zip(self.rows, mask.squeeze(1).tolist(), strict=True) if is_set]
+            memory.log.fill(chosen, number)
+            memory.limit()
+            return True
+        if mask.shape == (1, vocab_size) and not self.is_one:
+            mask = mask[0]
+        if mask.shape not in ((vocab_size,), tuple(self.shape)):
+            return False
+        return put_mask(memory, self.rows, mask, number)
+
+
+class CellView:
+    """Some elements of a view, in the same memory: `logits[0, 5]`, `logits[:, 5]`, `logits[0, 3:9]`."""
+
+    __slots__ = ("_cells", "_index", "_parent", "made", "memory", "shape")
+
+    is_contiguous = False  # not known
+
+    def __init__(self, parent: LogitsView, index: Any, cells: Cells) -> None:
+        self.memory = parent.memory
+        self.shape = torch.Size(cells.shape)
+        self._parent = parent
+        self._index = index
+        self._cells = cells
+        self.made: torch.Tensor | None = None
+
+    @property
+    def real(self) -> torch.Tensor:
+        """The tensor that it stands for. Waits for the logits."""
+        if self.made is None:
+            self.made = self._parent.real[self._index]
+        return self.made
+
+    def alias(self) -> None:
+        """Return None: other views of it are not recorded."""
+
+    def split(self) -> None:
+        """Return None: its elements have no states of their own."""
+
+    def get(self, index: Any) -> None:
+        """Return None: its elements have no states of their own."""
+
+    def put(self, index: Any, value: Any) -> bool:
+        """Assign to all elements."""
+        is_all = index is Ellipsis or (type(index) is slice and index == slice(None))
+        if not self.memory.is_pending or not is_all:
+            return False
+        return put_cells(self.memory, self._cells, value, scalar_of(value))
+
+    def is_same(self, cells: Cells) -> bool:
+        """Return whether these are its elements."""
+        return self._cells.shape == cells.shape and np.array_equal(self._cells.positions, cells.positions)
+
+    def copy(self) -> Values | None:
+        """Return a copy with values of its own."""
+        return Values.saved(self.memory, self._cells) if self.memory.is_pending else None
+
+    def calculate(self, operator: str, operand: Any) -> bool:
+        """Apply an operator to all elements, in place."""
+        if not self.memory.is_pending:
+            return False
+        step = operand_of(operand, tuple(self.shape))
+        if step is None:
+            return False
+        log = self.memory.log
+        positions = self._cells.positions
+        log.restore(positions, log.save(positions), [(operator, step)])
+        self.memory.limit()
+        return True
+
+    def fill_mask(self, mask: Any, value: Any) -> bool:
+        """Return False: such masks are not recorded."""
+        return False
+
+
+class Values:
+    """Values copied from a memory, and what was computed from them.
+
+    Args:
+        memory: the memory.
+        register: number of the register that has the values of `cells`, of each position once.
+        cells: their positions.
+        arithmetic: what was computed, see `OPERATORS`.
+    """
+
+    __slots__ = ("_arithmetic", "_cells", "_register", "made", "memory", "shape")
+
+    is_contiguous = True
+
+    def __init__(
+        self, memory: Memory, register: int, cells: Cells, arithmetic: tuple[tuple[str, Operand], ...] = ()
+    ) -> None:
+        self.memory = memory
+        self.shape = torch.Size(cells.shape)
+        self._register = register
+        self._cells = cells
+        self._arithmetic = arithmetic
+        self.made: torch.Tensor | None = None
+
+    @classmethod
+    def saved(cls, memory: Memory, cells: Cells) -> Values:
+        """Copy elements of a memory."""
+        positions = cells.positions if cells.is_unique else np.unique(cells.positions)
+        values = cls(memory, memory.log.save(positions), cells)
+        memory.limit()
+        return values
+
+    @property
+    def real(self) -> torch.Tensor:
+        """The tensor that it stands for. Waits for the logits."""
+        if self.made is None:
+            self.memory.read()
+            positions = self._cells.positions
+            if len(positions) == 0:
+                values = torch.empty(0)
+            elif self._cells.is_unique:
+                values = self.memory.registers[self._register].clone()
+            else:
+                inverse = np.unique(positions, return_inverse=True)[1]
+                values = self.memory.registers[self._register][torch.from_numpy(inverse)]
+            for operator, operand in self._arithmetic:
+                values = calculated(values, operator, operand)
+            self.made = values.view(self.shape)
+        return self.made
+
+    def alias(self) -> None:
+        """Return None: other views of it are not recorded."""
+
+    def split(self) -> None:
+        """Return None: its elements have no states of their own."""
+
+    def get(self, index: Any) -> None:
+        """Return None: its elements have no states of their own."""
+
+    def put(self, index: Any, value: Any) -> bool:
+        """Return False: assignments to elements are not recorded."""
+        return False
+
+    def copy(self) -> Values | None:
+        """Return a copy."""
+        if self.made is not None:
+            return None
+        return Values(self.memory, self._register, self._cells, self._arithmetic)
+
+    def calculate(self, operator: str, operand: Any) -> bool:
+        """Apply an operator to all elements, in place."""
+        if self.made is not None:
+            return False
+        step = operand_of(operand, tuple(self.shape))
+        if step is None or (isinstance(step, torch.Tensor) and not self._cells.is_unique):
+            return False
+        value = step.detach().numpy().copy() if isinstance(step, torch.Tensor) else step
+        self._arithmetic = (*self._arithmetic, (operator, value))
+        return True
+
+    def fill_mask(self, mask: Any, value: Any) -> bool:
+        """Return False: such masks are not recorded."""
+        return False
+
+    def restore(self, memory: Memory, cells: Cells) -> bool:
+        """Put the values at positions of their memory."""
+        if memory is not self.memory or self.made is not None or tuple(self.shape) != cells.shape:
+            return False
+        positions = cells.positions
+        if not self._cells.is_unique:
+            # Several values for a position are the same, if they go back to where they are from.
+            if not np.array_equal(positions, self._cells.positions):
+                return False
+            positions = np.unique(positions)
+        elif not cells.is_unique:
+            return False
+        memory.log.restore(positions, self._register, self._arithmetic)
+        memory.limit()
+        return True
+
+
+State: TypeAlias = LogitsView | CellView | Values
+
+
+def cells_of(state: State, index: Any) -> Cells | None:
+    """Return the elements of logits that an index selects; None if it is not certain, or selects anything else."""
+    if not isinstance(state, LogitsView) or not state.memory.is_pending:
+        return None
+    chosen = select(state.rows, state.is_one, state.memory.source.vocab_size, index)
+    return chosen if isinstance(chosen, Cells) else None
+
+
+def put_cells(memory: Memory, cells: Cells, value: Any, number: float | None) -> bool:
+    """Assign a number, a tensor or promised values to elements."""
+    if number is not None:
+        memory.log.put(cells.positions, number)
+    elif isinstance(value, Values):
+        return value.restore(memory, cells)
+    elif isinstance(value, CellView):
+        return value.memory is memory and value.is_same(cells)
+    else:
+        spread = operand_of(value, cells.shape)
+        if not isinstance(spread, torch.Tensor) or not cells.is_unique:
+            return False
+        memory.log.put(cells.positions, spread)
+    memory.limit()
+    return True
+
+
+def put_mask(memory: Memory, rows: Sequence[int], mask: torch.Tensor, number: float) -> bool:
+    """Put a number where a mask, bool [vocab] or [rows, vocab], is set."""
+    if mask.ndim == 2 and len(rows) == 1:
+        mask = mask[0]
+    bits = mask.numpy()
+    if np.count_nonzero(bits) * _FEW <= bits.size:
+        vocab_size = memory.source.vocab_size
+        starts = np.array(rows, np.int64) * vocab_size
+        if bits.ndim == 1:
+            positions = (starts[:, None] + bits.nonzero()[0]).reshape(-1)
+        else:
+            own_rows, columns = bits.nonzero()
+            positions = starts[own_rows] + columns
+        memory.log.put(positions, number)
+    else:
+        memory.log.put_mask(rows, mask, number)
+    memory.limit()
+    return True
+
+
+def calculated(values: torch.Tensor, operator: str, operand: Operand) -> torch.Tensor:
+    """Apply an operator to values, as `merged_edits` does."""
+    other = torch.from_numpy(operand) if isinstance(operand, np.ndarray) else operand
+    if operator == "+":
+        return values + other
+    if operator == "-":
+        return values - other
+    if operator == "*":
+        return values * other
+    return values / other if operator == "/" else other - values

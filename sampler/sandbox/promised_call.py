@@ -1,0 +1,60 @@
+"""A call of a processor in its sandbox, before its logits exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from logitship.sampler.author_code.calls import call, guard, take_over
+from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.promised_logits.promise import Promise
+
+
+class PromisedCall:
+    """The promised logits of a call, and what became of them.
+
+    Args:
+        logits: float32 [rows, vocab], the shared memory; the rows are there once `receive` has returned.
+        receive: waits for the rows.
+
+    Attributes:
+        is_received: True if the rows were received, because the processor used their values. They are then edited in
+            place, as in a call without promises.
+        edits: edits of a call that used no value; None if the shared memory has the result.
+        dense_reason: why later calls of this processor need their logits from the beginning; "" if they do not.
+    """
+
+    def __init__(self, logits: torch.Tensor, receive: Callable[[], None]) -> None:
+        self._logits = logits
+        self._receive = receive
+        self.is_received = False
+        self.edits: EditLog | None = None
+        self.dense_reason = ""
+
+    def edit(self, function: Callable[[torch.Tensor], object], *, name: str, shipped_class: type) -> None:
+        """Call an author's function on the promised logits. See `author_code.calls.edit`.
+
+        Raises:
+            ProcessorFault: the function raised, or did not return a float tensor of the right shape.
+        """
+        guard(lambda: self._edit(function), name=name, shipped_class=shipped_class, in_sandbox=True)
+
+    def _edit(self, function: Callable[[torch.Tensor], object]) -> None:
+        promise = Promise(len(self._logits), self._logits.shape[-1], self._fetch)
+        try:
+            result = promise.conclude(call(function, promise.take()))
+        finally:
+            promise.end()  # an exception ends the call too
+        if promise.is_kept:
+            self.dense_reason = "it keeps a reference to its logits"
+        if isinstance(result, EditLog):
+            self.edits = result
+        else:
+            take_over(result, self._logits)
+
+    def _fetch(self) -> torch.Tensor:
+        self._receive()
+        self.is_received = True
+        # Another tensor on the same memory: changes of its shape, dtype or gradient do not affect `logits`.
+        return self._logits.detach()

@@ -1,0 +1,48 @@
+"""From faulthandler's dump of the stack of a process that gave no answer to a traceback for the author.
+
+The dump comes from the sandbox: it may be anything. A line of it that has not the form of a frame is dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from logitship.client.author_errors import LONGEST_TEXT, is_machinery, is_shipped_source
+from logitship.client.scrub import scrub
+
+_LONGEST_DUMP = 1 << 14
+_MOST_FRAMES = 20
+_LONGEST_LINE = 200
+_FRAME = re.compile(r'  File "([^"\n]{1,500})", line (\d{1,7}) in ([^\n]{1,200})')
+_ADVICE = (
+    "TimeoutError: it was here when its time was over. Is there a loop that does not end, or work for each token of "
+    "the vocabulary that need not be done in each call? The server's limits are sandbox_step_timeout, "
+    "sandbox_first_step_timeout and sandbox_load_timeout."
+)
+
+
+def traceback_of(dump: bytes, source: Sequence[str]) -> str:
+    """Return where the author's code was, in the form of a traceback.
+
+    Args:
+        dump: what `faulthandler` wrote, the innermost frame first.
+        source: lines of the processor's source, if it is known.
+
+    Returns:
+        At most `LONGEST_TEXT` characters; "" if the dump has no frame of the author's code.
+    """
+    text = dump[:_LONGEST_DUMP].decode("ascii", errors="replace")
+    frames = [match.groups() for match in map(_FRAME.fullmatch, text.splitlines()) if match is not None]
+    frames.reverse()
+    of_start = next((index for index, (filename, _, _) in enumerate(frames) if is_machinery(filename)), 0)
+    shown = [frame for frame in frames[of_start:] if not is_machinery(frame[0])][-_MOST_FRAMES:]
+    if not shown:
+        return ""
+    lines = ["Traceback (most recent call last):"]
+    for filename, number, function in shown:
+        lines.append(f'  File "{scrub(filename)}", line {number}, in {scrub(function)}')
+        line = int(number)
+        if is_shipped_source(filename) and 0 < line <= len(source):
+            lines.append(f"    {scrub(source[line - 1].strip())[:_LONGEST_LINE]}")
+    return "\n".join([*lines, _ADVICE, ""])[-LONGEST_TEXT:]

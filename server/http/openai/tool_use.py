@@ -1,0 +1,109 @@
+"""Use of a request's tools: the format of the calls, the constraint on the output, and the parser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.refusals import BadRequest
+from logitship.server.schemas.openai_schemas import ChatCompletionRequest
+from logitship.server.schemas.structured_outputs import Constraint, constraint_of
+from logitship.server.schemas.tool_schemas import NamedToolChoice, Tool
+
+from .tool_calls import JSON_ARRAY, TOOL_FORMATS, ToolCallParser, ToolFormat, format_of_template
+
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The use of a request's tools.
+
+    Attributes:
+        format: how the model writes calls.
+        tools: the functions that it may call.
+        choice: `auto`, `required`, or `named`.
+        parallel: whether it may call several times.
+    """
+
+    format: ToolFormat
+    tools: tuple[Tool, ...]
+    choice: str
+    parallel: bool
+
+    def parser(self) -> ToolCallParser:
+        """Return a parser for one continuation."""
+        return ToolCallParser(self.format, {tool.function.name for tool in self.tools}, parallel=self.parallel)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint on the output."""
+        calls = {
+            "type": "tags_with_separator",
+            "tags": [self._tag(tool) for tool in self.tools],
+            "separator": f"{self.format.separator} " if self.format.separator else self.format.space,
+            "at_least_one": True,
+            "stop_after_first": not self.parallel or self.choice == "named",
+        }
+        if self.choice != "auto":
+            tag: dict[str, Any] = self._enclosed(calls)
+        elif not any(tool.function.strict for tool in self.tools):
+            return None
+        elif self.format.opens:
+            tag = {
+                "type": "triggered_tags",
+                "triggers": [self.format.opens],
+                "tags": calls["tags"],
+                "stop_after_first": not self.parallel,
+            }
+        else:
+            tag = {"type": "or", "elements": [{"type": "regex", "pattern": r"([^\s{][\s\S]*)?"}, self._enclosed(calls)]}
+        return Constraint({"structural_tag": {"format": tag}}, "tools")
+
+    def _tag(self, tool: Tool) -> dict[str, Any]:
+        free = self.choice == "auto" and not tool.function.strict
+        schema = _ANY_OBJECT if free else tool.function.parameters
+        return self.format.tag(tool.function.name, {"type": "json_schema", "json_schema": schema})
+
+    def _enclosed(self, calls: dict[str, Any]) -> dict[str, Any]:
+        """Return several calls with the text around all of them."""
+        if not (self.format.separator and self.format.opens):
+            return calls
+        around = ({"type": "const_string", "value": value} for value in (self.format.opens, self.format.closes))
+        return {"type": "sequence", "elements": [next(around), calls, next(around)]}
+
+
+def tool_use_of(engine: AsyncEngine, body: ChatCompletionRequest) -> ToolUse | None:
+    """Return the use of a request's tools, or None if the model may call none.
+
+    Raises:
+        BadRequest: names `tools` or another field.
+    """
+    tools = tuple(body.callable_tools)
+    if not tools:
+        return None
+    known = _known_format(engine)
+    choice = "named" if isinstance(body.tool_choice, NamedToolChoice) else str(body.tool_choice)
+    if choice == "auto" and not engine.tokenizer.template_uses("tools"):
+        raise BadRequest(
+            'tools: the chat template of this model does not show them to it; with tool_choice "required" or the name '
+            "of a function, its answer is constrained to calls all the same",
+            param="tools",
+        )
+    if choice == "auto" and known is None:
+        raise BadRequest(
+            "tools: it is not known how this model writes calls: start the server with --tool-call-parser, or set "
+            'tool_choice to "required" or the name of a function',
+            param="tools",
+        )
+    if (other := constraint_of(body)) is not None:
+        raise BadRequest(
+            f'{other.at}: cannot be combined with tools: leave one out, or set tool_choice to "none"', param=other.at
+        )
+    return ToolUse(known or JSON_ARRAY, tools, choice, body.parallel_tool_calls)
+
+
+def _known_format(engine: AsyncEngine) -> ToolFormat | None:
+    name = engine.config.tool_call_parser
+    return format_of_template(engine.tokenizer) if name is None else TOOL_FORMATS[name]

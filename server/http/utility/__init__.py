@@ -1,0 +1,1 @@
+"""Routes about tokens and for probes, which SGLang and vLLM have."""

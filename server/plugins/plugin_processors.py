@@ -1,0 +1,195 @@
+"""Loads the processors of requests to another engine, with the loader and the executors of logitship's own server.
+
+Two processes load them: the front end once at admission, to refuse a request before the engine admits it, and the
+process that runs the model, to run them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from logitship.builtin_processors.grammar import GrammarProcessor
+from logitship.builtin_processors.params import PreparationUnavailable
+from logitship.builtin_processors.registry import BUILTIN_PROCESSORS, Registry
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
+from logitship.builtin_processors.tree import TreeLogitsProcessor
+from logitship.builtin_processors.trees.token_tree import TokenTree
+from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
+from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.processor_string import RegisteredProcessor
+from logitship.sampler.processors.executor import DisabledExecutor, ExecutorUnavailable, ProcessorExecutor
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
+from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
+from logitship.server.config import ServerConfig
+from logitship.server.processors.processor_library import InvalidParams, ProcessorLoader, ProcessorNotAllowed
+from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
+
+from .admission_executor import MAX_VERDICTS, AdmissionExecutor
+from .plugin_settings import PluginSettings
+
+PROCESSORS = "logits_processors"
+"""The list of several processors of a request."""
+_LOAD_ERRORS = (ValueError, ProcessorLoadError, ExecutorUnavailable, ProcessorCacheFull, PreparationUnavailable)
+
+
+class PluginProcessors:
+    """Loads and releases the processors of requests.
+
+    Args:
+        executor: runs the shipped processors.
+        max_entries: most shipped processors that are kept loaded.
+
+    Attributes:
+        in_use: number of uses that were loaded and not released.
+
+    Raises:
+        ValueError: a tree in the settings cannot be read.
+    """
+
+    def __init__(
+        self, settings: PluginSettings, model: ModelView, executor: ProcessorExecutor, *, max_entries: int
+    ) -> None:
+        self.in_use = 0
+        self._settings = settings
+        self._loader = ProcessorLoader(
+            _registry(settings),
+            ProcessorCache(executor, max_entries=max_entries, max_bytes=ServerConfig.processor_cache_bytes),
+            InProcessExecutor(SGLANG_NAMES),
+            model,
+            settings.allowed_digests,
+        )
+
+    def load(self, requested: Sequence[ProcessorRequest], rid: str) -> tuple[ProcessorUse, ...]:
+        """Load the processors of a request. Give them back with `release`.
+
+        Args:
+            requested: the processors, in the order in which they run.
+            rid: the request id.
+
+        Returns:
+            The processors, ready to run.
+
+        Raises:
+            ValueError: a processor cannot be loaded or rejects its parameters; the message is for the client.
+        """
+        uses: list[ProcessorUse] = []
+        try:
+            for index, request in enumerate(requested):
+                try:
+                    uses.append(self._use(request, rid))
+                    self.in_use += 1
+                except _LOAD_ERRORS as error:
+                    raise ValueError(f"{PROCESSORS}[{index}]: {error}" if len(requested) > 1 else str(error)) from None
+        except BaseException:  # cleanup, then re-raised
+            self.release(uses)
+            raise
+        return tuple(uses)
+
+    def release(self, uses: Iterable[ProcessorUse]) -> None:
+        """Give back the processors that `load` returned."""
+        for use in uses:
+            self._loader.release(use.processor)
+            self.in_use -= 1
+
+    def _use(self, request: ProcessorRequest, rid: str) -> ProcessorUse:
+        try:
+            processor = self._loader.acquire(request.string, tenant="")
+        except ProcessorNotAllowed as refused:
+            variable = f"{self._settings.prefix}ALLOW_PROCESSOR"
+            raise ValueError(str(refused).replace("--allow-processor", variable)) from None
+        try:
+            prepared = self._loader.prepare(processor, request.params, own=request.own)
+        except InvalidParams as error:
+            self._loader.release(processor)
+            raise ValueError(f"parameters of {processor.name}: {error}") from None
+        except BaseException:  # cleanup, then re-raised
+            self._loader.release(processor)
+            raise
+        return ProcessorUse(processor, dict(request.params or {}), rid, prepared)
+
+
+def check_form(attached: AttachedProcessor, engine: str) -> ProcessorRequest:
+    """Return a processor of a request if it is of a form that a plugin takes.
+
+    Args:
+        attached: the processor.
+        engine: the engine's name.
+
+    Raises:
+        ValueError: it names a callable or a registered processor.
+    """
+    if isinstance(attached, CallableRequest):
+        raise ValueError(f"{PROCESSORS}: callables by name are not taken inside {engine}; send a processor")
+    if isinstance(attached.string, RegisteredProcessor):
+        raise ValueError(
+            f"{attached.string.digest}: no processors are registered inside {engine}; send the whole processor string"
+        )
+    return attached
+
+
+def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Logger) -> PluginProcessors:
+    """Return the processors of a front end: each class is loaded once, and its verdict remembered. None runs."""
+    executor = shipped_executor(settings, model, 1, logger)
+    return PluginProcessors(settings, model, AdmissionExecutor(executor), max_entries=MAX_VERDICTS)
+
+
+def for_execution(
+    settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger
+) -> PluginProcessors:
+    """Return the processors of a process that runs the model. It keeps them loaded, for up to `max_rows` rows."""
+    executor = shipped_executor(settings, model, max_rows, logger)
+    return PluginProcessors(settings, model, executor, max_entries=settings.max_sandboxes)
+
+
+def shipped_executor(
+    settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger
+) -> ProcessorExecutor:
+    """Return the executor of shipped processors. Starts the zygote of the sandboxes, which takes seconds.
+
+    Raises:
+        ValueError: the kernel lacks a feature that the sandbox needs.
+    """
+    if settings.shipping_is_off is not None:
+        return DisabledExecutor(settings.shipping_is_off)
+    if settings.processor_isolation == "none":
+        logger.warning("%sPROCESSOR_ISOLATION=none: shipped code runs in this process", settings.prefix)
+        return InProcessExecutor(SGLANG_NAMES)
+    zygote = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=settings.sandbox_memory)
+    zygote.start()
+    try:
+        protections = zygote.set_up(model)
+    except ZygoteError as error:
+        zygote.close()
+        raise ValueError(f"shipped processors cannot run in sandboxes: {error}") from error
+    logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
+    limits = SandboxLimits(
+        cpu_time=settings.sandbox_cpu_time,
+        step_timeout=settings.sandbox_step_timeout,
+        first_step_timeout=settings.sandbox_first_step_timeout,
+        load_timeout=settings.sandbox_load_timeout,
+    )
+    return SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)
+
+
+def _registry(settings: PluginSettings) -> Registry:
+    """Return the processors that requests can name: all but grammars, which engines have themselves."""
+    registry = Registry(processor for processor in BUILTIN_PROCESSORS if processor is not GrammarProcessor)
+    trees = {name: _tree(file, settings.prefix) for name, file in (settings.tree or {}).items()}
+    registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))
+    return registry
+
+
+def _tree(file: str, prefix: str) -> TokenTree:
+    try:
+        return load_tree(file)
+    except OSError as error:
+        raise ValueError(f"{prefix}TREE: {file} cannot be read: {error.strerror}") from error
+    except TreeFormatError as error:
+        raise ValueError(f"{prefix}TREE: {file} holds no tree: {error}") from error

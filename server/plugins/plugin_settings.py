@@ -1,0 +1,141 @@
+"""Settings of the plugins for other engines: environment variables, because engines pass no arguments to plugins."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, TypeVar
+
+from logitship.server.allowed_processors import read_allowed_digests
+from logitship.server.config import ServerConfig
+
+SettingsT = TypeVar("SettingsT", bound="PluginSettings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginSettings:
+    """Settings that all plugins have. Each is read from the variable of the same name in capitals, after a prefix."""
+
+    prefix: ClassVar[str]
+    """The start of the variables' names, of the engine."""
+    readers: ClassVar[Mapping[str, Callable[[str], Any]]]
+    """Functions that read the value of each variable."""
+
+    processor_isolation: Literal["sandbox", "none"] = "sandbox"
+    max_processor_size: int = ServerConfig.max_processor_size
+    """Longest processor string, in bytes."""
+    max_sandboxes: int = ServerConfig.max_sandboxes
+    """Most shipped processors kept loaded in a process that runs a model."""
+    sandbox_memory: int = ServerConfig.sandbox_memory
+    """Bytes that a sandbox may use beyond what torch uses."""
+    sandbox_cpu_time: float = ServerConfig.sandbox_cpu_time
+    """CPU seconds that a sandbox may use outside its calls."""
+    sandbox_step_timeout: float = ServerConfig.sandbox_step_timeout
+    """CPU seconds that the calls of processors may take in a step."""
+    sandbox_first_step_timeout: float = ServerConfig.sandbox_first_step_timeout
+    """CPU seconds that the first call in a sandbox may take, instead."""
+    sandbox_load_timeout: float = 2.0
+    """CPU seconds that loading a processor may take. Shorter than the server's: other requests may wait."""
+    allow_processor: str | None = None
+    """A file with the digests of the only shipped processors that may run. None: any may."""
+    tree: Mapping[str, str] | None = None
+    """Trees that requests can name: name → file. In the environment `NAME=FILE`, several separated by commas."""
+
+    @classmethod
+    def from_environment(cls: type[SettingsT], environment: Mapping[str, str] = os.environ) -> SettingsT:
+        """Read the settings of this process.
+
+        Raises:
+            ValueError: the value of a variable is invalid, or there is no such setting; names the variable.
+        """
+        values: dict[str, Any] = {}
+        for variable, text in environment.items():
+            if not variable.startswith(cls.prefix):
+                continue
+            name = variable.removeprefix(cls.prefix).lower()
+            read = cls.readers.get(name)
+            if read is None:
+                known = ", ".join(cls.prefix + name.upper() for name in cls.readers)
+                raise ValueError(f"{variable}: there is no such setting; there are {known}")
+            try:
+                values[name] = read(text.strip())
+            except ValueError as error:
+                raise ValueError(f"{variable}: {error}, not {text!r}") from None
+        settings = cls(**values)
+        settings.allowed_digests  # noqa: B018  # reads the file now, so that its errors show at start
+        return settings
+
+    @property
+    def shipping_is_off(self) -> str | None:
+        """Reason why requests may not ship code; None: they may."""
+        return None
+
+    @cached_property
+    def allowed_digests(self) -> frozenset[str] | None:
+        """The digests in the file `allow_processor`; None: no file is set."""
+        if self.allow_processor is None:
+            return None
+        try:
+            return read_allowed_digests(self.allow_processor)
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}ALLOW_PROCESSOR: {error}") from None
+
+
+def read_switch(text: str) -> bool:
+    """Read the value of a variable that switches something on or off.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text.lower() not in ("1", "true", "0", "false"):
+        raise ValueError("must be 1 (true) or 0 (false)")
+    return text.lower() in ("1", "true")
+
+
+def _isolation(text: str) -> str:
+    if text not in ("sandbox", "none"):
+        raise ValueError("must be sandbox or none")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("must be an integer, 1 or greater")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("must be a number of seconds above 0")
+    return value
+
+
+def _trees(text: str) -> dict[str, str]:
+    trees: dict[str, str] = {}
+    for entry in text.split(","):
+        name, _, file = entry.strip().partition("=")
+        if not name or not file or name in trees:
+            raise ValueError("must be NAME=FILE, several separated by commas, each name once")
+        trees[name] = file
+    return trees
+
+
+SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
+    "processor_isolation": _isolation,
+    "max_processor_size": _count,
+    "max_sandboxes": _count,
+    "sandbox_memory": _count,
+    "sandbox_cpu_time": _seconds,
+    "sandbox_step_timeout": _seconds,
+    "sandbox_first_step_timeout": _seconds,
+    "sandbox_load_timeout": _seconds,
+    "allow_processor": str,
+    "tree": _trees,
+}

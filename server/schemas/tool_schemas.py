@@ -1,0 +1,173 @@
+"""Tools in requests: functions that the model may call, and the calls of earlier messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import orjson
+from pydantic import Field, model_validator
+
+from .field_rules import FUNCTION_RULES, TOOL_RULES
+from .request_schema import FieldError, Id, RequestModel
+
+MAX_TOOLS = 1024
+"""Most tools of a request, and calls of a message."""
+MAX_TOOL_TEXT = 1 << 20
+"""Most characters of a function's description, and of a call's arguments."""
+_ANY_ARGUMENTS = {"type": "object", "properties": {}}
+
+_EXAMPLE_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class FunctionDefinition(RequestModel):
+    """`tools[].function`."""
+
+    examples: ClassVar = {
+        "name": "get_weather",
+        "description": "Get the weather in a city.",
+        "parameters": _EXAMPLE_PARAMETERS,
+        "strict": True,
+    }
+    rules: ClassVar = FUNCTION_RULES
+
+    name: Annotated[Id, Field(min_length=1)]
+    """Name of the function."""
+    description: Annotated[str, Field(max_length=MAX_TOOL_TEXT)] | None = None
+    """Description for the model."""
+    parameters: dict[str, Any] = Field(default=_ANY_ARGUMENTS)
+    """JSON schema of its arguments."""
+    strict: bool = False
+    """With `tool_choice` auto: constrain the arguments to the schema. With any other they always are."""
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The form that chat templates expect."""
+        return {"name": self.name, "description": self.description or "", "parameters": self.parameters}
+
+
+class Tool(RequestModel):
+    """A tool of a request."""
+
+    examples: ClassVar = {"type": "function", "function": FunctionDefinition.examples}
+    rules: ClassVar = TOOL_RULES
+
+    type: Literal["function"]
+    """The only type: others run on OpenAI's servers."""
+    function: FunctionDefinition
+    """The function."""
+
+
+class FunctionName(RequestModel):
+    """`tool_choice.function`."""
+
+    examples: ClassVar = {"name": "get_weather"}
+
+    name: Id
+    """Name of the function."""
+
+
+class NamedToolChoice(RequestModel):
+    """`tool_choice` with the name of a function."""
+
+    examples: ClassVar = {"type": "function", "function": {"name": "get_weather"}}
+
+    type: Literal["function"]
+    """The only type."""
+    function: FunctionName
+    """The function."""
+
+
+class ToolFields(RequestModel):
+    """Fields about tools."""
+
+    examples: ClassVar = {"tools": [Tool.examples], "tool_choice": "auto"}
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default=[])
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    """none: as if there were no tools; auto: the model decides; required: it calls at least one; or the name of a
+    function, which it calls."""
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model may call in its answer."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            return [tool for tool in self.tools if tool.function.name == choice.function.name]
+        return [] if choice == "none" else self.tools
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]]:
+        """The tools for the chat template."""
+        if self.tool_choice == "none":
+            return []
+        return [{"type": "function", "function": tool.function.for_template} for tool in self.tools]
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) != len(names):
+            raise FieldError("tools", "must have different names")
+        if self.tool_choice in ("none", "auto"):
+            return self
+        if not self.tools:
+            raise FieldError("tool_choice", "requires tools")
+        if not self.callable_tools:
+            raise FieldError("tool_choice", "names a function that is not in tools")
+        return self
+
+
+class CalledFunction(RequestModel):
+    """`messages[].tool_calls[].function`."""
+
+    examples: ClassVar = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+
+    name: Id
+    """Name of the function."""
+    arguments: dict[str, Any] | Annotated[str, Field(max_length=MAX_TOOL_TEXT)]
+    """Its arguments: an object, as JSON text (OpenAI) or as it is (SGLang)."""
+
+    @property
+    def arguments_object(self) -> dict[str, Any]:
+        """The arguments, decoded."""
+        if isinstance(self.arguments, dict):
+            return self.arguments
+        decoded: dict[str, Any] = orjson.loads(self.arguments or "{}")
+        return decoded
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> Self:
+        try:
+            decoded = self.arguments_object
+        except orjson.JSONDecodeError:
+            decoded = None
+        if not isinstance(decoded, dict):
+            raise FieldError("arguments", "must be a JSON object, as text")
+        return self
+
+
+class MessageToolCall(RequestModel):
+    """`messages[].tool_calls[]`: a call that an earlier answer made."""
+
+    examples: ClassVar = {"id": "call_1", "type": "function", "function": CalledFunction.examples, "index": 0}
+
+    id: Id | None = None
+    """Id, which the message with the result repeats."""
+    type: Literal["function"] = "function"
+    """The only type."""
+    function: CalledFunction
+    """The function and its arguments."""
+    index: int | None = None
+    """Has no effect."""
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The form that chat templates expect."""
+        function = {"name": self.function.name, "arguments": self.function.arguments_object}
+        call: dict[str, Any] = {"type": self.type, "function": function}
+        return call if self.id is None else {**call, "id": self.id}
+
+    @property
+    def num_characters(self) -> int:
+        """Length as JSON."""
+        return len(orjson.dumps(self.for_template))

@@ -1,0 +1,33 @@
+"""The end of a request whose processor failed: SGLang's `FINISH_ABORT`, with the fault in its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from logitship.client.errors import ProcessorFault
+
+FAULT_TYPE = "ProcessorFault"
+STATUS = 400
+
+
+def abort_message(fault: ProcessorFault) -> str:
+    """Return the message for the client, which begins with the type and ends with the processor's traceback.
+
+    One text, because SGLang's routes pass on the message alone.
+    """
+    message = f"{FAULT_TYPE}: {fault.message}"
+    return f"{message}\n{fault.traceback}" if fault.traceback else message
+
+
+def abort(request: Any, message: str, num_output_tokens: int) -> None:
+    """Let SGLang end a request after its current output.
+
+    Args:
+        request: SGLang's `Req`.
+        message: the reason, with its type.
+        num_output_tokens: number of its output tokens. The one that SGLang samples in this step is not one.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT  # pyright: ignore[reportMissingImports]
+
+    request.finished_len = num_output_tokens
+    request.to_finish = FINISH_ABORT(message, STATUS, FAULT_TYPE)

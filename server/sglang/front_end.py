@@ -1,0 +1,106 @@
+"""Admission of requests in SGLang's front end, where an error is a 400, before they reach the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from logitship.builtin_processors.sglang_names import installed_by_reference
+from logitship.client.http.sglang_handshake import PROBE, SglangPlugin
+from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor
+from logitship.sampler.processors.request_view import ModelView
+from logitship.server.plugins.plugin_processors import PluginProcessors, for_admission
+from logitship.server.requests.messages import ProcessorRequest
+
+from .generate_fields import processors_of, read_fields
+from .refusal import logger
+from .sglang_settings import SglangSettings
+
+NUM_LOADS = 4
+"""Most requests whose processors are loaded at once."""
+SHIPPING_KEY_HEADER = "x-logitship-shipping-key"
+"""Header of a shipping key, for servers whose `Authorization` is SGLang's own API key."""
+_SPECULATION = (
+    "custom_logit_processor: this server decodes speculatively, and SGLang does not call processors for drafts; "
+    "it has to be started without --speculative-algorithm"
+)
+
+
+class FrontEnd:
+    """Checks the processors of requests by loading them once.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        speculates: SGLang decodes speculatively.
+    """
+
+    def __init__(self, settings: SglangSettings, model: ModelView, *, speculates: bool) -> None:
+        self._settings = settings
+        self._model = model
+        self._speculates = speculates
+        self._threads = ThreadPoolExecutor(NUM_LOADS, "logitship-load")
+        self._lock = threading.Lock()
+        self._processors: PluginProcessors | None = None
+
+    def prepare(self) -> None:
+        """Start the sandboxes in a thread. The first request with a processor waits for them."""
+        self._threads.submit(self._prepared)
+
+    async def admit(self, generate: Any, http_request: Any) -> None:
+        """Check the processors of a request.
+
+        Args:
+            generate: SGLang's `GenerateReqInput`.
+            http_request: the HTTP request; None if it came from this process.
+
+        Raises:
+            ValueError: a processor cannot run; the message is for the client.
+        """
+        pairs = processors_of(generate)
+        if not pairs:
+            return
+        if any(string == PROBE for string, _ in pairs):
+            raise ValueError(SglangPlugin(speculates=self._speculates).to_message())
+        if self._speculates:
+            raise ValueError(_SPECULATION)
+        requested = [read_fields(string, params, self._settings.max_processor_size) for string, params in pairs]
+        self._check_key([each for some in requested for each in some], http_request)
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._load, requested)
+
+    def _check_key(self, requested: Sequence[ProcessorRequest], http_request: Any) -> None:
+        keys = self._settings.shipping_api_key
+        if not keys or http_request is None or not any(map(_ships_code, requested)):
+            return
+        headers = http_request.headers
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [headers.get(SHIPPING_KEY_HEADER, ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+        # All are compared: the time must not tell which key is nearly right.
+        matches = [hmac.compare_digest(key.encode(), each.encode()) for key in keys for each in given]
+        if not any(matches):
+            raise ValueError(
+                "custom_logit_processor: this key may generate, but not ship processors: send a key of "
+                f"{self._settings.prefix}SHIPPING_API_KEY as '{SHIPPING_KEY_HEADER}', or name a built-in processor"
+            )
+
+    def _load(self, requested: Sequence[Sequence[ProcessorRequest]]) -> None:
+        processors = self._prepared()
+        for each in requested:
+            processors.release(processors.load(each, "admission"))
+
+    def _prepared(self) -> PluginProcessors:
+        with self._lock:
+            if self._processors is None:
+                self._processors = for_admission(self._settings, self._model, logger)
+            return self._processors
+
+
+def _ships_code(request: ProcessorRequest) -> bool:
+    string = request.string
+    if isinstance(string, InstalledProcessor):
+        return False
+    return not (isinstance(string, PickledProcessor) and installed_by_reference(string.payload))

@@ -1,0 +1,34 @@
+"""A function of SGLang that the plugin wraps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+
+@dataclass(frozen=True)
+class HookTarget:
+    """A function of SGLang, and its hook.
+
+    Attributes:
+        path: its module and name.
+        parameters: names of its parameters.
+        hook: called instead, with the function itself and its arguments.
+    """
+
+    path: str
+    parameters: Sequence[str]
+    hook: Callable[..., Any]
+
+    @property
+    def difference(self) -> str | None:
+        """Description of how it differs from what the plugin knows; None: it does not."""
+        try:
+            found = list(inspect.signature(inspect.unwrap(resolve_name(self.path))).parameters)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            return f"{self.path}: {error}"
+        found = [name for name in found if name not in ("self", "cls")]
+        return None if found == list(self.parameters) else f"{self.path} takes {', '.join(found) or 'no arguments'}"

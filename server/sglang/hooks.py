@@ -1,0 +1,193 @@
+"""The plugin's hooks around SGLang's functions, in the order in which a request meets them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import torch
+
+from logitship.server.plugins.plugin_processors import for_execution
+
+from .forward_step import ForwardStep
+from .front_end import FrontEnd
+from .generate_fields import only_forbids
+from .hook_target import HookTarget
+from .receipt_info import RECEIPTS, receipts_of, send_receipts
+from .refusal import GENERATE, logger
+from .sampling_ranks import sampling_ranks
+from .scheduled_request import ScheduledRequest, scheduled
+from .served_model import served_model
+from .sglang_settings import SglangSettings
+from .step_processors import StepProcessors
+from .unsupported import check_configuration
+
+Function = Callable[..., Any]
+
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_FRONT_END = "_logitship_front_end"
+_steps: StepProcessors | None = None
+"""Processors of this process, if it is a scheduler."""
+_begins_early = False
+"""Calls may begin before the model computes."""
+
+
+def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Add admission to a new `TokenizerManager`."""
+    init(manager, server_args, *args, **kwargs)
+    if not server_args.enable_custom_logit_processor:
+        return
+    model = served_model(manager.model_config, server_args)
+    front_end = FrontEnd(
+        SglangSettings.from_environment(), model, speculates=server_args.speculative_algorithm is not None
+    )
+    setattr(manager, _FRONT_END, front_end)
+    front_end.prepare()
+
+
+async def admit(generate_request: Function, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    """Check a request's processors before anything else happens to it."""
+    front_end = getattr(manager, _FRONT_END, None)
+    if front_end is not None:
+        await front_end.admit(obj, request)
+    async with aclosing(generate_request(manager, obj, request)) as responses:
+        async for response in responses:
+            yield response
+
+
+def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Start the executor of the processors next to a new `Scheduler`."""
+    global _begins_early, _steps
+    if server_args.enable_custom_logit_processor:
+        check_configuration(server_args)
+        send_receipts()
+    init(scheduler, server_args, *args, **kwargs)
+    if not server_args.enable_custom_logit_processor:
+        return
+    settings = SglangSettings.from_environment()
+    model = served_model(scheduler.model_config, server_args)
+    ranks = sampling_ranks()
+    processors = for_execution(settings, model, scheduler.max_running_requests, logger) if ranks.is_first else None
+    _steps = StepProcessors(settings, model, processors, ranks)
+    # With overlap scheduling, the last tokens are not known before the next step begins, except on a CPU.
+    _begins_early = not scheduler.enable_overlap or server_args.device == "cpu"
+    scheduling = "overlap" if scheduler.enable_overlap else "normal"
+    logger.info("logitship runs custom logit processors, with %s scheduling", scheduling)
+
+
+def forward(generate: Function, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Begin the processors' calls before the model computes their logits."""
+    if _steps is not None and _begins_early and batch is not None and batch.forward_mode.is_decode():
+        rows = _rows(batch.sampling_info)
+        if rows:
+            _steps.begin(rows, ForwardStep(batch))
+    return generate(worker, batch, *args, **kwargs)
+
+
+def keep_requests(from_schedule_batch: Function, cls: Any, batch: Any, vocab_size: int) -> Any:
+    """Put the plugin's records of the requests in the place of their parameters, which SGLang moves with the rows."""
+    info = from_schedule_batch(cls, batch, vocab_size)
+    if info.has_custom_logit_processor:
+        info.custom_params = [scheduled(req) if req.custom_logit_processor else None for req in batch.reqs]
+    return info
+
+
+def sample(sample: Function, runner: Any, logits_output: Any, forward_batch: Any) -> Any:
+    """Let the processors know the step that is sampled."""
+    if _steps is None or not forward_batch.sampling_info.has_custom_logit_processor:
+        return sample(runner, logits_output, forward_batch)
+    with _steps.sampling(ForwardStep(forward_batch)):
+        token_ids = sample(runner, logits_output, forward_batch)
+    _steps.sampled(token_ids)
+    return token_ids
+
+
+def apply(
+    apply_custom_logit_processor: Function, logits: torch.Tensor, sampling_batch_info: Any, num_tokens_in_batch: int = 1
+) -> None:
+    """Run the processors in sandboxes."""
+    if _steps is None:
+        apply_custom_logit_processor(logits, sampling_batch_info, num_tokens_in_batch)  # ends the requests
+        return
+    _steps.apply(logits, _rows(sampling_batch_info), num_tokens_in_batch)
+
+
+def _rows(info: Any) -> dict[int, ScheduledRequest]:
+    """Return the requests with processors, from SGLang's `SamplingBatchInfo`."""
+    if not info.has_custom_logit_processor:
+        return {}
+    return {row: request for row, request in enumerate(info.custom_params) if request is not None}
+
+
+def supports_sampling_mask(supports_sampling_mask: Function, serialized_processor: str) -> bool:
+    """Return whether a processor only forbids tokens, without unpickling it."""
+    return only_forbids(serialized_processor)
+
+
+def has_receipts(should_build: Function, streamer: Any) -> bool:
+    """Let SGLang ask for the receipts of finished requests."""
+    return _steps is not None and _steps.are_used
+
+
+def add_receipts(build: Function, streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
+    """Add the receipts of finished requests to what SGLang's scheduler sends to the front end."""
+    info: dict[str, list[Any]] = build(streamer, reqs)
+    receipts = [receipts_of(req) for req in reqs]
+    return {**info, RECEIPTS: receipts} if any(receipts) else info
+
+
+def keep_receipts(
+    update: Function, manager: Any, meta_info: dict[str, Any], state: Any, info: Any, index: int, reason: Any
+) -> None:
+    """Drop the empty receipts of requests that finish together with others."""
+    update(manager, meta_info, state, info, index, reason)
+    if meta_info.get(RECEIPTS) == []:
+        del meta_info[RECEIPTS]
+
+
+TARGETS = (
+    HookTarget(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+        ["server_args", "port_args", "start_pd_bootstrap_service"],
+        make_front_end,
+    ),
+    HookTarget(GENERATE, ["obj", "request"], admit),
+    HookTarget("sglang.srt.managers.scheduler.Scheduler.__init__", ["server_args", "port_args"], make_steps),
+    HookTarget(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        ["batch", "vocab_size"],
+        keep_requests,
+    ),
+    HookTarget(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        [
+            "batch",
+            "forward_batch",
+            "pp_proxy_tensors",
+            "is_verify",
+            "skip_attn_backend_init",
+            "capture_hidden_mode",
+            "return_kv_loc_plan",
+        ],
+        forward,
+    ),
+    HookTarget("sglang.srt.model_executor.model_runner.ModelRunner.sample", ["logits_output", "forward_batch"], sample),
+    HookTarget(
+        "sglang.srt.layers.sampler.apply_custom_logit_processor",
+        ["logits", "sampling_batch_info", "num_tokens_in_batch"],
+        apply,
+    ),
+    HookTarget(
+        "sglang.srt.sampling.custom_logit_processor.supports_sampling_mask",
+        ["serialized_processor"],
+        supports_sampling_mask,
+    ),
+    HookTarget(f"{_STREAMER}.should_build_additional_customized_info", [], has_receipts),
+    HookTarget(f"{_STREAMER}.build_additional_customized_info", ["reqs"], add_receipts),
+    HookTarget(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+        ["meta_info", "state", "customized_info", "index", "finish_reason"],
+        keep_receipts,
+    ),
+)

@@ -1,0 +1,26 @@
+"""The settings of the plugin for SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from logitship.server.plugins.plugin_settings import SHARED_READERS, PluginSettings
+
+
+def _keys(text: str) -> tuple[str, ...]:
+    keys = tuple(key.strip() for key in text.split(","))
+    if not all(keys):
+        raise ValueError("must be keys, separated by commas")
+    return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangSettings(PluginSettings):
+    """Settings of the plugin. Each is read from the variable `LOGITSHIP_SGLANG_` and its name in capitals."""
+
+    prefix = "LOGITSHIP_SGLANG_"
+    readers = {"shipping_api_key": _keys, **SHARED_READERS}  # noqa: RUF012  # declared in the base
+
+    shipping_api_key: Sequence[str] = field(default=(), repr=False)
+    """Keys that may ship code. Empty: everybody may who may generate."""

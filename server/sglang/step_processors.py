@@ -1,0 +1,264 @@
+"""The processors of a step of SGLang.
+
+`ShippedProcessors` calls the processors. `StepProcessors` decides which rows take part in a step, and how a request
+ends.
+
+Assumptions:
+* SGLang calls `apply` at most once a step, inside the model runner's `sample`, with the logits of all rows.
+
+Guarantees:
+* A processor is called once for each token of its request, whatever else SGLang computes: not for a chunk of a prompt,
+  not after the end, and not again for a token that SGLang drops when it retracts a request. Its `state` lives until the
+  request ends.
+* The history is exact in each call, with overlap scheduling too. Where it cannot be, the request ends instead.
+* Nothing is raised: an exception would stop SGLang's scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
+from logitship.server.plugins.plugin_processors import PluginProcessors
+
+from .finish_abort import abort, abort_message
+from .forward_step import ForwardStep
+from .generate_fields import PARAMS, read_fields, sampling_params_of
+from .refusal import logger
+from .sampling_ranks import SamplingRanks
+from .scheduled_request import ScheduledRequest, has_ended
+from .sglang_settings import SglangSettings
+
+_NOT_SAMPLED = "SGLang did not sample the token that its processors were called for"
+INTERNAL_ERROR = "the server had an internal error; its log has the details"
+
+
+class StepProcessors:
+    """Runs the processors of the batch's requests, each on its own rows.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        processors: loads the requests' processors; None on ranks that run none.
+        ranks: the processes that sample the same tokens.
+    """
+
+    def __init__(
+        self, settings: SglangSettings, model: ModelView, processors: PluginProcessors | None, ranks: SamplingRanks
+    ) -> None:
+        self._ranks = ranks
+        self._max_size = settings.max_processor_size
+        self._model = model
+        self._processors = processors
+        self._kept: set[ProcessorUse] = set()
+        self._shipped = ShippedProcessors(
+            None, torch.device("cpu"), False, model=model, is_kept=self._kept.__contains__
+        )
+        self._requests: list[ScheduledRequest] = []
+        self._running: dict[int, ScheduledRequest] = {}
+        self._planned: dict[int, tuple[ScheduledRequest, int]] = {}
+        self._called: dict[int, ScheduledRequest] = {}
+        self._edited: list[int] = []
+        self._step: ForwardStep | None = None
+
+    @property
+    def are_used(self) -> bool:
+        """True if requests with processors are in the batch, or were in the last step."""
+        return bool(self._requests)
+
+    def begin(self, rows: dict[int, ScheduledRequest], step: ForwardStep) -> None:
+        """Begin calls before their logits exist. Optional, before `sampling`.
+
+        Args:
+            rows: the requests with processors.
+            step: the step that SGLang computes next, whose last tokens are known.
+        """
+        if not self._ranks.is_first:
+            return
+        try:
+            self._end_begun_calls()
+            self._drop_finished()
+            running = self._to_call(self._sampled_rows(rows, step))
+            self._shipped.update_state(self._difference(running))
+            self._planned = _with_lengths(running)
+            self._shipped.begin()
+        except Exception:  # noqa: BLE001  # boundary: SGLang
+            logger.exception("logitship failed before a step: all requests with processors end")
+            self._fail_all(rows.values(), INTERNAL_ERROR)
+
+    @contextmanager
+    def sampling(self, step: ForwardStep) -> Iterator[None]:
+        """Let `apply` know the step that it belongs to."""
+        if self._requests and not self._shipped.begun_rows:
+            self._drop_finished()
+        self._step, self._called = step, {}
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def sampled(self, token_ids: torch.Tensor) -> None:
+        """Take the tokens that SGLang sampled in this step."""
+        for row, request in self._called.items():
+            request.sampled = token_ids, row
+
+    def apply(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], tokens_per_row: int) -> None:
+        """Run the processors, in place.
+
+        Args:
+            logits: [rows, vocab].
+            rows: the requests with processors.
+            tokens_per_row: number of rows of the logits for each row of the batch.
+        """
+        self._edited = []
+        if self._ranks.is_first:
+            self._run_or_fail(logits, rows, tokens_per_row)
+        failed = {row: each.fault for row, each in rows.items() if each.fault is not None}
+        ended = {row: (abort_message(fault), len(rows[row].output_token_ids)) for row, fault in failed.items()}
+        for row, (message, num_output_tokens) in self._ranks.share(logits, self._edited, ended).items():
+            _end(rows[row], message, num_output_tokens)
+
+    def _run_or_fail(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], tokens_per_row: int) -> None:
+        try:
+            if self._step is None or tokens_per_row != 1:
+                self._fail_all(rows.values(), "its processors cannot run in this step, in which SGLang verifies drafts")
+            else:
+                self._run(logits, rows, self._step)
+        except Exception:  # noqa: BLE001  # boundary: SGLang
+            logger.exception("logitship failed in a step: all requests with processors end")
+            self._fail_all(rows.values(), INTERNAL_ERROR)
+
+    def _run(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], step: ForwardStep) -> None:
+        sampled = self._sampled_rows(rows, step)
+        self._edited = list(sampled)
+        running = self._to_call(sampled)
+        self._repeat(logits, {row: request for row, request in sampled.items() if row not in running})
+        if _with_lengths(running) != self._planned:
+            self._end_begun_calls()
+            running = {row: request for row, request in running.items() if request.fault is None}
+        self._planned = {}
+        self._shipped.update_state(self._difference(running))
+        if not running:
+            return
+        for request in running.values():
+            request.called_at = len(request.output_token_ids)
+        self._called = running
+        edited = logits if logits.dtype == torch.float32 else logits.float()
+        self._shipped.apply(edited)
+        if edited is not logits:
+            places = list(running)
+            logits[places] = edited[places].to(logits.dtype)
+        for row, fault in self._shipped.take_faults():
+            running[row].fault = fault
+
+    def _sampled_rows(self, rows: dict[int, ScheduledRequest], step: ForwardStep) -> dict[int, ScheduledRequest]:
+        """Bring the histories up to date, and return the requests whose next token this step samples."""
+        lengths = step.lengths()
+        found: dict[int, tuple[ScheduledRequest, Any, int]] = {}
+        for row, request in rows.items():
+            req = request.request()
+            if req is None or request.fault is not None or req.finished():
+                continue
+            length = lengths[row] - len(request.prompt_token_ids)
+            if length >= len(req.output_ids):  # else a chunk of the prompt
+                found[row] = request, req, length
+        late = [row for row, (request, req, length) in found.items() if length > len(req.output_ids)]
+        last_tokens = dict(zip(late, step.last_tokens(late), strict=True)) if late else {}
+        for row, (request, req, length) in found.items():
+            request.take_new_tokens(req.output_ids, length, last_tokens.get(row, -1))
+            if request.fault is None and request.uses is None:
+                self._load(request, req)
+        return {
+            row: request
+            for row, (request, req, _) in found.items()
+            if request.fault is None and not has_ended(req, request.output_token_ids)
+        }
+
+    def _to_call(self, rows: dict[int, ScheduledRequest]) -> dict[int, ScheduledRequest]:
+        """Return the requests whose processors were not called for their next token before."""
+        return {row: each for row, each in rows.items() if each.called_at != len(each.output_token_ids)}
+
+    def _end_begun_calls(self) -> None:
+        """End the calls of `begin` whose logits will not come, and their requests."""
+        for row in self._shipped.begun_rows:
+            self._running[row].fail(_NOT_SAMPLED)
+        self._shipped.abandon()
+
+    def _repeat(self, logits: torch.Tensor, repeated: dict[int, ScheduledRequest]) -> None:
+        """Let SGLang sample the same tokens again, which it had sampled and dropped when it retracted the requests."""
+        for row, request in repeated.items():
+            assert request.sampled is not None
+            token_ids, place = request.sampled
+            token = int(token_ids[place])
+            logits[row] = -torch.inf
+            logits[row, token] = 0.0
+
+    def _load(self, request: ScheduledRequest, req: Any) -> None:
+        assert self._processors is not None
+        custom_params = req.sampling_params.custom_params
+        if isinstance(custom_params, dict):
+            custom_params = {key: value for key, value in custom_params.items() if key != "__req__"}
+        try:
+            requested = read_fields(req.custom_logit_processor, custom_params, self._max_size)
+            request.uses = self._processors.load(requested, request.rid)
+            self._requests.append(request)
+            request.params = sampling_params_of(req.sampling_params, request.uses, self._model.eos_token_ids)
+            self._kept.update(request.uses)
+        except ValueError as error:
+            request.fail(f"{PARAMS}: {error}" if request.uses else str(error))
+        except Exception:  # noqa: BLE001  # boundary: SGLang
+            logger.exception("the processors of request %s cannot be loaded", request.rid)
+            request.fail(INTERNAL_ERROR)
+
+    def _difference(self, running: dict[int, ScheduledRequest]) -> BatchUpdate | None:
+        """Return what changed since the last step in the rows that run; a move is a removal and an addition."""
+        removed = [row for row in self._running if row not in running]
+        new = [(row, request) for row, request in running.items() if self._running.get(row) is not request]
+        self._running = running
+        if not removed and not new:
+            return None
+        added = [
+            (row, request.params, request.prompt_token_ids, request.output_token_ids)
+            for row, request in new
+            if request.params is not None
+        ]
+        return BatchUpdate(max(running, default=-1) + 1, removed, added, [])
+
+    def _drop_finished(self) -> None:
+        """Release the processors of finished requests."""
+        finished = [request for request in self._requests if request.is_finished]
+        if not finished:
+            return
+        rows = [row for row, request in self._running.items() if request in finished]
+        self._running = {row: request for row, request in self._running.items() if row not in rows}
+        self._requests = [request for request in self._requests if request not in finished]
+        uses = [use for request in finished for use in request.uses or ()]
+        self._kept.difference_update(uses)
+        self._shipped.update_state(BatchUpdate(len(self._running), rows, [], []))
+        self._shipped.close_absent()
+        if self._processors is not None:
+            self._processors.release(uses)
+
+    def _fail_all(self, requests: Iterable[ScheduledRequest], reason: str) -> None:
+        for request in requests:
+            request.fail(reason)
+
+
+def _with_lengths(running: dict[int, ScheduledRequest]) -> dict[int, tuple[ScheduledRequest, int]]:
+    """Return requests with the lengths of their outputs."""
+    return {row: (request, len(request.output_token_ids)) for row, request in running.items()}
+
+
+def _end(request: ScheduledRequest, message: str, num_output_tokens: int) -> None:
+    """End a request, once."""
+    req = request.request()
+    if req is not None and req.to_finish is None and not req.finished():
+        logger.warning("request %s ends: %s", request.rid, message)
+        abort(req, message, num_output_tokens)

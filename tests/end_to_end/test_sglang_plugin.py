@@ -1,0 +1,528 @@
+"""The real SGLang server with logitship as its plugin, on a CPU, over HTTP.
+
+SGLang is the real one, in a virtual environment of its own that `tests/peers/sglang_cpu.sh` creates
+(`LOGITSHIP_PEER_CACHE`, else `~/.cache/logitship-peers`). It runs with and without overlap scheduling, prefills in
+chunks of 64 tokens, and retracts requests all the time: `SGLANG_TEST_RETRACT`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor, TransportError
+from logitship.server.doctor import run_doctor_command
+from logitship.server.tokenizer import Tokenizer
+
+from .sglang_escapes import ESCAPES, PREVENTED, escaping
+from .sglang_faults import FAULTS, faulty
+from .sglang_server import SglangServer, add_distribution, sglang_serve
+
+pytestmark = pytest.mark.timeout(1500)  # SGLang is installed on first use
+
+STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text())[
+    "strings"
+]
+PROMPT = "The quick brown fox"
+LONG_PROMPT = "one two three four five six seven eight nine ten " * 4
+"""More tokens than are prefilled at once."""
+TOKENS = 12
+FIRST = 1000
+VOCAB_SIZE = 202_048
+"""SGLang's thinking budgets name tokens up to 200,010."""
+THINKING = {
+    # name: start of thinking, end of thinking, new line
+    "Qwen3ThinkingBudgetLogitProcessor": (151667, 151668, 198),
+    "DeepSeekR1ThinkingBudgetLogitProcessor": (128798, 128799, 201),
+    "Glm4MoeThinkingBudgetLogitProcessor": (151350, 151351, 198),
+    "InklingThinkingBudgetLogitProcessor": (200008, 200010, 198),
+}
+
+
+class CountsCalls(CustomLogitProcessor):
+    """Forces token `first` + n in the n-th call for a sequence, and checks that its output is the n tokens before."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or ()):
+            request = params["__req__"]
+            calls = request.state.setdefault("calls", 0)
+            request.state["calls"] = calls + 1
+            expected = [params["first"] + call for call in range(calls)]
+            if list(request.output_ids) != expected:
+                raise AssertionError(f"call {calls} saw {request.output_ids}")
+            logits[row] = -float("inf")
+            logits[row, params["first"] + calls] = 0.0
+        return logits
+
+
+class HashesHistory(CustomLogitProcessor):
+    """Keeps the model's choice, except for a last token that is a hash of the history and the number of calls."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or ()):
+            request = params["__req__"]
+            calls = request.state["calls"] = request.state.get("calls", 0) + 1
+            if len(request.output_ids) == params["last"]:
+                logits[row] = -float("inf")
+                logits[row, history_token(request.origin_input_ids, request.output_ids, calls)] = 0.0
+        return logits
+
+
+def history_token(prompt: list[int], output: list[int], calls: int) -> int:
+    """Return the token that `HashesHistory` forces."""
+    return 5000 + zlib.crc32(repr((list(prompt), list(output), calls)).encode()) % 10000
+
+
+class NeedsNoParams(CustomLogitProcessor):
+    """Forces the token after the length of its history."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or ()):
+            logits[row] = -float("inf")
+            logits[row, FIRST + len(params["__req__"].output_ids)] = 0.0
+        return logits
+
+
+class WaitsInItsParams(CustomLogitProcessor):
+    """Counts down in its parameters, which belong to one sequence; then forces `token_id` and the tokens after it."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list):
+            params["delay"] -= 1
+            if params["delay"] >= 0:
+                continue
+            is_first = params["delay"] == -1
+            forced = params["token_id"] if is_first else params["__req__"].output_ids[-1] + 1
+            logits[row] = -float("inf")
+            logits[row, forced] = 0.0
+        return logits
+
+
+class CannotLoad(CustomLogitProcessor):
+    """Raises when it is loaded."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no instance of this")
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        return logits
+
+
+@pytest.fixture(scope="module")
+def sglang_python() -> Path:
+    """The interpreter of an environment with the real SGLang, created on first use."""
+    cache = Path(os.environ.get("LOGITSHIP_PEER_CACHE", Path.home() / ".cache" / "logitship-peers"))
+    cache.mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).parents[1] / "peers" / "sglang_cpu.sh"
+    command = ["flock", str(cache / "sglang.lock"), str(script), str(cache / "sglang"), sys.executable]
+    subprocess.run(command, check=True)
+    return cache / "sglang" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A tiny random model, whose vocabulary has tokens that no text has."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.hf_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders that SGLang imports from: one that makes logitship's plugin known, and one that records unpickling."""
+    distributions = tmp_path_factory.mktemp("distributions")
+    add_distribution(distributions)
+    return [distributions, Path(__file__).with_name("sglang_audit")]
+
+
+@pytest.fixture(scope="module", params=["overlap", "normal"])
+def server(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    sglang_python: Path,
+    model_folder: Path,
+    folders: list[Path],
+) -> Iterator[SglangServer]:
+    arguments = ["--chunked-prefill-size", "64"]
+    if request.param == "normal":
+        arguments.append("--disable-overlap-schedule")
+    environment = {
+        "LOGITSHIP_TEST_AUDIT": str(tmp_path_factory.mktemp("audit") / "log"),
+        "LOGITSHIP_SGLANG_MAX_PROCESSOR_SIZE": "60000",
+        "LOGITSHIP_SGLANG_SANDBOX_FIRST_STEP_TIMEOUT": "2",
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "5",
+    }
+    with sglang_serve(sglang_python, model_folder, folders, environment, *arguments) as server:
+        assert f"with {request.param} scheduling" in server.text
+        yield server
+
+
+@pytest.fixture
+def client(server: SglangServer) -> Iterator[Client]:
+    with Client(server.url, timeout=300) as client:
+        yield client
+
+
+def generate(client: Client, prompt: str | list[int] = PROMPT, tokens: int = TOKENS, **options: Any) -> list[int]:
+    """Return the tokens of a greedy answer."""
+    answer = client.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True, **options)
+    return list(answer.output_ids)
+
+
+def test_force_token(client: Client) -> None:
+    assert generate(client, processor=STRINGS["ForceToken"], params={"token_id": 1234}) == [1234] * TOKENS
+
+
+def test_boost(client: Client) -> None:
+    (plain,) = generate(client, tokens=1)
+    boosted = [generate(client, tokens=1, processor=STRINGS["Boost"], params={"token_id": token}) for token in (5, 6)]
+    assert all(answer in ([plain], [token]) for answer, token in zip(boosted, (5, 6), strict=True))
+
+
+def test_countdown(client: Client) -> None:
+    expected = [len(PROMPT) + step for step in range(TOKENS)]
+    assert generate(client, processor=STRINGS["Countdown"]) == expected
+
+
+def test_disallowed_tokens(client: Client) -> None:
+    plain = generate(client)
+    string = STRINGS["DisallowedTokensLogitsProcessor"]
+    tokens = generate(client, processor=string, params={"token_ids": plain})
+    assert not set(tokens) & set(plain)
+    by_name = InstalledProcessor("disallowed_tokens")
+    assert generate(client, processor=by_name, params={"token_ids": plain}) == tokens
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_thinking_budget(client: Client, name: str) -> None:
+    """The prompt opens the thinking; after the budget come a new line and the end of the thinking."""
+    start, end, newline = THINKING[name]
+    tokens = generate(client, [start, 50, 51], processor=STRINGS[name], params={"thinking_budget": 5})
+    assert tokens[3:5] == [newline, end]
+
+
+def test_no_repeated_ngrams(client: Client) -> None:
+    string = STRINGS["DeepseekOCRNoRepeatNGramLogitProcessor"]
+    params = {"ngram_size": 1, "window_size": 100}
+    tokens = generate(client, processor=string, params=params)
+    assert len(set(tokens)) == TOKENS
+
+
+def test_all_strings_are_tested() -> None:
+    tested = {"ForceToken", "Boost", "Countdown"} | set(THINKING)
+    assert set(STRINGS) == tested | {"DisallowedTokensLogitsProcessor", "DeepseekOCRNoRepeatNGramLogitProcessor"}
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["short", "in_chunks"])
+def test_one_call_per_token(client: Client, prompt: str) -> None:
+    tokens = generate(client, prompt, processor=CountsCalls, params={"first": FIRST})
+    assert tokens == [FIRST + step for step in range(TOKENS)]
+
+
+def test_history_is_exact_in_a_busy_batch(server: SglangServer, client: Client, tokenizer: Tokenizer) -> None:
+    """Requests of two processors and of none start together, are retracted, and go on."""
+    prompts = [f"{number} {LONG_PROMPT[: 40 + 9 * number]}" for number in range(8)]
+    last = 40
+    with ThreadPoolExecutor(24) as pool:
+        plain = list(pool.map(partial(generate, client, tokens=last), prompts))
+
+    def hashed(prompt: str) -> tuple[list[int], int]:
+        body = {
+            "text": prompt,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": last + 1,
+                "ignore_eos": True,
+                "custom_params": {"last": last},
+            },
+            "custom_logit_processor": HashesHistory.to_str(),
+        }
+        answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).json()
+        (receipt,) = answer["meta_info"]["receipts"]
+        assert receipt["steps"] == last + 1
+        return answer["output_ids"], answer["meta_info"]["num_retractions"]
+
+    def retractions() -> int:
+        """Run all requests at once, compare their tokens, and return how often those with checksums were retracted."""
+        with ThreadPoolExecutor(24) as pool:
+            answers = pool.map(hashed, prompts)
+            counted = [
+                pool.submit(generate, client, prompt, 30, processor=CountsCalls, params={"first": FIRST})
+                for prompt in prompts
+            ]
+            others = pool.map(partial(generate, client, tokens=last), prompts)
+            found = 0
+            for prompt, expected, (tokens, retracted) in zip(prompts, plain, answers, strict=True):
+                assert tokens == [*expected, history_token(tokenizer.encode(prompt), expected, last + 1)]
+                found += retracted
+            assert list(others) == plain
+            assert [each.result() for each in counted] == [[FIRST + step for step in range(30)]] * len(prompts)
+        return found
+
+    assert any(retractions() for _ in range(8)), "SGLang retracts others if the requests do not meet"
+
+
+def test_without_params(client: Client) -> None:
+    assert generate(client, processor=NeedsNoParams) == [FIRST + step for step in range(TOKENS)]
+
+
+def test_state_in_the_params_with_logprobs(client: Client) -> None:
+    """Several requests at once, each with its own delay and token."""
+
+    def answer(delay: int) -> list[int]:
+        params = {"delay": delay, "token_id": FIRST + 100 * delay}
+        generation = client.generate(
+            PROMPT,
+            temperature=0,
+            max_new_tokens=TOKENS,
+            ignore_eos=True,
+            return_logprob=True,
+            processor=WaitsInItsParams,
+            params=params,
+        )
+        assert generation.logprobs is not None
+        assert [each.token_id for each in generation.logprobs] == list(generation.output_ids)
+        return list(generation.output_ids)
+
+    plain = generate(client)
+    with ThreadPoolExecutor(4) as pool:
+        for delay, tokens in enumerate(pool.map(answer, range(4))):
+            forced = [FIRST + 100 * delay + step for step in range(TOKENS - delay)]
+            assert tokens == [*plain[:delay], *forced]
+
+
+def test_continuations_have_separate_state(client: Client) -> None:
+    answers = client.generate(
+        PROMPT, n=2, max_new_tokens=TOKENS, ignore_eos=True, processor=CountsCalls, params={"first": FIRST}
+    )
+    assert [list(answer.output_ids) for answer in answers] == [[FIRST + step for step in range(TOKENS)]] * 2
+
+
+def test_a_processor_for_each_prompt(client: Client) -> None:
+    answers = client.generate(
+        [PROMPT] * 2,
+        processor=[STRINGS["ForceToken"], CountsCalls.to_str()],
+        params=[{"token_id": 7}, {"first": FIRST}],
+        max_new_tokens=2,
+        ignore_eos=True,
+    )
+    assert [list(answer.output_ids) for answer in answers] == [[7, 7], [FIRST, FIRST + 1]]
+
+
+def test_several_processors_run_in_order(client: Client) -> None:
+    """The second one overrides the first."""
+    forced = {"processor": STRINGS["ForceToken"], "params": {"token_id": 1234}}
+    boosted = {"processor": STRINGS["Boost"], "params": {"token_id": 1235}}
+    answer = client.generate(
+        PROMPT, temperature=0, max_new_tokens=TOKENS, ignore_eos=True, logits_processors=[boosted, forced]
+    )
+    assert list(answer.output_ids) == [1234] * TOKENS
+    assert [(receipt.name, receipt.steps) for receipt in answer.receipts] == [("Boost", TOKENS), ("ForceToken", TOKENS)]
+
+
+def test_stream(client: Client) -> None:
+    stream = client.generate_stream(
+        PROMPT, max_new_tokens=TOKENS, ignore_eos=True, processor=CountsCalls, params={"first": FIRST}
+    )
+    chunks = list(stream)
+    assert [token for chunk in chunks for token in chunk.output_ids] == [FIRST + step for step in range(TOKENS)]
+    assert [receipt.steps for receipt in chunks[-1].receipts] == [TOKENS]
+
+
+@pytest.mark.parametrize("method", ["completions", "chat"])
+def test_openai_routes(server: SglangServer, client: Client, method: str) -> None:
+    prompt: Any = PROMPT if method == "completions" else [{"role": "user", "content": PROMPT}]
+    options = {"processor": STRINGS["ForceToken"], "params": {"token_id": 70}, "max_tokens": 4}
+    text = getattr(client, method)(prompt, **options).text
+    assert text == chr(ord(text[0])) * 4
+    with pytest.raises(GenerationError, match="as requested") as caught:
+        getattr(client, method)(prompt, processor=faulty("raises"), max_tokens=9)
+    assert caught.value.type == "ProcessorFault"
+
+
+def test_sampling_mask(server: SglangServer) -> None:
+    """SGLang's front end unpickles the processor for this."""
+    body = {
+        "text": PROMPT,
+        "return_sampling_mask": True,
+        "sampling_params": {"max_new_tokens": 1, "top_k": 4, "custom_params": {"token_ids": [5]}},
+        "custom_logit_processor": CountsCalls.to_str(),
+    }
+    refused = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert refused.status_code == 400
+    assert "return_sampling_mask only supports DisallowedTokensLogitsProcessor" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("processor", "params", "message"),
+    [
+        ("{nonsense", {}, "the processor string is not JSON"),
+        ('{"callable": "80"}', {}, "truncated or damaged"),
+        (CannotLoad, {}, "no instance of this"),
+        (json.dumps({"source": "x" * 60000, "class_name": "A"}), {}, "takes at most 60000"),
+        (InstalledProcessor("nobody"), {}, "nobody"),
+        (InstalledProcessor("disallowed_tokens"), {"token_ids": "x"}, "parameters of disallowed_tokens"),
+    ],
+)
+def test_what_cannot_run_is_refused(client: Client, processor: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequestError, match=message):
+        generate(client, processor=processor, params=params)
+
+
+def test_faults_end_only_their_requests(server: SglangServer, client: Client) -> None:
+    """Every kind of fault, a few at a time, beside sixteen streams that don't notice."""
+    prompts = [f"{number} {PROMPT}" for number in range(16)]
+    with ThreadPoolExecutor(24) as pool:
+        alone = list(pool.map(partial(generate, client, tokens=60), prompts))
+
+    def fault(kind: str) -> GenerationError:
+        with pytest.raises(GenerationError) as caught:
+            generate(client, tokens=9, processor=faulty(kind))
+        return caught.value
+
+    kinds = list(FAULTS)
+    with ThreadPoolExecutor(24) as pool:
+        for start in range(0, len(kinds), 7):
+            others = [pool.submit(generate, client, prompt, tokens=60) for prompt in prompts]
+            counted = pool.submit(generate, client, processor=CountsCalls, params={"first": FIRST})
+            faults = [pool.submit(fault, kind) for kind in kinds[start : start + 7]]
+            assert [each.result().type for each in faults] == ["ProcessorFault"] * len(faults)
+            assert [each.result() for each in others] == alone
+            assert counted.result() == [FIRST + step for step in range(TOKENS)]
+    assert server.is_alive()
+
+
+@pytest.mark.parametrize("attempt", ESCAPES)
+def test_escape_is_prevented(server: SglangServer, client: Client, attempt: str) -> None:
+    """A sandbox that the kernel ends for the attempt is as good as an error."""
+    port = int(server.url.rpartition(":")[2])
+    try:
+        assert generate(client, tokens=1, processor=escaping(attempt, port)) == [PREVENTED]
+    except GenerationError as error:
+        assert error.type == "ProcessorFault"  # noqa: PT017
+    assert server.is_alive()
+
+
+def test_escapes_succeed_without_a_sandbox() -> None:
+    """The control, for the attempts that need no privileges and do not end their process."""
+    program = "import ctypes, os, socket, subprocess\n"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        for attempt in ("read the passwords", "connect to SGLang", "run a program", "run a shell", "fork"):
+            code = program + ESCAPES[attempt].replace("{port}", str(port))
+            assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, attempt
+
+
+def test_doctor_finds_the_plugin(server: SglangServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_doctor_command(server.url, None) == 0
+    assert "SGLang:             0.5.23" in capsys.readouterr().out
+
+
+def test_fault_has_its_traceback(client: Client) -> None:
+    with pytest.raises(GenerationError, match="processor Faulty raised ValueError: as requested") as caught:
+        generate(client, processor=faulty("raises"))
+    assert "raise ValueError" in caught.value.traceback or "line 11" in caught.value.traceback
+
+
+def test_fault_in_a_stream_comes_after_the_tokens(client: Client) -> None:
+    ids: list[int] = []
+    with pytest.raises(GenerationError, match="as requested"):  # noqa: PT012
+        for chunk in client.generate_stream(PROMPT, temperature=0, max_new_tokens=9, processor=faulty("raises")):
+            ids += chunk.output_ids
+    assert ids == generate(client, tokens=2)
+
+
+class _Loads:
+    """Its pickle calls `Fraction` when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return Fraction, (1, 2)
+
+
+LOADS = json.dumps({"callable": pickle.dumps(_Loads()).hex()})
+
+
+def test_no_process_unpickles(server: SglangServer, client: Client) -> None:
+    """The name in the pickle is not looked up in any process of SGLang; SGLang's own pickles are recorded."""
+    for options in ({}, {"return_sampling_mask": True}):
+        body = {"text": PROMPT, "custom_logit_processor": LOADS, "sampling_params": {"max_new_tokens": 3}} | options
+        assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 400
+    generate(client, processor=CountsCalls, params={"first": FIRST})
+    recorded = audited(server)
+    assert recorded
+    assert not [name for name in recorded if name.startswith(("fractions.", "dill.", "logitship.client"))]
+
+
+def audited(server: SglangServer) -> list[str]:
+    """Return the names that pickles have looked up in all processes of the server."""
+    environment = Path(f"/proc/{server.process.pid}/environ").read_bytes().decode().split("\0")
+    (path,) = (each.partition("=")[2] for each in environment if each.startswith("LOGITSHIP_TEST_AUDIT="))
+    return Path(path).read_text().splitlines()
+
+
+@pytest.fixture
+def stock(tmp_path: Path, sglang_python: Path, model_folder: Path, folders: list[Path]) -> Iterator[SglangServer]:
+    """SGLang that leaves out the plugin."""
+    environment = {"LOGITSHIP_TEST_AUDIT": str(tmp_path / "audit"), "SGLANG_PLUGINS": "none"}
+    with sglang_serve(sglang_python, model_folder, folders, environment) as server:
+        yield server
+
+
+def test_wrong_setting_refuses_processors(
+    tmp_path: Path, sglang_python: Path, model_folder: Path, folders: list[Path]
+) -> None:
+    """A plugin that cannot be installed completely: nothing is unpickled, and other requests run."""
+    environment = {"LOGITSHIP_TEST_AUDIT": str(tmp_path / "audit"), "LOGITSHIP_SGLANG_SANDBOX_MEMROY": "1"}
+    with sglang_serve(sglang_python, model_folder, folders, environment) as server:
+        assert "LOGITSHIP_SGLANG_SANDBOX_MEMROY: there is no such setting" in server.text
+        for options in ({}, {"return_sampling_mask": True}):
+            body = {"text": PROMPT, "custom_logit_processor": LOADS, "sampling_params": {"max_new_tokens": 3}} | options
+            refused = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+            assert refused.status_code == 400
+            assert "logitship refuses custom logit processors" in refused.text
+        assert server.is_alive()
+        assert not [name for name in audited(server) if name.startswith(("fractions.", "dill."))]
+
+
+def test_stock_sglang_unpickles_and_dies(stock: SglangServer) -> None:
+    """The control: the recorder records, the client warns, and one fault ends the server."""
+    assert run_doctor_command(stock.url, None) == 1
+    assert not [name for name in audited(stock) if name.startswith("dill.")]
+    with Client(stock.url, timeout=60, max_retries=0) as client:
+        with pytest.warns(UserWarning, match="unpickles processors"):
+            assert len(generate(client, processor=STRINGS["ForceToken"], params={"token_id": 5})) == TOKENS
+        assert any(name.startswith("dill.") for name in audited(stock))
+        with pytest.raises(TransportError, match=r"disconnected|refused|reset|closed"):
+            generate(client, processor=CountsCalls, params={})
+    assert not stock.is_alive()

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitship.sampler.edits.edit_codec import NUM_SLOTS, InvalidEdits, VectorSender, VectorStore, decode, encode
+from logitship.sampler.edits.edit_operations import most_edits
+from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.edits.merged_edits import apply_edits
+from tests.sampler.promised_logits.promised import bits
+
+from .random_edits import VOCAB, logs
+
+
+def test_vectors_are_sent_once() -> None:
+    sender, store = VectorSender(), VectorStore(VOCAB)
+    vectors = [torch.randn(VOCAB) for _ in range(2 * NUM_SLOTS)]
+    sizes = []
+    generator = torch.Generator().manual_seed(0)
+    for number in torch.randint(len(vectors), (200,), generator=generator).tolist():
+        log = EditLog(1, VOCAB)
+        log.edit_rows([0], "+", vectors[number])
+        data = encode(log, sender)
+        sizes.append(len(data))
+        logits = torch.zeros(1, VOCAB)
+        apply_edits(logits, [(range(1), decode(data, 1, VOCAB, store))])
+        assert torch.equal(logits[0], vectors[number])
+    assert len(set(sizes)) == 2
+    assert sizes.count(min(sizes)) > 60
+
+
+def test_vector_with_other_bits_is_another_vector() -> None:
+    sender, store = VectorSender(), VectorStore(VOCAB)
+    for zero in (0.0, -0.0):
+        log = EditLog(1, VOCAB)
+        log.put_rows([0], torch.full((VOCAB,), zero))
+        logits = torch.ones(1, VOCAB)
+        apply_edits(logits, [(range(1), decode(encode(log, sender), 1, VOCAB, store))])
+        assert bits(logits) == bits(torch.full((1, VOCAB), zero))
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200))
+def test_random_bytes(data: bytes) -> None:
+    check_hostile(data)
+
+
+@settings(max_examples=500)
+@given(logs(3), st.data())
+def test_changed_bytes(log: EditLog, data: st.DataObject) -> None:
+    encoded = bytearray(encode(log, VectorSender()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        if encoded:
+            encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    check_hostile(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+
+
+def check_hostile(data: bytes) -> None:
+    """Decode bytes of a sandbox for rows 1 to 3 of 5, and look at the others."""
+    logits = torch.randn(5, VOCAB)
+    before = logits.clone()
+    try:
+        edits = decode(data, 3, VOCAB, VectorStore(VOCAB))
+    except InvalidEdits:
+        return
+    apply_edits(logits, [(range(1, 4), edits)])
+    assert bits(logits[0]) == bits(before[0])
+    assert bits(logits[4]) == bits(before[4])
+
+
+def header(kind: int, detail: int = 0, number: int = 0, count: int = 1, value: float = 0.0) -> bytes:
+    return struct.pack("<BBHIf", kind, detail, number, count, value)
+
+
+PUT, FILL, SAVE, RESTORE, EDIT_ROWS, PUT_ROWS, PUT_MASK = range(7)
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header(7), "no such edit"),
+        (header(PUT, count=0), "no such edit"),
+        (header(PUT)[:-1], "too short"),
+        (header(PUT), "too short"),
+        (header(PUT, count=1 << 31), "too short"),
+        (header(PUT) + numbers(2 * VOCAB), "outside the rows"),
+        (header(PUT) + numbers(2**32 - 1), "outside the rows"),
+        (header(PUT, 1, count=2) + numbers(1, 1) + bytes(8), "occurs twice"),
+        (header(FILL) + numbers(2), "a row"),
+        (header(FILL, count=2) + numbers(1, 1), "occurs twice"),
+        (header(SAVE, number=1) + numbers(1), "not the next register"),
+        (header(RESTORE) + numbers(1), "no such register"),
+        (header(SAVE) + numbers(1) + header(RESTORE, count=2) + numbers(1, 2), "no such register"),
+        (header(SAVE) + numbers(1) + header(RESTORE, 1) + numbers(1) + struct.pack("<BBHf", 9, 0, 0, 0), "operator"),
+        (header(EDIT_ROWS, 5) + numbers(0), "operator"),
+        (header(EDIT_ROWS, 0, 1) + numbers(0) + struct.pack("<HH", 0, 0), "empty slot"),
+        (header(PUT_ROWS, 0, 1) + numbers(0) + struct.pack("<HH", NUM_SLOTS, 1) + bytes(4 * VOCAB), "no such slot"),
+        (header(PUT_MASK) + numbers(0), "too short"),
+        ((header(PUT) + numbers(1)) * (most_edits(2) + 1), "too many edits"),
+        ((header(FILL, count=2) + numbers(0, 1)) * 9, "too many elements"),
+        (header(SAVE) + numbers(1) + header(RESTORE, 255) + numbers(1) + bytes(8 * 255), "too many edits"),
+        (
+            header(SAVE, count=40)
+            + numbers(*range(40))
+            + header(RESTORE, 8, 0, 40)
+            + numbers(*range(40))
+            + bytes(8 * 8),
+            "too many elements",
+        ),
+    ],
+)
+def test_invalid(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidEdits, match=message):
+        decode(data, 2, VOCAB, VectorStore(VOCAB))
+
+
+def test_log_is_full_before_the_server_refuses_it() -> None:
+    def fill(log: EditLog, number: int) -> None:
+        log.fill([0], float(number))
+
+    def multiply(log: EditLog, number: int) -> None:
+        log.restore([1], register, [("*", 2.0), ("+", float(number))])
+
+    for edit in (fill, multiply):
+        log = EditLog(3, 40 * VOCAB)
+        register = log.save([1])
+        number = 0
+        while not log.is_full:
+            last = log.copy()
+            edit(log, number)
+            number += 1
+        decode(encode(last, VectorSender()), 3, 40 * VOCAB, VectorStore(40 * VOCAB))
+        assert number > 20

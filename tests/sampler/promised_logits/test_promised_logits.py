@@ -1,0 +1,445 @@
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.promised_logits.promise import Promise
+from logitship.sampler.promised_logits.promised_tensor import PromisedLogits
+
+from .promised import assert_same, bits, eager, example_logits, promised
+
+ROWS, VOCAB = 3, 40
+INF = float("inf")
+IDS = [1, 5, 9]
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "np": np,
+    "copy": copy,
+    "inf": INF,
+    "ids": IDS,
+    "t": torch.tensor(IDS),
+    "index": torch.tensor(IDS).repeat(ROWS, 1),
+    "mask": torch.arange(VOCAB) % 2 == 0,
+    "sparse": torch.arange(VOCAB) == 7,
+    "masks": torch.rand(ROWS, VOCAB, generator=torch.Generator().manual_seed(1)) < 0.3,
+    "vec": torch.randn(VOCAB, generator=torch.Generator().manual_seed(2)),
+    "src": torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(3)),
+    "V": VOCAB,
+    "R": ROWS,
+}
+
+
+def function(code: str) -> Any:
+    """Return a function with these statements, which edits and returns `l`."""
+    names = dict(NAMES)
+    exec("def f(l):\n    " + "\n    ".join(code.split("; ")) + "\n    return l", names)  # this test's code
+    return names["f"]
+
+
+RECORDED = [
+    # positions
+    "l[0, ids] = -inf",
+    "l[1, t] = vec[:3]",
+    "l[2, np.array(ids)] = 2",
+    "l[:, ids] = -inf",
+    "l[:, ids] = src",
+    "l[1:, ids] = 0.; l[::2] += 1",
+    "l[..., ids] = 2.",
+    "l[0, ...] = 2",
+    "l[-1, -1] = 4.",
+    "l[0, [-1, -2]] = 4.",
+    "l[0, [1, 1]] = 3.",
+    "l[0, ids] = torch.tensor(-inf)",
+    "l[[0, 2], [3, 4]] = 9.",
+    "l[torch.tensor([0, 1]), t[:2]] = 7.",
+    "l[torch.arange(R)[:, None], t] = -inf",
+    "l[0][ids] = -inf",
+    "l[0, 3:7] = -inf",
+    "l[:, 3:7] = -inf",
+    "l[:, 2] = 5",
+    "l[[0, 2], 2] = 5",
+    "l[:, [1, 2]], l[:, [3, 4]] = 1., 2.",
+    "l[0, ids] = -inf; l[0, ids] = 1.; l[0, [1]] += 1",
+    # rows
+    "l[0] = -inf",
+    "l[:] = 0",
+    "l[[0, 2]] = -inf",
+    "l[torch.tensor([True, False, True])] = -inf",
+    "l[0] = vec",
+    "l[:] = vec",
+    "l.fill_(2.)",
+    "l.zero_()",
+    "l[0].zero_()",
+    "l[0].copy_(vec)",
+    "for row in l: row[ids] = -inf",
+    "for at, row in enumerate(l): row[ids] -= 1.0 * at",
+    "for row in l.unbind(): row[3] = 1.",
+    "l.select(0, 1)[3] = 1",
+    # masks
+    "l[0, mask] = -inf",
+    "l[0, sparse] = -inf",
+    "l[:, mask] = 3.",
+    "l[:, sparse] = 3.",
+    "l[masks] = -inf",
+    "l[0][mask] = -inf",
+    "l.masked_fill_(masks, -inf)",
+    "l.masked_fill_(mask, -inf)",
+    "l.masked_fill_(torch.tensor([[True], [False], [True]]), -inf)",
+    "l = l.masked_fill(mask, -inf)",
+    "l = torch.where(mask, -inf, l)",
+    "l = torch.where(mask, l, -inf)",
+    "l = l.where(mask, torch.tensor(-inf))",
+    "l[1] = l[1].masked_fill(mask, -inf)",
+    "l[0] = torch.where(mask, l[0], -inf)",
+    "l[0] = l[0].masked_fill(mask, -inf) + 1",
+    # arithmetic
+    "l[:, ids] += 2.5",
+    "l[0, ids] += vec[:3]",
+    "l[:, ids] += src",
+    "l[:, ids] += src[:, :1]",
+    "l[0, ids] -= 1",
+    "l[0, ids] *= 3",
+    "l[0, ids] /= 7",
+    "l[0, ids] = l[0, t] / 3 + 1",
+    "l[0, ids] = 1 - l[0, ids]",
+    "l[0, ids] = l[1, ids]",
+    "l[0, 5] += 1",
+    "l[0, 3:7] += 1",
+    "l[:, 5] *= 2.",
+    "x = l[0]; x += 1",
+    "x = l[:, 5]; x -= 2.",
+    "x = l[0, ids]; x += 1",
+    "l += vec",
+    "l *= 0.1",
+    "l /= 3",
+    "l -= 0.",
+    "l[1] /= 0.7",
+    "l[2] += vec",
+    "l[2] *= vec",
+    "l[0].add_(vec); l[0] *= 2",
+    "l.sub_(1.5)",
+    "l.div_(1.7)",
+    "l = l + vec",
+    "l = vec + l",
+    "l = vec - l",
+    "l = l * 2 - 1",
+    "l = 1 - l",
+    "l = torch.add(l, vec)",
+    "l = torch.mul(l, 3)",
+    "l[0] = l[0] + vec",
+    "l[:] = l + 1.5",
+    # copies
+    "keep = l[0, ids].clone(); l[0] = -inf; l[0, ids] = keep",
+    "keep = l[:, ids]; l[:] = -inf; l[:, ids] = keep",
+    "keep = l[0, 5].clone(); l[0] = -inf; l[0, 5] = keep",
+    "l = l.clone(); l[0] = 1",
+    "old = l.clone(); l[0] = 1; l = old",
+    "s = l.gather(1, index); l.fill_(-inf); l.scatter_(1, index, s) if False else None",
+    # functions
+    "l.scatter_(1, index, -inf)",
+    "l.scatter_(-1, index, src)",
+    "l[0].scatter_(0, t, -inf)",
+    "l = l.scatter(1, index, -inf)",
+    "l.scatter_add_(1, index, src)",
+    "l.index_fill_(1, t, -inf)",
+    "l.index_fill_(0, torch.tensor([0, 2]), -inf)",
+    "l.index_copy_(1, t, src)",
+    "l.index_add_(1, t, src)",
+    "l.index_put_((torch.tensor([0]), torch.tensor([4])), torch.tensor(3.))",
+    # nothing of the values
+    "pass",
+    "l.data[0, ids] = -inf",
+    "l.detach()[0, ids] = -inf",
+    "l = l.contiguous().float().to(torch.float32)",
+    "l = l.view(R, V).reshape(-1, V)",
+    "assert l.shape == (R, V) and l.size(0) == R and len(l) == R and l.ndim == 2 and l.numel() == R * V",
+    "assert l.dtype is torch.float32 and l.device.type == 'cpu' and l.is_contiguous() and not l.requires_grad",
+    "assert l[0].shape == (V,) and isinstance(l, torch.Tensor) and torch.is_tensor(l)",
+    "z = torch.zeros_like(l); z[0] = 1; l[0] = z[0]",
+    "z = torch.full_like(l[0], -inf); z[ids] = 0; l[0] += z",
+    "l[0] = l.new_full((V,), 2.)",
+    "torch.manual_seed(3); l[0] += torch.randn_like(l[0])",
+    "l.note = 3; l[0, 1] = float(l.note)",
+    "with torch.no_grad(): l[0] = 1",
+]
+
+READ = [
+    "l.softmax(-1)",
+    "l = l.log_softmax(-1)",
+    "a = l.argmax(-1); l[0, a[0]] = -inf",
+    "l[0, ids] = -inf; l = l.log_softmax(-1); l[0] = 1",
+    "v, i = l.topk(2); l.fill_(-inf); l.scatter_(1, i, v)",
+    "if (l > 0).any(): l[0] = 1",
+    "l[l < 0] = -inf",
+    "l[0, ids] = l[0].max()",
+    "l.clamp_(min=0)",
+    "l = torch.maximum(l, vec)",
+    "l = torch.stack([l[0], l[1], l[2]])",
+    "l = torch.cat([l[:1], l[1:]])",
+    "l[0, [1, 1]] += 3.",
+    "l[0, ids] = float('nan')",
+    "l[0, range(3)] = 1.",
+    "l[0, None] = 1",
+    "l[0, True] = 1",
+    "l[0, torch.tensor(5)] = -inf",
+    "l.add_(1, alpha=2)",
+    "l.view(-1)[3] = 1",
+    "l[0][1:][3] = 2.",
+    "l[1] = l[0]",
+    "l.numpy()[0] = 1",
+    "np.asarray(l)[0] = 1",
+    "l = torch.tensor(l.tolist())",
+    "l = copy.deepcopy(l)",
+    "l = l.to(torch.float64)",
+    "l = l.half().float()",
+    "l.requires_grad_(); l = l * 2",
+    "l = l.exp()",
+    "l.log_softmax(-1, dtype=torch.float64)",
+    "torch.add(l, 1, out=l)",
+    "l.data_ptr()",
+    "float(l[0, 0])",
+    "repr(l)",
+    "l.untyped_storage().size()",
+    "l.view(torch.int32)[0] = 0",
+    "l = l.T.contiguous().T",
+    "l = l.roll(1, -1)",
+    "l = torch.tensor(l)",
+    "x = torch.ones(V); x += l[0]; l[1] = x",
+    "l = l[0]",
+    "l = l.tolist()",
+    "l = l[:2]",
+]
+
+RAISING = [
+    "l[0, 50] = 1.",
+    "l[5] = 1",
+    "l[0, ids] = vec",
+    "l[0, ids] = 1e39",
+    "l[0, ids] = 10 ** 30",
+    "l[0] = [1.0] * V",
+    "l[0, 1] = 2.; l[0, [1, 77]] = 1.",
+    "l[0, 'a'] = 1",
+    "l[:, ids] += vec",
+    "l.masked_fill_(mask[:5], -inf)",
+    "l.scatter_(1, index + 100, -inf)",
+    "del l[0]",
+    "l.no_such_attribute",
+    "l += torch.ones(3)",
+    "len(l[0, 0])",
+    "l[0, ids] = torch.ones(3, dtype=torch.float64)",
+    "l.fill_(vec)",
+]
+
+
+@pytest.mark.parametrize("code", RECORDED)
+def test_recorded_without_a_read(code: str) -> None:
+    found = promised(function(code), example_logits())
+    assert_same(found, eager(function(code), example_logits()))
+    assert not found.was_read
+
+
+@pytest.mark.parametrize("code", [*READ, *RAISING])
+def test_read_where_values_are_needed(code: str) -> None:
+    assert_same(promised(function(code), example_logits()), eager(function(code), example_logits()))
+
+
+@pytest.mark.parametrize("code", [*RECORDED, *READ])
+def test_after_a_read_everything_is_real(code: str) -> None:
+    found = promised(function(code), example_logits(), read_first=True)
+    assert_same(found, eager(function(code), example_logits()))
+
+
+@pytest.mark.parametrize("code", RECORDED)
+def test_one_row(code: str) -> None:
+    """Most of these raise with fewer rows: at the same place, and with the same text."""
+    logits = example_logits(rows=1)
+    assert_same(promised(function(code), logits), eager(function(code), logits))
+
+
+STATEMENTS = [*RECORDED, *READ[:-3], "old = l[0]; l = l + 0.5; l[1] = 2.", "l[0] = -inf; l[0, 3] = 0."]
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns once, so in only one of two calls
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(STATEMENTS), min_size=2, max_size=6), st.integers(0, 1000))
+def test_random_programs(statements: list[str], seed: int) -> None:
+    program = function("; ".join(statements))
+    logits = example_logits(seed=seed)
+    assert_same(promised(program, logits), eager(program, logits))
+
+
+def test_what_an_author_changes_later_changes_no_edit() -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        ids, values, mask, vector = [1, 2], torch.ones(2), torch.ones(VOCAB, dtype=torch.bool), torch.ones(VOCAB)
+        tensor = torch.tensor([3, 4])
+        logits[0, ids] = values
+        logits[1, tensor] = values
+        logits[2, mask] = 5.0
+        logits[1] += vector
+        kept = logits[0, tensor]
+        kept += values
+        ids[0], values[0], mask[0], vector[0], tensor[0] = 9, 9.0, False, 9.0, 9
+        logits[0, [3, 4]] = kept
+        return logits
+
+    found = promised(program, example_logits())
+    assert_same(found, eager(program, example_logits()))
+    assert not found.was_read
+
+
+def test_views_after_a_read_are_views() -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        row, cell, copied = logits[0], logits[1, 2], logits[2, [1, 2]]
+        rows = list(logits)
+        logits.sum()
+        row[1] = 5.0
+        cell += 1.0
+        copied += 1.0
+        rows[2][3] = 7.0
+        assert row is not rows[0]
+        assert logits[0, 1] == 5.0
+        assert float(copied[0]) == float(logits[2, 1]) + 1.0
+        return logits
+
+    assert_same(promised(program, example_logits()), eager(program, example_logits()))
+
+
+def test_returned_object_is_the_given_one() -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        assert logits.add_(1.0) is logits
+        assert logits.clamp_(min=0.0) is logits
+        assert logits.float() is logits
+        return logits
+
+    assert_same(promised(program, example_logits()), eager(program, example_logits()))
+
+
+def test_pickling_and_threads() -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        logits[0, 1] = 3.0
+        copied = pickle.loads(pickle.dumps(logits))
+        threads = [threading.Thread(target=logits[row].mul_, args=(2.0,)) for row in range(ROWS)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        return logits + copied
+
+    assert_same(promised(program, example_logits()), eager(program, example_logits()))
+
+
+def test_autograd() -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        scaled = logits.detach().requires_grad_()
+        scaled.square().sum().backward()
+        assert scaled.grad is not None
+        return logits + scaled.grad
+
+    assert_same(promised(program, example_logits()), eager(program, example_logits()))
+
+
+class Kept:
+    """A promise whose logits the author's code keeps."""
+
+    def __init__(self) -> None:
+        self.real = example_logits()
+        self.num_fetched = 0
+        self.promise = Promise(ROWS, VOCAB, self._fetch)
+
+    def _fetch(self) -> torch.Tensor:
+        self.num_fetched += 1
+        return self.real
+
+
+def test_kept_view_gets_the_logits() -> None:
+    kept = Kept()
+    logits = kept.promise.take()
+    view = logits[1]
+    logits[1, 2] = 5.0
+    given = [logits]
+    del logits
+    result = kept.promise.conclude(given.pop())
+    assert isinstance(result, torch.Tensor)
+    assert result.is_set_to(kept.real)
+    assert kept.promise.is_kept
+    assert kept.num_fetched == 1
+    kept.real[1, 3] = 8.0
+    assert view[2:4].tolist() == [5.0, 8.0]
+
+
+def test_nothing_kept_is_an_edit_log() -> None:
+    kept = Kept()
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        row = logits[1]
+        row[2] = 5.0
+        return logits
+
+    log = kept.promise.conclude(program(kept.promise.take()))
+    assert isinstance(log, EditLog)
+    assert not kept.promise.is_kept
+    assert kept.num_fetched == 0
+
+
+def test_alias_of_an_earlier_call_raises() -> None:
+    kept = Kept()
+    given = [kept.promise.take()]
+    kept.promise._source.tensors.clear()  # as if the garbage collector had not seen it
+    alias = given[0]
+    kept.promise.conclude(given.pop())
+    with pytest.raises(RuntimeError, match="logits of an earlier step"):
+        alias.sum()
+
+
+def test_too_many_edits_are_not_recorded() -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        for number in range(200):
+            logits[0, number % VOCAB] = float(number)
+        return logits
+
+    found = promised(program, example_logits())
+    assert_same(found, eager(program, example_logits()))
+    assert found.was_read
+
+
+def test_log_of_row_by_row_bans_is_short() -> None:
+    promise = Promise(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB))
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        for row in range(ROWS):
+            logits[row, IDS] = -INF
+        return logits
+
+    log = promise.conclude(program(promise.take()))
+    assert isinstance(log, EditLog)
+    assert len(log.edits) == 1
+
+
+def test_no_reference_is_left() -> None:
+    promise = Promise(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB))
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        keep = logits[0, IDS].clone()
+        logits[0] = -INF
+        logits[0, IDS] = keep
+        return logits
+
+    gc.collect()
+    promise.conclude(program(promise.take()))
+    assert all(tensor() is None for tensor in promise._source.tensors)
+    assert not [each for each in gc.get_objects() if type(each) is PromisedLogits]
+
+
+def test_example_logits_have_what_matters() -> None:
+    logits = example_logits()
+    assert logits.isneginf().any()
+    assert bits(logits[-1, 7]) != bits(logits[-1, 8])

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from logitship.sampler.sandbox.answer_receiver import AnswerReceiver
+
+LONG = 60.0
+
+
+class Call:
+    """A call on a connection of its own, which reads what arrives."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self.connection, self.sandbox = socket.socketpair()
+        self.is_told = threading.Event()
+        self.read: list[bytes] = []
+        self._then = then
+
+    @property
+    def descriptor(self) -> int:
+        return self.connection.fileno()
+
+    def on_readable(self) -> None:
+        self.read.append(self.connection.recv(100))
+        self.is_told.set()
+        self._then()
+
+    def close(self) -> None:
+        self.connection.close()
+        self.sandbox.close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[AnswerReceiver]:
+    receiver = AnswerReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def new_call() -> Iterator[Callable[..., Call]]:
+    calls: list[Call] = []
+
+    def new_call(then: Callable[[], object] = lambda: None) -> Call:
+        calls.append(Call(then))
+        return calls[-1]
+
+    yield new_call
+    for call in calls:
+        call.close()
+
+
+def test_each_call_is_told_once(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    one, other = new_call(), new_call()
+    for call in (one, other):
+        receiver.watch(call.descriptor, call)
+    other.sandbox.send(b"other")
+    assert other.is_told.wait(LONG)
+    assert not one.is_told.is_set()
+    other.sandbox.send(b"more")  # of a later call
+    one.sandbox.send(b"one")
+    assert one.is_told.wait(LONG)
+    assert (one.read, other.read) == ([b"one"], [b"other"])
+
+
+def test_call_may_be_watched_again(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    call = new_call()
+    for number in range(3):
+        call.is_told.clear()
+        receiver.watch(call.descriptor, call)
+        call.sandbox.send(b"%d" % number)
+        assert call.is_told.wait(LONG)
+        receiver.release(call.descriptor)
+    assert call.read == [b"0", b"1", b"2"]
+
+
+def test_closed_connection_is_readable(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    call = new_call()
+    receiver.watch(call.descriptor, call)
+    call.sandbox.close()
+    assert call.is_told.wait(LONG)
+    assert call.read == [b""]
+
+
+def test_released_call_is_not_told(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    released, watched = new_call(), new_call()
+    for call in (released, watched):
+        receiver.watch(call.descriptor, call)
+    receiver.release(released.descriptor)
+    receiver.release(released.descriptor)  # nothing happens
+    released.sandbox.send(b"answer")
+    watched.sandbox.send(b"answer")
+    assert watched.is_told.wait(LONG)
+    assert released.read == []
+
+
+def test_release_waits_while_the_call_is_told(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    may_return, order = threading.Event(), []
+
+    def then() -> None:
+        assert may_return.wait(LONG)
+        order.append("told")
+
+    def release() -> None:
+        is_releasing.set()
+        receiver.release(call.descriptor)
+        order.append("released")
+
+    call, is_releasing = new_call(then), threading.Event()
+    receiver.watch(call.descriptor, call)
+    call.sandbox.send(b"answer")
+    assert call.is_told.wait(LONG)
+    thread = threading.Thread(target=release)
+    thread.start()
+    assert is_releasing.wait(LONG)
+    may_return.set()
+    thread.join()
+    assert order == ["told", "released"]
+
+
+def test_connections_that_were_closed_here(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    """`Sandbox.close` may be called on another thread at any time. The descriptor may then be in use again."""
+    closed, watched = new_call(), new_call()
+    descriptor = closed.descriptor
+    receiver.watch(descriptor, closed)
+    closed.connection.close()
+    reused = os.dup(watched.descriptor)
+    assert reused == descriptor
+    receiver.release(descriptor)
+    os.close(reused)
+    receiver.watch(descriptor, closed)  # nothing happens
+    receiver.watch(closed.descriptor, closed)
+    receiver.watch(watched.descriptor, watched)
+    watched.sandbox.send(b"answer")
+    assert watched.is_told.wait(LONG)
+    assert (closed.read, watched.read) == ([], [b"answer"])
+
+
+def test_close_ends_the_thread(new_call: Callable[..., Call]) -> None:
+    before = set(threading.enumerate())
+    receiver, call = AnswerReceiver(), new_call()
+    (thread,) = set(threading.enumerate()) - before
+    receiver.watch(call.descriptor, call)
+    receiver.close()
+    receiver.close()
+    assert not thread.is_alive()
+    call.sandbox.send(b"answer")
+    receiver.release(call.descriptor)
+    receiver.watch(call.descriptor, call)
+    assert call.read == []

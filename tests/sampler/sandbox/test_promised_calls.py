@@ -1,0 +1,203 @@
+"""Calls that begin before their logits exist, in real sandboxes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.errors import ProcessorFault
+from logitship.sampler.processors.executor import LoadedProcessor, RunOutcome
+from logitship.sampler.sandbox import sandbox as sandbox_module
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
+from logitship.sampler.sandbox.sandbox_run import SandboxRun
+
+from .conftest import MAX_ROWS, VOCAB, Caller, faults, sandbox_of, source
+
+LONG = 60.0
+
+FORBIDS = "for row, params in zip(logits, custom_param_list):\n    row[params['ids']] = -5.0\nreturn logits"
+READS = "return logits * 2 * logits.amax()"
+RETURNS_ANOTHER = "return torch.full((len(logits), 260), 3.0)"
+FAILS = "raise ValueError('as asked')"
+DIES = "import os\nos._exit(3)"
+SENDS_GARBAGE = """
+import os, struct, sys
+frame = sys._getframe()
+while "connection" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["connection"], struct.pack("<IIQ", 7, frame.f_locals["server"]._number, 3) + b"abc")
+while True: pass
+"""
+
+Promise = Callable[..., SandboxRun]
+
+
+@pytest.fixture
+def early_answers(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Counts the answers that were received before the logits existed."""
+    semaphore = threading.Semaphore(0)
+    on_readable = SandboxRun.on_readable
+
+    def counted(run: SandboxRun) -> None:
+        try:
+            on_readable(run)
+        finally:
+            semaphore.release()
+
+    monkeypatch.setattr(SandboxRun, "on_readable", counted)
+    return semaphore
+
+
+@pytest.fixture
+def promise(executor: SandboxExecutor, caller: Caller) -> Promise:
+    """Begins a call with promised logits, given the parameters of its rows."""
+
+    def begun(processor: LoadedProcessor, *params: dict[str, Any]) -> SandboxRun:
+        group = executor.group(processor, [caller.attach(processor, **each) for each in params])
+        run = group.promise()
+        assert run is not None
+        return run
+
+    return begun
+
+
+def finished(run: SandboxRun, num_rows: int = 1) -> tuple[torch.Tensor, RunOutcome]:
+    """Finish a call. Return its rows, which were ones, and the outcome."""
+    logits = torch.ones(num_rows, VOCAB)
+    run.provide(logits)
+    return logits, run.finish()
+
+
+@contextmanager
+def stopped(processor: LoadedProcessor) -> Iterator[None]:
+    """Stop the sandbox of a processor in the block."""
+    pidfd = sandbox_of(processor)._process.pidfd
+    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+
+def test_edits_are_decoded_before_the_logits_exist(
+    executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [promise(executor.load(source(f"{FORBIDS}  # {number}")), {"ids": [1, number]}) for number in range(3)]
+    for _ in runs:
+        assert early_answers.acquire(timeout=LONG)
+    monkeypatch.delattr(sandbox_module, "decode")
+    for number, run in enumerate(runs):
+        assert not run.needs_logits()
+        collected: list[Any] = []
+        outcome = run.finish(lambda *edits, to=collected: to.append(edits))  # type: ignore[misc]
+        (([place], [put]),) = collected
+        assert (place, put.positions.tolist(), put.values) == (0, [1, number], -5.0)
+        assert (outcome.faults, outcome.logits_use) == ({}, "unread")
+
+
+def test_answer_that_arrives_after_the_logits(
+    executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore
+) -> None:
+    processor, quick = executor.load(source(FORBIDS)), executor.load(source(FORBIDS), "another")
+    with stopped(processor):
+        run, quick_run = promise(processor, {"ids": [2]}), promise(quick, {"ids": [3]})
+        assert early_answers.acquire(timeout=LONG)
+        assert not quick_run.needs_logits()
+        assert run.needs_logits()
+        assert not run.wait(0.0)
+    for each, token in ((run, 2), (quick_run, 3)):
+        logits, outcome = finished(each)
+        assert outcome.faults == {}
+        assert (logits != 1.0).nonzero().tolist() == [[0, token]]
+    assert not early_answers.acquire(blocking=False)
+
+
+def test_answer_that_arrives_while_another_is_awaited(executor: SandboxExecutor, promise: Promise) -> None:
+    """Also one that was never asked for: a step is aborted call by call."""
+    processors = [executor.load(source(FORBIDS), tenant) for tenant in "abc"]
+    with stopped(processors[0]), stopped(processors[2]):
+        runs = [promise(processor, {"ids": [4]}) for processor in processors]
+    for run in runs:
+        logits, outcome = finished(run)
+        assert (outcome.faults, logits[0, 4]) == ({}, -5.0)
+
+
+def test_answer_longer_than_what_is_read_first(
+    executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore
+) -> None:
+    ids = range(1, 200)
+    run = promise(executor.load(source(FORBIDS)), *[{"ids": [*ids]}] * MAX_ROWS)
+    assert 4 * len(ids) * MAX_ROWS > sandbox_module._CHUNK
+    assert early_answers.acquire(timeout=LONG)
+    assert not run.needs_logits()
+    logits, _ = finished(run, MAX_ROWS)
+    expected = torch.ones(MAX_ROWS, VOCAB)
+    expected[:, 1:200] = -5.0
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"), [(READS, 2.0), (RETURNS_ANOTHER, 3.0), (FORBIDS, 1.0)], ids=["read", "another", "edits"]
+)
+def test_result(
+    body: str, expected: float, executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore
+) -> None:
+    run = promise(executor.load(source(body)), {"ids": [0]}, {"ids": [1]})
+    assert early_answers.acquire(timeout=LONG)
+    assert run.needs_logits() is (body is not FORBIDS)
+    logits, outcome = finished(run, 2)
+    assert (logits[:, 2:] == expected).all()
+    assert outcome.faults == {}
+    assert outcome.logits_use == ("read" if body is READS else "unread")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [(FAILS, "exception"), (DIES, "crash"), (SENDS_GARBAGE, "protocol"), ("while True: pass", "deadline")],
+)
+def test_fault(body: str, kind: str, executor: SandboxExecutor, promise: Promise) -> None:
+    run = promise(executor.load(source(body)), {}, {})
+    _, outcome = finished(run, 2)
+    assert {row: fault for row, (fault, _) in faults(outcome).items()} == {0: kind, 1: kind}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_answer_that_cannot_be_decoded_fails_the_step(
+    executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise go on as if the processor had changed nothing."""
+    monkeypatch.delattr(sandbox_module, "decode")
+    run = promise(executor.load(source(FORBIDS)), {"ids": [1]})
+    assert early_answers.acquire(timeout=LONG)
+    with pytest.raises(AssertionError, match="an answer was lost"):
+        finished(run)
+
+
+def test_call_of_an_aborted_step(
+    executor: SandboxExecutor, promise: Promise, caller: Caller, early_answers: threading.Semaphore
+) -> None:
+    """Its sandbox is killed, because its state is not known; nobody else notices."""
+    processor, other = executor.load(source(FORBIDS)), executor.load(source(FORBIDS), "other")
+    with stopped(processor):
+        promise(processor, {"ids": [1]})
+        next_run = promise(processor, {"ids": [2]})
+    other_run = promise(other, {"ids": [3]})
+    (fault,) = finished(next_run)[1].faults.values()
+    assert isinstance(fault, ProcessorFault)
+    assert "was killed because its previous call was not finished" in fault.message
+    logits, outcome = finished(other_run)
+    assert (outcome.faults, logits[0, 3]) == ({}, -5.0)
+
+
+def test_executor_ends_while_calls_are_promised(executor: SandboxExecutor, promise: Promise) -> None:
+    processor = executor.load(source(FORBIDS))
+    signal.pidfd_send_signal(sandbox_of(processor)._process.pidfd, signal.SIGSTOP)
+    run = promise(processor, {"ids": [1]})
+    executor.close()
+    assert faults(finished(run)[1]) == {0: ("crash", "processor P was unloaded")}

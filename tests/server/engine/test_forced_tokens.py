@@ -1,0 +1,338 @@
+"""Forced tokens need no steps of their own, and change nothing: through the whole engine on the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.forward_pass import StepLogits
+from logitship.server.model.model_loader import LoadedModel
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
+
+BuildEngine = Callable[..., AsyncEngine]
+
+LENGTH = 24
+VOCAB_SIZE = 260
+EOS, THINK, END_THINK = 1, 2, 3
+
+FORCING = """
+import torch
+from logitship import CustomLogitProcessor
+
+class Forcing{number}(CustomLogitProcessor):
+    '''Writes a phrase now and then, in one of several ways. Each sequence is called once for each token, in order.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            req = params["__req__"]
+            length = len(req.output_ids)
+            assert req.state.get("length", -1) == length - 1, (req.state, length)
+            req.state["length"] = length
+            req.state["sum"] = req.state.get("sum", 0) + sum(req.output_ids[-1:])
+            place = length % (params["pause"] + len(params["phrase"])) - params["pause"]
+            if place < 0:
+                logits[row, req.state["sum"] % req.vocab_size] += 1.0
+            else:
+                self.force(logits, row, params["phrase"][place], params["way"])
+        return logits
+
+    def force(self, logits, row, token, way):
+        if way == "fill":
+            logits[row, :] = -torch.inf
+            logits[row, token] = 0.0
+        elif way == "keep":
+            kept = logits[row, [token]].clone()
+            logits[row] = -torch.inf
+            logits[row, [token]] = kept
+        elif way == "mask":
+            mask = torch.ones(logits.shape[1], dtype=torch.bool)
+            mask[token] = False
+            logits[row] = logits[row].masked_fill(mask, -torch.inf)
+        elif way == "two":
+            logits[row, :] = -torch.inf
+            logits[row, [token, (token + 1) % 200]] = 0.0
+        elif way == "lowest":
+            logits[row, :] = torch.finfo(logits.dtype).min
+            logits[row, token] = 0.0
+        elif way == "read":
+            largest = logits[row].max()
+            logits[row, :] = -torch.inf
+            logits[row, token] = largest
+        elif way == "bias":
+            logits[row, token] += 1e4
+"""
+WAYS = ["fill", "fill", "keep", "mask", "two", "lowest", "read", "bias"]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"first_name": {"type": "string", "maxLength": 3}, "is_member": {"type": "boolean"}},
+    "required": ["first_name", "is_member"],
+    "additionalProperties": False,
+}
+
+
+def named(name: str, **params: Any) -> ProcessorRequest:
+    return ProcessorRequest(InstalledProcessor(name), params)
+
+
+def shipped(generator: random.Random) -> ProcessorRequest:
+    number = generator.randrange(3)
+    params = {
+        "phrase": [generator.randrange(4, 200) for _ in range(generator.randrange(1, 9))],
+        "pause": generator.randrange(5),
+        "way": generator.choice(WAYS),
+    }
+    return ProcessorRequest(SourceProcessor(FORCING.format(number=number), f"Forcing{number}"), params)
+
+
+def built_in(generator: random.Random) -> ProcessorRequest:
+    phrase = [generator.randrange(4, 200) for _ in range(6)]
+    tree = {f"9{''.join(f'_{token}' for token in phrase[:end])}": phrase[end : end + 1] for end in range(6)}
+    tree["9_" + "_".join(map(str, phrase))] = [EOS]
+    sentences = ["the order is late", "the order was lost", "no"]
+    return generator.choice(
+        [
+            named("grammar", regex=generator.choice(["ab[0-9]cdefg(hij|hkl)m*", "(yes|no): [a-c]+ end"])),
+            named("grammar", choice=generator.sample(sentences, k=generator.randrange(1, 4))),
+            named("grammar", json_schema=json.dumps(SCHEMA)),
+            named("tree", tree={"start_token_id": 9, "end_token_id": EOS, "prefix_dict": tree}),
+            named("thinking_budget", thinking_budget=3, start=[THINK], end=[40, 41, 42, END_THINK], newline=[14]),
+            named("think_mode", max_thinking_tokens=4, end_think_token_ids=[50, 51, END_THINK]),
+            named("force_last_phrase", phrase="good bye"),
+            named("trigger_phrase", phrase="now", trigger_token_phrase="a", trigger_count=2),
+            named("no_repeat_ngram", ngram_size=2, window_size=50),
+            named("disallowed_tokens", token_ids=list(range(40, 120))),
+        ]
+    )
+
+
+def random_params(generator: random.Random) -> dict[str, Any]:
+    """Return sampling parameters: about a third of each kind."""
+    choices: list[dict[str, Any]] = [
+        {"stop": generator.sample(["e", "f", "mem", "rst_", "was"], k=2)},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+        {"min_tokens": 6, "stop_token_ids": list(range(80, 100))},
+        {"logprobs": 2},
+        {"logprobs": 1, "logprobs_mode": "processed_logprobs"},
+        {"trace": 2},
+        {"logit_bias": {50: 3.0, 51: -100.0}},
+        {"allowed_token_ids": generator.sample(range(VOCAB_SIZE), k=generator.choice([1, 1, 3, 200]))},
+        {"bad_words_token_ids": [[a, b] for a in range(4, 40) for b in range(60, 90)]},
+        {"thinking_token_budget": 5},
+    ]
+    params: dict[str, Any] = {"max_tokens": generator.randrange(6, LENGTH), "ignore_eos": generator.random() < 0.5}
+    if generator.random() < 0.5:
+        params |= {"temperature": 1.0, "seed": generator.randrange(1000)}
+        choices += [{"top_p": 0.8, "top_k": 30}, {"min_p": 0.1}]
+    else:
+        params |= {"temperature": 0.0}
+    for each in choices:
+        if generator.random() < 0.15:
+            params |= each
+    return params
+
+
+def random_request(rid: str, generator: random.Random) -> GenerationRequest:
+    processors = [shipped(generator)] * (generator.random() < 0.6) + [built_in(generator)] * (generator.random() < 0.5)
+    generator.shuffle(processors)
+    return GenerationRequest(
+        rid=rid,
+        tenant=generator.choice("ab"),
+        prompt_token_ids=[THINK, *(generator.randrange(4, 200) for _ in range(generator.randrange(1, 12)))],
+        sampling_params=SamplingParams(**random_params(generator)),
+        processors=tuple(processors),
+        n=generator.choice([1, 1, 1, 2]),
+    )
+
+
+class Continuation:
+    """One continuation as its client gets it, without times."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.num_forced = 0
+        self.others: list[Any] = []
+
+    def add(self, chunk: GenerationChunk) -> None:
+        """Add a chunk."""
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        for logprob in chunk.logprobs:
+            self.logprobs.append(logprob.logprob or 0.0)
+            self.others.append((logprob.token_id, logprob.rank, [token for token, _ in logprob.top]))
+        self.others += [
+            (trace.token_id, trace.candidates, [stage.stage for stage in trace.stages]) for trace in chunk.traces
+        ]
+        self.others += [receipt.steps for receipt in chunk.receipts]
+        self.num_forced += max((receipt.forced_steps for receipt in chunk.receipts), default=0)
+        if chunk.finish_reason is not None:
+            error = chunk.finish_reason.error
+            message = error and re.sub(r"processor_\d+", "processor", error.message)
+            self.others.append(
+                (chunk.finish_reason.kind, chunk.finish_reason.matched, message, chunk.completion_tokens)
+            )
+
+
+def run(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[tuple[str, int], Continuation]:
+    found: defaultdict[tuple[str, int], Continuation] = defaultdict(Continuation)
+
+    async def take(request: GenerationRequest) -> None:
+        async for chunk in await engine.submit(request):
+            found[request.rid, chunk.index].add(chunk)
+
+    async def take_all() -> None:
+        async with asyncio.timeout(240):
+            await asyncio.gather(*map(take, wanted))
+
+    asyncio.run(take_all())
+    return found
+
+
+def assert_equal(
+    forced: dict[tuple[str, int], Continuation], plain: dict[tuple[str, int], Continuation], wanted: Sequence[Any] = ()
+) -> None:
+    requests = {request.rid: request for request in wanted}
+    assert forced.keys() == plain.keys()
+    for key, expected in plain.items():
+        found, about = forced[key], requests.get(key[0])
+        assert found.token_ids == expected.token_ids, about
+        assert found.text == expected.text, about
+        assert found.others == expected.others, about
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4), about
+
+
+SETTINGS: dict[str, Any] = {
+    "reasoning_config": {"reasoning_parser": "qwen3"},
+    "max_num_seqs": 16,
+    "processor_wait": float("inf"),
+    "chunked_prefill_size": 32,
+}
+
+
+@pytest.mark.parametrize("speculation", [None, "NGRAM"])
+@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+def test_forced_runs_change_nothing(make_engine: BuildEngine, isolation: str, speculation: str | None) -> None:
+    settings = SETTINGS | {"processor_isolation": isolation, "speculative_algorithm": speculation}
+    generator = random.Random(f"{isolation} {speculation}")
+    wanted = [random_request(f"r{number}", generator) for number in range(200)]
+    plain = run(make_engine(**settings, max_forced_run=0), wanted)
+    engine = make_engine(**settings)
+    forced = run(engine, wanted)
+    assert_equal(forced, plain, wanted)
+    assert engine.stats().forced > 50
+    assert all(each.num_forced == 0 for each in plain.values())
+
+
+def forcing(way: str, length: int = 8, **params: Any) -> GenerationRequest:
+    """Return a request whose sandboxed processor writes a phrase again and again, after pauses of four tokens."""
+    phrase = ProcessorRequest(
+        SourceProcessor(FORCING.format(number=0), "Forcing0"),
+        {"phrase": list(range(40, 40 + length)), "pause": 4, "way": way},
+    )
+    sampling = SamplingParams(**({"max_tokens": 60, "ignore_eos": True, "temperature": 0.0} | params))
+    return GenerationRequest(rid="r", prompt_token_ids=[5, 6], sampling_params=sampling, processors=(phrase,))
+
+
+def alone(engine: AsyncEngine, request: GenerationRequest) -> Continuation:
+    return run(engine, [request])["r", 0]
+
+
+@pytest.mark.parametrize("way", ["fill", "keep", "mask"])
+def test_sandboxed_processor_forces_a_run(make_engine: BuildEngine, way: str) -> None:
+    engine = make_engine(processor_isolation="sandbox")
+    found = alone(engine, forcing(way))
+    # Five phrases of eight tokens. The first token of the first one shows that the processor forces tokens at all.
+    assert found.num_forced == engine.stats().forced >= 4 * 8
+    assert engine.stats().steps <= 60 - 4 * 7 + 2
+
+
+@pytest.mark.parametrize("way", ["two", "lowest", "read", "bias"])
+def test_what_leaves_other_tokens_is_not_forced(make_engine: BuildEngine, way: str) -> None:
+    """The lowest finite number leaves a token possible, if barely."""
+    engine = make_engine(processor_isolation="sandbox")
+    alone(engine, forcing(way, temperature=1.0, seed=3))
+    assert engine.stats().forced == 0
+
+
+@pytest.mark.parametrize(("most", "steps"), [(0, 60), (1, 40), (3, 30)])
+def test_runs_are_bounded(make_engine: BuildEngine, most: int, steps: int) -> None:
+    engine = make_engine(processor_isolation="sandbox", max_forced_run=most)
+    found = alone(engine, forcing("fill"))
+    assert found.num_forced == 60 - engine.stats().steps
+    assert engine.stats().steps == 60 if most == 0 else steps <= engine.stats().steps < 60
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_guesses_of_a_grammar_are_verified(
+    make_engine: BuildEngine, float32_model: LoadedModel, loaded_model: LoadedModel, dtype: str
+) -> None:
+    """The text is the only one; its tokens are single bytes, as usual for this model. Fused layers compute float32."""
+    engine = make_engine({"float32": float32_model, "float64": loaded_model}[dtype])
+    request = replace(forcing("fill"), processors=(named("grammar", choice=["the delivery is late", "the delay"]),))
+    found = alone(
+        engine, replace(request, sampling_params=SamplingParams(max_tokens=40, eos_token_ids=frozenset({EOS})))
+    )
+    assert found.text in ("the delivery is late", "the delay")
+    assert found.num_forced >= 5
+
+
+def test_installed_batch_processor_may_do_anything(make_engine: BuildEngine) -> None:
+    engine = make_engine(logits_processors=(AddsNothing,))
+    request = replace(forcing("fill"), processors=(named("grammar", choice=["the delivery is late"]),))
+    alone(engine, request)
+    assert engine.stats().forced == 0
+
+
+class AddsNothing(LogitsProcessor):
+    """A batch processor of which nothing is known."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        pass
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+@pytest.mark.parametrize("way", ["fill", "keep"])
+@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+def test_logits_that_are_not_finite(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, isolation: str, way: str
+) -> None:
+    """A model's logit of a certain token is NaN: what happens is the same as one by one."""
+    of = StepLogits.of
+
+    def broken(*args: Any) -> torch.Tensor:
+        logits = of(*args)
+        logits[:, 45] = math.nan
+        return logits
+
+    monkeypatch.setattr(StepLogits, "of", broken)
+    found = [
+        alone(make_engine(processor_isolation=isolation, max_forced_run=most), request)
+        for request in (forcing(way), replace(forcing(way), processors=(named("grammar", regex="[a-c]{4}(hijk)*m+"),)))
+        for most in (0, 16)
+    ]
+    for plain, forced in (found[:2], found[2:]):
+        assert forced.token_ids == plain.token_ids
+        assert forced.others == plain.others

@@ -1,0 +1,139 @@
+"""The parser of tool calls: any text, in any pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from logitship.server.http.openai.tool_calls import (
+    HERMES,
+    JSON_ARRAY,
+    LLAMA,
+    OutputPart,
+    ToolCallParser,
+    ToolCallPart,
+    ToolFormat,
+)
+
+NAMES = ("weather", 'q"uote', "add")
+WEATHER = '{"name": "weather", "arguments": {"city": "Par}is \\" {"}}'
+REVERSED = '{"arguments": {"city": 1}, "name": "weather"}'
+UNKNOWN = '{"name": "other", "arguments": {}}'
+
+
+def parsed(parts: list[OutputPart]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text and the calls of an answer."""
+    texts, calls = [], []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.name is not None:
+            assert part.index == len(calls)
+            calls.append((part.name, part.arguments))
+        else:
+            name, arguments = calls[part.index]
+            calls[part.index] = name, arguments + part.arguments
+    return "".join(texts), calls
+
+
+def parse(text: str, format: ToolFormat, sizes: Any = None, **options: Any) -> tuple[str, list[tuple[str, str]]]:
+    parser = ToolCallParser(format, NAMES, **options)
+    parts: list[OutputPart] = []
+    while sizes is not None and text:
+        size = next(sizes)
+        parts += parser.push(text[:size])
+        text = text[size:]
+    parts += parser.push(text)
+    return parsed([*parts, *parser.flush()])
+
+
+CITY = ("weather", '{"city": "Par}is \\" {"}')
+HERMES_CASES = {
+    "Just text < with <tool a sign": ("Just text < with <tool a sign", []),
+    f"<tool_call>\n{WEATHER}\n</tool_call>": ("", [CITY]),
+    f"Let me see.\n<tool_call>{WEATHER}</tool_call>": ("Let me see.\n", [CITY]),
+    f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{REVERSED}\n</tool_call>\n": (
+        "",
+        [CITY, ("weather", '{"city": 1}')],
+    ),
+    f"<tool_call>\n{WEATHER}\n</tool_call>\nand then more": ("and then more", [CITY]),
+    f"<tool_call>\n{UNKNOWN}\n</tool_call>": (f"<tool_call>\n{UNKNOWN}\n</tool_call>", []),
+    "<tool_call>not JSON</tool_call>": ("<tool_call>not JSON</tool_call>", []),
+    '<tool_call>{"name": "weather", "argum': ('<tool_call>{"name": "weather", "argum', []),
+    '<tool_call>{"name": "weather", "arguments": {"city": "Par': ("", [("weather", '{"city": "Par')]),
+    '<tool_call>{"name": "weather", "arguments": "{\\"a\\": 1}"}</tool_call>': ("", [("weather", '{"a": 1}')]),
+    '<tool_call>{"name": "q\\"uote", "arguments": {}}</tool_call>': ("", [('q"uote', "{}")]),
+    '<tool_call>{"name": "add"}</tool_call>': ("", [("add", "{}")]),
+    f"<tool_call>{WEATHER}": ("", [CITY]),
+    "<tool_call>\n": ("<tool_call>\n", []),
+    "": ("", []),
+}
+LLAMA_WEATHER = WEATHER.replace("arguments", "parameters")
+LLAMA_CASES = {
+    "Text with { and }": ("Text with { and }", []),
+    LLAMA_WEATHER: ("", [CITY]),
+    f"<|python_tag|>{LLAMA_WEATHER}": ("", [CITY]),
+    f" \n{WEATHER}; {LLAMA_WEATHER}": ("", [CITY, CITY]),
+    UNKNOWN: (UNKNOWN, []),
+    "<|python_tag|>print(1)": ("<|python_tag|>print(1)", []),
+    '{"a": 1} is JSON': ('{"a": 1} is JSON', []),
+    f"{LLAMA_WEATHER} is what I call": ("is what I call", [CITY]),
+}
+ARRAY_CASES = {
+    f"[{LLAMA_WEATHER}]": ("", [CITY]),
+    f"[{LLAMA_WEATHER}, {LLAMA_WEATHER} ]": ("", [CITY, CITY]),
+}
+CASES = [
+    (format, text, expected)
+    for format, cases in ((HERMES, HERMES_CASES), (LLAMA, LLAMA_CASES), (JSON_ARRAY, ARRAY_CASES))
+    for text, expected in cases.items()
+]
+
+
+@pytest.mark.parametrize(("format", "text", "expected"), CASES)
+def test_whole_and_in_pieces(format: ToolFormat, text: str, expected: Any) -> None:
+    assert parse(text, format) == expected
+    for size in (1, 2, 3, 7):
+        assert parse(text, format, iter(lambda size=size: size, None)) == expected
+    rng = random.Random(0)
+    for _ in range(20):
+        assert parse(text, format, iter(lambda: rng.randint(1, 12), None)) == expected
+
+
+def test_arguments_are_streamed() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.push('<tool_call>\n{"name": "add", "arguments": ') == []
+    assert parser.push('{"a"') == [ToolCallPart(0, "", "add"), ToolCallPart(0, '{"a"')]
+    assert parser.push(": 1") == [ToolCallPart(0, ": 1")]
+    assert parser.push('}}\n</tool_call><tool_call>{"name": "add", "arguments": {') == [
+        ToolCallPart(0, "}"),
+        ToolCallPart(1, "", "add"),
+        ToolCallPart(1, "{"),
+    ]
+
+
+def test_only_the_first_call_without_parallel() -> None:
+    text = f"<tool_call>{WEATHER}</tool_call><tool_call>{WEATHER}</tool_call>"
+    assert parse(text, HERMES, parallel=False) == ("", [CITY])
+
+
+def test_text_is_never_lost_or_doubled() -> None:
+    """Read random text in the alphabet of calls, which has none."""
+    rng = random.Random(1)
+    alphabet = ["<tool_call>", "</tool_call>", "{", "}", '"', "\\", ":", ",", " ", "\n", "name", "x", "["]
+    for _ in range(2000):
+        text = "".join(rng.choices(alphabet, k=rng.randint(0, 12)))
+        found, calls = parse(text, HERMES, iter(lambda: rng.randint(1, 9), None))
+        assert calls == []
+        assert found == text
+
+
+def test_time_is_linear_in_the_length() -> None:
+    """A parser that reads a call again with each token would take hours."""
+    text = '<tool_call>{"x": "' + "y" * 300_000 + '", "name": "add"}</tool_call>'
+    parser = ToolCallParser(HERMES, NAMES)
+    parts = [part for character in text for part in parser.push(character)]
+    assert parsed([*parts, *parser.flush()]) == ("", [("add", json.dumps({}))])

@@ -1,0 +1,125 @@
+"""Fakes of the parts of SGLang that the plugin reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from array import array
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from logitship.sampler.processors.request_view import ModelView
+from logitship.server.plugins.plugin_processors import PluginProcessors, for_execution
+from logitship.server.sglang.sampling_ranks import SamplingRanks
+from logitship.server.sglang.sglang_settings import SglangSettings
+from logitship.server.sglang.step_processors import StepProcessors
+
+from ..vllm.early_executor import EarlyExecutor  # noqa: TID252
+from .fake_scheduler import EOS, MAX_ROWS, VOCAB_SIZE, FakeReq
+
+MakeReq = Callable[..., FakeReq]
+
+CHECKS_HISTORY = '''
+from logitship import CustomLogitProcessor
+
+class ChecksHistory(CustomLogitProcessor):
+    """The n-th call forces token first + n, and fails unless its history is the tokens it forced so far."""
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            request = params["__req__"]
+            calls = request.state.setdefault("calls", 0)
+            request.state["calls"] = calls + 1
+            expected = [params["first"] + call for call in range(calls)]
+            if list(request.output_ids) != expected or request.origin_input_ids != [7] * params["prompt"]:
+                raise AssertionError(f"call {calls} saw {request.output_ids}")
+            if calls == params.get("fails_at"):
+                raise RuntimeError("requested")
+            logits[row] = -float("inf")
+            logits[row, params["first"] + calls] = 0.0
+        return logits
+'''
+
+
+class FinishAbort(SimpleNamespace):
+    """Fake of SGLang's `FINISH_ABORT`."""
+
+    def __init__(self, message: str, status_code: int, err_type: str) -> None:
+        super().__init__(message=message, status_code=status_code, err_type=err_type)
+
+
+@pytest.fixture(autouse=True)
+def schedule_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the plugin import `FINISH_ABORT` from SGLang."""
+    module = ModuleType("sglang.srt.managers.schedule_batch")
+    module.FINISH_ABORT = FinishAbort  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+
+
+@pytest.fixture
+def model() -> ModelView:
+    return ModelView(VOCAB_SIZE, frozenset({EOS}), None)
+
+
+@pytest.fixture
+def settings() -> SglangSettings:
+    """Settings that run shipped code in this process, because sandboxes take seconds to start."""
+    return SglangSettings(processor_isolation="none")
+
+
+@pytest.fixture
+def early_executor(monkeypatch: pytest.MonkeyPatch) -> EarlyExecutor:
+    """The executor of all shipped processors: half of their calls begin before their logits exist."""
+    executor = EarlyExecutor()
+    executor.share = 0.5
+    monkeypatch.setattr("logitship.server.plugins.plugin_processors.shipped_executor", lambda *args: executor)
+    return executor
+
+
+@pytest.fixture
+def processors(settings: SglangSettings, model: ModelView) -> PluginProcessors:
+    return for_execution(settings, model, MAX_ROWS, logging.getLogger("sglang.logitship"))
+
+
+@pytest.fixture
+def steps(settings: SglangSettings, model: ModelView, processors: PluginProcessors) -> StepProcessors:
+    one_rank = SamplingRanks(SimpleNamespace(rank_in_group=0, world_size=1))
+    return StepProcessors(settings, model, processors, one_rank)
+
+
+@pytest.fixture
+def make_req() -> MakeReq:
+    """Factory of requests with `ChecksHistory`, or with no processor if `first` is None.
+
+    One that fails gets its own class, because without a sandbox a fault fails the whole call.
+    """
+
+    def make(rid: str = "r", *, prompt: int = 3, tokens: int = 8, first: int | None = 2, **params: Any) -> FakeReq:
+        source = CHECKS_HISTORY + (f"# {rid}" if params.get("fails_at") is not None else "")
+        string = json.dumps({"source": source, "class_name": "ChecksHistory"})
+        custom_params = None if first is None else {"first": first, "prompt": prompt, "__req__": object(), **params}
+        sampling = SimpleNamespace(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=1 << 30,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            sampling_seed=None,
+            max_new_tokens=tokens,
+            min_new_tokens=0,
+            stop_strs=[],
+            stop_token_ids=None,
+            ignore_eos=False,
+            no_stop_trim=False,
+            logit_bias=None,
+            skip_special_tokens=True,
+            spaces_between_special_tokens=True,
+            custom_params=custom_params,
+        )
+        return FakeReq(rid, array("q", [7] * prompt), sampling, None if first is None else string)
+
+    return make

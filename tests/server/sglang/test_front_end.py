@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from logitship.client.http.sglang_handshake import PROBE, PROBE_BODY, SglangPlugin
+from logitship.sampler.processors.request_view import ModelView
+from logitship.server.sglang.front_end import FrontEnd
+from logitship.server.sglang.sglang_settings import SglangSettings
+
+from .conftest import CHECKS_HISTORY
+
+SOURCE = json.dumps({"source": CHECKS_HISTORY, "class_name": "ChecksHistory"})
+FORBIDS = json.dumps({"name": "disallowed_tokens"})
+
+
+def generate(string: Any, **params: Any) -> Any:
+    return SimpleNamespace(custom_logit_processor=string, sampling_params={"custom_params": params or None})
+
+
+def http_request(**headers: str) -> Any:
+    return SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+@pytest.fixture
+def front_end(settings: SglangSettings, model: ModelView) -> FrontEnd:
+    return FrontEnd(settings, model, speculates=False)
+
+
+def test_valid_processors_are_admitted(front_end: FrontEnd) -> None:
+    asyncio.run(front_end.admit(generate(None), None))
+    asyncio.run(front_end.admit(generate(SOURCE), None))
+    asyncio.run(front_end.admit(generate(FORBIDS, token_ids=[1]), None))
+    assert front_end._prepared().in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("string", "message"),
+    [
+        ("nonsense", "is not JSON"),
+        (json.dumps({"source": "1 / 0", "class_name": "A"}), "ZeroDivisionError"),
+        (FORBIDS, "parameters of disallowed_tokens"),
+    ],
+)
+def test_what_cannot_run_is_refused(front_end: FrontEnd, string: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(front_end.admit(generate(string), None))
+
+
+def test_speculation_is_refused(settings: SglangSettings, model: ModelView) -> None:
+    front_end = FrontEnd(settings, model, speculates=True)
+    asyncio.run(front_end.admit(generate(None), None))
+    with pytest.raises(ValueError, match="decodes speculatively"):
+        asyncio.run(front_end.admit(generate(FORBIDS, token_ids=[1]), None))
+
+
+def test_only_listed_processors_are_admitted(tmp_path: Path, model: ModelView) -> None:
+    (tmp_path / "allowed").write_text(f"sha256:{'a' * 64}")
+    settings = SglangSettings(processor_isolation="none", allow_processor=str(tmp_path / "allowed"))
+    with pytest.raises(ValueError, match="LOGITSHIP_SGLANG_ALLOW_PROCESSOR"):
+        asyncio.run(FrontEnd(settings, model, speculates=False).admit(generate(SOURCE), None))
+
+
+@pytest.mark.parametrize(
+    ("string", "request_", "may"),
+    [
+        (SOURCE, http_request(authorization="Bearer second"), True),
+        (SOURCE, http_request(x_logitship_shipping_key="first"), True),
+        (SOURCE, http_request(authorization="Bearer third"), False),
+        (SOURCE, http_request(authorization="Basic first"), False),
+        (SOURCE, http_request(), False),
+        (SOURCE, None, True),
+        (FORBIDS, http_request(), True),
+    ],
+)
+def test_code_needs_a_shipping_key(model: ModelView, string: str, request_: Any, may: bool) -> None:
+    settings = SglangSettings(processor_isolation="none", shipping_api_key=("first", "second"))
+    admission = FrontEnd(settings, model, speculates=False).admit(generate(string, token_ids=[1]), request_)
+    if may:
+        asyncio.run(admission)
+    else:
+        with pytest.raises(ValueError, match="not ship processors"):
+            asyncio.run(admission)
+
+
+def test_probe_is_answered(front_end: FrontEnd) -> None:
+    assert PROBE_BODY["custom_logit_processor"] == PROBE
+    with pytest.raises(ValueError, match="plugin") as caught:
+        asyncio.run(front_end.admit(generate(PROBE), None))
+    assert SglangPlugin.from_message(str(caught.value)) == SglangPlugin(speculates=False)
+    assert SglangPlugin.from_message("max_new_tokens must be at least 0, got -1.") is None
+    assert SglangPlugin.from_message("logitship plugin for SGLang: ?") is None
+
+
+def test_settings_from_the_environment() -> None:
+    settings = SglangSettings.from_environment(
+        {"LOGITSHIP_SGLANG_SHIPPING_API_KEY": "a, b", "LOGITSHIP_SGLANG_MAX_SANDBOXES": "3", "LOGITSHIP_VLLM_X": "1"}
+    )
+    assert settings.shipping_api_key == ("a", "b")
+    assert settings.max_sandboxes == 3
+    with pytest.raises(ValueError, match="LOGITSHIP_SGLANG_X: there is no such setting"):
+        SglangSettings.from_environment({"LOGITSHIP_SGLANG_X": "1"})
+    with pytest.raises(ValueError, match="must be keys"):
+        SglangSettings.from_environment({"LOGITSHIP_SGLANG_SHIPPING_API_KEY": "a,,b"})

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from logitship import CustomLogitProcessor
+from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor
+from logitship.server.sglang.generate_fields import (
+    MAX_PROCESSORS,
+    only_forbids,
+    processors_of,
+    read_fields,
+    sampling_params_of,
+)
+
+from .conftest import MakeReq
+
+FORBIDS = json.dumps({"name": "disallowed_tokens"})
+
+
+def generate(string: Any, sampling_params: Any = None) -> Any:
+    return SimpleNamespace(custom_logit_processor=string, sampling_params=sampling_params)
+
+
+@pytest.mark.parametrize(
+    ("string", "sampling_params", "expected"),
+    [
+        (None, {"custom_params": {"a": 1}}, []),
+        ("", None, []),
+        ("x", None, [("x", None)]),
+        ("x", {"custom_params": {"a": 1}}, [("x", {"a": 1})]),
+        (
+            "x",
+            [{"custom_params": {"a": 1}}, {"custom_params": {"a": 2}}, {}],
+            [("x", {"a": 1}), ("x", {"a": 2}), ("x", None)],
+        ),
+        (["x", None, "x", "y"], {"custom_params": {"a": 1}}, [("x", {"a": 1}), ("y", {"a": 1})]),
+        (["x", "y"], [{"custom_params": {"a": 1}}, {"custom_params": {"a": 2}}], [("x", {"a": 1}), ("y", {"a": 2})]),
+        (["x", "y"], [{}], [("x", None), ("y", None)]),
+    ],
+)
+def test_processors_of_a_request(string: Any, sampling_params: Any, expected: list[tuple[str, Any]]) -> None:
+    assert processors_of(generate(string, sampling_params)) == expected
+
+
+def test_one_processor_has_the_params_of_the_request() -> None:
+    (request,) = read_fields(FORBIDS, {"token_ids": [1]}, 1000)
+    assert request.string == InstalledProcessor("disallowed_tokens")
+    assert request.params == {"token_ids": [1]}
+
+
+def test_several_processors_have_params_of_their_own() -> None:
+    entries = [{"processor": {"name": "min_tokens"}, "params": {"a": 1}}, {"processor": FORBIDS}]
+    first, second = read_fields(json.dumps(entries), {"b": 2}, 1000)
+    assert (first.string, first.params) == (InstalledProcessor("min_tokens"), {"a": 1})
+    assert (second.string, second.params) == (InstalledProcessor("disallowed_tokens"), {"b": 2})
+
+
+@pytest.mark.parametrize(
+    ("string", "params", "message"),
+    [
+        ("nonsense", None, "custom_logit_processor: the processor string is not JSON"),
+        (FORBIDS, [1], "custom_params: must be an object"),
+        (FORBIDS, {"__req__": 1}, "custom_params: the key '__req__' is the server's own"),
+        (json.dumps({"name": "x" * 1000}), None, "has 1012 bytes, this server takes at most 1000"),
+        (
+            json.dumps([{"processor": {"name": "x" * 1000}}]),
+            None,
+            "has 1029 characters, this server takes at most 1000",
+        ),
+        ("[", None, "custom_logit_processor: is not JSON"),
+        ("[]", None, f"the list must have 1 to {MAX_PROCESSORS} processors, not 0"),
+        (json.dumps(["module.function"]), None, "callables by name are not taken inside SGLang"),
+        (json.dumps({"digest": "sha256:" + "0" * 64}), None, "no processors are registered inside SGLang"),
+        (json.dumps([{"process": FORBIDS}]), None, "logits_processors[0]"),
+    ],
+)
+def test_malformed_fields_are_refused(string: str, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_fields(string, params, 1000)
+
+
+class Other(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("string", "expected"),
+    [
+        (FORBIDS, True),
+        (DisallowedTokensLogitsProcessor.to_str(), True),
+        (Other.to_str(), False),
+        (json.dumps({"name": "min_tokens"}), False),
+        ("nonsense", False),
+    ],
+)
+def test_which_processors_only_forbid(string: str, expected: bool) -> None:
+    assert only_forbids(string) is expected
+
+
+def test_sampling_params(make_req: MakeReq) -> None:
+    params = make_req(tokens=9).sampling_params
+    params.stop_strs, params.logit_bias, params.stop_token_ids = "end", {"3": 1.5}, {4}
+    converted = sampling_params_of(params, (), frozenset({1}))
+    assert converted.max_tokens == 9
+    assert converted.top_k == -1
+    assert converted.stop == ("end",)
+    assert converted.logit_bias == {3: 1.5}
+    assert converted.stop_token_ids == {4}
+    assert converted.eos_token_ids == {1}

@@ -1,0 +1,139 @@
+"""The processors of a step on a fake of SGLang's scheduler."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from logitship.server.plugins.plugin_processors import PluginProcessors
+from logitship.server.sglang.forward_step import ForwardStep
+from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
+from logitship.server.sglang.step_processors import StepProcessors
+
+from ..vllm.early_executor import EarlyExecutor  # noqa: TID252
+from .conftest import MakeReq
+from .fake_scheduler import VOCAB_SIZE, FakeReq, FakeScheduler
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("seed", range(12))
+def test_histories_are_exact_in_every_schedule(
+    seed: int,
+    overlap: bool,
+    early_executor: EarlyExecutor,
+    steps: StepProcessors,
+    processors: PluginProcessors,
+    make_req: MakeReq,
+) -> None:
+    """Covers prompt chunks, retraction, moves of rows, tokens in flight, a step too many, early calls, and faults."""
+    rng = random.Random(seed)
+    expected: dict[FakeReq, list[int]] = {}
+    for number in range(24):
+        prompt, tokens, first = rng.randint(1, 9), rng.randint(1, 20), rng.randint(2, 40)
+        kind = rng.choice(["plain", "runs", "runs", "fails"])
+        fails_at = rng.randrange(tokens) if kind == "fails" else None
+        req = make_req(
+            str(number), prompt=prompt, tokens=tokens, first=None if kind == "plain" else first, fails_at=fails_at
+        )
+        forced = [5] * tokens if kind == "plain" else list(range(first, first + tokens))
+        expected[req] = forced if fails_at is None else forced[:fails_at]
+    scheduler = FakeScheduler(seed, steps, overlap=overlap)
+    scheduler.run(*expected)
+    assert {req.rid: req.visible for req in expected} == {req.rid: tokens for req, tokens in expected.items()}
+    with steps.sampling(None):  # type: ignore[arg-type]  # a later step releases the last ones
+        pass
+    assert processors.in_use == 0
+    assert not steps.are_used
+    assert not steps._kept
+    assert bool(early_executor.num_early) != overlap
+    assert not early_executor.unfinished
+
+
+def test_begun_call_without_its_logits_ends_the_request(
+    early_executor: EarlyExecutor, steps: StepProcessors, make_req: MakeReq
+) -> None:
+    """Another call would be the second one for the same token."""
+    early_executor.share = 1.0
+    req = make_req()
+    step = ForwardStep(SimpleNamespace(seq_lens_cpu=torch.tensor([3])))
+    steps.begin({0: scheduled(req)}, step)
+    assert early_executor.num_early == 1
+    steps.begin({0: scheduled(req)}, step)
+    steps.apply(torch.zeros(1, VOCAB_SIZE), {0: scheduled(req)}, 1)
+    assert "did not sample the token" in req.to_finish.message
+    assert not early_executor.unfinished
+
+
+def test_dropped_tokens_occur(steps: StepProcessors, make_req: MakeReq) -> None:
+    """The test above covers retraction with a token in flight, which is sampled again without a call."""
+    dropped = 0
+    for seed in range(12):
+        scheduler = FakeScheduler(seed, steps, overlap=True)
+        scheduler.run(*(make_req(str(number), tokens=12) for number in range(12)))
+        dropped += scheduler.num_dropped
+    assert dropped > 5
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+def test_fault_ends_its_request_with_the_traceback(overlap: bool, steps: StepProcessors, make_req: MakeReq) -> None:
+    failing, other = make_req("fails", fails_at=2), make_req("other")
+    FakeScheduler(1, steps, overlap=overlap).run(failing, other)
+    assert failing.visible == [2, 3]
+    assert failing.finished_reason.status_code == 400
+    assert failing.finished_reason.err_type == "ProcessorFault"
+    message = failing.finished_reason.message
+    assert message.startswith("ProcessorFault: processor ChecksHistory raised RuntimeError: requested")
+    assert "Traceback" in message
+    assert other.visible == list(range(2, 10))
+
+
+@pytest.mark.parametrize(("stop", "seen"), [(None, 4), (4, 3)], ids=["its_length", "a_stop_token"])
+def test_processor_is_not_called_after_the_end(
+    stop: int | None, seen: int, steps: StepProcessors, make_req: MakeReq
+) -> None:
+    """With overlap scheduling, SGLang computes one step more before it knows the token that ended the request."""
+    req = make_req(tokens=4, fails_at=seen)
+    req.sampling_params.stop_token_ids = None if stop is None else {stop}
+    FakeScheduler(0, steps, overlap=True).run(req)
+    assert req.visible == list(range(2, 2 + seen))
+    assert req.finished_reason in ("length", "stop")
+
+
+def test_receipt_counts_the_calls(steps: StepProcessors, make_req: MakeReq) -> None:
+    req = make_req(tokens=7)
+    FakeScheduler(3, steps, overlap=True).run(req)
+    request = find_scheduled(req)
+    assert request is not None
+    assert request.uses is not None
+    assert [use.receipt.steps for use in request.uses] == [7]
+
+
+def test_invalid_processor_ends_its_request(steps: StepProcessors, make_req: MakeReq) -> None:
+    """A front end that does not check requests does not stop the scheduler."""
+    req = make_req()
+    req.custom_logit_processor = "nonsense"
+    FakeScheduler(0, steps, overlap=False).run(req)
+    assert req.visible == []
+    assert "is not JSON" in req.finished_reason.message
+
+
+def test_drafts_end_the_request(steps: StepProcessors, make_req: MakeReq) -> None:
+    req = make_req()
+    logits = torch.zeros(4, VOCAB_SIZE)
+    steps.apply(logits, {0: scheduled(req)}, 4)
+    assert "drafts" in req.to_finish.message
+    assert not logits.any()
+
+
+def test_error_of_the_plugin_ends_the_requests(
+    steps: StepProcessors, make_req: MakeReq, caplog: pytest.LogCaptureFixture
+) -> None:
+    req = make_req()
+    with steps.sampling(None):  # type: ignore[arg-type]  # as if SGLang's batch had changed
+        steps._step = object()  # type: ignore[assignment]
+        steps.apply(torch.zeros(1, VOCAB_SIZE), {0: scheduled(req)}, 1)
+    assert req.to_finish.message == "ProcessorFault: the server had an internal error; its log has the details"
+    assert "logitship failed in a step" in caplog.text

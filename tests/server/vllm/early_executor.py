@@ -1,0 +1,81 @@
+"""An executor whose calls begin before their logits exist."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from logitship.sampler.processors.executor import CollectEdits, ExecutorRow, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.local_executor import LocalGroup
+
+from .fake_runner import VOCAB_SIZE
+
+
+class EarlyRun:
+    """A call that was made when it began, on zeros. What it added to them is added to the logits."""
+
+    def __init__(self, executor: EarlyExecutor, group: LocalGroup, num_rows: int) -> None:
+        self._executor = executor
+        self._edited = torch.zeros(num_rows, executor.vocab_size)
+        self._outcome = group.begin(self._edited).finish()
+        executor.num_early += 1
+        executor.unfinished.append(self)
+
+    def needs_logits(self) -> bool:
+        return True
+
+    def provide(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    def defer(self, logits: torch.Tensor) -> None:
+        raise AssertionError("nothing is deferred inside vLLM")
+
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+        self._logits += self._edited
+        self._executor.unfinished.remove(self)
+        return self._outcome
+
+
+class EarlyGroup:
+    """Some calls of a group begin early, as `ReadHistory` decides for sandboxes."""
+
+    def __init__(self, executor: EarlyExecutor, group: LocalGroup, num_rows: int) -> None:
+        self._executor = executor
+        self._group = group
+        self._num_rows = num_rows
+        self.begin = group.begin
+
+    def promise(self) -> EarlyRun | None:
+        is_early = self._executor.random.random() < self._executor.share
+        return EarlyRun(self._executor, self._group, self._num_rows) if is_early else None
+
+
+class EarlyExecutor(InProcessExecutor):
+    """Runs processors in this process, which never read their logits, when they are promised.
+
+    Args:
+        vocab_size: width of the logits.
+
+    Attributes:
+        share: the share of calls that begin when they are promised.
+        num_early: calls that began so.
+        unfinished: those of them that have not finished.
+    """
+
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        super().__init__({})
+        self.vocab_size = vocab_size
+        self.random = random.Random(0)
+        self.share = 1.0
+        self.num_early = 0
+        self.unfinished: list[EarlyRun] = []
+
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> Any:
+        return EarlyGroup(self, super().group(processor, rows), len(rows))
