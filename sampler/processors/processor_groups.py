@@ -6,6 +6,7 @@ adjacent: adjacent rows are a view of the logits; scattered rows have to be gath
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,21 @@ class ProcessorUse:
         for each in (self.own_count, *self.shared_counts):
             count.add(each.steps, each.seconds, each.forced_steps)
         return count
+
+
+def fork_uses(uses: Iterable[ProcessorUse], output_token_ids: list[int]) -> tuple[ProcessorUse, ...]:
+    """Fork all uses of a sequence, see `ProcessorUse.fork`.
+
+    Raises:
+        ProcessorFault: a state cannot be copied. The forks made so far are closed.
+    """
+    forks: list[ProcessorUse] = []
+    with contextlib.ExitStack() as on_failure:
+        for use in uses:
+            forks.append(use.fork(output_token_ids))
+            on_failure.callback(forks[-1].drop_fork)
+        on_failure.pop_all()
+    return tuple(forks)
 
 
 def uses_of(params: SamplingParams) -> tuple[ProcessorUse, ...]:

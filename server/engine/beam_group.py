@@ -10,12 +10,12 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from logitship.client.errors import ProcessorFault
 from logitship.sampler.ops.logprobs import RowLogprobs
-from logitship.sampler.processors.processor_groups import ProcessorUse, uses_of
+from logitship.sampler.processors.processor_groups import fork_uses, uses_of
 from logitship.server.requests.beam_search import Candidate, Hypotheses, Hypothesis, rank_candidates, select
 from logitship.server.requests.generation_stream import Continuation
 from logitship.server.requests.messages import ABSENT, BeamSearch, FinishReason, GenerationChunk, TokenLogprobs
@@ -224,18 +224,13 @@ def _fork_processors(branched: list[tuple[Beam, Beam]]) -> None:
     Raises:
         ProcessorFault: a state cannot be copied. The copies made so far are closed.
     """
-    forked: list[ProcessorUse] = []
-    try:
+    with contextlib.ExitStack() as on_failure:
         for source, beam in branched:
-            uses = []
-            for use in uses_of(source.sampling_params):
-                uses.append(use.fork(beam.output_token_ids))
-                forked.append(uses[-1])
-            beam.sampling_params = source.sampling_params.with_checked(processors=tuple(uses))
-    except ProcessorFault:
-        for use in forked:
-            use.drop_fork()
-        raise
+            uses = fork_uses(uses_of(source.sampling_params), beam.output_token_ids)
+            for use in uses:
+                on_failure.callback(use.drop_fork)
+            beam.sampling_params = source.sampling_params.with_checked(processors=uses)
+        on_failure.pop_all()
 
 
 def _token_logprobs(record: RowLogprobs, candidate: Candidate, top: int | None) -> TokenLogprobs:

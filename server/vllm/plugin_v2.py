@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from packaging.version import Version
 from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
     LogitsContext,
     LogitsProcessor,
@@ -24,7 +25,9 @@ from .slot_requests import SlotRequests
 from .tensor_parallel import TensorParallelRanks
 from .vllm_processors import for_execution
 
-_UNKNOWN = "logitship does not know the model runner of this vLLM: it knows that of 0.32"
+_UNKNOWN = "logitship does not know the model runner of this vLLM: it knows those of 0.32 and 0.33"
+_SPECULATES_SINCE = Version("0.33")
+"""The first vLLM that calls custom processors for the rows of draft tokens. Earlier ones skip them."""
 
 
 class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -58,8 +61,10 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         processors = for_execution(settings, model, req_states.max_num_reqs) if runs else None
         requests = SlotRequests()
         batch = ShippedBatch(model, req_states.device, processors, requests, fault_token(model), ranks)
-        self._slots = SlotBatch(req_states, requests, batch, reads=runs)
-        self._begins_early = begins_early(vllm_config)
+        has_drafts = vllm_config.speculative_config is not None
+        self._slots = SlotBatch(req_states, requests, batch, reads=runs, has_drafts=has_drafts)
+        # Which draft tokens were accepted is known on the device alone.
+        self._begins_early = begins_early(vllm_config) and not has_drafts
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Add a request that was given a slot. Return False if it has no processors."""
@@ -116,14 +121,19 @@ def _is_known(runner: Any) -> bool:
 
 
 def check_supported(vllm_config: Any) -> None:
-    """Check at start that each request will have one row, on a rank that sees all rows.
+    """Check at start that the rows of each request follow its sequence, on a rank that sees all rows.
 
     Raises:
         ValueError: an option of vLLM prevents that; names it.
     """
-    parallel = vllm_config.parallel_config
+    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
     refused = {
-        "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
+        "speculative decoding (--speculative-config) before vLLM 0.33": speculation is not None
+        and not _drafts_reach_processors(),
+        'synthetic verification (rejection_sample_method "synthetic")': getattr(
+            speculation, "rejection_sample_method", None
+        )
+        == "synthetic",
         "diffusion models": vllm_config.model_config.is_diffusion,
         "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
         "batch-sharded sampling (--enable-batch-sharded-sampling)": parallel.enable_batch_sharded_sampling,
@@ -131,5 +141,13 @@ def check_supported(vllm_config: Any) -> None:
     for option, is_on in refused.items():
         if is_on:
             raise ValueError(
-                f"logitship cannot run with {option}: it needs all requests on one rank, each with one row"
+                f"logitship cannot run with {option}: it needs all requests on one rank, and a row for each token that "
+                "vLLM samples"
             )
+
+
+def _drafts_reach_processors() -> bool:
+    """Return whether vLLM calls custom processors for the rows of draft tokens."""
+    from vllm import __version__  # pyright: ignore[reportMissingImports]
+
+    return Version(__version__) >= _SPECULATES_SINCE

@@ -6,6 +6,7 @@ Assumptions:
 * vLLM calls `update_state` once a step, and `apply` at most once after it, with the logits of all rows.
 * In `apply` the output tokens are known: vLLM fills in the last ones just before.
 * In `begin`, if it is called, they are known already, and so are the rows whose token is discarded.
+* Draft tokens come with `apply`. vLLM accepts none behind a token that its processors forbid.
 
 Guarantees:
 * A processor is called once for each token of its request, whatever else vLLM computes: not for a chunk of a prompt,
@@ -13,13 +14,16 @@ Guarantees:
 * Calls of `begin` get the logits of the `apply` that follows. If none does, or vLLM samples other rows than it planned,
   their requests end: another call would be the second one for the same token.
 * The history is exact in each call. Where it cannot be, the request ends instead.
+* Behind a draft token, a processor is called with a copy of the sequence's state, and is kept only if vLLM accepts the
+  token: to what continues, each processor was called once for each of its tokens.
 * Nothing is raised: an exception would stop vLLM's engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,6 +40,9 @@ from .log import logger
 from .runner_interface import Ranks, RunnerRequests
 from .tracked_request import INTERNAL_ERROR, TrackedRequest, failed_request, track
 from .vllm_processors import VllmProcessors
+
+Drafts: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
+"""Draft tokens of each row in order, each with the row whose logits follow it."""
 
 _NOT_SAMPLED = "vLLM did not sample the token that its processors were called for"
 
@@ -106,11 +113,12 @@ class ShippedBatch:
         if request is not None:
             request.fail(reason)
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: torch.Tensor, drafts: Drafts = MappingProxyType({})) -> None:
         """Run the processors, in place.
 
         Args:
             logits: float32 [rows, vocab].
+            drafts: rows of draft tokens. They are not rows of `update_state`.
         """
         if not self._rows:
             return
@@ -120,11 +128,12 @@ class ShippedBatch:
         if self._ranks.is_first:
             try:
                 self._run(logits, rows)
+                self._run_behind_drafts(logits, drafts)
             except Exception:  # noqa: BLE001  # boundary: vLLM
                 logger.exception("logitship failed in a step: all requests with processors end")
                 self._fail_all(self._rows[row] for row in rows)
-            self._force_fault_token(logits, rows)
-        self._ranks.broadcast(logits, rows)
+            self._force_fault_tokens(logits, rows, drafts)
+        self._ranks.broadcast(logits, [*rows, *(row for each in drafts.values() for row, _ in each)])
 
     def _sampled_rows(self, num_rows: int) -> list[int]:
         try:
@@ -139,6 +148,31 @@ class ShippedBatch:
         if _with_lengths(running) != self._planned:
             self._end_begun_calls()
             running = {row: request for row, request in running.items() if request.runs}
+        self._edit(logits, running)
+
+    def _run_behind_drafts(self, logits: torch.Tensor, drafts: Drafts) -> None:
+        """Run the processors on the rows behind draft tokens, as if these were accepted: one depth at a time."""
+        before = {first: first for first in drafts}
+        for depth in range(max(map(len, drafts.values()), default=0)):
+            going_on = [first for first in before if depth < len(drafts[first]) and self._rows[first].last.runs]
+            tokens = [drafts[first][depth][1] for first in going_on]
+            forbidden = logits[[before[first] for first in going_on], tokens].isneginf().tolist()
+            before, running = {}, {}
+            for first, token, is_forbidden in zip(going_on, tokens, forbidden, strict=True):
+                request = self._rows[first]
+                if not (is_forbidden and request.may_stop_early):
+                    draft = request.add_draft(token)
+                    if draft.params is not None:
+                        self._kept.update(uses_of(draft.params))
+                    if draft.runs:
+                        before[first] = row = drafts[first][depth][0]
+                        running[row] = draft
+            if not running:
+                return
+            self._edit(logits, running)
+
+    def _edit(self, logits: torch.Tensor, running: dict[int, TrackedRequest]) -> None:
+        """Call the processors of some requests, each on its row."""
         self._shipped.update_state(self._difference(running))
         if not running:
             return
@@ -156,7 +190,7 @@ class ShippedBatch:
     def _take_running(self, rows: list[int]) -> dict[int, TrackedRequest]:
         """Bring the histories of some rows up to date, and return the requests that run."""
         for row in rows:
-            self._rows[row].take_new_tokens()
+            self._close(self._rows[row].take_new_tokens())
         return {row: self._rows[row] for row in rows if self._rows[row].runs}
 
     def _end_begun_calls(self) -> None:
@@ -178,13 +212,18 @@ class ShippedBatch:
                 before = (*request.hard_masks, f"the reserved token {self._fault_token}")
                 request.fault = non_finite_fault(logits[row], name=last.name, digest=last.digest, before=before)
 
-    def _force_fault_token(self, logits: torch.Tensor, rows: list[int]) -> None:
+    def _force_fault_tokens(self, logits: torch.Tensor, rows: list[int], drafts: Drafts) -> None:
         for row in rows:
             request = self._rows[row]
-            if request.fault is not None:
-                logits[row] = -torch.inf
-                logits[row, self._fault_token] = 0.0
-                self._report(request, request.fault)
+            failed = next((each for each in (request, *request.continuations) if each.fault is not None), None)
+            if failed is None:
+                continue
+            num_drafts = len(failed.output_token_ids) - len(request.output_token_ids)
+            its_rows = [row, *(row for row, _ in drafts.get(row, ()))][num_drafts:]
+            logits[its_rows] = -torch.inf
+            logits[its_rows, self._fault_token] = 0.0
+            assert failed.fault is not None
+            self._report(failed, failed.fault)
 
     def _report(self, request: TrackedRequest, fault: ProcessorFault) -> None:
         """Log a fault once: vLLM cannot send it to the client."""
@@ -192,9 +231,10 @@ class ShippedBatch:
             return
         request.reported = True
         logger.error(
-            "request %s ends with stop_reason %d: %s%s",
+            "request %s ends with stop_reason %d%s: %s%s",
             request.rid,
             self._fault_token,
+            ", if vLLM accepts its draft tokens" if request.is_draft else "",
             fault,
             f"\n{fault.traceback}" if fault.traceback else "",
         )
@@ -246,7 +286,7 @@ class ShippedBatch:
             request.fail("its prompt holds embeddings, which processors cannot read")
             return
         try:
-            request.params = processors.load(params, request.rid)
+            request.params = request.loaded = processors.load(params, request.rid)
             self._kept.update(uses_of(request.params))
         except ValueError as error:
             request.fail(str(error))
@@ -263,18 +303,25 @@ class ShippedBatch:
 
     def _drop(self, requests: list[TrackedRequest]) -> None:
         """Drop finished requests and release their processors."""
-        rows = [row for row, request in self._running.items() if request in requests]
+        states = {state for request in requests for state in (request, *request.continuations)}
+        rows = [row for row, request in self._running.items() if request in states]
         for row in rows:
             del self._running[row]
-        params = [request.params for request in requests if request.params is not None]
-        self._kept.difference_update(use for each in params for use in uses_of(each))
+        self._close(use for state in states if state.params is not None for use in uses_of(state.params))
         self._shipped.update_state(BatchUpdate(len(self._running), rows, [], []))
         self._shipped.close_absent()  # preempted requests had no row
         for request in requests:
             del self._requests[request.rid]
         if self._processors is not None:
-            for each in params:
-                self._processors.release(each)
+            for request in requests:
+                if request.loaded is not None:
+                    self._processors.release(request.loaded)
+
+    def _close(self, uses: Iterable[ProcessorUse]) -> None:
+        """Let uses end that have no next call: with the next update of the batch."""
+        for use in uses:
+            self._kept.discard(use)
+            use.drop_fork()
 
     def _fail_all(self, requests: Iterable[TrackedRequest]) -> None:
         for request in requests:

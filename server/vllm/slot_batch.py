@@ -4,8 +4,9 @@ In V2 a request keeps a *slot* of the model runner's buffers, and its row of the
 slot may have no row in a step, and one whose prompt is only partly computed has a row whose token is discarded.
 
 Assumptions:
-* vLLM samples one token per step and request: no speculative decoding.
-* In `apply` the buffers hold every token sampled so far, and `seq_lens_upper_bound_np` is exact.
+* In `apply` the buffers hold every token sampled so far. Without drafts, `seq_lens_upper_bound_np` is exact.
+* With drafts, the rows of a request follow each other, and `input_ids` is a row's last token: a draft token, but for
+  the first row.
 * In `begin`, if it is called, the buffers hold them already, and reading them waits for no step.
 
 Guarantees:
@@ -25,15 +26,17 @@ from logitship.sampler.batch_processors.interface import BatchUpdate
 
 from .extra_args import has_processors
 from .log import logger
+from .shipped_batch import Drafts
 from .slot_requests import SlotRequest, SlotRequests
 from .tracked_request import INTERNAL_ERROR
 
 _STATE_LOST = "vLLM preempted it and the state of its processors was lost"
 _WRONG_HISTORY = "vLLM's buffers do not hold the tokens before the one to be sampled"
-_SEVERAL_TOKENS = "vLLM samples several tokens a step, which processors cannot follow"
 
 StepRows: TypeAlias = tuple[dict[int, SlotRequest], dict[int, int]]
 """Requests by row, and the lengths of their histories by row."""
+_REJECTED = -1
+"""vLLM's value for a draft token that it rejects in any case."""
 
 
 class RowBatch(Protocol):
@@ -51,8 +54,8 @@ class RowBatch(Protocol):
         """Begin calls before the logits exist."""
         ...
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Edit the logits of all rows."""
+    def apply(self, logits: torch.Tensor, drafts: Drafts) -> None:
+        """Edit the logits of all rows, and of those behind draft tokens."""
         ...
 
 
@@ -64,13 +67,17 @@ class SlotBatch:
         requests: shared with `batch`.
         batch: runs the processors.
         reads: False on ranks that run no processors and need no history.
+        has_drafts: vLLM decodes speculatively.
     """
 
-    def __init__(self, req_states: Any, requests: SlotRequests, batch: RowBatch, *, reads: bool) -> None:
+    def __init__(
+        self, req_states: Any, requests: SlotRequests, batch: RowBatch, *, reads: bool, has_drafts: bool = False
+    ) -> None:
         self._req_states = req_states
         self._requests = requests
         self._batch = batch
         self._reads = reads
+        self._has_drafts = has_drafts
         self._slots: dict[int, SlotRequest] = {}
         self._rows: dict[int, SlotRequest] = {}
         self._added: set[str] = set()
@@ -146,11 +153,16 @@ class SlotBatch:
         """
         if not self._slots and not self._rows:
             return
-        if len(logits) != len(ctx.idx_mapping_np):
-            rows = self._expanded_rows(ctx)
-            for request in rows.values():
-                request.error = _SEVERAL_TOKENS
-            self._set_rows(rows)
+        drafts: Drafts = {}
+        if self._has_drafts or len(logits) != len(ctx.idx_mapping_np):
+            try:
+                rows, lengths, drafts = self._rows_with_drafts(ctx)
+            except Exception:  # noqa: BLE001  # boundary: vLLM
+                logger.exception("logitship does not know the rows of a step: all requests with processors end")
+                rows = self._fail_all(ctx)
+                self._set_rows(rows)
+            else:
+                self._update_rows(rows, lengths)
         else:
             padded = ctx.seq_lens_upper_bound_np.tolist()
             rows, lengths = self._sampled_rows(zip(ctx.idx_mapping_np.tolist(), padded, strict=False))
@@ -158,7 +170,7 @@ class SlotBatch:
                 self._update_rows(rows, lengths)
         self._planned = None
         if rows:
-            self._batch.apply(logits)
+            self._batch.apply(logits, drafts)
 
     def _update_rows(self, rows: dict[int, SlotRequest], lengths: Mapping[int, int]) -> None:
         """Bring the histories of the step's rows up to date, and pass the rows to the batch."""
@@ -185,10 +197,35 @@ class SlotBatch:
                 rows[row], sampled[row] = request, length
         return rows, sampled
 
-    def _expanded_rows(self, ctx: Any) -> dict[int, SlotRequest]:
-        """Return the rows of requests with processors if vLLM computes several rows for a request."""
+    def _rows_with_drafts(self, ctx: Any) -> tuple[dict[int, SlotRequest], dict[int, int], Drafts]:
+        """Return the first rows of requests, the lengths of their histories, and the rows behind draft tokens."""
+        rows: dict[int, SlotRequest] = {}
+        lengths: dict[int, int] = {}
+        drafts: dict[int, list[tuple[int, int]]] = {}
+        columns = (ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.pos, ctx.input_ids)
+        table = torch.stack([each.long() for each in columns], dim=1).tolist()
+        first: int | None = None
+        for row, (slot, depth, position, token) in enumerate(table):
+            request = self._slots.get(slot)
+            if depth == 0:
+                first = None
+                if request is not None and position + 1 >= request.prefill_len:
+                    rows[row], lengths[row] = request, position + 1
+                    # Nothing is drafted before the first token: the rows behind it are padding.
+                    first = row if position >= request.prefill_len else None
+            elif token == _REJECTED:
+                first = None
+            elif first is not None:
+                drafts.setdefault(first, []).append((row, token))
+        return rows, lengths, drafts
+
+    def _fail_all(self, ctx: Any) -> dict[int, SlotRequest]:
+        """Fail the requests with processors, and return all their rows."""
         slots = enumerate(ctx.expanded_idx_mapping.tolist())
-        return {row: self._slots[slot] for row, slot in slots if slot in self._slots}
+        rows = {row: self._slots[slot] for row, slot in slots if slot in self._slots}
+        for request in rows.values():
+            request.error = INTERNAL_ERROR
+        return rows
 
     def _read_tokens(self, rows: Mapping[int, SlotRequest], lengths: Mapping[int, int]) -> None:
         """Read the tokens that were added since the last step."""

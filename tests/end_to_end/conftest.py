@@ -36,6 +36,12 @@ def vllm_environment() -> Path:
 
 
 @pytest.fixture(scope="session")
+def newest_vllm() -> Path:
+    """A folder with the Python modules of the newest vLLM, to be imported instead of those of `vllm_environment`."""
+    return _environment("vllm_python", "vllm_python.sh")
+
+
+@pytest.fixture(scope="session")
 def clients_environment() -> Path:
     """A virtual environment with clients that others wrote."""
     return _environment("clients", "clients.sh")

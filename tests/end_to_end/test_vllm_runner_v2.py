@@ -17,12 +17,28 @@ FAULT = 63
 
 
 @pytest.fixture(scope="module")
-def ran(vllm_environment: Path) -> Any:
+def ran_before(vllm_environment: Path) -> Any:
+    """What the script prints with vLLM 0.32."""
+    return run(vllm_environment)
+
+
+@pytest.fixture(scope="module")
+def ran_newest(vllm_environment: Path, newest_vllm: Path) -> Any:
+    """What it prints with vLLM 0.33."""
+    return run(vllm_environment, newest_vllm)
+
+
+@pytest.fixture(params=["ran_before", "ran_newest"], ids=["0.32", "0.33"])
+def ran(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def run(environment: Path, *folders: Path) -> Any:
     result = subprocess.run(
-        [str(vllm_environment / "bin" / "python"), str(Path(__file__).with_name("vllm_runner_v2.py"))],
+        [str(environment / "bin" / "python"), str(Path(__file__).with_name("vllm_runner_v2.py"))],
         env=os.environ
         | {
-            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT / "src"])),
             "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1",
             "OMP_NUM_THREADS": "1",
         },
@@ -53,12 +69,28 @@ def test_calls_begin_early_with_synchronous_scheduling(ran: Any) -> None:
     assert ran["steps"]["asynchronous"]["early"] == [0] * 7
 
 
-def test_unsupported_configurations(ran: Any) -> None:
-    *options, changed = ran["refused"]
+def test_unsupported_configurations(ran_newest: Any) -> None:
+    *options, changed = ran_newest["refused"]
     assert [option.split(": it needs")[0] for option in options] == [
-        "logitship cannot run with speculative decoding (--speculative-config)",
+        'logitship cannot run with synthetic verification (rejection_sample_method "synthetic")',
         "logitship cannot run with diffusion models",
         "logitship cannot run with prefill context parallelism (--prefill-context-parallel-size)",
         "logitship cannot run with batch-sharded sampling (--enable-batch-sharded-sampling)",
     ]
     assert changed.startswith("logitship does not know the model runner of this vLLM")
+
+
+def test_processors_follow_accepted_draft_tokens(ran_newest: Any) -> None:
+    """The n-th call for a request samples token 10 + n: rejected draft tokens leave no trace in its state."""
+    assert ran_newest["drafts"] == [
+        {"a": [12, 13, 14], "b": [12]},
+        {"a": [15, 16], "b": [13]},
+        {"a": [17], "b": [14, 15, 16, 17]},
+        {"a": [18], "b": [18, 19]},
+    ]
+
+
+def test_speculation_is_refused_where_processors_are_skipped(ran_before: Any) -> None:
+    assert ran_before["drafts"].startswith(
+        "logitship cannot run with speculative decoding (--speculative-config) before vLLM 0.33: it needs"
+    )

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm
 import vllm.v1.worker.gpu.states as states
+from packaging.version import Version
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RealRunner
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
@@ -26,6 +28,7 @@ from logitship.server.vllm import plugin_v2
 
 _apply = ShippedProcessors.apply
 VOCAB = 64
+REACHES_DRAFTS = Version(vllm.__version__) >= Version("0.33")
 FAULT = 63
 SOURCE = """
 from logitship import CustomLogitProcessor
@@ -108,6 +111,56 @@ class GPUModelRunner:
             finished: ids of finished requests.
             preempted: ids of preempted requests.
         """
+        self._plan(new, lengths, finished, preempted)
+        slots = [self.req_states.req_id_to_index[req_id] for req_id in lengths]
+        mapping = torch.tensor(slots)
+        seq_lens = np.array(list(lengths.values()), dtype=np.int32)
+        last = torch.from_numpy(seq_lens).long() - 1
+        tokens = self.req_states.all_token_ids.gpu[mapping, last]
+        ctx = LogitsContext(
+            mapping, mapping, np.array(slots), torch.zeros(len(slots), dtype=torch.int32), tokens, last, seq_lens
+        )
+        sampled: list[int] = self.plugin.apply(torch.zeros(len(slots), VOCAB), ctx).argmax(dim=-1).tolist()
+        for slot, length, token in zip(slots, seq_lens.tolist(), sampled, strict=True):
+            if length == self.req_states.total_len.gpu[slot]:
+                self._commit(slot, token)
+        return sampled
+
+    def verify(self, drafts: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Run a step with draft tokens, and return the tokens that were added to each request.
+
+        A draft token is accepted if it is the most likely one, as vLLM's rejection sampling does with temperature 0.
+        """
+        states = self.req_states
+        slots = [states.req_id_to_index[req_id] for req_id in drafts]
+        lengths = {req_id: int(states.total_len.gpu[slot]) for req_id, slot in zip(drafts, slots, strict=True)}
+        self._computed |= {req_id: length - 1 for req_id, length in lengths.items()}
+        self._plan([], lengths, frozenset(), frozenset())
+        rows = [
+            (slot, depth, length - 1 + depth, token)
+            for slot, (req_id, length) in zip(slots, lengths.items(), strict=True)
+            for depth, token in enumerate([int(states.all_token_ids.gpu[slot, length - 1]), *drafts[req_id]])
+        ]
+        expanded, depths, positions, tokens = torch.tensor(rows).unbind(dim=1)
+        bounds = np.array([length + len(drafts[req_id]) for req_id, length in lengths.items()], dtype=np.int32)
+        ctx = LogitsContext(
+            expanded, torch.tensor(slots), np.array(slots), depths.int(), tokens.int(), positions, bounds
+        )
+        sampled = self.plugin.apply(torch.zeros(len(rows), VOCAB), ctx).argmax(dim=-1).tolist()
+        added: dict[str, list[int]] = {}
+        for slot, (req_id, drafted) in zip(slots, drafts.items(), strict=True):
+            own = [token for token, (row_slot, *_) in zip(sampled, rows, strict=True) if row_slot == slot]
+            num_accepted = next((n for n, token in enumerate(drafted) if own[n] != token), len(drafted))
+            added[req_id] = own[: num_accepted + 1]
+            for token in added[req_id]:
+                self._commit(slot, token)
+        return added
+
+    def _commit(self, slot: int, token: int) -> None:
+        self.req_states.all_token_ids.gpu[slot, self.req_states.total_len.gpu[slot]] = token
+        self.req_states.total_len.gpu[slot] += 1
+
+    def _plan(self, new: list[Any], lengths: dict[str, int], finished: Set[str], preempted: Set[str]) -> None:
         for req_id in finished | preempted:
             del self._computed[req_id]
         computed = self._computed | {each.req_id: each.num_computed_tokens for each in new}
@@ -127,20 +180,6 @@ class GPUModelRunner:
         self.finish_requests(output)
         self.add_requests(output)
         assert sort_batch_req_ids(counts, {}, self.decode_query_len) == list(lengths)
-        slots = [self.req_states.req_id_to_index[req_id] for req_id in lengths]
-        mapping = torch.tensor(slots)
-        seq_lens = np.array(list(lengths.values()), dtype=np.int32)
-        last = torch.from_numpy(seq_lens).long() - 1
-        tokens = self.req_states.all_token_ids.gpu[mapping, last]
-        ctx = LogitsContext(
-            mapping, mapping, np.array(slots), torch.zeros(len(slots), dtype=torch.int32), tokens, last, seq_lens
-        )
-        sampled: list[int] = self.plugin.apply(torch.zeros(len(slots), VOCAB), ctx).argmax(dim=-1).tolist()
-        for slot, length, token in zip(slots, seq_lens.tolist(), sampled, strict=True):
-            if length == self.req_states.total_len.gpu[slot]:
-                self.req_states.all_token_ids.gpu[slot, length] = token
-                self.req_states.total_len.gpu[slot] += 1
-        return sampled
 
 
 def request(req_id: str, prompt: list[int], output: list[int] | None = None, **params: Any) -> Any:
@@ -217,6 +256,17 @@ def run(runner: GPUModelRunner) -> list[list[int]]:
     return steps
 
 
+def run_with_drafts(runner: GPUModelRunner) -> list[dict[str, list[int]]]:
+    """Run requests with draft tokens: right, wrong, both, none, and after an error behind an accepted one."""
+    runner.step([request("a", [1, 2]), request("b", [3])], {"b": 1, "a": 2})
+    return [
+        runner.verify({"a": [12, 13], "b": [40]}),
+        runner.verify({"a": [15, 41, 17], "b": []}),
+        runner.verify({"a": [], "b": [14, 15, 16]}),
+        runner.verify({"a": [42, 18], "b": [18]}),
+    ]
+
+
 def count_early_calls() -> list[int]:
     """Return a list that will contain the number of calls that have begun before each `apply` of processors."""
     counts: list[int] = []
@@ -234,7 +284,7 @@ def main() -> None:
     states.StagedWriteTensor = states.UvaBackedTensor = Buffer
     plugin_v2.TensorParallelRanks = OneRank
     refused = [
-        refusal(GPUModelRunner, config(speculative_config=object())),
+        refusal(GPUModelRunner, config(speculative_config=SimpleNamespace(rejection_sample_method="synthetic"))),
         refusal(GPUModelRunner, config(is_diffusion=True)),
         refusal(GPUModelRunner, config(prefill_context_parallel_size=2)),
         refusal(GPUModelRunner, config(enable_batch_sharded_sampling=True)),
@@ -244,8 +294,14 @@ def main() -> None:
     for scheduling in ("synchronous", "asynchronous"):
         early = count_early_calls()
         tokens = run(GPUModelRunner(config(async_scheduling=scheduling == "asynchronous")))
-        steps[scheduling] = {"tokens": tokens, "early": early}
-    json.dump({"refused": refused, "steps": steps}, sys.stdout)
+        steps[scheduling] = {"tokens": tokens, "early": early.copy()}
+    drafts: Any = None
+    speculation = SimpleNamespace(rejection_sample_method="standard")
+    if REACHES_DRAFTS:
+        drafts = run_with_drafts(GPUModelRunner(config(speculative_config=speculation)))
+    else:
+        drafts = refusal(GPUModelRunner, config(speculative_config=speculation))
+    json.dump({"refused": refused, "steps": steps, "drafts": drafts}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,27 @@ from typing import Any
 
 import torch
 
-from logitship.sampler.processors.executor import CollectEdits, ExecutorRow, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.executor import CollectEdits, ExecutorSequence, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.local_executor import LocalGroup
 
 from .fake_runner import VOCAB_SIZE
+
+
+class CountedRow:
+    """A row that its executor knows until it is closed."""
+
+    def __init__(self, executor: EarlyExecutor, row: Any) -> None:
+        self.executor = executor
+        self.row = row
+        executor.attached.add(self)
+
+    def fork(self, output_token_ids: list[int]) -> CountedRow:
+        return CountedRow(self.executor, self.row.fork(output_token_ids))
+
+    def close(self) -> None:
+        self.executor.attached.remove(self)
+        self.row.close()
 
 
 class EarlyRun:
@@ -67,6 +83,7 @@ class EarlyExecutor(InProcessExecutor):
         share: the share of calls that begin when they are promised.
         num_early: calls that began so.
         unfinished: those of them that have not finished.
+        attached: rows that are not closed, forks too.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
@@ -76,6 +93,10 @@ class EarlyExecutor(InProcessExecutor):
         self.share = 1.0
         self.num_early = 0
         self.unfinished: list[EarlyRun] = []
+        self.attached: set[CountedRow] = set()
 
-    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> Any:
-        return EarlyGroup(self, super().group(processor, rows), len(rows))
+    def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> CountedRow:
+        return CountedRow(self, super().attach(processor, sequence))
+
+    def group(self, processor: LoadedProcessor, rows: Sequence[Any]) -> Any:
+        return EarlyGroup(self, super().group(processor, [row.row for row in rows]), len(rows))

@@ -109,9 +109,12 @@ class Runner:
         call: the processor.
         ranks: the ranks; one by default.
         begins_early: with synchronous scheduling, calls begin before the logits exist.
+        has_drafts: speculative decoding.
     """
 
-    def __init__(self, call: Call, ranks: Ranks | None = None, *, begins_early: bool = True) -> None:
+    def __init__(
+        self, call: Call, ranks: Ranks | None = None, *, begins_early: bool = True, has_drafts: bool = False
+    ) -> None:
         self.begins_early = begins_early
         self.free = list(range(SLOTS))
         self.buffers = SimpleNamespace(
@@ -128,7 +131,7 @@ class Runner:
         processors = cast(VllmProcessors, self.processors) if ranks.is_first else None
         model = ModelView(VOCAB, frozenset({STOP}), None)
         batch = ShippedBatch(model, torch.device("cpu"), processors, requests, FAULT, ranks)
-        self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first)
+        self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first, has_drafts=has_drafts)
 
     def add(self, request: Request) -> None:
         slot = request.slot = self.free.pop()
@@ -158,6 +161,29 @@ class Runner:
             idx_mapping_np=np.array(slots, dtype=np.intp),
             expanded_idx_mapping=torch.tensor(slots),
             seq_lens_upper_bound_np=np.array([request.computed for request in rows] + padding, dtype=np.int32),
+        )
+        self.slots.apply(logits, ctx)
+        return logits
+
+    def verify(self, scheduled: list[tuple[Request, list[int]]], logits: torch.Tensor) -> torch.Tensor:
+        """Compute the last token of some requests and draft tokens behind it, and run the processors on all rows."""
+        rows = []
+        for request, drafts in scheduled:
+            last = request.tokens[-1]
+            request.computed = len(request.tokens)
+            rows += [
+                (request.slot, depth, request.computed - 1 + depth, token)
+                for depth, token in enumerate([last, *drafts])
+            ]
+        slots, depths, positions, tokens = torch.tensor(rows).unbind(dim=1)
+        ctx = SimpleNamespace(
+            idx_mapping_np=np.array([request.slot for request, _ in scheduled], dtype=np.intp),
+            expanded_idx_mapping=slots,
+            expanded_local_pos=depths.int(),
+            pos=positions,
+            input_ids=tokens.int(),
+            # With asynchronous scheduling it counts all draft tokens of the last step.
+            seq_lens_upper_bound_np=np.array([request.computed + 9 for request, _ in scheduled], dtype=np.int32),
         )
         self.slots.apply(logits, ctx)
         return logits
@@ -379,7 +405,137 @@ def test_unreadable_buffers_end_the_requests() -> None:
     assert recorder.seen == {}
 
 
-def test_several_rows_per_request_end_it() -> None:
+class ForbiddingRecorder(Recorder):
+    """Forbids a token that depends on the history, too."""
+
+    def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        super().__call__(logits, params)
+        for row, param in zip(logits, params, strict=True):
+            row[forbidden_after(param["__req__"].output_ids)] = -torch.inf
+        return logits
+
+
+def forbidden_after(output: list[int]) -> int:
+    return (sum(output) + len(output)) % 5
+
+
+def logits_after(request: Request, drafts: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Return the expected row behind some draft tokens: the processor has been called once for each token before."""
+    output = request.output + drafts
+    row = logits + added_by((tuple(request.prompt), tuple(output)), len(output) + 1)
+    row[[FAULT, forbidden_after(output)]] = -torch.inf
+    return row
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_processors_follow_the_accepted_draft_tokens(seed: int) -> None:
+    """Rows that count are those a processor leaves that was called for the accepted tokens alone, in order."""
+    rng = random.Random(seed)
+    runner = Runner(ForbiddingRecorder(), begins_early=False, has_drafts=True)
+    running: list[Request] = []
+    preempted: list[Request] = []
+    num_accepted = 0
+    for step in range(50):
+        finished = [each for each in running if each.ended or len(each.tokens) > MAX_LEN - 8 or rng.random() < 0.05]
+        left = [each for each in running if each not in finished]
+        paused = [each for each in left if rng.random() < 0.1]
+        for request in finished + paused:
+            running.remove(request)
+            runner.remove(request)
+        for request in [each for each in preempted if rng.random() < 0.5 and runner.free]:
+            if runner.free:
+                preempted.remove(request)
+                runner.add(request)
+                running.append(request)
+        preempted += paused
+        while runner.free and rng.random() < 0.5:
+            request = Request(f"r{step} {len(running)}", rng.choice([None, "a", "b"]), [rng.randrange(10), 3])
+            runner.add(request)
+            running.append(request)
+        runner.slots.remove_finished({each.req_id for each in finished})
+        scheduled = [
+            (each, [rng.choice([*range(5), -1, STOP]) for _ in range(rng.randrange(4))])
+            for each in running
+            if rng.random() < 0.8
+        ]
+        if not scheduled:
+            continue
+        num_rows = sum(1 + len(drafts) for _, drafts in scheduled)
+        given = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(step))
+        result = runner.verify(scheduled, given.clone())
+        row = 0
+        for request, drafts in scheduled:
+            in_prefill = len(request.tokens) == request.prefill_len
+            accepted: list[int] = []
+            for depth in range(len(drafts) + 1):
+                expected = given[row + depth]
+                if request.processor is not None:
+                    expected = logits_after(request, accepted, given[row + depth])
+                assert torch.equal(result[row + depth], expected)
+                token = drafts[depth] if depth < len(drafts) and not in_prefill else -1
+                if token == -1 or expected[token].isneginf() or rng.random() < 0.2:
+                    break
+                accepted.append(token)
+                num_accepted += 1
+                if token == STOP:
+                    break
+            bonus = [] if STOP in accepted else [rng.choice([5, 6, 7])]
+            for token in accepted + bonus:
+                runner.commit(request, token)
+            row += 1 + len(drafts)
+    assert num_accepted > 10
+    runner.slots.remove_finished({each.req_id for each in running + preempted})
+    assert runner.processors.in_use == []
+    assert not runner.processors.executor.attached
+
+
+def test_fault_behind_a_draft_token_counts_if_it_is_accepted() -> None:
+    def fails_after_seven(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        if any(7 in param["__req__"].output_ids for param in params):
+            raise RuntimeError("not after 7")
+        return logits + 1
+
+    for accepts in (False, True):
+        runner = Runner(fails_after_seven, begins_early=False, has_drafts=True)
+        request = started(runner)
+        runner.verify([(request, [])], torch.zeros(1, VOCAB))
+        runner.commit(request, 5)
+        logits = runner.verify([(request, [7, 6])], torch.zeros(3, VOCAB))
+        assert logits[0, :FAULT].tolist() == [1.0] * FAULT
+        assert is_ended(logits[1])
+        assert is_ended(logits[2])
+        for token in [7, FAULT] if accepts else [6]:
+            runner.commit(request, token)
+        logits = runner.verify([(request, [])], torch.zeros(1, VOCAB))
+        assert is_ended(logits[0]) is accepts
+
+
+def test_state_that_cannot_be_copied_ends_the_request() -> None:
+    def keeps_a_generator(logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        params[0]["__req__"].state["numbers"] = (number for number in range(3))
+        return logits
+
+    runner = Runner(keeps_a_generator, begins_early=False, has_drafts=True)
+    request = started(runner)
+    runner.verify([(request, [])], torch.zeros(1, VOCAB))
+    runner.commit(request, 5)
+    logits = runner.verify([(request, [7])], torch.zeros(2, VOCAB))
+    assert is_ended(logits[1])
+
+
+def test_other_tokens_than_drafted_end_the_request() -> None:
+    recorder = Recorder()
+    runner = Runner(recorder, begins_early=False, has_drafts=True)
+    request = started(runner)
+    runner.verify([(request, [])], torch.zeros(1, VOCAB))
+    runner.commit(request, 5)
+    runner.verify([(request, [7])], torch.zeros(2, VOCAB))
+    for token in (8, 6):
+        runner.commit(request, token)
+    assert is_ended(runner.verify([(request, [])], torch.zeros(1, VOCAB))[0])
+
+
+def test_unexpected_rows_end_their_requests() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     request = started(runner)
