@@ -38,6 +38,8 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 
+MODEL = ModelView(4, frozenset(), None)
+
 PEERS = Path(__file__).parents[1] / "tests" / "peers"
 
 Step = Callable[[], object]
@@ -89,7 +91,7 @@ def stage_of(case: Case) -> tuple[LogitsProcessor, Callable[[int], SamplingParam
     model = ModelView(VOCAB_SIZE, frozenset({0}), TOKENIZER)
     instance = installed_processors().make(case.processor)
     assert isinstance(instance, BuiltinProcessor)
-    loaded = LoadedProcessor("sha256:0", case.processor, InProcessExecutor({}), instance, is_trusted=True)
+    loaded = LoadedProcessor("sha256:0", case.processor, InProcessExecutor({}, MODEL), instance, is_trusted=True)
 
     def sampling_params(row: int) -> SamplingParams:
         params = case.params(row)

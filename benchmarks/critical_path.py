@@ -39,6 +39,8 @@ from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 
+MODEL = ModelView(4, frozenset(), None)
+
 BENCHMARK = "critical path"
 SHAPES = ((1, 1), (8, 1), (8, 8), (32, 1), (32, 8), (32, 32))
 DEVICE_SECONDS = 0.01
@@ -164,7 +166,7 @@ def measure(case: Case, sandboxes: SandboxExecutor, peer: Any, turns: int, *, co
     logits = torch.randn(case.rows, case.vocab_size)
     model: Callable[[], None] = Model(logits, DEVICE_SECONDS) if cores else partial(time.sleep, DEVICE_SECONDS)
     strings = [source(case.body, number) for number in range(case.processors)]
-    in_process = InProcessExecutor({})
+    in_process = InProcessExecutor({}, MODEL)
     promised = [sandboxes.load(string, "promised") for string in strings]
     dense = [sandboxes.load(string, "dense") for string in strings]
     for processor in dense:

@@ -129,7 +129,7 @@ class Sides:
 
     def logitship(self) -> StepSide:
         """Return our step: batch, row order and processors as in the engine and its sampler."""
-        executor = InProcessExecutor({})
+        executor = InProcessExecutor({}, MODEL)
         loaded = [
             LoadedProcessor(f"sha256:{n}", self._case.processor.__name__, executor, each)
             for n, each in enumerate(self._instances)

@@ -24,7 +24,10 @@ from sandbox_workload import BODIES, Model, Step, copies_step, sandbox_executor,
 
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
+
+MODEL = ModelView(4, frozenset(), None)
 
 SHAPES = ("1x49152", "4x49152", "8x49152", "32x49152", "8x151936")
 
@@ -73,7 +76,7 @@ def measure(case: Case, sandboxes: SandboxExecutor, rounds: int, calls: int, his
     logits = torch.randn(case.rows, case.vocab_size)
     model = Model(logits, case.gap)
     strings = [source(case.body, number) for number in range(case.processors)]
-    in_process = InProcessExecutor(SGLANG_NAMES)
+    in_process = InProcessExecutor(SGLANG_NAMES, MODEL)
     sandboxed = [sandboxes.load(string) for string in strings]
     steps = {
         "in_process": shipped_step(case.body, logits, [in_process.load(string) for string in strings], history),

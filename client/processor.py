@@ -32,6 +32,9 @@ class CustomLogitProcessor(ProcessorBase, ABC):
     by these requests and may be lost at any time; keep the state of one sequence in
     `custom_param_list[i]["__req__"].state`.
 
+    A class may define `prepare(self, tokenizer, vocab_size)`, to make tables over the vocabulary: it is called once,
+    when the class is loaded for a model.
+
     Attributes:
         params_schema: optional JSON schema of the request's `custom_params`; sent with the class.
     """
@@ -78,6 +81,7 @@ class CustomLogitProcessor(ProcessorBase, ABC):
             ProcessorLoadError: the string is malformed or its class cannot be rebuilt here.
         """
         from logitship.client.serialization.loading import instantiate, load_class, names_in_use
+        from logitship.client.serialization.preparation import let_prepare_first
         from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor, parse
 
         string = parse(text)
@@ -85,7 +89,9 @@ class CustomLogitProcessor(ProcessorBase, ABC):
             from .errors import ProcessorLoadError
 
             raise ProcessorLoadError("the string only names a processor on a server; it contains no code to load")
-        return cast(CustomLogitProcessor, instantiate(load_class(string, names_in_use())))
+        loaded = load_class(string, names_in_use())
+        let_prepare_first(loaded)  # nobody here knows the model
+        return cast(CustomLogitProcessor, instantiate(loaded))
 
     @classmethod
     def check(

@@ -15,7 +15,9 @@ WORD_STARTS = ("Ġ", "▁")
 class Lipogram(CustomLogitProcessor):
     """Bans every token that contains the letter `custom_params["letter"]`."""
 
-    def __init__(self) -> None:
+    def prepare(self, tokenizer: Any, vocab_size: int) -> None:
+        """Read the vocabulary, once."""
+        self.tokens = [(token or "").lower() for token in tokenizer.convert_ids_to_tokens(range(vocab_size))]
         self.banned: dict[str, torch.Tensor] = {}
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
@@ -27,8 +29,7 @@ class Lipogram(CustomLogitProcessor):
     def tokens_with(self, letter: str, request: Any) -> torch.Tensor:
         """Return bool [vocab]: the tokens with this letter. Cached on `self` for later steps and requests."""
         if letter not in self.banned:
-            tokens = request.tokenizer.convert_ids_to_tokens(range(request.vocab_size))
-            banned = torch.tensor([letter in (token or "").lower() for token in tokens])
+            banned = torch.tensor([letter in token for token in self.tokens])
             banned[list(request.eos_token_ids)] = False  # the end token's name may contain the letter
             self.banned[letter] = banned
         return self.banned[letter]
@@ -37,20 +38,21 @@ class Lipogram(CustomLogitProcessor):
 class Alliteration(CustomLogitProcessor):
     """Boosts words that begin with `custom_params["letter"]`: adds `bias` to the logits of their first tokens."""
 
-    def __init__(self) -> None:
+    def prepare(self, tokenizer: Any, vocab_size: int) -> None:
+        """Read the vocabulary, once."""
+        self.tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(range(vocab_size))]
         self.liked: dict[str, torch.Tensor] = {}
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Add the bias."""
         for row, params in enumerate(custom_param_list or ()):
-            liked = self.words_with(params["letter"], params["__req__"]).to(logits.device)
+            liked = self.words_with(params["letter"]).to(logits.device)
             logits[row] += params.get("bias", 3.0) * liked
         return logits
 
-    def words_with(self, letter: str, request: Any) -> torch.Tensor:
+    def words_with(self, letter: str) -> torch.Tensor:
         """Return float32 [vocab]: 1 for tokens that begin a word with this letter, else 0."""
         if letter not in self.liked:
             beginnings = tuple(start + case for start in WORD_STARTS for case in (letter.lower(), letter.upper()))
-            tokens = request.tokenizer.convert_ids_to_tokens(range(request.vocab_size))
-            self.liked[letter] = torch.tensor([float((token or "").startswith(beginnings)) for token in tokens])
+            self.liked[letter] = torch.tensor([float(token.startswith(beginnings)) for token in self.tokens])
         return self.liked[letter]

@@ -23,6 +23,7 @@ from logitship.client.scrub import scrub
 
 from .call_signature import signature_mistake
 from .code_names import missing_globals
+from .preparation import has_prepare, without_preparing
 from .processor_base import processor_class
 from .processor_string import PYTHON, PickledProcessor, SourceProcessor
 from .shipped_names import ShippedNames
@@ -57,8 +58,11 @@ def load_class(
     runnable = string.runnable if isinstance(string, PickledProcessor) else string
     table = ShippedNames(names)
     if isinstance(runnable, PickledProcessor):
-        return _check_class(_unpickle(runnable.payload, table))
-    return _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
+        cls = _check_class(_unpickle(runnable.payload, table))
+    else:
+        cls = _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
+    without_preparing(cls)
+    return cls
 
 
 def instantiate(cls: type[T]) -> T:
@@ -77,6 +81,24 @@ def instantiate(cls: type[T]) -> T:
                 "custom_params, or give the arguments of __init__ defaults"
             ) from None
         return cls()
+
+
+def instantiate_prepared(cls: type[T], tokenizer: Any, vocab_size: int) -> T:
+    """Create the one instance of a loaded class, and call its `prepare` if it has one.
+
+    Args:
+        cls: what `load_class` returned.
+        tokenizer: the model's; None if it has none.
+        vocab_size: number of columns of the logits.
+
+    Raises:
+        ProcessorLoadError: `__init__` needs arguments or raises, or `prepare` raises.
+    """
+    instance = instantiate(cls)
+    if has_prepare(cls):
+        with _explained(f"{class_name(cls)} raised in prepare"):
+            instance.prepare(tokenizer, vocab_size)  # type: ignore[attr-defined]
+    return instance
 
 
 def check_payload(payload: bytes) -> None:

@@ -9,12 +9,13 @@ import torch
 
 from logitship.client.author_errors import error_message, error_text
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.loading import instantiate_prepared, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.author_code.calls import call, edit
 
 from .executor import LoadedProcessor, describe
 from .local_executor import LocalExecutor
+from .request_view import ModelView
 
 
 class InProcessExecutor(LocalExecutor):
@@ -22,10 +23,12 @@ class InProcessExecutor(LocalExecutor):
 
     Args:
         names: objects that shipped classes may refer to by name, by `(module, qualified name)`: SGLang's built-ins.
+        model: the model that classes prepare for.
     """
 
-    def __init__(self, names: Mapping[tuple[str, str], Any]) -> None:
+    def __init__(self, names: Mapping[tuple[str, str], Any], model: ModelView) -> None:
         self._names = names
+        self._model = model
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
         """See `ProcessorExecutor.load`."""
@@ -34,7 +37,7 @@ class InProcessExecutor(LocalExecutor):
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         try:
             cls = call(load_class, runnable, self._names)
-            instance = call(instantiate, cls)
+            instance = call(instantiate_prepared, cls, self._model.tokenizer, self._model.vocab_size)
             described = call(describe, cls)
         except ProcessorLoadError as error:
             raise ProcessorLoadError(error_message(error)) from None

@@ -17,8 +17,8 @@ _LONGEST_LINE = 200
 _FRAME = re.compile(r'  File "([^"\n]{1,500})", line (\d{1,7}) in ([^\n]{1,200})')
 _ADVICE = (
     "TimeoutError: it was here when its time was over. Is there a loop that does not end, or work for each token of "
-    "the vocabulary that need not be done in each call? The server's limits are sandbox_step_timeout, "
-    "sandbox_first_step_timeout and sandbox_load_timeout."
+    "the vocabulary that belongs into prepare(self, tokenizer, vocab_size)? The server's limits are "
+    "sandbox_step_timeout, sandbox_first_step_timeout and sandbox_load_timeout."
 )
 
 

@@ -23,7 +23,7 @@ from logitship.client.author_errors import error_message, error_text
 from logitship.client.author_hints import sandbox_hint
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.serialization.loading import instantiate, load_class
+from logitship.client.serialization.loading import instantiate_prepared, load_class
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.author_code.calls import duplicate, edit
 from logitship.sampler.edits.edit_codec import VectorSender, encode
@@ -150,8 +150,8 @@ class Worker:
         return Answer.LOADED, to_bytes(description)
 
     def use(self, cls: type[CustomLogitProcessor]) -> ClassDescription:
-        """Instantiate the processor. Runs author code, which may raise anything."""
-        self._processor = instantiate(cls)
+        """Instantiate and prepare the processor. Runs author code, which may raise anything."""
+        self._processor = instantiate_prepared(cls, self._model.tokenizer, self._model.vocab_size)
         description = describe(cls)
         self._name = description.name
         self._dense_reason = reason_against_promises(cls)

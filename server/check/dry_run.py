@@ -21,7 +21,7 @@ from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.author_errors import author_traceback, error_text
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.code_names import functions_of
-from logitship.client.serialization.loading import instantiate, load_class, names_in_use
+from logitship.client.serialization.loading import instantiate_prepared, load_class, names_in_use
 from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ class DryRun:
 
     def __init__(self, string: PickledProcessor, model: ModelView) -> None:
         cls = load_class(string, {**SGLANG_NAMES, **names_in_use()})
-        self.processor: CustomLogitProcessor = instantiate(cls)
+        self.processor: CustomLogitProcessor = instantiate_prepared(cls, model.tokenizer, model.vocab_size)
         self._model = model
 
     def members(self, recordings: Sequence[Recording]) -> list[SequenceState]:

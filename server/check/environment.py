@@ -150,7 +150,7 @@ class CheckEnvironment:
         self.model = ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer)
         self._executor: InProcessExecutor | SandboxExecutor
         if config.processor_isolation == "none":
-            self._executor = InProcessExecutor(SGLANG_NAMES)
+            self._executor = InProcessExecutor(SGLANG_NAMES, self.model)
         else:
             self._executor = _sandbox_executor(config, self.model, max_rows)
 

@@ -16,8 +16,8 @@ KILLED = frozenset({"deadline", "crash", "cpu_time", "protocol", "load"})
 FAULT_ADVICE = {
     "bad_result": "Return `logits`, edited in place, or a new floating-point tensor of its shape and device.",
     "deadline": (
-        "A step may take at most --sandbox-step-timeout. Make tables in __init__, which may take "
-        "--sandbox-load-timeout, or over several steps; import at the top of the module."
+        "A step may take at most --sandbox-step-timeout. Make tables in prepare(self, tokenizer, vocab_size), which "
+        "may take --sandbox-load-timeout, or over several steps; import at the top of the module."
     ),
     "crash": "Its process ended. Watch the memory (--sandbox-memory), and do not exit the process.",
     "cpu_time": "It computes between its calls: it must not start threads or timers.",

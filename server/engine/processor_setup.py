@@ -88,7 +88,7 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
     if not config.enable_custom_logit_processor:
         return DisabledExecutor(SHIPPING_IS_OFF)
     if zygote is None:
-        return InProcessExecutor(SGLANG_NAMES)
+        return InProcessExecutor(SGLANG_NAMES, model_view(loaded))
     try:
         protections = zygote.set_up(model_view(loaded))
     except ZygoteError as error:
@@ -114,7 +114,7 @@ def make_library(
             **_cache_bounds(config),
             before_load=RateLimit("processor_loads", config.processor_loads_per_minute).check,
         ),
-        InProcessExecutor(SGLANG_NAMES),
+        InProcessExecutor(SGLANG_NAMES, model_view(loaded)),
         model_view(loaded),
         RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),

@@ -61,7 +61,7 @@ class PluginProcessors:
         self._loader = ProcessorLoader(
             _registry(settings),
             ProcessorCache(executor, max_entries=max_entries, max_bytes=ServerConfig.processor_cache_bytes),
-            InProcessExecutor(SGLANG_NAMES),
+            InProcessExecutor(SGLANG_NAMES, model),
             model,
             settings.allowed_digests,
         )
@@ -160,7 +160,7 @@ def shipped_executor(
         return DisabledExecutor(settings.shipping_is_off)
     if settings.processor_isolation == "none":
         logger.warning("%sPROCESSOR_ISOLATION=none: shipped code runs in this process", settings.prefix)
-        return InProcessExecutor(SGLANG_NAMES)
+        return InProcessExecutor(SGLANG_NAMES, model)
     zygote = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=settings.sandbox_memory)
     zygote.start()
     try:

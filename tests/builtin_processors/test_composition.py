@@ -154,7 +154,7 @@ class Request:
 
 
 def load() -> dict[str, LoadedProcessor]:
-    executor = InProcessExecutor({})
+    executor = InProcessExecutor({}, MODEL)
     return {
         name: LoadedProcessor(name, name, executor, REGISTRY.make(name), is_mask=name in MASKS, is_trusted=True)
         for name in ALL

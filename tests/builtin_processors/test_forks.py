@@ -33,6 +33,8 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.tokenizer import Tokenizer
 
+MODEL = ModelView(4, frozenset(), None)
+
 ReadLogits = Callable[[Any], torch.Tensor]
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "rtp_llm.json").read_text())
@@ -46,7 +48,7 @@ class Rows:
     """Sequences of one processor."""
 
     def __init__(self, processor: BuiltinProcessor, model: ModelView, params: dict[str, Any]) -> None:
-        self._loaded = LoadedProcessor("sha256:0", processor.name, InProcessExecutor({}), processor)
+        self._loaded = LoadedProcessor("sha256:0", processor.name, InProcessExecutor({}, MODEL), processor)
         self._model = model
         self._params = params
         self._prepared = processor.prepare(params, model)

@@ -18,13 +18,13 @@ FAULT = 63
 
 @pytest.fixture(scope="module")
 def ran_before(vllm_environment: Path) -> Any:
-    """What the script prints with vLLM 0.32."""
+    """Output of the script with vLLM 0.32."""
     return run(vllm_environment)
 
 
 @pytest.fixture(scope="module")
 def ran_newest(vllm_environment: Path, newest_vllm: Path) -> Any:
-    """What it prints with vLLM 0.33."""
+    """Its output with vLLM 0.33."""
     return run(vllm_environment, newest_vllm)
 
 

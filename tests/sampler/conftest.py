@@ -13,7 +13,10 @@ import torch
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
+
+MODEL = ModelView(4, frozenset(), None)
 
 Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]
 
@@ -40,7 +43,7 @@ def new_request() -> Callable[..., Request]:
 @pytest.fixture
 def load() -> Callable[..., LoadedProcessor]:
     """Factory of loaded processors from functions: `load(call, "Name")`."""
-    executor = InProcessExecutor({})
+    executor = InProcessExecutor({}, MODEL)
 
     def loaded(call: Call, name: str) -> LoadedProcessor:
         return LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, executor, call)

@@ -23,6 +23,8 @@ from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.sampler.trace import RowTrace, StepTrace
 
+MODEL = ModelView(4, frozenset(), None)
+
 VOCAB = 8
 CPU = torch.device("cpu")
 INF = math.inf
@@ -124,7 +126,7 @@ def test_fewer_allowed_tokens_than_requested() -> None:
 
 
 def test_mask_appears_before_and_after_other_processors(load: Load) -> None:
-    mask = LoadedProcessor("sha256:mask", "Mask", InProcessExecutor({}), ban_2, is_mask=True)
+    mask = LoadedProcessor("sha256:mask", "Mask", InProcessExecutor({}, MODEL), ban_2, is_mask=True)
     (trace,) = sample(torch.arange(8.0)[None], [params_with(load(double, "Double"), mask)]).traces
     assert trace is not None
     shown = [(stage.name, stage.again) for stage in trace.stages if stage.stage == "processor"]

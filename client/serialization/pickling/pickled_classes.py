@@ -14,6 +14,7 @@ from typing import Any
 
 import dill._dill
 
+from logitship.client.serialization.preparation import prepares_first
 from logitship.client.serialization.provenance import is_own_extension, top_level
 
 from .base_pickler import BasePickler
@@ -76,7 +77,10 @@ def _save_plain_class(pickler: BasePickler, cls: type) -> None:
     else:
         installed = next(base for base in type.mro(meta) if pickler.is_by_name(base))
         pickler.save_reduce(installed.__new__, (meta, cls.__name__, cls.__bases__, bare), obj=cls)
-    _set_attributes(pickler, cls, pickled_attributes(cls))
+    attributes = pickled_attributes(cls)
+    if call := prepares_first(cls):
+        attributes["__call__"] = call
+    _set_attributes(pickler, cls, attributes)
     if isinstance(cls, abc.ABCMeta):
         _restore_abc(pickler, cls)
 

@@ -19,6 +19,9 @@ from logitship.client.serialization.processor_string import (
 )
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.request_view import ModelView
+
+MODEL = ModelView(4, frozenset(), None)
 
 Load = Callable[..., LoadedProcessor]
 
@@ -31,7 +34,7 @@ def source(body: str) -> SourceProcessor:
 
 
 def run(body: str, rows: int = 2) -> torch.Tensor:
-    executor = InProcessExecutor({})
+    executor = InProcessExecutor({}, MODEL)
     return executor.run(executor.load(source(body)), torch.zeros(rows, 4), [{"by": float(row)} for row in range(rows)])
 
 
@@ -52,7 +55,7 @@ def test_load_and_run() -> None:
 def test_digest_is_that_of_the_running_code() -> None:
     string = SourceProcessor(source("return logits").source, "Shipped", captured=b"")
     other = PickledProcessor(b"of another Python", python="2.7", source=string)
-    executor = InProcessExecutor({})
+    executor = InProcessExecutor({}, MODEL)
     loaded = executor.load(other)
     assert (loaded.digest, loaded.name) == (string.digest, "Shipped")
     assert loaded.executor is executor
@@ -62,15 +65,15 @@ def test_class_description_is_loaded() -> None:
     string = source("return logits")
     header = "class Shipped(CustomLogitProcessor):\n    'Does it.'\n    params_schema = {'type': 'object'}\n\n"
     described = string.source.replace("class Shipped(CustomLogitProcessor):\n", header)
-    loaded = InProcessExecutor({}).load(replace(string, source=described))
+    loaded = InProcessExecutor({}, MODEL).load(replace(string, source=described))
     assert (loaded.description, loaded.params_schema) == ("Does it.", {"type": "object"})
-    assert InProcessExecutor({}).load(string).description == ""
+    assert InProcessExecutor({}, MODEL).load(string).description == ""
 
 
 @pytest.mark.parametrize("string", [InstalledProcessor("min_p"), RegisteredProcessor("sha256:" + "0" * 64)])
 def test_string_without_code_is_rejected(string: InstalledProcessor | RegisteredProcessor) -> None:
     with pytest.raises(ProcessorLoadError, match="ships no code"):
-        InProcessExecutor({}).load(string)
+        InProcessExecutor({}, MODEL).load(string)
 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt()", "SystemExit(3)", "GeneratorExit()", "ValueError('no')"])
@@ -79,13 +82,13 @@ def test_any_exception_while_loading_is_a_load_error(error: str, where: str) -> 
     text = f"from logitship import CustomLogitProcessor as Base\n{where.format(error)}\n"
     text += "    def __call__(self, logits, custom_param_list=None): return logits\n" if "class" in where else ""
     with pytest.raises(ProcessorLoadError, match=error.partition("(")[0]):
-        InProcessExecutor({}).load(SourceProcessor(text, "Shipped"))
+        InProcessExecutor({}, MODEL).load(SourceProcessor(text, "Shipped"))
 
 
 def test_unprintable_error_is_a_load_error() -> None:
     text = "class Mute(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise Mute\n"
     with pytest.raises(ProcessorLoadError):
-        InProcessExecutor({}).load(SourceProcessor(text, "Shipped"))
+        InProcessExecutor({}, MODEL).load(SourceProcessor(text, "Shipped"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_unprintable_error_is_a_load_error() -> None:
 )
 def test_load_error_message_is_valid_unicode(raises: str) -> None:
     with pytest.raises(ProcessorLoadError) as raised:
-        InProcessExecutor({}).load(SourceProcessor(raises, "Shipped"))
+        InProcessExecutor({}, MODEL).load(SourceProcessor(raises, "Shipped"))
     assert len(orjson.dumps(str(raised.value))) < 4200
 
 
@@ -111,7 +114,7 @@ class Meta(type(CustomLogitProcessor)):
 class Shipped(CustomLogitProcessor, metaclass=Meta):
     def __call__(self, logits, custom_param_list=None): return logits
 """
-    assert InProcessExecutor({}).load(SourceProcessor(text, "Shipped")).name == "Shipped"
+    assert InProcessExecutor({}, MODEL).load(SourceProcessor(text, "Shipped")).name == "Shipped"
 
 
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "StopIteration"])
@@ -194,7 +197,7 @@ def test_missing_global_is_explained(load: Load) -> None:
     exec("class Shipped:\n    def __call__(self, logits, params):\n        return helper(logits)", module)
     processor = load(module["Shipped"](), "Shipped")
     with pytest.raises(ProcessorFault, match="'helper' was a global of the author's module and was not serialized"):
-        InProcessExecutor({}).run(processor, torch.zeros(1, 2), [{}])
+        InProcessExecutor({}, MODEL).run(processor, torch.zeros(1, 2), [{}])
 
 
 def test_unbound_local_is_not_explained() -> None:
@@ -248,7 +251,7 @@ def test_fake_tensor_is_rejected() -> None:
 
 def test_async_call_is_rejected() -> None:
     text = source("return logits").source.replace("def __call__", "async def __call__")
-    executor = InProcessExecutor({})
+    executor = InProcessExecutor({}, MODEL)
     with pytest.raises(ProcessorFault, match="returned a coroutine, not a tensor: __call__ must not be async"):
         executor.run(executor.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
     gc.collect()  # a coroutine that was never awaited would warn now
@@ -266,14 +269,14 @@ def test_callers_logits_stay_valid(load: Load) -> None:
         return result
 
     logits = torch.zeros(2, 4)
-    InProcessExecutor({}).run(load(spoil, "Spoil"), logits, [{}, {}])
+    InProcessExecutor({}, MODEL).run(load(spoil, "Spoil"), logits, [{}, {}])
     assert logits.add_(1).tolist() == [[2.0] * 4] * 2
 
 
 def test_torch_settings_are_restored() -> None:
     setting = "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
     setting += "torch.set_default_device('meta')\n"
-    executor = InProcessExecutor({})
+    executor = InProcessExecutor({}, MODEL)
     for text in (f"{setting}{source('return logits').source}", source(f"{setting}return logits").source):
         executor.run(executor.load(SourceProcessor(text, "Shipped")), torch.zeros(1, 4), [{}])
         assert torch.is_grad_enabled()
@@ -290,7 +293,7 @@ def test_other_float_types_are_cast(dtype: str) -> None:
 
 def test_returning_the_logits_themselves(load: Load) -> None:
     logits = torch.zeros(2, 4)
-    assert InProcessExecutor({}).run(load(lambda logits, params: logits, "Same"), logits, [{}, {}]) is logits
+    assert InProcessExecutor({}, MODEL).run(load(lambda logits, params: logits, "Same"), logits, [{}, {}]) is logits
 
 
 @pytest.mark.parametrize(
@@ -305,13 +308,13 @@ def test_overlapping_view_is_copied(returned: str, expected: list[list[float]], 
     """The caller copies the result into the logits, so the two must not overlap."""
     logits = torch.arange(4.0).view(2, 2)
     processor = load(eval(f"lambda logits, params: {returned}"), "View")
-    result = InProcessExecutor({}).run(processor, logits, [{}, {}])
+    result = InProcessExecutor({}, MODEL).run(processor, logits, [{}, {}])
     assert logits.copy_(result).tolist() == expected
 
 
 def test_gradients_are_dropped(load: Load) -> None:
     weight = torch.nn.Parameter(torch.ones(4))
-    executor = InProcessExecutor({})
+    executor = InProcessExecutor({}, MODEL)
     result = executor.run(load(lambda logits, params: logits + weight, "New"), torch.zeros(2, 4), [{}, {}])
     assert not result.requires_grad
     assert type(result) is torch.Tensor
@@ -334,7 +337,7 @@ def test_fault_does_not_keep_processor_alive(load: Load) -> None:
         raise ValueError(copy.shape)
 
     with pytest.raises(ProcessorFault) as raised:
-        InProcessExecutor({}).run(load(fail, "Fail"), torch.zeros(2, 4), [{}, {}])
+        InProcessExecutor({}, MODEL).run(load(fail, "Fail"), torch.zeros(2, 4), [{}, {}])
     gc.collect()
     assert raised.value.kind == "exception"
     assert made[0]() is None

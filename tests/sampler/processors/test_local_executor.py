@@ -9,12 +9,14 @@ from logitship.sampler.processors.executor import ExecutorSequence, LoadedProces
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 
+MODEL = ModelView(4, frozenset(), None)
+
 Params = dict[str, Any]
 Load = Callable[..., LoadedProcessor]
 
 
 def attach(processor: LoadedProcessor, output: list[int]) -> Any:
-    sequence = ExecutorSequence("r", {}, [1], output, SamplingParams(), ModelView(4, frozenset(), None))
+    sequence = ExecutorSequence("r", {}, [1], output, SamplingParams(), MODEL)
     return processor.executor.attach(processor, sequence)
 
 

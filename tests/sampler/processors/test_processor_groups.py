@@ -25,12 +25,14 @@ from logitship.sampler.processors.processor_groups import (
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 
+MODEL = ModelView(4, frozenset(), None)
+
 Load = Callable[..., LoadedProcessor]
 
 
 def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupRow:
     use = ProcessorUse(processor, {}, "r")
-    sequence = ExecutorSequence("r", {}, [], [], SamplingParams(), ModelView(4, frozenset(), None))
+    sequence = ExecutorSequence("r", {}, [], [], SamplingParams(), MODEL)
     return GroupRow(use, processor.executor.attach(processor, sequence), (), is_last)
 
 

@@ -680,7 +680,10 @@ def test_results_equal_those_of_in_process_executor(
     chance = random.Random(seed)
     torch.manual_seed(seed)
     executor = SandboxExecutor(zygote, replace(LIMITS, step_timeout=30.0, first_step_timeout=30.0), MAX_ROWS, VOCAB)
-    sides = [Side(InProcessExecutor({}), model, new_request), Side(executor, model, new_request)]
+    sides = [
+        Side(InProcessExecutor({}, model), model, new_request),
+        Side(executor, model, new_request),
+    ]
     applied = 0
     for step in range(40):
         for _ in range(chance.randrange(3)):

@@ -34,6 +34,8 @@ from logitship.server.processors.processor_library import (
 )
 from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
 
+MODEL = ModelView(4, frozenset(), None)
+
 NAME = "disallowed_tokens"
 NewLibrary = Callable[..., ProcessorLibrary]
 
@@ -43,7 +45,7 @@ def new_library() -> NewLibrary:
     def make(
         registry: Registry | None = None, max_entries: int = 2, allowed_digests: frozenset[str] | None = None
     ) -> ProcessorLibrary:
-        executor = InProcessExecutor(SGLANG_NAMES)
+        executor = InProcessExecutor(SGLANG_NAMES, MODEL)
         cache = ProcessorCache(executor, max_entries=max_entries, max_bytes=1 << 20)
         registered = RegisteredProcessors(max_entries=4, max_bytes=1 << 20)
         callables = CallableLibrary(None, None)

@@ -11,6 +11,7 @@ import torch
 from logitship.sampler.processors.executor import CollectEdits, ExecutorSequence, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.local_executor import LocalGroup
+from logitship.sampler.processors.request_view import ModelView
 
 from .fake_runner import VOCAB_SIZE
 
@@ -87,7 +88,7 @@ class EarlyExecutor(InProcessExecutor):
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
-        super().__init__({})
+        super().__init__({}, ModelView(vocab_size, frozenset(), None))
         self.vocab_size = vocab_size
         self.random = random.Random(0)
         self.share = 1.0
