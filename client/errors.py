@@ -23,6 +23,14 @@ from __future__ import annotations
 
 from typing import Any
 
+_LONGEST_PRINTED = 2000
+"""Most characters of what a processor printed in a fault."""
+
+
+def with_printed(text: str, printed: str) -> str:
+    """Return the text of an error with the last of what the processor printed before it."""
+    return "\n".join(filter(None, (text.rstrip("\n"), "It printed:", printed[-_LONGEST_PRINTED:]))) if printed else text
+
 
 class LogitshipError(Exception):
     """Base class of all errors raised by logitship."""
@@ -62,6 +70,10 @@ class ProcessorFault(ProcessorError):
         self.name = name
         self.kind = kind
         self.traceback = traceback
+
+    def add_printed(self, printed: str) -> None:
+        """Add the last of what the processor printed to the traceback."""
+        self.traceback = with_printed(self.traceback, printed)
 
 
 class TransportError(LogitshipError):

@@ -24,6 +24,7 @@ class Receipt:
         milliseconds: its share of the time spent in the processor: the time of each call divided by its rows.
         forced_steps: those of the steps that needed no forward pass of their own, because their tokens were forced, or
             guessed from a grammar.
+        printed: the last of what it printed in its calls, also those that had rows of other requests of the API key.
     """
 
     digest: str
@@ -31,6 +32,7 @@ class Receipt:
     steps: int
     milliseconds: float
     forced_steps: int = 0
+    printed: str = ""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,14 @@ def parse_finish_reason(reason: Any, matched: Any = None) -> FinishReason | None
 def parse_receipts(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Receipt, ...]:
     """Parse the receipts of a response; empty if the server issues none."""
     return tuple(
-        Receipt(entry["digest"], entry["name"], entry["steps"], entry["milliseconds"], entry.get("forced_steps", 0))
+        Receipt(
+            entry["digest"],
+            entry["name"],
+            entry["steps"],
+            entry["milliseconds"],
+            entry.get("forced_steps", 0),
+            entry.get("printed", ""),
+        )
         for entry in entries or ()
     )
 

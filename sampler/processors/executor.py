@@ -138,6 +138,7 @@ class RunOutcome(NamedTuple):
         occupied: seconds in which it kept a core busy, or the step waiting, as measured by this process.
         logits_use: "unread" if the call began before its logits existed, and never used one; "read" if it began so, and
             then used them; "given" if it began with them.
+        printed: the last text that the processor printed.
     """
 
     seconds: float
@@ -146,6 +147,7 @@ class RunOutcome(NamedTuple):
     charged: float = 0.0
     occupied: float = 0.0
     logits_use: LogitsUse = "given"
+    printed: str = ""
 
 
 class CollectEdits(Protocol):

@@ -56,6 +56,7 @@ class ProcessorUse:
         shared_counts: counts of the groups that it has been in since the batch changed; each counts for all members.
         executor_row: the sequence at the processor's executor; None until it has a row of the batch.
         forked_row: the same for a sequence that was forked from another one and has no row of the batch yet.
+        printed: the last text that the processor printed in its calls, also about other rows of them.
     """
 
     processor: LoadedProcessor
@@ -66,6 +67,7 @@ class ProcessorUse:
     shared_counts: list[CallCount] = field(default_factory=list)
     executor_row: ExecutorRow | None = None
     forked_row: ExecutorRow | None = None
+    printed: str = ""
 
     def fork(self, output_token_ids: list[int]) -> ProcessorUse:
         """Return the use of another sequence that continues from this one's history, see `ExecutorRow.fork`.
@@ -105,7 +107,9 @@ class ProcessorUse:
         """Receipt for the response."""
         count = self.count
         milliseconds = round(count.seconds * 1e3, 3)
-        return Receipt(self.processor.digest, self.processor.name, count.steps, milliseconds, count.forced_steps)
+        return Receipt(
+            self.processor.digest, self.processor.name, count.steps, milliseconds, count.forced_steps, self.printed
+        )
 
     @property
     def count(self) -> CallCount:
@@ -140,6 +144,9 @@ def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
     """Sort a request's processors as they run: masks first. The masks run again after the others."""
     return sorted(uses, key=lambda use: not use.processor.is_mask)
 
+
+LONGEST_PRINTED = 1 << 13
+"""Most characters of what a processor printed that are kept for a request: the last ones."""
 
 ObserveCall: TypeAlias = "Callable[[int, float, LogitsUse], None]"
 """Takes the number of rows of a call, its duration in seconds, and its use of the logits."""
@@ -222,6 +229,9 @@ class ProcessorGroup:
         total, faults = outcome.seconds, outcome.faults
         num_rows = len(self.rows)
         self.observe_call(num_rows, total, outcome.logits_use)
+        if outcome.printed:
+            for member in self.members:
+                member.use.printed = (member.use.printed + outcome.printed)[-LONGEST_PRINTED:]
         steps, seconds = int(not self.again), total / num_rows
         if self._count is not None and not faults:
             self._count.steps += steps

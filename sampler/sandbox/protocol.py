@@ -17,6 +17,8 @@ PROMISE  as STEP, but the rows are not there yet            EDITS, DONE, FAULTS,
 ROWS     the rows are in the shared memory now              DONE, FAULTS or AGAIN
 ```
 
+What the author's code prints is sent as it is written, in messages PRINTED before the answer to the call.
+
 A processor that is called before its logits exist answers a PROMISE with the edits that it recorded, in the form of
 `edit_codec`. If they are longer than `LONGEST_ANSWER`, they are in the shared memory. A processor that uses the logits'
 values waits between READ and ROWS. Commands without an answer that arrive in between are executed after the call.
@@ -28,7 +30,7 @@ Assumptions:
 
 Guarantees:
 * A FORK is sent between two STEPs of its sequence, and copies the state after the first.
-* At most one call is in flight. An answer has the `number` of its call.
+* At most one call is in flight. An answer has the `number` of its call, and so has PRINTED.
 * A sandbox that gives no answer in time gets `DUMP_SIGNAL`, writes the stack of its Python code to the socket, as text,
   and is killed.
 * The sandbox may write to the shared memory at any time. The server copies the rows or the edits out, and only uses the
@@ -55,6 +57,9 @@ HEADER = struct.Struct("<IIQ")
 
 LONGEST_ANSWER = 1 << 16
 """Largest body of an answer, in bytes. The server reads no further, and kills a sandbox that sends more."""
+
+LONGEST_PRINTED = 1 << 13
+"""Most bytes of the messages PRINTED of a call, with their headers. The rest of what it prints is dropped."""
 
 EDITS_HEADER = struct.Struct("<dI")
 """Head of EDITS: the seconds that the call took, as the sandbox says; bytes in the shared memory, 0 if they follow."""
@@ -98,6 +103,7 @@ class Answer(IntEnum):
     AGAIN = 5
     READ = 6
     EDITS = 7
+    PRINTED = 8
 
 
 def pack(message: int, number: int, body: bytes = b"") -> bytes:

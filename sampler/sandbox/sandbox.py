@@ -23,7 +23,17 @@ from logitship.sampler.edits.edit_operations import GroupEdits
 
 from . import priority
 from .deadline import CallDeadline, ProcessClock
-from .protocol import DUMP_SIGNAL, EDITS_HEADER, FLOAT_BYTES, HEADER, LONGEST_ANSWER, Answer, Command, pack
+from .protocol import (
+    DUMP_SIGNAL,
+    EDITS_HEADER,
+    FLOAT_BYTES,
+    HEADER,
+    LONGEST_ANSWER,
+    LONGEST_PRINTED,
+    Answer,
+    Command,
+    pack,
+)
 from .zygote_process import ForkedProcess, ZygoteProcess
 
 _STATUS_TIMEOUT = 0.25
@@ -69,6 +79,7 @@ class _Call:
         unsent: the rest of the message, not sent yet.
         received: the answer received so far.
         deadline: when the process is killed for giving none.
+        num_printed: bytes of the messages PRINTED so far.
         closed_at: `time.perf_counter` when the connection was found closed; None while it is open.
         overdue: set once the deadline was exceeded.
     """
@@ -79,6 +90,7 @@ class _Call:
     deadline: CallDeadline
     closed_at: float | None = None
     overdue: _Overdue | None = None
+    num_printed: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,10 +146,12 @@ class Sandbox:
         self.descriptor = self._connection.fileno()
         self._lock = threading.Lock()
         self._death: SandboxDied | None = None
+        self._printed = ""
         self._call_number = 0
         self._is_deferred = False
         self._outbox = bytearray()
         self._call: _Call | None = None
+        self._printed = ""
         self.group: list[int] = []
         self.last_deadline: CallDeadline | None = None
         self._seconds_in_calls = 0.0
@@ -296,6 +310,11 @@ class Sandbox:
             self._end_call(call)
         return answer
 
+    def take_printed(self) -> str:
+        """Return what was printed since the last time, and clear it."""
+        printed, self._printed = self._printed, ""
+        return printed
+
     def check(self) -> bool:
         """Return whether the process is alive. Unlike `alive`, detects that it died while idle."""
         if self.alive and not self.is_running:
@@ -381,6 +400,7 @@ class Sandbox:
             self._fail_with_dump(call, call.overdue)
             return None
         if call.closed_at is not None:
+            self._take_messages_printed(call)
             self._fail_once_ended(call.closed_at)
             return None
         answer = self._answer(call)
@@ -418,7 +438,7 @@ class Sandbox:
         size = _CHUNK
         while True:
             # Up to one byte more than the longest answer, to detect a longer one.
-            rest = HEADER.size + LONGEST_ANSWER + 1 - len(call.received)
+            rest = HEADER.size + LONGEST_ANSWER + LONGEST_PRINTED + 1 - len(call.received)
             try:
                 chunk = self._connection.recv(min(rest, size))
             except BlockingIOError:
@@ -459,7 +479,7 @@ class Sandbox:
         Raises:
             SandboxDied: the answer is invalid.
         """
-        if len(call.received) < HEADER.size:
+        if not self._take_messages_printed(call):
             return None
         kind, number, size = HEADER.unpack_from(call.received)
         end = HEADER.size + size
@@ -469,6 +489,28 @@ class Sandbox:
         if len(call.received) < end or call.unsent:
             return None
         return answer, bytes(call.received[HEADER.size :])
+
+    def _take_messages_printed(self, call: _Call) -> bool:
+        """Take the messages PRINTED that were received. Return whether the head of the answer follows.
+
+        Raises:
+            SandboxDied: they are longer than they may be.
+        """
+        while len(call.received) >= HEADER.size:
+            kind, number, size = HEADER.unpack_from(call.received)
+            end = HEADER.size + size
+            if kind != Answer.PRINTED or number != call.number:
+                return True
+            if call.num_printed + end > LONGEST_PRINTED:
+                raise self.reject_answer()
+            if len(call.received) < end:
+                return False
+            self._printed = (self._printed + call.received[HEADER.size : end].decode(errors="replace"))[
+                -LONGEST_PRINTED:
+            ]
+            call.num_printed += end
+            del call.received[:end]
+        return False
 
     def _exit_reason(self, timeout: float) -> str:
         try:
@@ -532,7 +574,7 @@ def _signal_name(number: int) -> str:
     return f"{name} ({(signal.strsignal(number) or name).lower()})"
 
 
-_ANSWERS = {int(answer): answer for answer in Answer}
+_ANSWERS = {int(answer): answer for answer in Answer if answer is not Answer.PRINTED}
 
 
 def _sealed_memory(size: int) -> int:

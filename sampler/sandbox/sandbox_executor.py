@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from logitship.client.errors import ProcessorLoadError
+from logitship.client.errors import ProcessorLoadError, with_printed
 from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.allowed_tokens import AllowedTokens
@@ -382,8 +382,9 @@ def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float)
         if sandbox.was_lost:
             raise ExecutorUnavailable("the process that sandboxes are forked from ended: try again later") from None
         message = f"the processor {died.reason} (while it was loaded)\n{sandboxed.traceback_of(died)}".rstrip()
-        raise ProcessorLoadError(message) from None
-    raise ProcessorLoadError(scrub(body.decode(errors="replace"))[:LONGEST_TEXT])
+        raise ProcessorLoadError(with_printed(message, sandbox.take_printed())) from None
+    message = scrub(body.decode(errors="replace"))[:LONGEST_TEXT]
+    raise ProcessorLoadError(with_printed(message, sandbox.take_printed()))
 
 
 def _class_description(sandbox: Sandbox, body: bytes) -> ClassDescription:

@@ -227,6 +227,7 @@ class SandboxRun:
         self._has_result = False
         self._is_promised = self._is_reading = self._was_read = self._is_retry = self._is_deferred = False
         self._is_in_call = False
+        self._printed = ""
         self._seconds = self._cpu_seconds = self._seconds_waited = 0.0
         self._began = time.perf_counter()
 
@@ -350,7 +351,11 @@ class SandboxRun:
             self._use_credit(self._charged)
         charged = 0.0 if self._use_credit is not None else self._charged
         occupied = max(self._cpu_seconds, self._seconds_waited)
-        return RunOutcome(self._seconds, self._faults, self._is_retry, charged, occupied, self._logits_use)
+        for fault in set(self._faults.values()):
+            fault.add_printed(self._printed)
+        return RunOutcome(
+            self._seconds, self._faults, self._is_retry, charged, occupied, self._logits_use, self._printed
+        )
 
     @property
     def _logits_use(self) -> LogitsUse:
@@ -389,6 +394,7 @@ class SandboxRun:
         """Add up the time of a call that has ended."""
         assert self._sandbox is not None
         self._is_in_call = False
+        self._printed += self._sandbox.take_printed()
         if self._receiver is None:
             self._pending.remove(self)
         deadline = self._sandbox.last_deadline

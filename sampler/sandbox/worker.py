@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import marshal
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,19 @@ from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.promised_logits.promise_scan import reason_against_promises
 from logitship.sampler.sampling_params import SamplingParams
 
+from .printed_text import PrintedText
 from .promised_call import PromisedCall
-from .protocol import DUMP_SIGNAL, EDITS_HEADER, HEADER, LONGEST_ANSWER, SECONDS, Answer, Command, pack
+from .protocol import (
+    DUMP_SIGNAL,
+    EDITS_HEADER,
+    HEADER,
+    LONGEST_ANSWER,
+    LONGEST_PRINTED,
+    SECONDS,
+    Answer,
+    Command,
+    pack,
+)
 from .row_retry import RowRetry
 
 _Answer: TypeAlias = tuple[Answer, bytes]
@@ -331,6 +343,7 @@ def serve(connection: int, worker: Worker) -> None:
     faulthandler.register(DUMP_SIGNAL, connection, all_threads=False)
     with open(connection, "rb", closefd=False) as stream:  # buffered: one system call per message
         server = ServerConnection(connection, stream)
+        sys.stdout = sys.stderr = server.printed
         worker.receive_rows = server.receive_rows
         while True:
             answer = worker.handle(*server.next())
@@ -344,21 +357,27 @@ class ServerConnection:
     Args:
         connection: file descriptor of a stream socket.
         stream: reads from it.
+
+    Attributes:
+        printed: sends what is written to it.
     """
 
     def __init__(self, connection: int, stream: BinaryIO) -> None:
         self._connection = connection
         self._stream = stream
         self._number = 0
+        self.printed = PrintedText(self._send_printed)
         self._postponed: deque[tuple[int, int, bytes]] = deque()
 
     def next(self) -> tuple[int, bytes]:
         """Return the next command and its body. The process ends with the connection."""
-        command, self._number, body = self._postponed.popleft() if self._postponed else self._receive()
+        command, number, body = self._postponed.popleft() if self._postponed else self._receive()
+        self._begin(number)
         return command, body
 
     def answer(self, answer: Answer, body: bytes) -> None:
         """Answer the last command."""
+        self.printed.flush()
         _write(self._connection, pack(answer, self._number, body[:LONGEST_ANSWER]))
 
     def receive_rows(self, body: bytes) -> None:
@@ -367,9 +386,20 @@ class ServerConnection:
         while True:
             message = self._receive()
             if message[0] == Command.ROWS:
-                self._number = message[1]
+                self._begin(message[1])
                 return
             self._postponed.append(message)
+
+    def _begin(self, number: int) -> None:
+        """Begin a command, in which some more may be printed."""
+        self._number = number
+        self.printed.begin(LONGEST_PRINTED)
+
+    def _send_printed(self, body: bytes) -> bool:
+        """Send text to the server, which only expects it during calls. Return whether it was sent."""
+        if self._number:
+            _write(self._connection, pack(Answer.PRINTED, self._number, body))
+        return self._number != 0
 
     def _receive(self) -> tuple[int, int, bytes]:
         command, number, size = HEADER.unpack(_read(self._stream, HEADER.size))

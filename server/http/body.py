@@ -48,16 +48,20 @@ class JSONResponse(Response):
 
 def receipt_objects(receipts: Iterable[Receipt]) -> list[ReceiptObject]:
     """Build one object per receipt."""
-    return [
-        {
-            "digest": receipt.digest,
-            "name": receipt.name,
-            "steps": receipt.steps,
-            "milliseconds": receipt.milliseconds,
-            "forced_steps": receipt.forced_steps,
-        }
-        for receipt in receipts
-    ]
+    return [_receipt_object(receipt) for receipt in receipts]
+
+
+def _receipt_object(receipt: Receipt) -> ReceiptObject:
+    built: ReceiptObject = {
+        "digest": receipt.digest,
+        "name": receipt.name,
+        "steps": receipt.steps,
+        "milliseconds": receipt.milliseconds,
+        "forced_steps": receipt.forced_steps,
+    }
+    if receipt.printed:
+        built["printed"] = receipt.printed
+    return built
 
 
 def trace_objects(tokenizer: Tokenizer, traces: Sequence[RowTrace]) -> list[TokenTraceObject]:

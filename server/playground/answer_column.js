@@ -77,7 +77,7 @@ export class AnswerColumn {
 }
 
 /** @param {import("./generation.js").Ending["receipts"][number]} receipt */
-function receipt({ name, digest, steps, milliseconds, forced_steps }) {
+function receipt({ name, digest, steps, milliseconds, forced_steps, printed }) {
   const each = steps ? ` (${(milliseconds / steps).toFixed(2)} ms each)` : "";
   const forced = forced_steps ? `, ${forced_steps} without a forward pass` : "";
   return h(
@@ -86,6 +86,7 @@ function receipt({ name, digest, steps, milliseconds, forced_steps }) {
     h("strong", {}, name),
     ` ${steps} ${steps === 1 ? "step" : "steps"}, ${milliseconds.toFixed(1)} ms${each}${forced} `,
     h("code", { title: digest }, `${digest.slice(0, 19)}…`),
+    ...(printed ? [h("pre", { "aria-label": `Printed by ${name}` }, printed)] : []),
   );
 }
 

@@ -25,7 +25,7 @@ const TOP = 20;
  *
  * @typedef {object} Ending
  * @property {string} reason
- * @property {{digest: string, name: string, steps: number, milliseconds: number, forced_steps: number}[]} receipts
+ * @property {{digest: string, name: string, steps: number, milliseconds: number, forced_steps: number, printed?: string}[]} receipts
  *
  * @typedef {object} Sampling
  * @property {number} temperature

@@ -77,7 +77,16 @@ class ErrorResponse(TypedDict):
 StageName: TypeAlias = Literal["model", "request", "processor", "sampling"]
 
 
-@documented({"digest": DIGEST, "name": "Lipogram", "steps": 12, "milliseconds": 0.869, "forced_steps": 0})
+@documented(
+    {
+        "digest": DIGEST,
+        "name": "Lipogram",
+        "steps": 12,
+        "milliseconds": 0.869,
+        "forced_steps": 0,
+        "printed": "3,120 tokens are forbidden\n",
+    }
+)
 class ReceiptObject(TypedDict):
     """Proof that a processor was applied."""
 
@@ -91,6 +100,8 @@ class ReceiptObject(TypedDict):
     """Time spent in the processor: each call's time, divided by the rows of the call."""
     forced_steps: int
     """Number of these steps that needed no forward pass of their own, because their tokens were forced."""
+    printed: NotRequired[str]
+    """The last of what it printed; left out if it printed nothing."""
 
 
 @documented({"token_id": 30, "text": "."})

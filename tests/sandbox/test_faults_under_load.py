@@ -636,6 +636,48 @@ def test_processor_that_cannot_be_loaded_is_refused(loaded: Loaded, case: LoadCa
     assert_no_server_paths(answer.text)
 
 
+PRINTS = """
+import sys
+from logitship import CustomLogitProcessor
+
+class P(CustomLogitProcessor):
+    def __init__(self):
+        print("created", end="; ")
+    def __call__(self, logits, custom_param_list=None):
+        for params in custom_param_list:
+            length = len(params["__req__"].output_ids)
+            print("step", length, file=sys.stderr if length % 2 else sys.stdout)
+            if length == params.get("fails_at"):
+                {fault}
+        return logits
+"""
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('no more')", "while True: pass", "sys.exit()"])
+def test_what_is_printed_is_in_the_receipt_and_in_the_error(loaded: Loaded, fault: str) -> None:
+    string = {"source": PRINTS.format(fault=fault), "class_name": "P"}
+    sampling: dict[str, Any] = {"max_new_tokens": 3}
+    body = {"input_ids": [5], "custom_logit_processor": string, "sampling_params": sampling}
+
+    async def scene() -> tuple[httpx.Response, httpx.Response]:
+        fine = await post(loaded.app, body)
+        failing = sampling | {"custom_params": {"fails_at": 2}}
+        return fine, await post(loaded.app, body | {"sampling_params": failing})
+
+    fine, failed = run(scene())
+    (receipt,) = fine.json()["meta_info"]["receipts"]
+    assert receipt["printed"] == "created; step 0\nstep 1\nstep 2\n"
+    # A call that raises is repeated, and prints again.
+    assert re.search(r"It printed:\n(step 2\n)+$", failed.json()["error"]["traceback"])
+
+
+def test_what_is_printed_is_in_the_load_error(loaded: Loaded) -> None:
+    source = "print('here')\nprint('and there')\n1 / 0"
+    answer = run(post(loaded.app, {"input_ids": [5], "custom_logit_processor": {"source": source, "class_name": "P"}}))
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"].endswith("It printed:\nhere\nand there\n")
+
+
 def test_processor_over_size_limit_is_refused(loaded: Loaded) -> None:
     others = OtherStreams(loaded.engine, sixteen_streams(offender("pass"), share_sandbox=True), loaded.expected)
     source = {"source": "#" * ((1 << 20) + 1), "class_name": "P"}

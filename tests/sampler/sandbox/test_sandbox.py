@@ -23,7 +23,15 @@ from hypothesis import strategies as st
 
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.deadline import ProcessClock
-from logitship.sampler.sandbox.protocol import DUMP_SIGNAL, HEADER, LONGEST_ANSWER, Answer, Command, pack
+from logitship.sampler.sandbox.protocol import (
+    DUMP_SIGNAL,
+    HEADER,
+    LONGEST_ANSWER,
+    LONGEST_PRINTED,
+    Answer,
+    Command,
+    pack,
+)
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError
 
@@ -200,6 +208,47 @@ def test_invalid_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer], answer: by
     assert peer.killed()
 
 
+def test_printed_text_comes_before_the_answer(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Command.STEP, b"", LONG)
+    whole = (
+        pack(Answer.PRINTED, 1, b"one\n") + pack(Answer.PRINTED, 1, "zw\xf6lf".encode()) + pack(Answer.DONE, 1, b"x")
+    )
+    for byte in range(len(whole)):
+        assert sandbox.advance() is None
+        peer.connection.sendall(whole[byte : byte + 1])
+    assert sandbox.finish() == (Answer.DONE, b"x")
+    assert sandbox.take_printed() == "one\nzw\xf6lf"
+    assert sandbox.take_printed() == ""
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        [HEADER.pack(Answer.PRINTED, 1, LONGEST_PRINTED)],
+        [pack(Answer.PRINTED, 1, b"x" * 1000)] * 9,
+        [pack(Answer.PRINTED, 1)] * (LONGEST_PRINTED // HEADER.size + 1),
+        [pack(Answer.PRINTED, 2, b"x")],
+    ],
+)
+def test_printing_too_much_kills_the_sandbox(pair: tuple[Sandbox, Peer], printed: list[bytes]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Command.STEP, b"", LONG)
+    peer.connection.sendall(b"".join(printed))
+    assert died(sandbox).kind == "protocol"
+    assert len(sandbox.take_printed()) <= LONGEST_PRINTED
+
+
+def test_printed_text_of_a_process_that_ended(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    sandbox.begin(Command.STEP, b"", LONG)
+    peer.connection.sendall(pack(Answer.PRINTED, 1, b"the last words"))
+    peer.connection.close()
+    peer.status.set_result(0)
+    assert died(sandbox).kind == "crash"
+    assert sandbox.take_printed() == "the last words"
+
+
 def test_unsolicited_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     peer.connection.sendall(pack(Answer.DONE, 0))
@@ -213,8 +262,8 @@ def test_unsolicited_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer]) -> Non
     st.lists(
         st.one_of(
             st.binary(max_size=100),
-            st.builds(pack, st.integers(0, 6), st.integers(0, 3), st.binary(max_size=50)),
-            st.builds(HEADER.pack, st.integers(0, 6), st.integers(0, 3), st.integers(0, (1 << 64) - 1)),
+            st.builds(pack, st.integers(0, 8), st.integers(0, 3), st.binary(max_size=50)),
+            st.builds(HEADER.pack, st.integers(0, 8), st.integers(0, 3), st.integers(0, (1 << 64) - 1)),
         ),
         max_size=4,
     )
@@ -231,8 +280,8 @@ def test_arbitrary_bytes_are_an_answer_or_kill_the_sandbox(pieces: list[bytes]) 
     except SandboxDied:
         assert sandbox.death.kind in ("protocol", "crash")
     else:
-        assert b"".join(pieces) == pack(kind, 1, body)
-        assert kind in Answer
+        assert b"".join(pieces).endswith(pack(kind, 1, body))
+        assert kind in set(Answer) - {Answer.PRINTED}
     sandbox.close()
     peer.close()
 

@@ -6,6 +6,7 @@ import gc
 import marshal
 import os
 import socket
+import sys
 import threading
 import weakref
 from array import array
@@ -185,6 +186,8 @@ def test_serve_until_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> N
         raise Ended
 
     monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(sys, "stdout", None)  # which `serve` replaces, as standard error
+    monkeypatch.setattr(sys, "stderr", None)
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
     ended = threading.Event()
