@@ -9,6 +9,13 @@ from pathlib import Path
 from logitship.server.schemas.field_rules import FieldRule, Ignored, Refused
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
 from logitship.server.schemas.request_schema import RequestModel
+from logitship.server.schemas.responses_schemas import (
+    InputMessage,
+    ReasoningOptions,
+    ResponsesRequest,
+    TextFormat,
+    TextOptions,
+)
 from logitship.server.schemas.sglang_schemas import GenerateRequest, SGLangSamplingParams
 from logitship.server.schemas.structured_outputs import JsonSchemaFormat, StructuredOutputs
 from logitship.server.schemas.tokenize_schemas import DetokenizeRequest, TokenizeRequest
@@ -23,6 +30,11 @@ MODELS: dict[str, type[RequestModel]] = {
     "/generate sampling_params": SGLangSamplingParams,
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses input": InputMessage,
+    "/v1/responses reasoning": ReasoningOptions,
+    "/v1/responses text": TextOptions,
+    "/v1/responses text.format": TextFormat,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "messages": Message,

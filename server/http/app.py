@@ -32,6 +32,8 @@ from logitship.server.schemas.processor_schemas import (
     ProcessorObject,
 )
 from logitship.server.schemas.response_schemas import ErrorResponse, LoadResponse, VersionResponse
+from logitship.server.schemas.responses_response_schemas import ResponseEvent
+from logitship.server.schemas.responses_schemas import ResponsesRequest
 from logitship.server.schemas.sglang_response_schemas import GenerateResponse, InternalState, ModelInfoResponse
 from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest, SGLangSamplingParams
 from logitship.server.schemas.tokenize_schemas import (
@@ -63,6 +65,8 @@ _SCHEMAS: list[type] = [
     CompletionResponse,
     CompletionStreamResponse,
     CompletionRequest,
+    ResponsesRequest,
+    ResponseEvent,
     DeletedProcessor,
     DetokenizeRequest,
     DetokenizeResponse,

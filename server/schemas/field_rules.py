@@ -174,6 +174,49 @@ CHAT_RULES: Mapping[str, FieldRule] = {
 }
 """Fields of `/v1/chat/completions`."""
 
+_NOT_STORED = "responses are not stored: send the whole conversation as input, its prefix is cached"
+_NO_TOOLS = "use /v1/chat/completions, which has tools"
+
+RESPONSES_RULES: Mapping[str, FieldRule] = {
+    **BODY_RULES,
+    "access_programs": Refused(_NO_TOOLS, ([],)),
+    "background_options": Refused(_NOT_STORED),
+    "context_management": Refused(_NO_TRUNCATION, ([],)),
+    "conversation": Refused(_NOT_STORED),
+    "enable_response_messages": Refused("use /tokenize, which renders a conversation", (False,)),
+    "image": Refused(_NO_MEDIA),
+    "max_tool_calls": Ignored("bounds the calls of tools, which are refused"),
+    "parallel_tool_calls": Ignored("says how tools are called, which are refused"),
+    "previous_input_messages": Refused(_NOT_STORED, ([],)),
+    "previous_response_id": Refused(_NOT_STORED),
+    "prompt": Refused("prompts are not stored: send the text"),
+    "tool_choice": Refused(_NO_TOOLS, ("auto", "none")),
+    "tools": Refused(_NO_TOOLS, ([],)),
+    "truncation": Refused(_NO_TRUNCATION, ("disabled",)),
+}
+"""Fields of `/v1/responses`."""
+
+RESPONSES_INPUT_RULES: Mapping[str, FieldRule] = {
+    "id": Ignored("names a message of an earlier response"),
+    "phase": Ignored("labels a message for OpenAI's models"),
+    "status": Ignored("says how an earlier response ended"),
+}
+"""Fields of messages in `input`."""
+
+REASONING_RULES: Mapping[str, FieldRule] = {
+    "context": Refused("reasoning of earlier responses is not stored"),
+    "generate_summary": Refused("reasoning is part of the text here"),
+    "mode": Refused("only effort is supported", ("standard",)),
+    "summary": Refused("reasoning is part of the text here"),
+}
+"""Fields of `reasoning`."""
+
+TEXT_FORMAT_RULES: Mapping[str, FieldRule] = {
+    "description": Ignored("describes the schema for OpenAI's models, which see it; others never do"),
+    "strict": Ignored("constraints are always strict"),
+}
+"""Fields of `text.format`."""
+
 TOKENIZE_RULES: Mapping[str, FieldRule] = {
     name: CHAT_RULES[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
 }

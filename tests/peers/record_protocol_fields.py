@@ -35,6 +35,25 @@ SOURCES: dict[str, list[tuple[str, str]]] = {
         ("openai/types/chat/completion_create_params.py", "CompletionCreateParamsBase"),
         ("openai/types/chat/completion_create_params.py", "CompletionCreateParamsStreaming"),
     ],
+    "/v1/responses": [
+        (SGLANG, "ResponsesRequest"),
+        (f"{VLLM}/openai/responses/protocol.py", "ResponsesRequest"),
+        ("openai/types/responses/response_create_params.py", "ResponseCreateParamsBase"),
+        ("openai/types/responses/response_create_params.py", "ResponseCreateParamsStreaming"),
+    ],
+    "/v1/responses input": [
+        ("openai/types/responses/easy_input_message_param.py", "EasyInputMessageParam"),
+        # Conversations contain what responses contained.
+        ("openai/types/responses/response_output_message_param.py", "ResponseOutputMessageParam"),
+    ],
+    "/v1/responses reasoning": [("openai/types/shared_params/reasoning.py", "Reasoning")],
+    "/v1/responses text": [("openai/types/responses/response_text_config_param.py", "ResponseTextConfigParam")],
+    "/v1/responses text.format": [
+        (
+            "openai/types/responses/response_format_text_json_schema_config_param.py",
+            "ResponseFormatTextJSONSchemaConfigParam",
+        ),
+    ],
     "/tokenize": [
         (SGLANG, "TokenizeRequest"),
         (f"{VLLM}/serve/tokenize/protocol.py", "TokenizeCompletionRequest"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
@@ -25,6 +26,7 @@ from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import GenerationRequest
 from logitship.server.requests.request_validation import Prompt
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
+from logitship.server.schemas.responses_schemas import ResponsesRequest
 from logitship.server.schemas.structured_outputs import constraint_of
 
 from .chat_prompt import render_chat
@@ -112,10 +114,35 @@ async def parse_completion_request(
     return request
 
 
+async def parse_responses_request(
+    engine: AsyncEngine, caller: Caller, received: ReceivedBody[ResponsesRequest]
+) -> ParsedOpenAIRequest[ChatCompletionRequest]:
+    """Parse the body of `/v1/responses` as a conversation.
+
+    Raises:
+        RequestRefused: names the field.
+    """
+    chat = ReceivedBody[ChatCompletionRequest](received.value.chat, received.work, received.queued, received.ignored)
+    names = {"prompt": "input", "max_tokens": "max_output_tokens"}
+    return await parse_chat_request(engine, caller, chat, prefix="resp", names=names)
+
+
 async def parse_chat_request(
-    engine: AsyncEngine, caller: Caller, received: ReceivedBody[ChatCompletionRequest]
+    engine: AsyncEngine,
+    caller: Caller,
+    received: ReceivedBody[ChatCompletionRequest],
+    *,
+    prefix: str = "chatcmpl",
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> ParsedOpenAIRequest[ChatCompletionRequest]:
     """Parse a conversation, which the chat template renders as one prompt.
+
+    Args:
+        engine: the engine.
+        caller: who sent the request.
+        received: the body.
+        prefix: of the id of the response.
+        names: the client's names of fields, where they differ.
 
     Raises:
         RequestRefused: names the field.
@@ -123,29 +150,31 @@ async def parse_chat_request(
     body, work = received.value, received.work
     check_model_name(engine, body.model)
     check_batch(engine.config, 1, "messages", *_sequences_of_a_prompt(body))
-    request_id = _request_id(body, "chatcmpl")
+    request_id = _request_id(body, prefix)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     tool_use = tool_use_of(engine, body)
     constraint = constraint_of(body) if tool_use is None else tool_use.constraint
     parsed = await work.run_if_large(
         read_processors, engine, caller, body, None, body.custom_params, "custom_params", constraint
     )
-    names = {
+    all_names = {
         **_names(body),
         **parsed.names,
         "max_tokens": limit_name,
         "logprobs": "top_logprobs",
         "prompt": "messages",
+        **names,
     }
     prompt = Prompt(await _render(engine, received))
     if not prompt.token_ids:
-        raise BadRequest("messages: the chat template renders them as an empty prompt", param="messages")
+        field = all_names["prompt"]
+        raise BadRequest(f"{field}: the chat template renders it as an empty prompt", param=field)
     submission = await _submission(
         engine,
         caller,
         received,
         prompt,
-        names,
+        all_names,
         request_id,
         None,
         parsed,

@@ -22,10 +22,13 @@ from logitship.server.schemas.openai_response_schemas import (
     ModelList,
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
+from logitship.server.schemas.responses_response_schemas import ResponseEvent, ResponseObject
+from logitship.server.schemas.responses_schemas import ResponsesRequest
 
 from .model_name import check_model_name
-from .openai_requests import parse_chat_request, parse_completion_request
+from .openai_requests import parse_chat_request, parse_completion_request, parse_responses_request
 from .openai_response_builder import ChatResponseBuilder, CompletionResponseBuilder, OpenAIResponseBuilder
+from .responses_builder import ResponsesBuilder
 
 ModelName = Annotated[str, Path(description="The model's name.", examples=["SmolLM2-135M-Instruct"])]
 
@@ -45,6 +48,17 @@ _CHAT = operation(
     },
     response=ChatCompletionResponse,
     stream=ChatCompletionStreamResponse,
+)
+_RESPONSES = operation(
+    body=ResponsesRequest,
+    body_example={
+        "input": "What is the moon?",
+        "max_output_tokens": 16,
+        "custom_logit_processor": {"name": "disallowed_tokens"},
+        "custom_params": {"token_ids": [30]},
+    },
+    response=ResponseObject,
+    stream=ResponseEvent,
 )
 
 
@@ -67,6 +81,13 @@ def openai_router(engine: AsyncEngine) -> APIRouter:
             parsed = await parse_chat_request(engine, caller_of(request), body)
             return await _respond(engine, body, ChatResponseBuilder(engine, parsed))
 
+    @router.post("/responses", openapi_extra=_RESPONSES)
+    async def responses(request: Request) -> Response:
+        """Generate the next message of a conversation, in the format of OpenAI's newer route. Nothing is stored."""
+        async with received(request, engine, ResponsesRequest) as body:
+            parsed = await parse_responses_request(engine, caller_of(request), body)
+            return await _respond(engine, body, ResponsesBuilder(engine, parsed, body.value))
+
     @router.get("/models", openapi_extra=operation(response=ModelList))
     async def models() -> Response:
         """List the models: there is one."""
@@ -82,9 +103,11 @@ def openai_router(engine: AsyncEngine) -> APIRouter:
     return router
 
 
-async def _respond(engine: AsyncEngine, body: ReceivedBody[Any], builder: OpenAIResponseBuilder[Any]) -> Response:
+async def _respond(
+    engine: AsyncEngine, body: ReceivedBody[Any], builder: OpenAIResponseBuilder[Any] | ResponsesBuilder
+) -> Response:
     running = await submit_all(engine, builder.request.submissions, body.queued)
-    if builder.body.stream:
+    if body.value.stream:
         return EventStream(running, builder.stream(running))
     return await respond_when_finished(running, builder.response)
 

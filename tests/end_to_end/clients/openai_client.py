@@ -26,3 +26,13 @@ with client.chat.completions.stream(**request, **tools) as stream:
 raw = client.chat.completions.with_raw_response.create(**request)
 digests = raw.headers["X-Logitship-Processors"].split(", ")
 assert digests == [receipt["digest"] for receipt in raw.parse().choices[0].receipts]
+
+response = client.responses.create(model="tiny", input="a", max_output_tokens=9, extra_body=PROCESSOR)
+assert response.output_text.count("O") == 9, response.output_text
+assert [receipt["digest"] for receipt in response.receipts] == digests
+with client.responses.stream(
+    model="tiny", input="a", max_output_tokens=99, extra_body=PROCESSOR, text_format=City
+) as stream:
+    assert stream.get_final_response().output_parsed == City(city="Oslo")
+parsed = client.responses.parse(model="tiny", input="a", max_output_tokens=99, extra_body=PROCESSOR, text_format=City)
+assert parsed.output_parsed == City(city="Oslo")
