@@ -15,6 +15,7 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 from logitship.sampler.processors.executor import CollectEdits, ExecutorRow, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.local_executor import LocalGroup
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine
@@ -104,7 +105,7 @@ class LateExecutor(InProcessExecutor):
     """
 
     def __init__(self, seed: int = 0) -> None:
-        super().__init__({})
+        super().__init__({}, ModelView(260, frozenset(), None))
         self.random = random.Random(seed)
         self.is_held = False
         self.is_late = True
