@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates a virtual environment with the real SGLang server, for a machine without a GPU. The first run takes about two
-# minutes; later runs do nothing.
+# minutes; later runs only note where PYTHON is.
 #     tests/peers/sglang_cpu.sh DIR PYTHON
 # PYTHON is an interpreter with torch, transformers, fastapi, uvicorn, orjson and dill, whose packages DIR sees: that of
 # logitship with [serve]. SGLang's wheel is unchanged. Two packages that need a GPU or another build of torch are replaced
@@ -9,13 +9,21 @@
 set -euo pipefail
 dir=$1 python=$2
 version=0.5.23
+see_packages_of_ours() { # each time: PYTHON may be in another place than that of the last run
+  "$python" -c 'import site; print(site.getsitepackages()[0])' > "$site/packages_of_ours.pth"
+}
+site_of_dir() {
+  "$dir/bin/python" -c 'import site; print(site.getsitepackages()[0])'
+}
 if [ -x "$dir/bin/python" ] &&
   "$dir/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('sglang') != '$version')" 2>/dev/null; then
+  site=$(site_of_dir)
+  see_packages_of_ours
   exit
 fi
 "$python" -m venv "$dir"
-site=$("$dir/bin/python" -c 'import site; print(site.getsitepackages()[0])')
-"$python" -c 'import site; print(site.getsitepackages()[0])' > "$site/packages_of_ours.pth"
+site=$(site_of_dir)
+see_packages_of_ours
 "$dir/bin/pip" install -q --no-deps "sglang==$version" \
   aiohappyeyeballs aiohttp aiosignal apache-tvm-ffi==0.1.11 asttokens blobfile cffi cloudpickle compressed-tensors==0.18.0 \
   diskcache distro einops executing frozenlist interegular ipython ipython_pygments_lexers jedi lark loguru matplotlib-inline \

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from logitship.client.records import FinishReason, Generation, Receipt
+from logitship.client.serialization.loading import instantiate_prepared
 from logitship.server.config import ServerConfig
 from logitship.server.demo import (
     VARIANTS,
@@ -23,23 +24,23 @@ from logitship.server.demo_processors import Alliteration, Lipogram
 TOKENS = ["<end>", "Ġsea", "ĠSun", "tree", "Ġa", "▁sky", "s", None]
 
 
+TOKENIZER = SimpleNamespace(convert_ids_to_tokens=lambda ids: [TOKENS[i] for i in ids])
+
+
 def params_of(letter: str, **more: Any) -> dict[str, Any]:
-    request = SimpleNamespace(
-        tokenizer=SimpleNamespace(convert_ids_to_tokens=lambda ids: [TOKENS[i] for i in ids]),
-        vocab_size=len(TOKENS),
-        eos_token_ids={0},
-    )
-    return {"letter": letter, "__req__": request, **more}
+    return {"letter": letter, "__req__": SimpleNamespace(eos_token_ids={0}), **more}
 
 
 def test_lipogram_bans_each_rows_letter_but_not_the_end_token() -> None:
-    logits = Lipogram()(torch.zeros(2, len(TOKENS)), [params_of("e"), params_of("s")])
+    lipogram = instantiate_prepared(Lipogram, TOKENIZER, len(TOKENS))
+    logits = lipogram(torch.zeros(2, len(TOKENS)), [params_of("e"), params_of("s")])
     banned = [[i for i in range(len(TOKENS)) if row[i] == -torch.inf] for row in logits]
     assert banned == [[1, 3], [1, 2, 5, 6]]
 
 
 def test_alliteration_boosts_word_starts() -> None:
-    logits = Alliteration()(torch.zeros(2, len(TOKENS)), [params_of("s"), params_of("a", bias=1.5)])
+    alliteration = instantiate_prepared(Alliteration, TOKENIZER, len(TOKENS))
+    logits = alliteration(torch.zeros(2, len(TOKENS)), [params_of("s"), params_of("a", bias=1.5)])
     assert logits.tolist() == [[0, 3, 3, 0, 0, 3, 0, 0], [0, 0, 0, 0, 1.5, 0, 0, 0]]
 
 
