@@ -395,7 +395,13 @@ FAULT_CASES = [
     ending(
         "makes a system call that kills", "ctypes.CDLL(None).syscall(0x40000027)", "crash", "ended its process: SIG"
     ),
-    ending("closes its connection", "os.closerange(3, 64)", "crash", "ended its process with exit status 1"),
+    ending(
+        "closes its connection",
+        "os.closerange(3, 64)",
+        "crash",
+        # On a busy machine it may get so little of the cores that it is killed before it ends by itself.
+        "(ended its process with exit status 1|closed its connection: its process was killed)",
+    ),
     ending(
         "closes its connection and continues",
         "os.closerange(3, 64)\ntime.sleep(60)",
