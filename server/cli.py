@@ -38,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "doctor":
         return run_doctor_command(options["url"], os.environ.get("LOGITSHIP_API_KEY"))
     if command == "serve":
+        model = options.pop("model", None)
+        if model is not None and options.setdefault("model_path", model) != model:
+            _command_parser(parser, command).error(
+                f"two models: {model!r}, and {options['model_path']!r} of --model-path"
+            )
         options = {**_environment_options(), **options}
     try:
         import torch  # noqa: F401  # missing if only the light client is installed
@@ -176,6 +181,13 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="test a processor class the way a server runs it")
     demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
     doctor = commands.add_parser("doctor", help="tell whether a running server of another engine unpickles processors")
+    serve.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="the same as --model-path MODEL, as in vLLM",
+    )
     doctor.add_argument("engine", choices=["sglang"], help="the engine of the server")
     doctor.add_argument("url", metavar="URL", help="its base URL; LOGITSHIP_API_KEY is its API key, if it has one")
     for title, flags in FLAGS.items():

@@ -9,10 +9,10 @@ class, which requests ask for by the name that the operator wrote.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
 import torch
@@ -145,7 +145,7 @@ def resolve(name: str) -> Any:
 
 def _from_entry_points() -> list[Plugin]:
     plugins = []
-    for entry_point in entry_points(group=LOGITSPROCS_GROUP):
+    for entry_point in importlib.metadata.entry_points(group=LOGITSPROCS_GROUP):
         name = f"{entry_point.name} = {entry_point.value}"
         try:
             target = entry_point.load()

@@ -15,6 +15,7 @@ _BATCH_PROCESSORS = "logitship.builtin_processors.batch_processors"
 _OFFLINE = "logitship.server.offline"
 _BATCH = "logitship.sampler.batch"
 _CONTRACT = "logitship.sampler.batch_processors"
+_VLLM_NAMES = "logitship.server.vllm_names"
 
 _INTERFACE = {
     name: f"{_CONTRACT}.interface:{name}"
@@ -47,6 +48,7 @@ _LOGITS_PROCESSOR = {
     "LOGITSPROCS_GROUP": f"{_BATCH_PROCESSORS}:LOGITSPROCS_GROUP",
     "STR_POOLING_REJECTS_LOGITSPROCS": f"{_BATCH_PROCESSORS}:STR_POOLING_REJECTS_LOGITSPROCS",
     "STR_SPEC_DEC_REJECTS_LOGITSPROCS": f"{_BATCH_PROCESSORS}:STR_SPEC_DEC_REJECTS_LOGITSPROCS",
+    "_load_logitsprocs_by_fqcns": f"{_VLLM_NAMES}.class_names:load_classes",
     "build_logitsprocs": f"{_BATCH_PROCESSORS}:build_logitsprocs",
 }
 _CONFIGS = {
@@ -57,9 +59,8 @@ _SAMPLING_PARAMS = {"SamplingParams": f"{_OFFLINE}.sampling_params:SamplingParam
 _BEAM_SEARCH = {"BeamSearchParams": f"{_OFFLINE}.llm_beam_search:BeamSearchParams"}
 _STRUCTURED_OUTPUTS = {"StructuredOutputsParams": f"{_OFFLINE}.structured_outputs_params:StructuredOutputsParams"}
 _OUTPUTS = {name: f"{_OFFLINE}.outputs:{name}" for name in ("CompletionOutput", "RequestOutput")}
-_TOKENIZERS = {
-    name: f"logitship.server.vllm_names.tokenizers:{name}" for name in ("cached_tokenizer_from_config", "get_tokenizer")
-}
+_TOKENIZERS = {name: f"{_VLLM_NAMES}.tokenizers:{name}" for name in ("cached_tokenizer_from_config", "get_tokenizer")}
+_PLATFORM_UTILS = {"is_pin_memory_available": f"{_VLLM_NAMES}.devices:is_pin_memory_available"}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "vllm": {
@@ -69,14 +70,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "__version__": f"{__name__}:VLLM_VERSION",
     },
     "vllm.config": _CONFIGS,
-    "vllm.exceptions": {"VLLMValidationError": "logitship.server.vllm_names.exceptions:VLLMValidationError"},
-    "vllm.logger": {"init_logger": "logitship.server.vllm_names.logger:init_logger"},
+    "vllm.entrypoints": {},
+    "vllm.entrypoints.cli": {},
+    "vllm.entrypoints.cli.main": {"main": "logitship.server.cli:main"},
+    "vllm.exceptions": {"VLLMValidationError": f"{_VLLM_NAMES}.exceptions:VLLMValidationError"},
+    "vllm.logger": {"init_logger": f"{_VLLM_NAMES}.logger:init_logger"},
     "vllm.logits_process": {"LogitsProcessor": f"{_CONTRACT}.adapter:RequestLogitsProcessor"},
     "vllm.outputs": _OUTPUTS,
+    "vllm.platforms": {"current_platform": f"{_VLLM_NAMES}.devices:current_platform"},
     "vllm.sampling_params": {**_SAMPLING_PARAMS, **_BEAM_SEARCH, **_STRUCTURED_OUTPUTS},
     "vllm.tokenizers": _TOKENIZERS,
     "vllm.transformers_utils": {},
     "vllm.transformers_utils.tokenizer": _TOKENIZERS,  # their module until 0.11
+    "vllm.utils": _PLATFORM_UTILS,
+    "vllm.utils.gpu_sync_debug": {"gpu_sync_allowed": f"{_VLLM_NAMES}.devices:gpu_sync_allowed"},
+    "vllm.utils.platform_utils": _PLATFORM_UTILS,
+    "vllm.utils.torch_utils": {"async_tensor_h2d": f"{_VLLM_NAMES}.devices:async_tensor_h2d"},
     "vllm.v1": {},
     "vllm.v1.sample": {},
     "vllm.v1.sample.logits_processor": _LOGITS_PROCESSOR,

@@ -42,6 +42,12 @@ def newest_vllm() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tests_of_vllm() -> Path:
+    """A folder with vLLM's own tests and examples of logits processors, and the plugin of pytest that they need."""
+    return _environment("vllm_tests", "vllm_tests.sh")
+
+
+@pytest.fixture(scope="session")
 def clients_environment() -> Path:
     """A virtual environment with clients that others wrote."""
     return _environment("clients", "clients.sh")

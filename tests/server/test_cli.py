@@ -89,6 +89,12 @@ def test_sglang_and_vllm_spellings(configs: list[ServerConfig]) -> None:
     assert configs == [ServerConfig(model_path="m", max_num_seqs=3, max_model_len=9, mem_fraction_static=0.2)]
 
 
+@pytest.mark.parametrize("arguments", [["tiny"], ["tiny", "--model", "tiny"], ["--port", "1", "tiny"]])
+def test_model_without_a_flag(arguments: list[str], configs: list[ServerConfig]) -> None:
+    assert cli.main(["serve", *arguments]) == 0
+    assert configs[0].model_path == "tiny"
+
+
 def test_defaults_without_flags(configs: list[ServerConfig]) -> None:
     assert cli.main(["serve"]) == 0
     assert cli.main(["demo"]) == 0
@@ -159,7 +165,8 @@ def test_empty_key_in_the_environment(
         (["serve", "--nonsense"], "unknown flag --nonsense (all flags"),
         (["serve", "--prot", "1"], "unknown flag --prot: did you mean --port?"),
         (["check", "a:B", "--modle-path=x"], "unknown flag --modle-path: did you mean --model-path?"),
-        (["serve", "tiny"], "unexpected argument 'tiny'"),
+        (["serve", "tiny", "huge"], "unexpected argument 'huge'"),
+        (["serve", "tiny", "--model", "huge"], "two models: 'tiny', and 'huge' of --model-path"),
         (["serve", "--sandbox-memory", "1GiB"], "'1GiB' has a unit: if it is about bytes, write 1073741824"),
         (["serve", "--max-request-bytes", "1.5 MB"], "write 1500000"),
         (["serve", "--shipping-api-key", "s"], "set enable_custom_logit_processor as well"),
