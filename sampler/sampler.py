@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -148,7 +149,7 @@ class Sampler:
     2. Batch processors that can change the most likely token: min-tokens, logit bias, installed ones. If an installed
        one fails on a row, here or in step 9, that request ends.
     3. Repetition, frequency and presence penalties.
-    4. Batch processors that force tokens: the thinking budget.
+    4. Batch processors of vLLM's model runner V2, then those that force tokens: the thinking budget.
     5. Shipped and built-in processors, group by group: first a request's masks (grammars, trees), then its other
        processors in list order, then the masks again. A row whose processor takes too long is deferred: it is zero in
        the steps below, and gets its token in a later step.
@@ -301,7 +302,7 @@ class Sampler:
         # 3
         _penalize(logits, batch.penalties())
         # 4
-        for processor in self._processors.forcing:
+        for processor in chain(self._processors.penalized, self._processors.forcing):
             logits = apply_to(processor, logits, chosen)
         trace.record("request", logits)
         # 5

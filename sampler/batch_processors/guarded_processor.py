@@ -38,10 +38,13 @@ class GuardedProcessor(LogitsProcessor):
     Args:
         processor: the processor; called only through this object from now on.
         name: name of the processor, for people.
+
+    Attributes:
+        wrapped: the processor.
     """
 
     def __init__(self, processor: LogitsProcessor, name: str) -> None:
-        self._processor = processor
+        self.wrapped = processor
         self._name = name
         self._requests: BatchRows[_Request] = BatchRows(_request)
         self._size = self._most_rows = 0
@@ -49,7 +52,7 @@ class GuardedProcessor(LogitsProcessor):
 
     def is_argmax_invariant(self) -> bool:
         """Return the processor's answer."""
-        return self._processor.is_argmax_invariant()
+        return self.wrapped.is_argmax_invariant()
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Pass the changes of the batch to the processor."""
@@ -58,7 +61,7 @@ class GuardedProcessor(LogitsProcessor):
             self._size = batch_update.batch_size
             self._most_rows = max(self._most_rows, self._size)
         try:
-            self._processor.update_state(batch_update)
+            self.wrapped.update_state(batch_update)
         # Whatever the processor raises, most requests can continue.
         except Exception as error:  # noqa: BLE001  # boundary: third-party code
             self._recover(error, lambda: None)
@@ -79,7 +82,7 @@ class GuardedProcessor(LogitsProcessor):
         before = logits.clone()
 
         def run(logits: torch.Tensor) -> torch.Tensor:
-            return self._checked(apply_to(self._processor, logits, num_draft_tokens), before)
+            return self._checked(apply_to(self.wrapped, logits, num_draft_tokens), before)
 
         try:
             return run(logits)
@@ -89,7 +92,7 @@ class GuardedProcessor(LogitsProcessor):
 
     def take_faults(self) -> list[tuple[int, LogitshipError]]:
         """Return (row, fault) of the rows on which the processor failed since the last call."""
-        faults = dict(take_faults([self._processor])) | self._faults
+        faults = dict(take_faults([self.wrapped])) | self._faults
         self._faults = {}
         return sorted(faults.items(), key=lambda fault: fault[0])
 
@@ -115,11 +118,11 @@ class GuardedProcessor(LogitsProcessor):
         culprits: dict[int, LogitshipError] = {}
         for row, request in sorted(self._requests.items()):
             try:
-                self._processor.update_state(BatchUpdate(self._size, [], [(row, *request)], []))
+                self.wrapped.update_state(BatchUpdate(self._size, [], [(row, *request)], []))
                 attempt()
             except Exception as again:  # noqa: BLE001  # boundary: third-party code
                 culprits[row] = BatchProcessorFault(self._name, again)
-            self._processor.update_state(BatchUpdate(self._size, [row], [], []))
+            self.wrapped.update_state(BatchUpdate(self._size, [row], [], []))
         if not culprits:
             raise error
         self._faults |= culprits
@@ -127,10 +130,10 @@ class GuardedProcessor(LogitsProcessor):
 
     def _replace_rows(self, requests: dict[int, _Request]) -> None:
         # Removes every row that was ever in use: it is unknown how much of the failed update was applied.
-        self._processor.update_state(BatchUpdate(self._size, list(reversed(range(self._most_rows))), [], []))
+        self.wrapped.update_state(BatchUpdate(self._size, list(reversed(range(self._most_rows))), [], []))
         added = [(row, *request) for row, request in sorted(requests.items())]
         if added:
-            self._processor.update_state(BatchUpdate(self._size, [], added, []))
+            self.wrapped.update_state(BatchUpdate(self._size, [], added, []))
 
 
 _Request = tuple[SamplingParams, list[int] | None, list[int]]

@@ -79,6 +79,10 @@ def apply_to(processor: Applies, logits: torch.Tensor, num_draft_tokens: Sequenc
     return cast(SpeculativeLogitsProcessor, processor).apply_with_spec_decode(logits, num_draft_tokens)
 
 
+class PenalizedLogitsProcessor(LogitsProcessor):
+    """A batch processor that runs after the penalties, and before those that force a token."""
+
+
 class ForcingLogitsProcessor(LogitsProcessor):
     """A batch processor that forces a single token in some rows.
 
@@ -91,27 +95,32 @@ class LogitsProcessors:
 
     Attributes:
         non_argmax_invariant: processors that can change the most likely token; run before the penalties, in every step.
-        forcing: `ForcingLogitsProcessor`s; run after the penalties, in every step.
+        penalized: `PenalizedLogitsProcessor`s; run after the penalties, in every step.
+        forcing: `ForcingLogitsProcessor`s; run after those, in every step.
         argmax_invariant: processors that never change the most likely token; run after the temperature, in steps with a
             randomly sampled row.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor] | None = None) -> None:
         self.non_argmax_invariant: list[LogitsProcessor] = []
+        self.penalized: list[LogitsProcessor] = []
         self.forcing: list[LogitsProcessor] = []
         self.argmax_invariant: list[LogitsProcessor] = []
         for processor in processors or ():
             self._place_of(processor).append(processor)
 
     def _place_of(self, processor: LogitsProcessor) -> list[LogitsProcessor]:
-        if isinstance(processor, ForcingLogitsProcessor):
+        wrapped = getattr(processor, "wrapped", processor)
+        if isinstance(wrapped, PenalizedLogitsProcessor):
+            return self.penalized
+        if isinstance(wrapped, ForcingLogitsProcessor):
             return self.forcing
         return self.argmax_invariant if processor.is_argmax_invariant() else self.non_argmax_invariant
 
     @property
     def all(self) -> Iterator[LogitsProcessor]:
         """All batch processors in the order in which a step runs them."""
-        return chain(self.non_argmax_invariant, self.forcing, self.argmax_invariant)
+        return chain(self.non_argmax_invariant, self.penalized, self.forcing, self.argmax_invariant)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Pass the changes of the batch to every processor. Once a step."""

@@ -23,6 +23,8 @@ from logitship.sampler.sampling_params import SamplingParams
 
 from .adapter import CallablesAdapter
 from .interface import LogitsProcessor
+from .slot_adapter import SlotAdapter
+from .slot_interface import SlotLogitsProcessor
 
 LOGITSPROCS_GROUP = "vllm.logits_processors"
 """The entry-point group. The constant's name is vLLM's."""
@@ -61,6 +63,10 @@ class Plugin:
         return isinstance(self.target, type) and issubclass(self.target, LogitsProcessor)
 
     @property
+    def _is_slot_level(self) -> bool:
+        return isinstance(self.target, type) and issubclass(self.target, SlotLogitsProcessor)
+
+    @property
     def is_speculative(self) -> bool:
         """True if the result of `make` can run on some of the rows, as speculative decoding requires."""
         return not self._is_batch_level or callable(getattr(self.target, "apply_with_spec_decode", None))
@@ -71,11 +77,14 @@ class Plugin:
         Raises:
             ValueError: the processor refuses them.
         """
-        if self._is_batch_level:
+        if self._is_batch_level or self._is_slot_level:
             self.target.validate_params(params)
 
     def make(self, vllm_config: Any, device: torch.device, is_pin_memory: bool, tokenizer: Any) -> LogitsProcessor:
-        """Create the batch processor. A request-level callable is wrapped in one that runs it on every request.
+        """Create the batch processor.
+
+        A request-level callable is wrapped in one that runs it on every request, and a processor of vLLM's model runner
+        V2 in one that gives each request a slot.
 
         Args:
             vllm_config: see `LogitsProcessor`.
@@ -90,6 +99,8 @@ class Plugin:
             if self._is_batch_level:
                 made: LogitsProcessor = self.target(vllm_config, device, is_pin_memory, *self.args, **self.kwargs)
                 return made
+            if self._is_slot_level:
+                return SlotAdapter(self.target, vllm_config, device, *self.args, **self.kwargs)
             factory = CallableFactory(self.target, self.args, self.kwargs, tokenizer=tokenizer)
             factory()  # errors show now instead of at the first request
             return CallablesAdapter(factory, self.name)
@@ -201,7 +212,7 @@ def _checked(plugin: Plugin) -> Plugin:
             f"logits processor {plugin.name}: a row-level processor takes no constructor arguments; "
             "requests send params"
         )
-    if isinstance(target, LogitsProcessor):
+    if isinstance(target, LogitsProcessor | SlotLogitsProcessor):
         raise PluginLoadError(f"logits processor {plugin.name}: give its class, not an object")
     if not callable(target):
         found = type(target).__name__

@@ -51,6 +51,12 @@ _LOGITS_PROCESSOR = {
     "_load_logitsprocs_by_fqcns": f"{_VLLM_NAMES}.class_names:load_classes",
     "build_logitsprocs": f"{_BATCH_PROCESSORS}:build_logitsprocs",
 }
+_SLOT_MODULE = "vllm.v1.worker.gpu.sample.logits_processor"
+_SLOT_INTERFACE = {
+    "LogitsContext": f"{_CONTRACT}.slot_interface:LogitsContext",
+    "LogitsProcRequestState": f"{_CONTRACT}.slot_interface:LogitsProcRequestState",
+    "LogitsProcessor": f"{_CONTRACT}.slot_interface:SlotLogitsProcessor",
+}
 _CONFIGS = {
     name: f"{_CONTRACT}.vllm_config:{name}"
     for name in ("DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
@@ -92,11 +98,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "vllm.v1.sample.logits_processor.builtin": _BUILTIN,
     "vllm.v1.sample.logits_processor.interface": _INTERFACE,
     "vllm.v1.sample.logits_processor.state": _STATE,
+    "vllm.v1.worker": {},
+    "vllm.v1.worker.gpu": {},
+    "vllm.v1.worker.gpu.sample": {},
+    _SLOT_MODULE: _SLOT_INTERFACE,
+    f"{_SLOT_MODULE}.interface": _SLOT_INTERFACE,
 }
 """Module -> name -> our object, as `module:name`."""
 
 HINTS: Mapping[str, str] = {
-    "vllm.v1.worker": "Batch processors for vLLM's model runner V2 (vllm.v1.worker.gpu) do not run here. Those for V1 "
-    "do: derive from vllm.v1.sample.logits_processor.LogitsProcessor",
+    f"{_SLOT_MODULE}.loader": "logitship loads batch processors of both of vLLM's interfaces by itself: name the class "
+    "in logits_processors",
 }
 """Hints for modules that are not in the table."""

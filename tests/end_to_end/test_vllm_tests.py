@@ -25,7 +25,6 @@ CONFTEST = "import logitship\n\nassert logitship.enable_vllm_names()\n"
 LEFT_OUT = {
     "tests/v1/logits_processors/test_correctness.py": "it sets attributes of vLLM's model runner: its sampling "
     "metadata, the holder of its thinking budget, the tuples in its min_tokens processor",
-    "examples/logits_processor/dry.py": "it is written for vLLM's model runner V2, which only vLLM has",
 }
 """Files that do not run here, and why."""
 
@@ -118,6 +117,15 @@ def test_example(tests_of_vllm: Path, folder: Path, name: str) -> None:
     assert is_forced == ([False] * 4 if name == "custom_req_init" else [True, False, True, False])
 
 
+def test_example_for_model_runner_v2(tests_of_vllm: Path, folder: Path) -> None:
+    """A random model repeats itself, and less with a penalty."""
+    start = "import conftest, runpy; runpy.run_path('examples/logits_processor/dry.py', run_name='__main__')"
+    done = python(tests_of_vllm, folder, "-c", start)
+    assert done.returncode == 0, done.stderr[-4000:]
+    without, with_penalty = re.findall(r"^Output:    (.*)$", done.stdout, re.MULTILINE)
+    assert without != with_penalty
+
+
 def test_no_file_is_forgotten(tests_of_vllm: Path, folder: Path) -> None:
     files = {
         str(path.relative_to(folder))
@@ -125,5 +133,5 @@ def test_no_file_is_forgotten(tests_of_vllm: Path, folder: Path) -> None:
         for path in folder.glob(pattern)
     }
     run_here = {f"tests/v1/logits_processors/test_{name}.py" for name in ("custom_offline", "custom_online", "loader")}
-    run_here |= {f"examples/logits_processor/{name}.py" for name in ("custom", "custom_req", "custom_req_init")}
+    run_here |= {f"examples/logits_processor/{name}.py" for name in ("custom", "custom_req", "custom_req_init", "dry")}
     assert files == run_here | set(LEFT_OUT)

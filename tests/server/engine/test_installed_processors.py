@@ -17,6 +17,11 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.slot_interface import (
+    LogitsContext,
+    LogitsProcRequestState,
+    SlotLogitsProcessor,
+)
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, ServiceUnavailable, StartError
@@ -157,6 +162,62 @@ def test_busy_grammar_checker_is_a_503(make_engine: BuildEngine, monkeypatch: py
     found, _ = run(tokens(engine, request("a", wanted)))
     assert len(engine.tokenizer.decode(found)) == 6
     assert engine.tokenizer.decode(found).isdigit()
+
+
+class SlotTarget(SlotLogitsProcessor):
+    """The same for vLLM's model runner V2, after the first `after` output tokens."""
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self.states = req_states
+        self.targets: dict[int, dict[str, int] | None] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        Target.validate_params(sampling_params)
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        self.targets[req_idx] = sampling_params.extra_args
+        return bool(self.targets[req_idx])
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
+            arguments = self.targets[slot] or {}
+            num_output = int(self.states.total_len.np[slot] - self.states.prompt_len.np[slot])
+            if "target_token" in arguments and num_output >= arguments.get("after", 0):
+                kept = logits[row, arguments["target_token"]].clone()
+                logits[row] = -torch.inf
+                logits[row, arguments["target_token"]] = kept
+        return logits
+
+
+@pytest.mark.parametrize("speculative", [{}, {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}])
+def test_processor_of_model_runner_v2(make_engine: BuildEngine, speculative: dict[str, Any]) -> None:
+    engine = make_engine(logits_processors=(SlotTarget,), **speculative)
+    plain, forced, late = run(
+        all_tokens(
+            engine,
+            request("a"),
+            request("b", extra_args={"target_token": 77}, temperature=1.0),
+            request("c", extra_args={"target_token": 78, "after": 3}),
+        )
+    )
+    assert 77 not in plain[0]
+    assert 78 not in plain[0]
+    assert forced[0] == [77] * 6
+    assert late[0][3:] == [78] * 3
+    assert 78 not in late[0][:3]
+    with pytest.raises(BadRequest, match="target_token has to be an integer"):
+        run(tokens(engine, request("d", extra_args={"target_token": "x"})))
+
+
+def test_fault_of_a_processor_of_model_runner_v2(make_engine: BuildEngine) -> None:
+    engine = make_engine(logits_processors=(SlotTarget,))
+    good = [request("a"), request("b", extra_args={"target_token": 9})]
+    *others, (found, last) = run(all_tokens(engine, *good, request("c", extra_args={"target_token": 10**6})))
+    assert others[1][0] == [9] * 6
+    assert found == []
+    assert last.finish_reason.error.type == "BatchProcessorFault"
+    assert "SlotTarget failed on this request" in last.finish_reason.error.message
 
 
 def test_batch_processor_only_edits_requests_that_ask(make_engine: BuildEngine) -> None:

@@ -280,6 +280,6 @@ def test_missing_attribute_is_an_attribute_error(hook_is_on: None) -> None:
         _ = vllm.PoolingParams
 
 
-def test_model_runner_v2_plugins_get_a_hint(hook_is_on: None) -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"model runner V2 .* derive from vllm.v1.sample.logits_processor"):
-        import_module("vllm.v1.worker.gpu.sample.logits_processor")
+def test_hint_for_the_loader_of_model_runner_v2(hook_is_on: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"loads .* by itself: name the class in logits_processors"):
+        import_module("vllm.v1.worker.gpu.sample.logits_processor.loader")

@@ -10,6 +10,11 @@ from logitship.sampler.batch.persistent_batch import BatchUpdateBuilder
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
+from logitship.sampler.batch_processors.slot_interface import (
+    LogitsContext,
+    LogitsProcRequestState,
+    SlotLogitsProcessor,
+)
 from logitship.sampler.batch_processors.vllm_config import VllmConfig
 from logitship.server.vllm_names.names import HINTS, NAMES
 
@@ -54,6 +59,9 @@ def test_all_exports_of_vllm_for_batch_processors() -> None:
         ("vllm.v1.sample.logits_processor.interface", LogitsProcessor),
         ("vllm.v1.sample.logits_processor.interface", MoveDirectionality),
         ("vllm.v1.sample.logits_processor.state", BatchUpdateBuilder),
+        ("vllm.v1.worker.gpu.sample.logits_processor", LogitsContext),
+        ("vllm.v1.worker.gpu.sample.logits_processor", LogitsProcRequestState),
+        ("vllm.v1.worker.gpu.sample.logits_processor.interface", LogitsProcRequestState),
         ("vllm.config", VllmConfig),
     ],
 )
@@ -66,6 +74,13 @@ def test_request_level_type_has_two_names(hook_is_on: None) -> None:
     here: Any = import_module("vllm.v1.sample.logits_processor")
     there: Any = import_module("vllm.logits_process")
     assert here.RequestLogitsProcessor is there.LogitsProcessor
+
+
+def test_each_interface_has_its_base_class(hook_is_on: None) -> None:
+    """Both have the name LogitsProcessor."""
+    here: Any = import_module("vllm.v1.sample.logits_processor")
+    there: Any = import_module("vllm.v1.worker.gpu.sample.logits_processor")
+    assert (here.LogitsProcessor, there.LogitsProcessor) == (LogitsProcessor, SlotLogitsProcessor)
 
 
 def test_sampling_params_have_the_same_fields(hook_is_on: None) -> None:
