@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogitsProcRequestState:
-    """What is known about the request in each slot. To be read only; the tensors change from step to step.
+    """State of the request in each slot, to be read only; the tensors change from step to step.
 
     Attributes:
         device: of the logits and of the `gpu` side of the tensors.
@@ -43,7 +43,7 @@ class LogitsProcRequestState:
 
 @dataclass(frozen=True)
 class LogitsContext:
-    """Which requests the logits of a call belong to. There is one row for each request.
+    """Layout of the logits of a call: the request of each row. There is one row for each request.
 
     Attributes:
         expanded_idx_mapping: int64 [rows]: slot of each row, on the device.
