@@ -106,7 +106,7 @@ class CallDeadline:
             self.next_look = now + max(self._seconds - cpu, _SHORTEST_WAIT)
             return None
         if now - self._waiting_since >= self._backstop:
-            return f"{self._backstop:.4g} s, in which it got {cpu:.2g} s of CPU time"
+            return f"{self._backstop:.4g} s, in which it got {cpu:.3f} s of CPU time"
         # Looked at twice: a process that pages in memory, for example, also waits for a moment.
         if self._clock.is_runnable():
             self._cpu_blocked = None

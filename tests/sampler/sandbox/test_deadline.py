@@ -62,8 +62,8 @@ def test_process_that_computes_has_its_cpu_time(fake: FakeTime) -> None:
 
 
 def test_process_without_a_core_ends_at_the_backstop(fake: FakeTime) -> None:
-    assert due(fake, 2.0, 0.1) == (10.0, "10 s, in which it got 1 s of CPU time")
-    assert due(fake, 2.0, 0.1, backstop=3.0) == (3.0, "3 s, in which it got 0.3 s of CPU time")
+    assert due(fake, 2.0, 0.1) == (10.0, "10 s, in which it got 1.000 s of CPU time")
+    assert due(fake, 2.0, 0.1, backstop=3.0) == (3.0, "3 s, in which it got 0.300 s of CPU time")
 
 
 def test_deferred_call_has_a_later_backstop(fake: FakeTime) -> None:
@@ -72,7 +72,7 @@ def test_deferred_call_has_a_later_backstop(fake: FakeTime) -> None:
     fake.run(20.0, 0.01)
     assert deadline.exceeded() is None
     fake.run(20.0, 0.01)
-    assert deadline.exceeded() == "40 s, in which it got 0.4 s of CPU time"
+    assert deadline.exceeded() == "40 s, in which it got 0.400 s of CPU time"
 
 
 def test_process_that_waits_ends_at_once(fake: FakeTime) -> None:
@@ -111,7 +111,7 @@ def test_wall_clock_starts_once_somebody_waits(fake: FakeTime, runnable: bool) -
     assert deadline.exceeded() is None
     deadline.start_waiting()  # it has started already
     fake.run(9.0, 0.0)
-    assert deadline.exceeded() == "10 s, in which it got 1 s of CPU time"
+    assert deadline.exceeded() == "10 s, in which it got 1.000 s of CPU time"
 
 
 def test_cpu_time_counts_before_anybody_waits(fake: FakeTime) -> None:

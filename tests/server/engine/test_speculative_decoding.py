@@ -243,7 +243,7 @@ def test_drafts_do_not_change_outputs(
     assert oracle.drafted > 500
     if mistakes < 1:
         # Not the number of steps: it depends on how soon all requests run side by side.
-        assert oracle.accepted > 0.3 * oracle.drafted
+        assert oracle.accepted > 0.2 * oracle.drafted
 
 
 def test_batch_processor_gets_the_rows_with_accepted_drafts(
