@@ -12,6 +12,10 @@ from typing import Any
 WIDTH = 100
 _LONGEST_PARAMS = 72
 _INDENT = 4
+_MOST_LINES_PRINTED = 20
+
+MOST_PRINTED = 1 << 14
+"""Most characters of what the processor printed in a report."""
 
 
 class Severity(Enum):
@@ -118,6 +122,7 @@ class CheckReport:
         timings: timings by batch size; empty if not measured.
         slow_lines: the slowest lines, slowest first, at most two.
         ignored: names of the checks whose findings do not count.
+        printed: the last of what it printed for a prompt, in a sandbox.
     """
 
     target: str
@@ -133,6 +138,7 @@ class CheckReport:
     timings: Sequence[BatchTiming] = ()
     slow_lines: Sequence[SlowLine] = ()
     ignored: frozenset[str] = frozenset()
+    printed: str = ""
 
     @property
     def findings(self) -> list[Finding]:
@@ -205,7 +211,7 @@ def page(report: CheckReport, *, ascii_only: bool = False) -> str:
             lines += _speed(report)
         for finding in check.findings:
             lines += _finding(finding)
-    lines += ["", _verdict(report)]
+    lines += [*_printed(report.printed), "", _verdict(report)]
     text = "\n".join(lines)
     return text.translate(_ASCII).encode("ascii", "backslashreplace").decode() if ascii_only else text
 
@@ -256,6 +262,15 @@ def _speed(report: CheckReport) -> Iterator[str]:
         widest = max(map(len, locations))
         for location, line in zip(locations, report.slow_lines, strict=True):
             yield f"{margin}  {_slow_line(location.ljust(widest), line)}"
+
+
+def _printed(text: str) -> Iterator[str]:
+    if not text:
+        return
+    lines = text.splitlines()
+    yield ""
+    yield f"printed for a prompt{', the last lines' if len(lines) > _MOST_LINES_PRINTED else ''}:"
+    yield from (_cut(" " * _INDENT + line, WIDTH) for line in lines[-_MOST_LINES_PRINTED:])
 
 
 def _timing(timing: BatchTiming) -> str:

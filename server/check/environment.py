@@ -42,12 +42,14 @@ class CallResult:
         faults: by row.
         seconds: from the copying of the rows to the reply.
         row_by_row: the call failed for the rows together, and was repeated for each row.
+        printed: the last of what it printed; "" without a sandbox.
     """
 
     logits: torch.Tensor
     faults: dict[int, ProcessorFault]
     seconds: float
     row_by_row: bool
+    printed: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,7 @@ class FreshProcessor:
         self._progress.count_call()
         edited = logits.clone()
         outcome = self._executor.group(self._processor, [each.row for each in sequences]).begin(edited).finish()
-        return CallResult(edited, dict(outcome.faults), outcome.seconds, outcome.row_by_row)
+        return CallResult(edited, dict(outcome.faults), outcome.seconds, outcome.row_by_row, outcome.printed)
 
 
 class CheckEnvironment:

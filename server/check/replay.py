@@ -34,6 +34,7 @@ class Recording:
         outputs: the processed logits of each step, float32 [vocab].
         tokens: the token chosen after each step: the most likely one.
         fault: why the sequence ended early, or None.
+        printed: what the processor printed in these steps. A fault has what was printed before it.
     """
 
     case: CheckCase
@@ -41,6 +42,7 @@ class Recording:
     outputs: list[torch.Tensor] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     fault: ProcessorFault | None = None
+    printed: str = ""
 
     @property
     def steps(self) -> int:
@@ -63,6 +65,7 @@ def record(processor: FreshProcessor, case: CheckCase, max_tokens: int, eos_toke
         if recording.fault is not None:
             break
         recording.outputs.append(output)
+        recording.printed += called.printed
         recording.tokens.append(int(output.argmax()))
         sequence.tokens.append(recording.tokens[-1])
     sequence.row.close()

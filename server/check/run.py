@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import torch
 
-from logitship.client.check_report import BatchTiming, CheckReport, CheckResult, SlowLine, Verdict
+from logitship.client.check_report import MOST_PRINTED, BatchTiming, CheckReport, CheckResult, SlowLine, Verdict
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor
 from logitship.server.check.checks.contract import check_argmax, check_contract, check_finite
@@ -102,6 +102,7 @@ class _Check:
         self._progress = CheckProgress()
         self._timings: list[BatchTiming] = []
         self._slow_lines: list[SlowLine] = []
+        self._printed = ""
 
     def run(self, environment: CheckEnvironment, string: PickledProcessor, size: int) -> CheckReport:
         """Run all checks.
@@ -133,6 +134,7 @@ class _Check:
         self._params = add_variant(self._params, lambda params: self._accepts(environment, string, params))
         cases = make_cases(environment.loaded, self._options.prompts, self._params)
         all_recordings = self._record_cases(environment, string, cases)
+        self._printed = next((recording.printed for recording in all_recordings if recording.printed), "")
         recordings = [recording for recording in all_recordings if recording.steps]
         dry_run, facts = _dry_run(environment, string, all_recordings)
         self._add(check_contract(all_recordings, facts, params_given=any(self._params)))
@@ -215,6 +217,7 @@ class _Check:
             checks=[self._checks.get(name) or not_checked(name, "the processor does not run") for name in CHECKS],
             timings=self._timings,
             slow_lines=self._slow_lines,
+            printed=self._printed[-MOST_PRINTED:],
             ignored=self._options.ignore,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,14 @@ def test_ok_depends_on_errors_only() -> None:
     full = report(FAILED, WARNED, NOTED, SKIPPED)
     assert [full.count(severity) for severity in Severity] == [1, 1, 1]
     assert [finding.check for finding in full.findings] == ["rows", "speed", "state"]
+
+
+def test_last_printed_lines_are_shown() -> None:
+    printed = "".join(f"line {number}\n" for number in range(50))
+    lines = page(replace(report(NOTED), printed=printed)).splitlines()
+    start = lines.index("printed for a prompt, the last lines:")
+    assert lines[start + 1 : start + 22] == [f"    line {number}" for number in range(30, 50)] + [""]
+    assert "printed for" not in page(report(NOTED))
 
 
 def test_getitem_returns_check_by_name() -> None:

@@ -39,6 +39,20 @@ def test_correct_class_passes(check: Check, good: type[CustomLogitProcessor]) ->
     assert [timing.rows for timing in report.timings] == [1, 8]
 
 
+class Prints(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        for params in custom_param_list:
+            print("output:", len(params["__req__"].output_ids))
+        return logits
+
+
+def test_prints_are_shown(check: Check) -> None:
+    report = check(Prints, max_tokens=4, batch_sizes=(1,))
+    assert report.printed == "output: 0\noutput: 1\noutput: 2\noutput: 3\n"
+    assert "\n\nprinted for a prompt:\n    output: 0\n    output: 1\n" in str(report)
+    assert report.to_dict()["printed"] == report.printed
+
+
 def test_second_params_are_derived(check: Check, good: type[CustomLogitProcessor]) -> None:
     report = check(good, {"token_ids": [30]})
     assert (report.params, report.num_given_params) == ([{"token_ids": [30]}, {"token_ids": [31]}], 1)
