@@ -72,12 +72,14 @@ class TokenLogprob:
         token_id: token id; None on the OpenAI routes, which only return texts.
         token: its text; None if the server does not send it.
         top: the most likely tokens at this position, most likely first; their `top` is empty.
+        requested: the tokens of `token_ids_logprob`, in its order.
     """
 
     logprob: float | None
     token_id: int | None = None
     token: str | None = None
     top: tuple[TokenLogprob, ...] = ()
+    requested: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -405,7 +405,7 @@ def _look_up(
 ) -> None:
     """Write the log-probabilities of the rows that ask for them into `found`."""
     if logprobs is not None:
-        records = look_up(logprobs, [token_ids[row] for row in asking.numbers], asking.top)
+        records = look_up(logprobs, [token_ids[row] for row in asking.numbers], asking.top, asking.requested)
         for row, record in zip(asking.numbers, records, strict=True):
             found[row] = record
 

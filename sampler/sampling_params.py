@@ -126,6 +126,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
+    logprob_token_ids: Sequence[int] | None = None
+    """Tokens whose log-probabilities are returned as well, at every position that has some."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """Raw: before any edit. Processed: after all of them, with temperature, min-p, top-k and top-p."""
 

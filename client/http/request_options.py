@@ -96,6 +96,8 @@ class GenerateOptions(ProcessorOptions, SGLangSamplingOptions, total=False):
     logprob_start_len: int
     """First prompt token whose log-probability is returned; -1: none of the prompt."""
     top_logprobs_num: int
+    token_ids_logprob: list[int] | list[list[int]]
+    """Tokens whose log-probabilities are returned as well; for a batch also a list of such lists."""
     return_text_in_logprobs: bool
 
 

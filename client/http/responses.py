@@ -206,10 +206,13 @@ def sglang_logprobs(meta: Mapping[str, Any], side: str) -> tuple[TokenLogprob, .
     entries = meta.get(f"{side}_token_logprobs")
     if entries is None:
         return None
-    tops: Sequence[Any] = meta.get(f"{side}_top_logprobs") or [None] * len(entries)
+    tops, named = (
+        [tuple(TokenLogprob(*each) for each in others or ()) for others in meta.get(name) or [None] * len(entries)]
+        for name in (f"{side}_top_logprobs", f"{side}_token_ids_logprobs")
+    )
     return tuple(
-        TokenLogprob(logprob, token_id, token, tuple(TokenLogprob(*each) for each in top or ()))
-        for (logprob, token_id, token), top in zip(entries, tops, strict=True)
+        TokenLogprob(logprob, token_id, token, top, requested)
+        for (logprob, token_id, token), top, requested in zip(entries, tops, named, strict=True)
     )
 
 

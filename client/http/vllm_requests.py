@@ -126,9 +126,13 @@ def _sampling_fields(sampling: Any) -> dict[str, Any]:
 
 
 def _logprobs(fields: dict[str, Any]) -> dict[str, Any]:
-    """Remove SGLang's four fields for log-probabilities from `fields`; return vLLM's one."""
+    """Remove SGLang's five fields for log-probabilities from `fields`; return vLLM's one."""
     requested = fields.pop("return_logprob", False)
     start, top = fields.pop("logprob_start_len", -1), fields.pop("top_logprobs_num", 0)
+    if fields.pop("token_ids_logprob", None):
+        raise ValueError(
+            "token_ids_logprob: vLLM returns no log-probabilities of tokens by id; see its logprob_token_ids"
+        )
     fields.pop("return_text_in_logprobs", None)  # OpenAI's format always includes the text
     if not requested:
         return {}

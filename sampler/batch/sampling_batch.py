@@ -76,11 +76,13 @@ class LogprobRows:
         rows: int64 [n], ascending.
         numbers: the same as Python integers.
         top: number of most likely tokens that each row asks for.
+        requested: tokens that each row names.
     """
 
     rows: torch.Tensor
     numbers: list[int]
     top: list[int]
+    requested: list[Sequence[int]]
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -287,8 +289,11 @@ def _random_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.
 
 
 def _logprob_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.device) -> LogprobRows:
-    top = [rows[number].params.logprobs or 0 for number in numbers]
-    return LogprobRows(_to(device, numbers, torch.int64), numbers, top)
+    params = [rows[number].params for number in numbers]
+    top = [each.logprobs or 0 for each in params]
+    return LogprobRows(
+        _to(device, numbers, torch.int64), numbers, top, [each.logprob_token_ids or () for each in params]
+    )
 
 
 def _to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:

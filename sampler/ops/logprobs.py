@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -21,15 +22,22 @@ class RowLogprobs:
         rank: 1 plus the number of more likely tokens.
         top: (token id, log-probability) of the k most likely tokens, most likely first, ties by ascending id. Masked
             tokens come last, with -inf.
+        requested: the same of the tokens that the row names, in its order.
     """
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
+    requested: tuple[tuple[int, float], ...] = ()
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[RowLogprobs]:
+def token_logprobs(
+    logits: torch.Tensor,
+    token_ids: Sequence[int],
+    top: Sequence[int],
+    requested: Sequence[Sequence[int]] | None = None,
+) -> list[RowLogprobs]:
     """Look up tokens in the distributions of their rows.
 
     For sampled tokens, and for those of a prompt: each row of `logits` then predicts its token.
@@ -38,14 +46,20 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence
         logits: float32 [rows, vocab].
         token_ids: one token per row.
         top: number of most likely tokens that each row asks for; limited to the vocabulary.
+        requested: tokens that each row names; None: none.
 
     Returns:
         One record per row.
     """
-    return look_up(logits.log_softmax(dim=-1), token_ids, top)
+    return look_up(logits.log_softmax(dim=-1), token_ids, top, requested)
 
 
-def look_up(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[RowLogprobs]:
+def look_up(
+    logprobs: torch.Tensor,
+    token_ids: Sequence[int],
+    top: Sequence[int],
+    requested: Sequence[Sequence[int]] | None = None,
+) -> list[RowLogprobs]:
     """Look up tokens as `token_logprobs` does, from log-probabilities instead of logits: float32 [rows, vocab]."""
     if not token_ids:
         return []
@@ -54,17 +68,29 @@ def look_up(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]
     top_values, top_ids = _most_likely(logprobs, max(top))
     ranks = _ranks(logprobs, chosen, top_values)
     return [
-        RowLogprobs(token_id, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
-        for token_id, logprob, rank, ids, values, k in zip(
+        RowLogprobs(token_id, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)), named)
+        for token_id, logprob, rank, ids, values, k, named in zip(
             token_ids,
             chosen.squeeze(-1).tolist(),
             ranks,
             top_ids.tolist(),
             top_values.tolist(),
             top,
+            _named(logprobs, requested or [()] * len(token_ids)),
             strict=True,
         )
     ]
+
+
+def _named(logprobs: torch.Tensor, requested: Sequence[Sequence[int]]) -> list[tuple[tuple[int, float], ...]]:
+    """Return (token id, log-probability) of the tokens that each row names."""
+    rows = [row for row, tokens in enumerate(requested) for _ in tokens]
+    if not rows:
+        return [()] * len(requested)
+    tokens = [token for each in requested for token in each]
+    places = torch.tensor([rows, tokens], dtype=torch.int64).to(logprobs.device)
+    values = iter(zip(tokens, logprobs[places[0], places[1]].tolist(), strict=True))
+    return [tuple(islice(values, len(each))) for each in requested]
 
 
 def _ranks(logprobs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tensor) -> list[int]:

@@ -243,4 +243,4 @@ def _token_logprobs(record: RowLogprobs, candidate: Candidate, top: int | None) 
     """
     _, logprob = record.top[candidate.position]
     more_likely = sum(other > logprob for _, other in record.top[: candidate.position])
-    return TokenLogprobs(candidate.token_id, logprob, 1 + more_likely, record.top[: top or 0])
+    return TokenLogprobs(candidate.token_id, logprob, 1 + more_likely, record.top[: top or 0], record.requested)

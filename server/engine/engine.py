@@ -204,15 +204,17 @@ class Engine:
         for chunk in plan.prefill:
             sequence = chunk.sequence
             offsets = prompt_logprob_offsets(chunk)
-            top = sequence.sampling_params.prompt_logprobs
+            params = sequence.sampling_params
+            top = params.prompt_logprobs
             if top is None:
                 continue
             # A prompt of one token may be computed again, see `DeferredCalls`.
             is_first = sequence.num_computed == 0 and not sequence.prompt_logprobs
-            if is_first and sequence.sampling_params.prompt_logprobs_start == 0:
+            if is_first and params.prompt_logprobs_start == 0:
                 sequence.prompt_logprobs.append(TokenLogprobs(sequence.prompt_token_ids[0], None, None))
             targets = [sequence.prompt_token_ids[sequence.num_computed + offset + 1] for offset in offsets]
-            records = token_logprobs(logits[first : first + len(offsets)], targets, [top] * len(offsets))
+            part, count = logits[first : first + len(offsets)], len(offsets)
+            records = token_logprobs(part, targets, [top] * count, [params.logprob_token_ids or ()] * count)
             sequence.prompt_logprobs += [_public(record) for record in records]
             first += len(offsets)
 
@@ -428,4 +430,4 @@ def _certain(drafts: Mapping[int, ScheduledChunk], depth: int) -> dict[int, int]
 
 
 def _public(record: RowLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(record.token_id, record.logprob, record.rank, record.top)
+    return TokenLogprobs(record.token_id, record.logprob, record.rank, record.top, record.requested)

@@ -202,12 +202,14 @@ class TokenLogprobs:
         logprob: its log-probability (natural logarithm); None for the first token of a prompt.
         rank: 1 for the most likely token; None if `logprob` is None.
         top: (token id, log-probability) of the most likely tokens, most likely first.
+        requested: the same of the tokens that the request names, in its order.
     """
 
     token_id: int
     logprob: float | None
     rank: int | None
     top: tuple[tuple[int, float], ...] = ()
+    requested: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

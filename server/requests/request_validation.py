@@ -191,6 +191,12 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:
             raise BadRequest(f"must be at most {limits.max_logprobs}, the server's max_logprobs", param=name)
+    requested = params.logprob_token_ids or ()
+    if len(requested) > limits.max_logprobs:
+        raise BadRequest(
+            f"has {len(requested)} tokens, at most {limits.max_logprobs} are allowed, the server's max_logprobs",
+            param="logprob_token_ids",
+        )
     if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(request.prompt_token_ids):
         raise BadRequest(
             f"is beyond the prompt, which has {len(request.prompt_token_ids)} tokens", param="prompt_logprobs_start"
@@ -211,6 +217,7 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
         _check_depths(request)
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
+    _check_tokens(requested, "logprob_token_ids", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
     _check_tokens([token for word in params.bad_words_token_ids for token in word], "bad_words", limits)
 

@@ -151,7 +151,6 @@ BODY_RULES: Mapping[str, FieldRule] = {
     "suffix": Refused("no text is inserted between two others", ("",)),
     "task": Refused("for one model of SGLang's, DeepSeek-V4"),
     "thinking": Refused("set the chat template's own variable in chat_template_kwargs"),
-    "token_ids_logprob": Refused("use top_logprobs_num", ([],)),
     "token_indices_to_pool": Refused("a generating model pools nothing", ([],)),
     "truncate_prompt_tokens": Refused(_NO_TRUNCATION),
     "truncation_side": Refused(_NO_TRUNCATION),

@@ -85,6 +85,8 @@ class AbortReason(TypedDict):
         "output_token_logprobs_length": 1,
         "input_top_logprobs": [None, [[-1.2, 3575, None]]],
         "output_top_logprobs": [[[-0.105, 7042, " Paris"], [-3.2, 253, " a"]]],
+        "input_token_ids_logprobs": [None, [[-3.5, 9642, None]]],
+        "output_token_ids_logprobs": [[[-4.25, 9642, " Yes"], [-6.5, 2822, " No"]]],
         "trace": [example_of(TokenTraceObject)],
         "receipts": [example_of(ReceiptObject)],
         "cumulative_logprob": -2.5,
@@ -121,6 +123,10 @@ class MetaInfo(TypedDict):
     """With `top_logprobs_num`: the most likely tokens at each prompt position."""
     output_top_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
     """With `top_logprobs_num`: the most likely tokens at each output position."""
+    input_token_ids_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
+    """With `token_ids_logprob`: these tokens at each prompt position."""
+    output_token_ids_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
+    """With `token_ids_logprob`: these tokens at each output position."""
     trace: NotRequired[list[TokenTraceObject]]
     """With `trace`: one entry per token of the output so far."""
     receipts: NotRequired[list[ReceiptObject]]

@@ -127,6 +127,7 @@ class GenerateRequest(RequestModel):
         "return_logprob": True,
         "logprob_start_len": 0,
         "top_logprobs_num": 5,
+        "token_ids_logprob": [9642, 2822],
         "return_text_in_logprobs": True,
         "trace": {"top": 5},
     }
@@ -158,6 +159,8 @@ class GenerateRequest(RequestModel):
     """First prompt position with a log-probability; -1: no prompt log-probabilities."""
     top_logprobs_num: OneOrMoreInts = 0
     """Number of most likely tokens to return per position."""
+    token_ids_logprob: InputIds | None = None
+    """Tokens whose log-probabilities to return per position; for a list of prompts also a list of such lists."""
     return_text_in_logprobs: bool = False
     """Return the tokens' texts next to their ids."""
     trace: TraceOptions | None = None

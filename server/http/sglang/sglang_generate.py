@@ -43,6 +43,7 @@ _NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(Sampling
 }
 _NAMES_IN_BODY = {
     "extra_args": "vllm_xargs",
+    "logprob_token_ids": "token_ids_logprob",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
     "prompt_logprobs_start": "logprob_start_len",
@@ -112,6 +113,8 @@ class _GenerateParser:
         prompts = len(self._prompts) if self.is_batch else None
         for name in _ONE_PER_PROMPT:
             check_one_per_prompt(getattr(self._body, name), prompts, name)
+        if _is_nested(self._body.token_ids_logprob):
+            check_one_per_prompt(self._body.token_ids_logprob, prompts, "token_ids_logprob")
         if self.is_batch:
             check_processor_lists(self._body, len(self._prompts))
 
@@ -182,6 +185,7 @@ class _GenerateParser:
             include_stop_str_in_output=sampling.no_stop_trim,
             thinking_token_budget=_thinking_token_budget(body, sampling),
             logprobs=top,
+            logprob_token_ids=_logprob_token_ids(body.token_ids_logprob, i),
             prompt_logprobs=None if start is None else top,
             prompt_logprobs_start=start or 0,
             extra_args=body.vllm_xargs or None,
@@ -207,6 +211,16 @@ class _GenerateParser:
 def _names(prompt_at: str, sampling_at: str) -> dict[str, str]:
     inside = {field: f"{sampling_at}.{name}" for field, name in _NAMES_IN_SAMPLING_PARAMS.items()}
     return {**inside, **_NAMES_IN_BODY, "prompt": prompt_at}
+
+
+def _is_nested(token_ids: Any) -> bool:
+    return isinstance(token_ids, list) and bool(token_ids) and isinstance(token_ids[0], list)
+
+
+def _logprob_token_ids(token_ids: Any, index: int) -> list[int] | None:
+    """Return the tokens that one prompt names: a list of numbers is for all prompts."""
+    named: list[int] | None = token_ids[index] if _is_nested(token_ids) else token_ids
+    return named
 
 
 def _thinking_token_budget(body: GenerateRequest, sampling: SGLangSamplingParams) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from logitship.server.http.body import finite, receipt_objects, trace_objects
@@ -69,15 +69,19 @@ class GenerateResponseBuilder:
             "completion_tokens": continuation.completion_tokens,
             "cached_tokens": continuation.cached_tokens,
         }
-        top = self._request.submissions[continuation.prompt].request.sampling_params.logprobs
-        if top is not None:
+        params = self._request.submissions[continuation.prompt].request.sampling_params
+        if params.logprobs is not None:
             tables = self._tables.setdefault(
                 continuation.index,
-                _LogprobTables(self._tokenizer if self._request.texts_in_logprobs else None, with_top=top > 0),
+                _LogprobTables(
+                    self._tokenizer if self._request.texts_in_logprobs else None,
+                    with_top=params.logprobs > 0,
+                    with_requested=bool(params.logprob_token_ids),
+                ),
             )
             tables.update(continuation)
             tables.add_to(meta)
-        if self._request.submissions[continuation.prompt].request.sampling_params.trace is not None:
+        if params.trace is not None:
             # Cached, because each event repeats all of them.
             objects = self._traces.setdefault(continuation.index, [])
             objects += trace_objects(self._tokenizer, continuation.traces[len(objects) :])
@@ -118,11 +122,13 @@ class _LogprobTables:
     Cached, because each event of a stream repeats all entries.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, with_top: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, with_top: bool, with_requested: bool) -> None:
         self._tokenizer = tokenizer
         self._with_top = with_top
+        self._with_requested = with_requested
         self._tokens: dict[_Side, list[TokenLogprobEntry]] = {"input": [], "output": []}
         self._top: dict[_Side, list[list[TokenLogprobEntry] | None]] = {"input": [], "output": []}
+        self._requested: dict[_Side, list[list[TokenLogprobEntry] | None]] = {"input": [], "output": []}
 
     def update(self, continuation: Continuation) -> None:
         """Append the entries of the new tokens."""
@@ -137,6 +143,9 @@ class _LogprobTables:
         if self._with_top:
             meta["input_top_logprobs"] = self._top["input"]
             meta["output_top_logprobs"] = self._top["output"]
+        if self._with_requested:
+            meta["input_token_ids_logprobs"] = self._requested["input"]
+            meta["output_token_ids_logprobs"] = self._requested["output"]
 
     def _extend(self, side: _Side, positions: Sequence[TokenLogprobs]) -> None:
         for position in positions[len(self._tokens[side]) :]:
@@ -144,7 +153,11 @@ class _LogprobTables:
                 # SGLang sends null for the first position, wherever it is: clients sum up the others.
                 position = TokenLogprobs(position.token_id, None, None)
             self._tokens[side].append(self._entry(position.logprob, position.token_id))
-            self._top[side].append([self._entry(logprob, token_id) for token_id, logprob in position.top] or None)
+            self._top[side].append(self._entries(position.top))
+            self._requested[side].append(self._entries(position.requested))
+
+    def _entries(self, logprobs: Iterable[tuple[int, float]]) -> list[TokenLogprobEntry] | None:
+        return [self._entry(logprob, token_id) for token_id, logprob in logprobs] or None
 
     def _entry(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
         return finite(logprob), token_id, None if self._tokenizer is None else self._tokenizer.token_text(token_id)

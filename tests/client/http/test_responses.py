@@ -70,11 +70,15 @@ def test_sglang_logprobs() -> None:
                 input_token_logprobs=[[None, 1, None], [-2.0, 7, None]],
                 output_token_logprobs=[[-0.5, 5, "He"], [-1.0, 6, "llo"]],
                 output_top_logprobs=[[[-0.5, 5, "He"], [-3.0, 9, "Ha"]], None],
+                input_token_ids_logprobs=[None, [[-4.0, 8, None]]],
             ),
             many=False,
         )
     )
-    assert generation.prompt_logprobs == (TokenLogprob(None, 1), TokenLogprob(-2.0, 7))
+    assert generation.prompt_logprobs == (
+        TokenLogprob(None, 1),
+        TokenLogprob(-2.0, 7, requested=(TokenLogprob(-4.0, 8),)),
+    )
     assert generation.logprobs == (
         TokenLogprob(-0.5, 5, "He", (TokenLogprob(-0.5, 5, "He"), TokenLogprob(-3.0, 9, "Ha"))),
         TokenLogprob(-1.0, 6, "llo"),

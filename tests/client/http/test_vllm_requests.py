@@ -91,6 +91,7 @@ def test_logprobs_not_requested() -> None:
     ("request_", "message"),
     [
         (generate(stop_regex="a"), "stop_regex: vLLM does not support stop expressions"),
+        (generate(return_logprob=True, token_ids_logprob=[5]), "token_ids_logprob: vLLM returns no log-probabilities"),
         (generate(trace={"top": 3}), "trace: vLLM does not support traces"),
         (generate(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM only the operator can set this"),
         (completions(logprobs_mode="raw_logprobs"), "logprobs_mode: on vLLM only the operator can set this"),

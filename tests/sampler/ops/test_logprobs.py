@@ -38,5 +38,13 @@ def test_masked_tokens_come_last() -> None:
     assert record == RowLogprobs(0, -math.inf, 3, ((1, half), (3, half), (0, -math.inf)))
 
 
+def test_requested_tokens() -> None:
+    logits = torch.randn(3, 9)
+    expected = logits.log_softmax(-1)
+    requested = [[4, 4, 0], [], [8]]
+    for row, record in enumerate(token_logprobs(logits, [1, 2, 3], [2, 0, 0], requested)):
+        assert record.requested == tuple((token, float(expected[row, token])) for token in requested[row])
+
+
 def test_no_rows() -> None:
     assert token_logprobs(torch.empty(0, 5), [], []) == []

@@ -359,6 +359,8 @@ def test_queue_is_bounded(make_engine: BuildEngine) -> None:
         (request(bad_words_token_ids=((1, 300),)), "bad_words"),
         (request(logprobs=21), "logprobs"),
         (request(prompt_logprobs=21), "prompt_logprobs"),
+        (request(logprob_token_ids=[260]), "logprob_token_ids"),
+        (request(logprob_token_ids=[5] * 21), "logprob_token_ids"),
         (request(prompt_logprobs=0, prompt_logprobs_start=5), "prompt_logprobs_start"),
         (request(processors=((SourceProcessor("x = (", "X"), None),)), "processors[0]"),
         (request(processors=((SourceProcessor("class X: pass", "X"), None),)), "processors[0]"),
@@ -510,7 +512,8 @@ def test_prompt_logprobs_equal_the_model(make_engine: BuildEngine, loaded_model:
     with torch.no_grad():
         expected = loaded_model.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     engine = make_engine(chunked_prefill_size=16)
-    result = run(generate(engine, request(prompt=prompt, prompt_logprobs=2, prompt_logprobs_start=start, logprobs=3)))
+    asking = {"prompt_logprobs": 2, "prompt_logprobs_start": start, "logprobs": 3, "logprob_token_ids": [9, 200, 9]}
+    result = run(generate(engine, request(prompt=prompt, **asking)))
     records = result.chunks[0].prompt_logprobs
     assert [record.token_id for record in records] == prompt[start:]
     for position, record in enumerate(records, start):
@@ -520,6 +523,12 @@ def test_prompt_logprobs_equal_the_model(make_engine: BuildEngine, loaded_model:
         assert record.logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-4)
         best = expected[position - 1].topk(2)
         assert [token for token, _ in record.top] == best.indices.tolist()
+        assert [token for token, _ in record.requested] == [9, 200, 9]
+        values = [float(expected[position - 1, token]) for token in (9, 200, 9)]
+        assert [logprob for _, logprob in record.requested] == pytest.approx(values, abs=1e-4)
+    first = result.chunks[0].logprobs[0].requested
+    values = [float(expected[-1, token]) for token in (9, 200, 9)]
+    assert [logprob for _, logprob in first] == pytest.approx(values, abs=1e-4)
     assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in result.chunks)
     assert len(result.chunks[0].logprobs[0].top) == 3
 

@@ -62,7 +62,7 @@ def _cases() -> Iterator[Case]:
         yield Case(
             GENERATE, {"sampling_params": {param: "x"}}, f"sampling_params.{param}", says=f"{param}: is not supported"
         )
-    for param in ("image_data", "session_params", "return_hidden_states", "token_ids_logprob", "input_embeds"):
+    for param in ("image_data", "session_params", "return_hidden_states", "input_embeds"):
         yield Case(GENERATE, {param: "x"}, param, says=f"{param}: is not supported")
     yield Case(COMPLETIONS, {"suffix": "x"}, "suffix", says="not supported")
     for path in (COMPLETIONS, CHAT):
@@ -140,6 +140,8 @@ def _cases() -> Iterator[Case]:
     yield Case(COMPLETIONS, {"logprobs": 99}, "logprobs", says="at most 20")
     yield Case(CHAT, {"logprobs": True, "top_logprobs": 99}, "top_logprobs", says="at most 20")
     yield Case(CHAT, {"top_logprobs": 2}, "top_logprobs", says="logprobs")
+    for value, says in (("x", "list of token ids"), ([[1]], "no list of prompts"), ([256], "outside the vocabulary")):
+        yield Case(GENERATE, {"return_logprob": True, "token_ids_logprob": value}, "token_ids_logprob", says=says)
     yield Case(GENERATE, {"return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", says="at most 20")
     yield Case(GENERATE, {"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len")
     yield Case(GENERATE, {"return_logprob": True, "logprob_start_len": 9}, "logprob_start_len")

@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
 
 
@@ -183,11 +185,31 @@ def test_minus_infinity(client: Any, engine: Any) -> None:
     assert meta["output_top_logprobs"][0] == [[-0.1, 5, None], [-9999.0, 6, None]]
 
 
+@pytest.mark.parametrize(("token_ids", "each"), [([5, 6], [[5, 6], [5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])])
+def test_requested_tokens_of_prompts(client: Any, engine: Any, token_ids: Any, each: list[list[int]]) -> None:
+    client.ok("/generate", {"text": ["a", "b"], "return_logprob": True, "token_ids_logprob": token_ids})
+    assert [request.sampling_params.logprob_token_ids for request in engine.requests] == each
+
+
+def test_requested_tokens(client: Any, engine: Any) -> None:
+    entry = TokenLogprobs(72, -0.5, 1, (), ((5, -1.5), (6, -math.inf)))
+    script = engine.script
+    engine.script = lambda request: [
+        replace(chunk, logprobs=[entry], prompt_logprobs=[entry, entry] * bool(chunk.prompt_logprobs))
+        for chunk in script(request)
+    ]
+    body = {"text": "ab", "return_logprob": True, "token_ids_logprob": [5, 6], "logprob_start_len": 0}
+    meta = client.ok("/generate", body)["meta_info"]
+    assert meta["input_token_ids_logprobs"] == [None, [[-1.5, 5, None], [-9999.0, 6, None]]]
+    assert meta["output_token_ids_logprobs"][0] == [[-1.5, 5, None], [-9999.0, 6, None]]
+
+
 def test_output_logprobs_only(client: Any, engine: Any) -> None:
     meta = client.ok("/generate", {"text": "ab", "return_logprob": True})["meta_info"]
     assert meta["input_token_logprobs"] == []
     assert meta["output_token_logprobs"][0] == [-0.5, 72, None]
     assert "output_top_logprobs" not in meta
+    assert "output_token_ids_logprobs" not in meta
     assert engine.requests[0].sampling_params.prompt_logprobs is None
 
 
