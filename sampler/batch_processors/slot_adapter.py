@@ -88,8 +88,8 @@ class SlotAdapter(PenalizedLogitsProcessor):
         new = [request for request in self._requests.values() if request.slot < 0]
         taken = {request.slot for request in self._requests.values()}
         free = (slot for slot in range(self._states.max_num_reqs) if slot not in taken)
-        for request, slot in zip(new, free, strict=False):
-            request.slot = slot
+        for request in new:
+            request.slot = next(free)
         self._write_tokens()
         if new:
             slots = _slots(new)
