@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .edit_layers import edit_layers
-from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, PutRows, Restore, Save
+from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, PutRows, Restore, Save, edit_layers
 
 _FEWEST = 4
 """Logs with fewer edits are left as they are."""

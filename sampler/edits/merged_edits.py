@@ -17,13 +17,13 @@ import torch
 
 from logitship.sampler.device_tensor import copies_to
 
-from .edit_layers import LayerPart, edit_layers
 from .edit_operations import (
     Edit,
     EditRows,
     Fill,
     Floats,
     GroupEdits,
+    LayerPart,
     Operand,
     Positions,
     Put,
@@ -31,6 +31,7 @@ from .edit_operations import (
     PutRows,
     Restore,
     Save,
+    edit_layers,
     same_number,
 )
 

@@ -153,6 +153,10 @@ class DeferredCalls:
         """Return whether a processor cannot be called now, see `LoadedProcessor.group_name`."""
         return group_name in self._busy
 
+    def is_kept(self, use: ProcessorUse) -> bool:
+        """Return whether a processor's sequence is running, though it has no row."""
+        return use in self.kept
+
     def any_busy(self, uses: Iterable[ProcessorUse]) -> bool:
         """Return whether a sequence with these processors has to sit out."""
         return bool(self._busy) and any(use.processor.group_name in self._busy for use in uses)

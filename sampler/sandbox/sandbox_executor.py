@@ -30,8 +30,8 @@ from logitship.sampler.processors.executor import (
     from_bytes,
 )
 
-from .answer_receiver import AnswerReceiver
 from .deadline import BACKSTOP
+from .early_answers import AnswerReceiver
 from .first_calls import FirstCallCredit
 from .priority import LOADING
 from .protocol import Answer, Command

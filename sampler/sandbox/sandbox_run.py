@@ -26,10 +26,9 @@ from logitship.sampler.processors.executor import (
 )
 from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
-from .answer_receiver import AnswerReceiver
 from .deadline import DEFERRED_BACKSTOP
+from .early_answers import AnswerReceiver, ReadHistory
 from .protocol import SECONDS, Answer, Command
-from .read_history import ReadHistory
 from .sandbox import Sandbox, SandboxDied, wait_for_any
 from .stack_dump import traceback_of
 

@@ -21,7 +21,7 @@ from logitship.sampler.processors.executor import (
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.read_history import ReadHistory
+from logitship.sampler.sandbox.early_answers import ReadHistory
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess

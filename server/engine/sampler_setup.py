@@ -44,7 +44,7 @@ def make_sampler(
         pinned,
         model=model_view(loaded),
         on_call=metrics.call_observer,
-        is_kept=lambda use: use in deferred.kept,
+        is_kept=deferred.is_kept,
         check_last=False,  # the sampler checks all rows
         deferred=deferred,
         clock=clock,

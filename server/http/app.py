@@ -43,6 +43,7 @@ from logitship.server.schemas.tokenize_schemas import (
     TokenizeResponse,
 )
 
+from .arrival_limits import UploadPace, UploadPaceMiddleware
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
 from .cross_origin import CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
@@ -55,7 +56,6 @@ from .processor_routes import processor_router
 from .rate_limit_middleware import RateLimitMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import IGNORED_HEADER, PROCESSORS_HEADER, RequestLogMiddleware
-from .upload_pace import UploadPace, UploadPaceMiddleware
 
 _SCHEMAS: list[type] = [
     AbortRequest,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode, encode
 from logitship.sampler.edits.edit_combination import combine_edits
-from logitship.sampler.edits.edit_layers import edit_layers
+from logitship.sampler.edits.edit_operations import edit_layers
 from logitship.sampler.edits.logit_edits import EditLog
 from tests.sampler.promised_logits.promised import bits
 
