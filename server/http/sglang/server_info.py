@@ -17,7 +17,7 @@ from logitship.server.model.kv_cache import BLOCK_SIZE
 from logitship.server.schemas.documented import SCHEMA_LOCK, example_of
 from logitship.server.schemas.sglang_response_schemas import InternalState, ModelInfoResponse
 
-from .sglang_response_builder import WEIGHT_VERSION
+from .generate_route import WEIGHT_VERSION
 
 _SECRETS = ("api_key", "shipping_api_key", "metrics_api_key")
 

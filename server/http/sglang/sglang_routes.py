@@ -1,4 +1,4 @@
-"""SGLang's native routes."""
+"""SGLang's native routes; that of `/generate` is in `generate_route`."""
 
 from __future__ import annotations
 
@@ -11,49 +11,24 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
 from logitship.server.http.body import JSONResponse
-from logitship.server.http.documentation import one_or_more, operation
+from logitship.server.http.documentation import operation
 from logitship.server.http.received_body import received
-from logitship.server.http.running_requests import EventStream, respond_when_finished, submit_all
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
 from logitship.server.requests.messages import GenerationRequest
-from logitship.server.schemas.sglang_response_schemas import GenerateResponse, ModelInfoResponse
-from logitship.server.schemas.sglang_schemas import AbortRequest, GenerateRequest
+from logitship.server.schemas.sglang_response_schemas import ModelInfoResponse
+from logitship.server.schemas.sglang_schemas import AbortRequest
 
+from .generate_route import add_generate_route
 from .server_info import model_info_of, server_info_of, server_info_schema
-from .sglang_generate import parse_generate_request
-from .sglang_response_builder import GenerateResponseBuilder
 
 HEALTH_TIMEOUT = 20.0
 """Seconds that `/health_generate` waits for a token."""
 
 
-_GENERATE = operation(
-    body=GenerateRequest,
-    body_example={
-        "text": "The capital of France is",
-        "sampling_params": {"max_new_tokens": 4, "temperature": 0},
-        "rid": "first",
-    },
-    response=one_or_more(GenerateResponse),
-    stream=GenerateResponse,
-)
-
-
 def sglang_router(engine: AsyncEngine) -> APIRouter:
     """Create the routes for `engine`."""
     router = APIRouter(tags=["SGLang"])
-
-    @router.post("/generate", openapi_extra=_GENERATE)
-    @router.put("/generate", openapi_extra=_GENERATE)
-    async def generate(request: Request) -> Response:
-        """Complete one or more prompts."""
-        async with received(request, engine, GenerateRequest) as body:
-            parsed = await parse_generate_request(engine, caller_of(request), body)
-            builder = GenerateResponseBuilder(parsed, engine.tokenizer)
-            running = await submit_all(engine, parsed.submissions, body.queued)
-            if body.value.stream:
-                return EventStream(running, builder.stream(running))
-            return await respond_when_finished(running, builder.response)
+    add_generate_route(router, engine)
 
     @router.post("/abort_request", openapi_extra=operation(body=AbortRequest, body_example={"rid": "first"}))
     async def abort_request(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Responses of `/generate`, with SGLang's fields."""
+"""`/generate`: the route, and its responses with SGLang's fields."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Literal, TypeAlias
 
+from fastapi import APIRouter, Request, Response
+
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.auth import caller_of
 from logitship.server.http.body import finite, receipt_objects, trace_objects
+from logitship.server.http.documentation import one_or_more, operation
 from logitship.server.http.exception_handlers import fault_details
-from logitship.server.http.running_requests import RunningRequests, event
+from logitship.server.http.received_body import received
+from logitship.server.http.running_requests import (
+    EventStream,
+    RunningRequests,
+    event,
+    respond_when_finished,
+    submit_all,
+)
 from logitship.server.requests.generation_stream import Continuation
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
 from logitship.server.schemas.response_schemas import TokenTraceObject
@@ -20,11 +32,39 @@ from logitship.server.schemas.sglang_response_schemas import (
     StopReason,
     TokenLogprobEntry,
 )
+from logitship.server.schemas.sglang_schemas import GenerateRequest
 from logitship.server.tokenizer import Tokenizer
 
-from .sglang_generate import ParsedGenerateRequest
+from .sglang_generate import ParsedGenerateRequest, parse_generate_request
 
 WEIGHT_VERSION = "default"
+
+_GENERATE = operation(
+    body=GenerateRequest,
+    body_example={
+        "text": "The capital of France is",
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+        "rid": "first",
+    },
+    response=one_or_more(GenerateResponse),
+    stream=GenerateResponse,
+)
+
+
+def add_generate_route(router: APIRouter, engine: AsyncEngine) -> None:
+    """Add the route for `engine`."""
+
+    @router.post("/generate", openapi_extra=_GENERATE)
+    @router.put("/generate", openapi_extra=_GENERATE)
+    async def generate(request: Request) -> Response:
+        """Complete one or more prompts."""
+        async with received(request, engine, GenerateRequest) as body:
+            parsed = await parse_generate_request(engine, caller_of(request), body)
+            builder = GenerateResponseBuilder(parsed, engine.tokenizer)
+            running = await submit_all(engine, parsed.submissions, body.queued)
+            if body.value.stream:
+                return EventStream(running, builder.stream(running))
+            return await respond_when_finished(running, builder.response)
 
 
 class GenerateResponseBuilder:
