@@ -18,8 +18,8 @@ from logitship.sampler.batch_processors.logits_processors import LogitsProcessor
 from logitship.sampler.ops.logprobs import RowLogprobs, look_up
 from logitship.sampler.ops.penalties import apply_penalties
 from logitship.sampler.ops.rows import Scratch, mask_forbidden, mask_tokens, one_thread_for_few, row_parts, take_rows
-from logitship.sampler.ops.sample_tokens import apply_temperature, greedy_sample, random_sample, top_k_top_p_sample
-from logitship.sampler.ops.top_k_top_p import kept_tokens
+from logitship.sampler.ops.sample_tokens import apply_temperature, greedy_sample, random_sample
+from logitship.sampler.ops.top_k_top_p import kept_tokens, top_k_top_p_sample
 
 from .allowed_tokens import AllowedTokens, DecidesTokens, decides_tokens
 from .trace import RowTrace, StepTrace

@@ -1,23 +1,22 @@
 """Greedy and random sampling of the next token, temperature, and the random numbers.
 
 Random sampling inverts the cumulative distribution at one uniform number per row. It is batch-invariant: it reads only
-its own row, and its sums are exact (see `top_k_top_p`), so the same row, parameters and number always give the same
-token. The numbers are stateless: a function of a request's seed and the token's position.
+its own row, and its sums are exact, so the same row, parameters and number always give the same token. The numbers are
+stateless: a function of a request's seed and the token's position.
+
+Probabilities become integer weights in units of 2**-60. Integer sums do not depend on their order, so a row's token
+cannot depend on how a kernel splits its work, and thus not on the other rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .candidates import row_candidates, top_candidates
 from .rows import row_parts
-from .top_k_top_p import UNIT_WEIGHT, integer_weights, sample_from_all, sample_from_candidates
 
 _UInt64Array = npt.NDArray[np.uint64]
 _ROUNDS = 10
@@ -27,14 +26,14 @@ _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array(
 )
 """Increments of the two words of the key in each round: [rounds, 2, 1]."""
 
+UNIT_WEIGHT = 2**60
+"""The weight of probability 1."""
+
 _BATCH_SIZE = 256
 """So many numbers take NumPy hardly longer than one."""
 
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
-_WIDTHS = (64, 512)
-"""Numbers of most likely tokens to try before the whole vocabulary."""
-
 _PART_SIZE = 2**17
 """Number of weights of a [rows, vocab] matrix that are processed at a time."""
 
@@ -135,6 +134,12 @@ def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
+def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:
+    """Convert probabilities, float32, to int64 weights of the same shape. Exact down to 2**-60; below that, 0."""
+    # The factor is a power of two, so the product is exact. 60 bits leave headroom for sums that rounding put above 1.
+    return (probabilities * float(UNIT_WEIGHT)).to(torch.int64)
+
+
 def random_sample(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Sample one token per row from the whole distribution, in the order of token ids.
 
@@ -170,84 +175,3 @@ def _block_sums(probabilities: torch.Tensor) -> torch.Tensor:
     if in_blocks == weights.shape[-1]:
         return sums
     return torch.cat([sums, weights[:, in_blocks:].sum(dim=-1, keepdim=True)], dim=-1)
-
-
-def top_k_top_p_sample(
-    logits: torch.Tensor,
-    probabilities: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> torch.Tensor:
-    """Sample one token per row from those that top-k and top-p keep.
-
-    Tries the most likely tokens first, and reads the whole vocabulary only in rows where these do not decide.
-
-    Args:
-        logits: float32 [rows, vocab].
-        probabilities: float32 [rows, vocab], their softmax.
-        top_k: int64 [rows]; 0, or the vocabulary's size and more, for all tokens.
-        top_p: float64 [rows], above 0 and at most 1.
-        uniform: float64 [rows], in [0, 1).
-
-    Returns:
-        int64 [rows]; never a token of probability 0.
-    """
-    vocab_size = logits.shape[-1]
-    settings = [
-        (k if k < vocab_size else 0, p, number)
-        for k, p, number in zip(top_k.tolist(), top_p.tolist(), uniform.tolist(), strict=True)
-    ]
-    tokens = [0] * len(settings)
-    # Undecided rows, each with the minimum number of candidates that it needs.
-    undecided: dict[int, float] = {row: k for row, (k, _, _) in enumerate(settings)}
-    for width in _WIDTHS:
-        rows = [row for row, needed in undecided.items() if needed <= width]
-        for row, candidates in zip(rows, _candidates(logits, probabilities, rows, width), strict=True):
-            sample = sample_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
-            if sample.position is None:
-                undecided[row] = sample.candidates_needed
-            else:
-                tokens[row] = candidates.token_ids[sample.position]
-                del undecided[row]
-    for row in undecided:
-        tokens[row] = sample_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
-    return torch.tensor(tokens).to(logits.device)
-
-
-class _Candidates(NamedTuple):
-    """The most likely tokens of a row, as `sample_from_candidates` takes them."""
-
-    token_ids: list[int]
-    logits: list[float]
-    weights: list[int]
-    complete: bool
-
-
-def _candidates(
-    logits: torch.Tensor, probabilities: torch.Tensor, rows: list[int], width: int
-) -> Iterator[_Candidates]:
-    """Yield the most likely tokens of some rows, about `width` of each."""
-    if logits.device.type == "cpu":
-        yield from (_candidates_of_row(logits[row], probabilities[row], width) for row in rows)
-    elif rows:
-        index = torch.tensor(rows).to(logits.device)
-        values, token_ids = top_candidates(logits[index], width)
-        weights = integer_weights(probabilities[index].gather(-1, token_ids))
-        # Tokens that tie with the last one may be missing.
-        certain = (values > values[:, -1:]).sum(dim=-1)
-        on_cpu = (each.tolist() for each in (token_ids, values, weights, certain))
-        for of_row, row_values, row_weights, count in zip(*on_cpu, strict=True):
-            if row_weights[-1] == 0 or len(of_row) == logits.shape[-1]:
-                yield _Candidates(of_row, row_values, row_weights, True)
-            else:
-                yield _Candidates(of_row[:count], row_values[:count], row_weights[:count], False)
-
-
-def _candidates_of_row(logits: torch.Tensor, probabilities: torch.Tensor, width: int) -> _Candidates:
-    values = logits.numpy()
-    token_ids, all_finite = row_candidates(values, width)
-    # The products are exact, see `integer_weights`.
-    weights = [int(probability * UNIT_WEIGHT) for probability in probabilities.numpy()[token_ids].tolist()]
-    complete = all_finite or weights[-1:] == [0]
-    return _Candidates(token_ids.tolist(), values[token_ids].tolist(), weights, complete)

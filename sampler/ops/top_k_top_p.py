@@ -13,8 +13,7 @@ So the token is a function of the row, the parameters and one random number. Two
 every number: `sample_from_candidates` reads only the most likely tokens and reports if they do not decide, and
 `sample_from_all` reads the row's whole vocabulary.
 
-Probabilities become integer weights in units of 2**-60. Integer sums do not depend on their order, so a row's token
-cannot depend on how a kernel splits its work, and thus not on the other rows.
+Probabilities are integer weights, see `sample_tokens`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import neg
+from typing import NamedTuple
 
 import torch
 
-UNIT_WEIGHT = 2**60
-"""The weight of probability 1."""
+from .candidates import row_candidates, top_candidates
+from .sample_tokens import UNIT_WEIGHT, integer_weights
+
+_WIDTHS = (64, 512)
+"""Numbers of most likely tokens to try before the whole vocabulary."""
 
 _BUCKETS = 2048
 """Number of buckets in a histogram of logits."""
@@ -39,12 +42,6 @@ _SORTED_AT_MOST = 1024
 """Maximum number of tokens that are sorted."""
 _RANKED_FIRST = 512
 """Number of most likely tokens that are sorted before the whole vocabulary is."""
-
-
-def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:
-    """Convert probabilities, float32, to int64 weights of the same shape. Exact down to 2**-60; below that, 0."""
-    # The factor is a power of two, so the product is exact. 60 bits leave headroom for sums that rounding put above 1.
-    return (probabilities * float(UNIT_WEIGHT)).to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -235,3 +232,84 @@ def _buckets(logits: torch.Tensor, depth: float) -> torch.Tensor:
     span = float(largest) - float(least)
     scale = min((_BUCKETS - 1) / span, torch.finfo(logits.dtype).max) if span > 0 else 1.0
     return (largest - logits).mul_(scale).clamp_(max=_BUCKETS - 1).to(torch.int64)
+
+
+def top_k_top_p_sample(
+    logits: torch.Tensor,
+    probabilities: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """Sample one token per row from those that top-k and top-p keep.
+
+    Tries the most likely tokens first, and reads the whole vocabulary only in rows where these do not decide.
+
+    Args:
+        logits: float32 [rows, vocab].
+        probabilities: float32 [rows, vocab], their softmax.
+        top_k: int64 [rows]; 0, or the vocabulary's size and more, for all tokens.
+        top_p: float64 [rows], above 0 and at most 1.
+        uniform: float64 [rows], in [0, 1).
+
+    Returns:
+        int64 [rows]; never a token of probability 0.
+    """
+    vocab_size = logits.shape[-1]
+    settings = [
+        (k if k < vocab_size else 0, p, number)
+        for k, p, number in zip(top_k.tolist(), top_p.tolist(), uniform.tolist(), strict=True)
+    ]
+    tokens = [0] * len(settings)
+    # Undecided rows, each with the minimum number of candidates that it needs.
+    undecided: dict[int, float] = {row: k for row, (k, _, _) in enumerate(settings)}
+    for width in _WIDTHS:
+        rows = [row for row, needed in undecided.items() if needed <= width]
+        for row, candidates in zip(rows, _candidates(logits, probabilities, rows, width), strict=True):
+            sample = sample_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
+            if sample.position is None:
+                undecided[row] = sample.candidates_needed
+            else:
+                tokens[row] = candidates.token_ids[sample.position]
+                del undecided[row]
+    for row in undecided:
+        tokens[row] = sample_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
+    return torch.tensor(tokens).to(logits.device)
+
+
+class _Candidates(NamedTuple):
+    """The most likely tokens of a row, as `sample_from_candidates` takes them."""
+
+    token_ids: list[int]
+    logits: list[float]
+    weights: list[int]
+    complete: bool
+
+
+def _candidates(
+    logits: torch.Tensor, probabilities: torch.Tensor, rows: list[int], width: int
+) -> Iterator[_Candidates]:
+    """Yield the most likely tokens of some rows, about `width` of each."""
+    if logits.device.type == "cpu":
+        yield from (_candidates_of_row(logits[row], probabilities[row], width) for row in rows)
+    elif rows:
+        index = torch.tensor(rows).to(logits.device)
+        values, token_ids = top_candidates(logits[index], width)
+        weights = integer_weights(probabilities[index].gather(-1, token_ids))
+        # Tokens that tie with the last one may be missing.
+        certain = (values > values[:, -1:]).sum(dim=-1)
+        on_cpu = (each.tolist() for each in (token_ids, values, weights, certain))
+        for of_row, row_values, row_weights, count in zip(*on_cpu, strict=True):
+            if row_weights[-1] == 0 or len(of_row) == logits.shape[-1]:
+                yield _Candidates(of_row, row_values, row_weights, True)
+            else:
+                yield _Candidates(of_row[:count], row_values[:count], row_weights[:count], False)
+
+
+def _candidates_of_row(logits: torch.Tensor, probabilities: torch.Tensor, width: int) -> _Candidates:
+    values = logits.numpy()
+    token_ids, all_finite = row_candidates(values, width)
+    # The products are exact, see `integer_weights`.
+    weights = [int(probability * UNIT_WEIGHT) for probability in probabilities.numpy()[token_ids].tolist()]
+    complete = all_finite or weights[-1:] == [0]
+    return _Candidates(token_ids.tolist(), values[token_ids].tolist(), weights, complete)

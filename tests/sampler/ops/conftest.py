@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from logitship.sampler.ops.top_k_top_p import UNIT_WEIGHT
+from logitship.sampler.ops.sample_tokens import UNIT_WEIGHT
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
 SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitship.sampler.ops.sample_tokens import random_sample, top_k_top_p_sample, uniform_numbers
-from logitship.sampler.ops.top_k_top_p import integer_weights
+from logitship.sampler.ops.sample_tokens import integer_weights, random_sample, uniform_numbers
+from logitship.sampler.ops.top_k_top_p import top_k_top_p_sample
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
 SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]

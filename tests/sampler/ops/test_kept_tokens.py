@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from logitship.sampler.ops.top_k_top_p import integer_weights, kept_tokens
+from logitship.sampler.ops.sample_tokens import integer_weights
+from logitship.sampler.ops.top_k_top_p import kept_tokens
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from logitship.sampler.ops.candidates import row_candidates
+from logitship.sampler.ops.sample_tokens import integer_weights
 from logitship.sampler.ops.top_k_top_p import (
-    UNIT_WEIGHT,
     CandidateSample,
-    integer_weights,
     sample_from_all,
     sample_from_candidates,
+    top_k_top_p_sample,
 )
 
 SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
@@ -166,8 +166,11 @@ def test_negative_zero_ties_with_zero() -> None:
     assert kept([0.0, -0.0, -9.0], 0, 0.4) == [0]
 
 
-def test_integer_weights_are_exact() -> None:
-    probabilities = torch.rand(1000)
-    weights = integer_weights(probabilities)
-    assert [w / UNIT_WEIGHT for w in weights.tolist()] == probabilities.tolist()
-    assert integer_weights(torch.tensor([0.0, 1.0, 2.0**-60, 2.0**-61])).tolist() == [0, UNIT_WEIGHT, 1, 0]
+def test_sampling_does_not_modify_inputs() -> None:
+    logits = torch.randn(3, 2000) * 0.01
+    probabilities = logits.softmax(-1)
+    before = logits.clone(), probabilities.clone()
+    p = torch.full((3,), 0.9, dtype=torch.float64)
+    top_k_top_p_sample(logits, probabilities, torch.zeros(3, dtype=torch.int64), p, p)
+    assert torch.equal(logits, before[0])
+    assert torch.equal(probabilities, before[1])
