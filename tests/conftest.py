@@ -127,7 +127,8 @@ def _is_slow(item: pytest.Item) -> bool:
     fixtures = getattr(item, "fixturenames", ())
     params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
     marked = item.get_closest_marker("slow") is not None
-    return marked or not SLOW_FIXTURES.isdisjoint(fixtures) or any(param == "sandbox" for param in params)
+    sandboxed = any(isinstance(param, str) and param == "sandbox" for param in params)  # an array compares by element
+    return marked or not SLOW_FIXTURES.isdisjoint(fixtures) or sandboxed
 
 
 @pytest.fixture(scope="session")
