@@ -15,6 +15,9 @@ from logitship.sampler.allowed_tokens import Words
 class GrammarCursor:
     """Follows a sequence's output, and supports removing tokens. A deep copy is independent.
 
+    Forced runs look at masks ahead: tokens are appended, and removed until they are sampled. So masks are cached by
+    position, and those of removed tokens serve again if the same tokens follow.
+
     Args:
         matcher: a matcher at the beginning of the text, which is copied.
         eos_token_ids: the tokens that may follow a complete text.
@@ -22,17 +25,17 @@ class GrammarCursor:
 
     Attributes:
         matcher: the matcher at the end of the output.
-        mask: the mask of the current state, cached by the caller; None if it is not computed yet.
     """
 
     def __init__(
         self, matcher: LLMatcher, eos_token_ids: frozenset[int], after: Collection[tuple[int, ...]] = ()
     ) -> None:
         self.matcher = matcher.deep_copy()
-        self.mask: Words | None = None
         self._eos_token_ids = eos_token_ids
         self._after = after
         self._tokens: list[int] = []
+        self._removed: list[int] = []  # tokens that followed, and may follow again
+        self._masks: dict[int, Words] = {}  # by the number of tokens before, with those of `_removed`
         self._begin = None if after else 0  # output index at which the text begins
         self._matched = 0  # number of tokens of the text consumed by the matcher
         self._refused: int | None = None  # output index of the first token that does not match
@@ -40,8 +43,18 @@ class GrammarCursor:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
         copied.matcher = self.matcher.deep_copy()
-        copied._tokens = list(self._tokens)
+        copied._tokens, copied._removed = self._tokens.copy(), self._removed.copy()
+        copied._masks = self._masks.copy()
         return copied
+
+    @property
+    def mask(self) -> Words | None:
+        """The mask after the current tokens, cached by the caller; None if it is not computed yet."""
+        return self._masks.get(len(self._tokens))
+
+    @mask.setter
+    def mask(self, words: Words) -> None:
+        self._masks[len(self._tokens)] = words
 
     @property
     def is_free(self) -> bool:
@@ -62,12 +75,19 @@ class GrammarCursor:
         if known > len(output) or (known and output[known - 1] != self._tokens[-1]):
             known = common_length(self._tokens, output)
             self._truncate(known)
+        if known < len(output):
+            self._keep_masks(range(known, known + len(self._removed) + 1))
         for token in output[known:]:
             self._read(token)
 
+    def _keep_masks(self, positions: range) -> None:
+        self._masks = {position: words for position, words in self._masks.items() if position in positions}
+
     def _read(self, token: int) -> None:
+        if self._removed and self._removed.pop(0) != token:
+            self._removed.clear()
+            self._keep_masks(range(len(self._tokens) + 1))
         self._tokens.append(token)
-        self.mask = None
         if self._begin is None:
             if any(tuple(self._tokens[-len(marker) :]) == marker for marker in self._after):
                 self._begin = len(self._tokens)
@@ -84,8 +104,8 @@ class GrammarCursor:
 
     def _truncate(self, kept: int) -> None:
         """Remove all tokens but the first `kept`."""
+        self._removed = self._tokens[kept:] + self._removed
         del self._tokens[kept:]
-        self.mask = None
         if self._refused is not None and kept <= self._refused:
             self._refused = None
         if self._begin is None:
