@@ -260,7 +260,9 @@ class Sandbox:
         is_awaited = command is not Command.PROMISE
         deadline = CallDeadline(self._clock, timeout, backstop, is_awaited=is_awaited)
         self._call = _Call(self._call_number, memoryview(message), bytearray(), deadline)
-        with contextlib.suppress(SandboxDied):  # `finish` raises it
+        # An awaited call may start on this core: this thread will sleep.
+        place = contextlib.nullcontext() if is_awaited else priority.off_this_core(self._pid)
+        with place, contextlib.suppress(SandboxDied):  # `finish` raises it
             self._send(self._call)
 
     def finish(self) -> tuple[Answer, bytes]:

@@ -50,3 +50,36 @@ def test_process_that_has_ended() -> None:
     process.wait()
     priority.lower(process.pid, priority.DEFERRED)
     priority.restore(process.pid)
+
+
+def test_process_starts_on_another_core(pid: int) -> None:
+    cores = os.sched_getaffinity(pid)
+    this = min(cores)
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {this})
+    try:
+        with priority.off_this_core(pid):
+            assert os.sched_getaffinity(pid) == (cores - {this} or cores)
+        assert os.sched_getaffinity(pid) == cores
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def test_process_that_may_use_one_core_stays_there(pid: int) -> None:
+    this = min(os.sched_getaffinity(0))
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(pid, {this})
+    os.sched_setaffinity(0, {this})
+    try:
+        with priority.off_this_core(pid):
+            assert os.sched_getaffinity(pid) == {this}
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert os.sched_getaffinity(pid) == {this}
+
+
+def test_process_that_has_ended_is_no_error(pid: int) -> None:
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    with priority.off_this_core(pid):
+        pass
