@@ -22,6 +22,7 @@ from .errors import (
     ServerBusyError,
     TransportError,
 )
+from .hugging_face import from_hugging_face
 from .processor import CustomLogitProcessor
 from .processor_info import ProcessorDetails, ProcessorInfo
 from .records import (
@@ -71,4 +72,5 @@ __all__ = [
     "TraceStage",
     "TransportError",
     "Usage",
+    "from_hugging_face",
 ]

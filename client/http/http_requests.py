@@ -13,7 +13,7 @@ import orjson
 
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
-from .processor_argument import ProcessorStrings
+from .processor_argument import ProcessorStrings, is_list_of_processors
 from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SGLangSamplingOptions
 
 _PROCESSOR_FIELDS = ("processor", "logits_processors")
@@ -329,11 +329,11 @@ def _processor_field(processor: Any, batch_size: int | None) -> Any:
     to_string = ProcessorStrings()
 
     def for_one_prompt(given: Any, name: str) -> Any:
-        if isinstance(given, list | tuple):
+        if is_list_of_processors(given):
             return [to_string(each, f"{name}[{i}]") for i, each in enumerate(given)]
         return to_string(given, name)
 
-    if batch_size is None or not isinstance(processor, list | tuple):
+    if batch_size is None or not is_list_of_processors(processor):
         return for_one_prompt(processor, "processor")
     return [
         given if given is None else for_one_prompt(given, f"processor[{i}]")

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.hugging_face import from_hugging_face, is_hugging_face
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor, from_json, to_text
 
 
@@ -40,6 +41,8 @@ class ProcessorStrings:
         if isinstance(processor, Mapping):
             return _from_form(dict(processor), argument)
         cls = processor if isinstance(processor, type) else type(processor)
+        if not callable(getattr(cls, "to_str", None)) and is_hugging_face(processor):
+            return from_hugging_face(processor).to_str()
         if not callable(getattr(cls, "to_str", None)):
             raise TypeError(
                 f"{argument}: expected a CustomLogitProcessor class, a processor string, a form of one such as "
@@ -54,6 +57,11 @@ class ProcessorStrings:
         if cls not in self._of_class:
             self._of_class[cls] = cls.to_str()  # type: ignore[attr-defined]
         return self._of_class[cls]
+
+
+def is_list_of_processors(value: Any) -> bool:
+    """Return whether a value is a list of several processors; a `LogitsProcessorList` of transformers is one."""
+    return isinstance(value, list | tuple) and not is_hugging_face(value)
 
 
 def _from_text(text: str, argument: str) -> str:

@@ -5,7 +5,7 @@ Every key is optional. Omitted keys are not sent, so that the server's defaults 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
@@ -16,9 +16,11 @@ Batch: TypeAlias = list[str] | list[TokenIds]
 Message: TypeAlias = Mapping[str, Any]
 Params: TypeAlias = Mapping[str, Any]
 
-ProcessorLike: TypeAlias = type | str | Mapping[str, Any] | RegisteredProcessor | InstalledProcessor
-"""A processor class; a processor string; one of its forms as a dict; a digest; the name of an installed or registered
-processor; the result of `register`."""
+ProcessorLike: TypeAlias = (
+    type | str | Mapping[str, Any] | RegisteredProcessor | InstalledProcessor | Callable[[Any, Any], Any]
+)
+"""A processor class; a `LogitsProcessor` of Hugging Face transformers, or its class; a processor string; one of its
+forms as a dict; a digest; the name of an installed or registered processor; the result of `register`."""
 
 
 class ProcessorOptions(TypedDict, total=False):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from logitship.client.http.processor_argument import ProcessorStrings
+from logitship.client.http.processor_argument import ProcessorStrings, is_list_of_processors
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
 from logitship.server.processors.request_processors import read_entry, read_processor
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest
@@ -52,7 +52,7 @@ def read_prompt_processors(
         processors = [reader.entry(*each) for each in zip(params.logits_processors, fields, strict=True)]
     else:
         at = "custom_logit_processor"
-        given = one if isinstance(one, list | tuple) else [one]
+        given = one if is_list_of_processors(one) else [one]
         fields = [at] if given is not one else [f"{at}[{i}]" for i in range(len(given))]
         processors = [reader.processor(*each) for each in zip(given, fields, strict=True)]
     own = [one is None and _has_own_params(params.logits_processors[i]) for i in range(len(fields))]

@@ -41,6 +41,7 @@ from logitship.client import (
     TraceStage,
     TransportError,
     Usage,
+    from_hugging_face,
 )
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "TransportError",
     "Usage",
     "__version__",
+    "from_hugging_face",
 ]
 
 if TYPE_CHECKING:
