@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from logitship.client.params_schema import as_json_schema
 from logitship.client.serialization.processor_base import ProcessorBase
 
 if TYPE_CHECKING:
@@ -36,13 +37,20 @@ class CustomLogitProcessor(ProcessorBase, ABC):
     when the class is loaded for a model.
 
     Attributes:
-        params_schema: optional JSON schema of the request's `custom_params`; sent with the class.
+        params_schema: optional JSON Schema of the request's `custom_params`, or a pydantic model, which becomes its
+            JSON Schema. Servers refuse requests that do not match it.
     """
 
-    params_schema: ClassVar[dict[str, Any] | None] = None
+    params_schema: ClassVar[Any] = None
 
     # Module and name of this class in a pickle. They are SGLang's, so that SGLang can load the string.
     _pickles_as: ClassVar[tuple[str, str]] = ("sglang.srt.sampling.custom_logit_processor", "CustomLogitProcessor")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Replace a pydantic model in `params_schema` by its JSON Schema."""
+        super().__init_subclass__(**kwargs)
+        if "params_schema" in cls.__dict__:
+            cls.params_schema = as_json_schema(cls.__dict__["params_schema"])
 
     @abstractmethod
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:

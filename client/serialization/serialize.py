@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
+from logitship.client.params_schema import InvalidSchema, ParamsSchema
 
 from .call_signature import signature_mistake
 from .processor_base import ProcessorBase, processor_class
@@ -90,4 +91,9 @@ def _params_schema(cls: type[Any]) -> dict[str, Any] | None:
     schema: Mapping[str, Any] | None = cls.params_schema
     if schema is not None and not isinstance(schema, dict):
         raise ProcessorSerializationError(f"{cls.__qualname__}.params_schema is not a dict but {type(schema).__name__}")
+    if schema is not None:
+        try:
+            ParamsSchema(schema)
+        except InvalidSchema as error:
+            raise ProcessorSerializationError(f"class {cls.__qualname__}: {error}") from None
     return schema

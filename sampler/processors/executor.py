@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -17,6 +18,7 @@ import orjson
 
 from logitship.client.author_errors import class_name
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.params_schema import LONGEST_SCHEMA, InvalidSchema, ParamsSchema
 from logitship.client.scrub import scrub
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME = 200
 _LONGEST_DESCRIPTION = 1000
-_LONGEST_SCHEMA = 1 << 15
-"""Bytes of JSON. Longer schemas are dropped, so that a description fits into a sandbox's reply."""
 
 PREPARED_KEY = "__prepared__"
 """Key in a row's parameters of what an installed processor prepared from them at admission."""
@@ -69,6 +69,18 @@ class LoadedProcessor:
     tenant: str = ""
     description: str = ""
     params_schema: Mapping[str, Any] | None = None
+
+    @cached_property
+    def params_check(self) -> ParamsSchema | None:
+        """Check of a request's parameters; None if the class has no `params_schema`.
+
+        Raises:
+            ProcessorLoadError: it is no JSON Schema, or has a keyword that is not supported.
+        """
+        try:
+            return None if self.params_schema is None else ParamsSchema(self.params_schema)
+        except InvalidSchema as error:
+            raise ProcessorLoadError(str(error)) from None
 
     @property
     def group_name(self) -> str:
@@ -373,7 +385,7 @@ class ClassDescription:
     Attributes:
         name: name of the class.
         description: first paragraph of its own docstring, on one line; "" if it has none.
-        params_schema: its `params_schema`; None if it has none, or if that is not a JSON object of at most 32 KiB.
+        params_schema: its `params_schema`; None if it has none.
         dense_reason: why it cannot be called before its logits exist; "" if it can.
     """
 
@@ -384,7 +396,11 @@ class ClassDescription:
 
 
 def describe(cls: type) -> ClassDescription:
-    """Describe a class. Its metaclass may be the author's code: this call may raise anything."""
+    """Describe a class. Its metaclass may be the author's code: this call may raise anything.
+
+    Raises:
+        ProcessorLoadError: `params_schema` is not a JSON object of at most 32 KiB, so that it could not be enforced.
+    """
     doc = vars(cls).get("__doc__")  # `cls.__doc__` would be the base class's
     paragraph = inspect.cleandoc(doc).partition("\n\n")[0] if isinstance(doc, str) else ""
     return _sanitized(class_name(cls), paragraph, _json_object(getattr(cls, "params_schema", None)))
@@ -419,10 +435,14 @@ def _sanitized(name: str, description: str, schema: dict[str, Any] | None, dense
 
 
 def _json_object(value: Any) -> dict[str, Any] | None:
-    """Return a copy made of plain JSON values; None if it is not a JSON object or is too long."""
+    """Return a copy of a class's `params_schema` that is made of plain JSON values."""
+    if value is None:
+        return None
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:
-        return None
-    copy = orjson.loads(text) if len(text) <= _LONGEST_SCHEMA else None
-    return copy if isinstance(copy, dict) else None
+        text = b"null"
+    copy = orjson.loads(text) if len(text) <= LONGEST_SCHEMA else None
+    if not isinstance(copy, dict):
+        raise ProcessorLoadError(f"params_schema is not a JSON object of at most {LONGEST_SCHEMA} bytes")
+    return copy

@@ -224,6 +224,11 @@ class ProcessorCache:
         if (processor.tenant, processor.digest) != key:
             self._executor.unload(processor)
             raise ProcessorLoadError(f"the executor loaded {processor.digest}, asked for {runnable.digest}")
+        try:
+            _ = processor.params_check  # a schema that cannot be checked is refused now, not with the first parameters
+        except ProcessorLoadError:
+            self._executor.unload(processor)
+            raise
         return processor
 
     def _unload(self, processors: list[LoadedProcessor]) -> None:

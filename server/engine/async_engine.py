@@ -321,6 +321,8 @@ class AsyncEngine:
         try:
             shipped = await self.processors.load_shipped(request, held)
             if len(shipped) == len(request.processors):
+                if any(each.params_check is not None for each in shipped.values()):
+                    return await self.pool.run(request.tenant, self.processors.load, request, held, shipped)
                 return self.processors.load(request, held, shipped)
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)

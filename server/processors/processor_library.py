@@ -224,7 +224,7 @@ class ProcessorLoader:
     def prepare(
         self, processor: LoadedProcessor, params: Mapping[str, Any] | None, *, tenant: str = "", own: bool = False
     ) -> Any:
-        """Return what a built-in processor makes of a request's parameters; None for all other processors.
+        """Check a request's parameters, and return what a built-in processor makes of them; None for all others.
 
         Args:
             processor: as `acquire` returned it.
@@ -236,6 +236,8 @@ class ProcessorLoader:
             InvalidParams: the processor rejects the parameters.
             PreparationUnavailable: the parameters cannot be checked now.
         """
+        if processor.params_check is not None and (problem := processor.params_check.problem(params or {})):
+            raise InvalidParams(problem)
         # Installed processors only: a shipped class may derive from a built-in one, and must not run here.
         if processor is not self._installed.get(processor.name) or not isinstance(processor.instance, BuiltinProcessor):
             return None
@@ -281,6 +283,7 @@ class ProcessorLoader:
                 instance,
                 is_mask=builtin is not None and builtin.is_mask,
                 is_trusted=builtin is not None,
+                params_schema=None if builtin is not None else getattr(instance, "params_schema", None),
             )
             self._installed.setdefault(name, made)  # another thread may have been faster: one instance is kept
         return self._installed[name]
@@ -392,7 +395,4 @@ class ProcessorLibrary(ProcessorLoader):
 
 
 def _upload(name: str | None, processor: LoadedProcessor, string: ProcessorString) -> Upload:
-    schema = processor.params_schema
-    if schema is None and isinstance(string, PickledProcessor):
-        schema = string.params_schema  # the sandbox drops a schema that is too long for its reply
-    return Upload(name or processor.name, processor.digest, string, processor.description, schema)
+    return Upload(name or processor.name, processor.digest, string, processor.description, processor.params_schema)

@@ -19,6 +19,7 @@ from typing import Any
 import dill
 import pytest
 import torch
+from pydantic import BaseModel, Field
 
 from logitship import CustomLogitProcessor, ProcessorSerializationError
 from logitship.builtin_processors import DisallowedTokensLogitsProcessor
@@ -299,7 +300,7 @@ def test_class_with_required_arguments_is_refused() -> None:
 
 def test_non_dict_schema_is_refused() -> None:
     class BadSchema(Plain):
-        params_schema = ["token_id"]  # type: ignore[assignment] # noqa: RUF012
+        params_schema = ["token_id"]  # noqa: RUF012
 
     with pytest.raises(ProcessorSerializationError, match="params_schema is not a dict but list"):
         BadSchema.to_str()
@@ -317,3 +318,25 @@ def test_self_referencing_class() -> None:
     loaded = load_class(PickledProcessor(dump_class(Self)))
     assert loaded.known[0] is loaded  # type: ignore[attr-defined]
     assert instantiate(loaded)(torch.zeros(1, 1)).tolist() == [[1.0]]
+
+
+def test_schema_that_a_server_would_refuse_is_refused() -> None:
+    class Unsupported(Plain):
+        params_schema = {"patternProperties": {"^a": {}}}  # noqa: RUF012
+
+    with pytest.raises(ProcessorSerializationError, match=r"params_schema.patternProperties: this keyword is not sup"):
+        Unsupported.to_str()
+
+
+def test_pydantic_model_becomes_its_schema() -> None:
+    class Params(BaseModel):
+        sentences: int = Field(ge=1)
+
+    class WithModel(Plain):
+        params_schema = Params
+
+    assert WithModel.params_schema == Params.model_json_schema()
+    string = parse(WithModel.to_str())
+    assert isinstance(string, PickledProcessor)
+    assert string.params_schema == Params.model_json_schema()
+    assert load_class(string).params_schema == Params.model_json_schema()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship import CustomLogitProcessor
+from logitship.client.errors import ProcessorLoadError
 from logitship.sampler.processors.executor import ClassDescription, describe, from_bytes, to_bytes
 
 
@@ -32,11 +33,8 @@ def test_description_of_a_class() -> None:
     ("attributes", "description", "schema"),
     [
         ({"__doc__": "x" * 5000}, "x" * 1000, None),
-        ({"__doc__": 5, "params_schema": [1]}, "", None),
+        ({"__doc__": 5}, "", None),
         ({"__doc__": "a\x1b[31m\ud800"}, "a\\x1b[31m\\ud800", None),
-        ({"params_schema": {"a": object()}}, "", None),
-        ({"params_schema": {"a": "\ud800"}}, "", None),
-        ({"params_schema": {"a": "x" * (1 << 15)}}, "", None),
         ({"params_schema": {"a": (1, 2)}}, "", {"a": [1, 2]}),
     ],
 )
@@ -47,6 +45,12 @@ def test_invalid_attributes_are_dropped(attributes: dict[str, Any], description:
     described = describe(cls)
     assert described == ClassDescription("P", description, schema)
     assert from_bytes(to_bytes(described)) == described
+
+
+@pytest.mark.parametrize("schema", [[1], 5, {"a": object()}, {"a": "\ud800"}, {"a": "x" * (1 << 15)}])
+def test_schema_that_could_not_be_enforced_is_refused(schema: Any) -> None:
+    with pytest.raises(ProcessorLoadError, match="params_schema is not a JSON object of at most 32768 bytes"):
+        describe(type("P", (), {"params_schema": schema}))
 
 
 def test_longest_description_fits_into_a_reply() -> None:

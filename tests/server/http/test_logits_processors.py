@@ -251,3 +251,20 @@ def test_pooling_is_refused_with_vllms_message(server: Server, path: str) -> Non
     answer = server.http.post(path, json={"input": "hello", "logits_processors": ["a.b"]})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == f"logits_processors: {STR_POOLING_REJECTS_LOGITSPROCS}"
+
+
+@ROUTES
+def test_params_are_checked_against_the_schema(serve: Callable[..., Server], path: str) -> None:
+    server = serve()
+    source = FORCE["source"].replace("    def", "    params_schema = {'required': ['text']}\n\n    def", 1)
+    force = {**FORCE, "source": source}
+    given = [{"processor": force, "params": {"text": "ab"}}]
+    assert text_of(server.ok(path, logits_processors=given)) == "abab"
+    error = server.error(path, custom_logit_processor=force)
+    assert error["message"].endswith("params.text: required")
+    error = server.error(path, logits_processors=[{"processor": force, "params": {"txt": "ab"}}])
+    assert error["message"].endswith("params.text: required")
+    assert error["param"] == "logits_processors[0].params"
+    unsupported = {**FORCE, "source": source.replace("required", "if")}
+    error = server.error(path, custom_logit_processor=unsupported)
+    assert "params_schema.if: this keyword is not supported" in error["message"]

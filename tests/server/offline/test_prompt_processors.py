@@ -169,3 +169,22 @@ def test_params_of_unsupported_type(llm: LLM, params: SamplingParams, message: s
     llm._engine.config = dataclasses.replace(llm._engine.config, processor_isolation="sandbox")
     with pytest.raises(InvalidRequest, match=message):
         quiet(llm, "a", params)
+
+
+class Counts(Add):
+    params_schema = {"properties": {"by": {"type": "integer"}}, "required": ["by"]}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(custom_logit_processor=Counts), r"custom_params: params\.by: required"),
+        (
+            SamplingParams(logits_processors=[{"processor": Counts, "params": {"by": "x"}}]),
+            r"logits_processors\[0\]\.params: params\.by: expected an integer, got 'x'",
+        ),
+    ],
+)
+def test_params_are_checked_against_the_schema(llm: LLM, params: SamplingParams, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        quiet(llm, "a", params)

@@ -13,6 +13,7 @@ import pytest
 from logitship.builtin_processors.registry import Registry, installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import (
     InstalledProcessor,
     PickledProcessor,
@@ -324,3 +325,58 @@ def test_installed_processors_are_always_allowed(new_library: NewLibrary) -> Non
     assert by_reference is installed
     with pytest.raises(ProcessorNotAllowed):
         library.acquire(shipped("A"), "")
+
+
+def with_schema(schema: str) -> SourceProcessor:
+    source = shipped("Counts").source.replace("    def", f"    params_schema = {schema}\n\n    def", 1)
+    return SourceProcessor(source, "Counts")
+
+
+def test_params_are_checked_against_the_schema(new_library: NewLibrary) -> None:
+    library = new_library()
+    string = with_schema("{'properties': {'sentences': {'type': 'integer', 'minimum': 1}}, 'required': ['sentences']}")
+    info = library.register(string, "a")
+    for form in (string, RegisteredProcessor(info.digest), InstalledProcessor("Counts")):
+        processor = library.acquire(form, "a")
+        library.prepare(processor, {"sentences": 1}, tenant="a")
+        for params, problem in [
+            (None, "params.sentences: required"),
+            ({"sentences": "two"}, "params.sentences: expected an integer, got 'two'"),
+            ({"sentences": 0}, "params.sentences: expected 1 or more, got 0"),
+        ]:
+            with pytest.raises(InvalidParams) as raised:
+                library.prepare(processor, params, tenant="a")
+            assert str(raised.value) == problem
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("{'if': True}", "params_schema.if: this keyword is not supported"),
+        ("{'$ref': 'https://example.com/schema'}", "only references into the schema itself"),
+        ("{'pattern': '(?=a)'}", "params_schema.pattern: lookahead and lookbehind are not supported"),
+        ("['a']", "params_schema is not a JSON object"),
+    ],
+)
+def test_schema_that_cannot_be_enforced_is_refused(new_library: NewLibrary, schema: str, reason: str) -> None:
+    library = new_library(max_entries=1)
+    for _ in range(2):
+        with pytest.raises(ProcessorLoadError) as raised:
+            library.acquire(with_schema(schema), "")
+        assert reason in str(raised.value)
+    assert library.cache_stats().entries == 0
+
+
+def test_params_of_an_installed_class_are_checked(new_library: NewLibrary) -> None:
+    class Counts(CustomLogitProcessor):
+        params_schema = {"required": ["sentences"]}  # noqa: RUF012
+
+        def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+            return logits
+
+    registry = installed_processors()
+    registry.add("counts", Counts)
+    library = new_library(registry)
+    processor = library.acquire(InstalledProcessor("counts"), "")
+    with pytest.raises(InvalidParams, match=r"^params\.sentences: required$"):
+        library.prepare(processor, {})

@@ -16,6 +16,16 @@ from logitship.server.sglang.sglang_settings import SglangSettings
 from .conftest import CHECKS_HISTORY
 
 SOURCE = json.dumps({"source": CHECKS_HISTORY, "class_name": "ChecksHistory"})
+COUNTS = json.dumps(
+    {
+        "class_name": "Counts",
+        "source": "from logitship import CustomLogitProcessor\n"
+        "class Counts(CustomLogitProcessor):\n"
+        "    params_schema = {'required': ['sentences']}\n"
+        "    def __call__(self, logits, custom_param_list=None):\n"
+        "        return logits\n",
+    }
+)
 FORBIDS = json.dumps({"name": "disallowed_tokens"})
 
 
@@ -45,6 +55,7 @@ def test_valid_processors_are_admitted(front_end: FrontEnd) -> None:
         ("nonsense", "is not JSON"),
         (json.dumps({"source": "1 / 0", "class_name": "A"}), "ZeroDivisionError"),
         (FORBIDS, "parameters of disallowed_tokens"),
+        (COUNTS, r"parameters of Counts: params\.sentences: required"),
     ],
 )
 def test_what_cannot_run_is_refused(front_end: FrontEnd, string: str, message: str) -> None:

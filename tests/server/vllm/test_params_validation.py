@@ -13,6 +13,15 @@ from logitship.server.vllm.params_validation import admit
 
 MakeParams = Callable[..., Any]
 FAULT_TOKEN = 63
+COUNTS = """
+from logitship import CustomLogitProcessor
+
+class Counts(CustomLogitProcessor):
+    params_schema = {"required": ["sentences"]}
+
+    def __call__(self, logits, custom_param_list=None):
+        return logits
+"""
 
 
 class InputProcessor:
@@ -76,6 +85,10 @@ def test_plugin_info_is_returned(front_end: InputProcessor, vllm_params: MakePar
         (
             {"custom_logit_processor": json.dumps({"name": "disallowed_tokens"})},
             "disallowed_tokens: token_ids: missing",
+        ),
+        (
+            {"custom_logit_processor": json.dumps({"source": COUNTS, "class_name": "Counts"})},
+            r"parameters of Counts: params\.sentences: required",
         ),
         (
             {

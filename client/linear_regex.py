@@ -1,0 +1,212 @@
+r"""Regular expressions of clients, searched in a time that is linear in the text.
+
+Python's `re` backtracks: `(a+)+b` takes exponential time, and may come from a client. So a pattern is parsed by
+Python's parser, translated to the syntax of Rust's `regex`, which never backtracks, and searched by that, through
+pydantic. What needs backtracking (lookaround, references to groups, atomic groups) is refused.
+
+One thing differs: for `\b`, superscripts do not belong to words, and combining marks do.
+"""
+
+from __future__ import annotations
+
+import re
+import re._constants as sre  # type: ignore[import-not-found]
+import re._parser as sre_parser  # type: ignore[import-not-found]
+import warnings
+from typing import Any
+
+LONGEST_PATTERN = 1000
+"""Maximum number of characters."""
+LARGEST_SIZE = 1000
+"""Maximum number of single-character matchers, with repetitions written out."""
+
+_DEEPEST = 50
+_CLASS_SIZE = 10
+_CATEGORIES = {
+    sre.CATEGORY_DIGIT: r"\d",
+    sre.CATEGORY_NOT_DIGIT: r"\D",
+    # Python's str.isspace() has the separators U+001C to U+001F too.
+    sre.CATEGORY_SPACE: r"[\s\x1c-\x1f]",
+    sre.CATEGORY_NOT_SPACE: r"[^\s\x1c-\x1f]",
+    # Python's \w: letters and numbers of all kinds, and the underscore; no marks.
+    sre.CATEGORY_WORD: r"[\p{L}\p{N}_]",
+    sre.CATEGORY_NOT_WORD: r"[^\p{L}\p{N}_]",
+}
+_ASCII_CATEGORIES = {
+    sre.CATEGORY_DIGIT: "[0-9]",
+    sre.CATEGORY_NOT_DIGIT: "[^0-9]",
+    sre.CATEGORY_SPACE: r"[ \t-\r]",
+    sre.CATEGORY_NOT_SPACE: r"[^ \t-\r]",
+    sre.CATEGORY_WORD: "[0-9A-Za-z_]",
+    sre.CATEGORY_NOT_WORD: "[^0-9A-Za-z_]",
+}
+_REFUSED = {
+    sre.ASSERT: "lookahead and lookbehind are",
+    sre.ASSERT_NOT: "lookahead and lookbehind are",
+    sre.GROUPREF: "references to groups are",
+    sre.GROUPREF_EXISTS: "references to groups are",
+    sre.ATOMIC_GROUP: "atomic groups are",
+    sre.POSSESSIVE_REPEAT: "possessive repetitions are",
+}
+
+
+class LinearRegex:
+    """A pattern with the meaning that Python's `re` gives it.
+
+    Args:
+        pattern: the pattern.
+
+    Attributes:
+        pattern: the same.
+        size: number of its single-character matchers, with repetitions written out: the cost of a character.
+
+    Raises:
+        ValueError: it is malformed, too large, or needs backtracking; the message says which.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        if len(pattern) > LONGEST_PATTERN:
+            raise ValueError(f"a pattern of {len(pattern)} characters, at most {LONGEST_PATTERN} are allowed")
+        translator = _Translator()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of sets that may mean something else one day
+                parsed = sre_parser.parse(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        translated = translator.sequence(parsed, parsed.state.flags, 1, 0)
+        self.pattern = pattern
+        self.size = translator.size
+        self._searcher = _searcher(translated)
+
+    def is_found_in(self, text: str) -> bool:
+        """Return whether the pattern matches somewhere in a text, as `re.search` does."""
+        found: bool = self._searcher.isinstance_python(text)
+        return found
+
+
+def _searcher(translated: str) -> Any:
+    """Return a validator of the strings in which a pattern of Rust's is found; None in a client without pydantic."""
+    try:
+        from pydantic_core import SchemaError, SchemaValidator, core_schema
+    except ImportError:
+        return None
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=translated, regex_engine="rust-regex"))
+    except SchemaError:
+        raise ValueError("too large to be compiled") from None
+
+
+class _Translator:
+    """Writes a parsed pattern in Rust's syntax.
+
+    Attributes:
+        size: see `LinearRegex`.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def sequence(self, items: Any, flags: int, times: int, depth: int) -> str:
+        """Translate what follows one after the other.
+
+        Args:
+            items: from Python's parser.
+            flags: Python's flags that apply.
+            times: how often all of it may be repeated.
+            depth: number of groups around it.
+        """
+        if depth > _DEEPEST:
+            raise ValueError(f"groups are nested deeper than {_DEEPEST}")
+        return "".join(self._item(op, argument, flags, times, depth) for op, argument in items)
+
+    def _item(self, op: Any, argument: Any, flags: int, times: int, depth: int) -> str:
+        if op in _REFUSED:
+            raise ValueError(f"{_REFUSED[op]} not supported: patterns are searched in linear time")
+        match op:
+            case sre.BRANCH:
+                branches = (self.sequence(each, flags, times, depth + 1) for each in argument[1])
+                return f"(?:{'|'.join(branches)})"
+            case sre.SUBPATTERN:
+                _, added, removed, inner = argument
+                return f"(?:{self.sequence(inner, (flags | added) & ~removed, times, depth + 1)})"
+            case sre.MAX_REPEAT | sre.MIN_REPEAT:
+                least, most, inner = argument
+                endless = most is sre.MAXREPEAT or most == sre.MAXREPEAT
+                count = max(1, least if endless else most)
+                self._add(0, times * count)
+                text = self.sequence(inner, flags, times * count, depth + 1)
+                return f"(?:{text}){{{least},{'' if endless else most}}}"
+            case sre.AT:
+                return _position(argument, flags)
+            case _:
+                self._add(_size(op, argument, flags), times)
+                return _with_case(_character(op, argument, flags), flags)
+
+    def _add(self, size: int, times: int) -> None:
+        self.size += size * times
+        if max(self.size, times) > LARGEST_SIZE:
+            raise ValueError(f"its repetitions amount to more than {LARGEST_SIZE} characters")
+
+
+def _size(op: Any, argument: Any, flags: int) -> int:
+    """Return 1, or more for classes of Unicode characters, which are large automata."""
+    has_class = op is sre.IN and not flags & re.ASCII and any(member is sre.CATEGORY for member, _ in argument)
+    return _CLASS_SIZE if has_class else 1
+
+
+def _with_case(text: str, flags: int) -> str:
+    return f"(?i:{text})" if flags & re.IGNORECASE else text
+
+
+def _character(op: Any, argument: Any, flags: int) -> str:
+    match op:
+        case sre.LITERAL:
+            return _literal(argument)
+        case sre.NOT_LITERAL:
+            return f"[^{_literal(argument)}]"
+        case sre.ANY:
+            return "(?s:.)" if flags & re.DOTALL else r"[^\n]"
+        case sre.IN:
+            negated = argument[0][0] is sre.NEGATE
+            return f"[{'^' * negated}{''.join(_member(kind, each, flags) for kind, each in argument[negated:])}]"
+        case _:
+            raise ValueError(f"{str(op).lower()} is not supported")
+
+
+def _member(op: Any, argument: Any, flags: int) -> str:
+    match op:
+        case sre.LITERAL:
+            return _literal(argument)
+        case sre.RANGE:
+            return f"{_literal(argument[0])}-{_literal(argument[1])}"
+        case _:
+            return _category(argument, flags)
+
+
+def _category(category: Any, flags: int) -> str:
+    return (_ASCII_CATEGORIES if flags & re.ASCII else _CATEGORIES)[category]
+
+
+def _literal(code: int) -> str:
+    if 0xD800 <= code <= 0xDFFF:
+        raise ValueError("a lone surrogate is no character")
+    return rf"\x{{{code:x}}}"
+
+
+def _position(position: Any, flags: int) -> str:
+    multiline = bool(flags & re.MULTILINE)
+    match position:
+        case sre.AT_BEGINNING:
+            return "(?m:^)" if multiline else r"\A"
+        case sre.AT_BEGINNING_STRING:
+            return r"\A"
+        case sre.AT_END:
+            return "(?m:$)" if multiline else r"\n?\z"
+        case sre.AT_END_STRING:
+            return r"\z"
+        case sre.AT_BOUNDARY | sre.AT_NON_BOUNDARY:
+            text = r"\b" if position is sre.AT_BOUNDARY else r"\B"
+            return f"(?-u:{text})" if flags & re.ASCII else text
+        case _:
+            raise ValueError(f"{str(position).lower()} is not supported")

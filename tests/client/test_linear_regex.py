@@ -1,0 +1,65 @@
+"""Patterns mean what they mean to Python's `re`, and never take long."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+import warnings
+
+import pytest
+
+from logitship.client.linear_regex import LinearRegex
+
+PATTERNS = [
+    "", "|a", "a+b", "(a|b)*c$", r"\d{2,3}", r"\w+@\w+\.com", "(?i)stop", r"[^\s]x", r"^\n", r"\bfoo\b", "(?m)^b$",
+    "(?s)a.b", "a.b", "[a-c&&b]", "[[:alpha:]]", "x{,2}y", "(?P<n>ab)+", r"\Aab\Z", "(?:a{2}){3}", r"[\w-]+!",
+    r"(?a)\w\b", "a*?b", "é+", r"\$", r"[\]\-^]", "(?i:ß)|K", r"\S\D\W", r"(?a)[\s\d]é", r"\Bo", "[^a]$",
+    "(?-i:a)(?i:b)",    "a{2}|a{4,}", "(?x) a b # c", "(?i)[k-s]", "²|½", r"\w²",
+]  # fmt: skip
+ALPHABET = "abcxy foo@.com12\n!ABSTOPéß٣ K$-^]_&[:ſ\x1c²"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_matches_are_those_of_re(pattern: str) -> None:
+    rng = random.Random(pattern)
+    ours = LinearRegex(pattern)
+    # The one difference: where a word ends next to a superscript or a combining mark.
+    alphabet = ALPHABET.replace("²", "") if "\\b" in pattern.lower() else ALPHABET
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = re.compile(pattern)
+    for _ in range(1500):
+        text = "".join(rng.choices(alphabet, k=rng.randrange(10)))
+        assert ours.is_found_in(text) == bool(theirs.search(text)), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?=a)", "lookahead and lookbehind are not supported"),
+        ("(?<!a)b", "lookahead and lookbehind are not supported"),
+        (r"(a)\1", "references to groups are not supported"),
+        ("(a)?(?(1)b|c)", "references to groups are not supported"),
+        ("(?>a)", "atomic groups are not supported"),
+        ("a++", "possessive repetitions are not supported"),
+        ("(", "not a regular expression: missing )"),
+        ("a{3,2}", "not a regular expression"),
+        ("(?:a{100}){100}", "amount to more than 1000 characters"),
+        ("(?:){99999}", "amount to more than 1000 characters"),
+        ("a{99999999999999999999}", "not a regular expression"),
+        (r"\w{101}", "amount to more than 1000 characters"),
+        ("a" * 1001, "a pattern of 1001 characters, at most 1000 are allowed"),
+        ("(" * 60 + ")" * 60, "groups are nested deeper than 50"),
+        ("[\ud800]", "a lone surrogate is no character"),
+    ],
+)
+def test_what_is_not_linear_is_refused(pattern: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        LinearRegex(pattern)
+
+
+def test_catastrophic_pattern_is_harmless() -> None:
+    start = time.process_time()
+    assert not LinearRegex("(a+)+b").is_found_in("a" * 1_000_000)
+    assert time.process_time() - start < 2
