@@ -37,6 +37,7 @@ from .records import (
     TraceStage,
     Usage,
 )
+from .row_processor import Row, RowProcessor
 
 __all__ = [
     "APIStatusError",
@@ -65,6 +66,8 @@ __all__ = [
     "Receipt",
     "RegisteredProcessor",
     "RequestTooLargeError",
+    "Row",
+    "RowProcessor",
     "ServerBusyError",
     "TokenLogprob",
     "TokenTrace",

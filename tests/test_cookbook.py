@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from logitship import CustomLogitProcessor
+from logitship import CustomLogitProcessor, RowProcessor
 from logitship.server.check import line_profiler, local_timing
 from logitship.server.check.check_options import CheckOptions
 from logitship.server.check.checks import speed
@@ -34,6 +34,7 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "Watermark": [{"key": 1}, {"key": 2, "bonus": 4.0}],
 }
 OPTIONS: dict[str, Any] = {"batch_sizes": (1,), "ignore": frozenset({"speed"})}
+BASES = (CustomLogitProcessor, RowProcessor)
 
 
 def classes_of_the_cookbook(folder: Path) -> dict[str, type[CustomLogitProcessor]]:
@@ -51,7 +52,7 @@ def classes_of_the_cookbook(folder: Path) -> dict[str, type[CustomLogitProcessor
     return {
         name: value
         for name, value in names.items()
-        if isinstance(value, type) and issubclass(value, CustomLogitProcessor) and value is not CustomLogitProcessor
+        if isinstance(value, type) and issubclass(value, CustomLogitProcessor) and value not in BASES
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from logitship import CustomLogitProcessor, SamplingParams
+from logitship import CustomLogitProcessor, RowProcessor, SamplingParams
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.builtin_processors.no_repeat_ngram import DeepseekOCRNoRepeatNGramLogitProcessor
 from logitship.builtin_processors.thinking_budget import Qwen3ThinkingBudgetLogitProcessor
@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "server" / "playground" / "examples"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
 NUM_ROWS, NUM_STEPS = 3, 6
+BASES = (CustomLogitProcessor, RowProcessor)
 
 Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]
 
@@ -200,6 +201,7 @@ def documentation(folder: Path) -> Iterator[Case]:
         "Boost": {"token_ids": [5, 6], "bias": 2.0},
         "Sentences": {"sentences": 1},
         "NoDigits": {},
+        "Alternate": {"lists": [[5, 6], [7]]},
     }
     found = _classes_of_page(ROOT / "docs" / "writing-processors.md", folder)
     for name, values in params.items():
@@ -220,7 +222,7 @@ def _classes_of_page(page: Path, folder: Path) -> dict[str, type[CustomLogitProc
     return {
         name: value
         for name, value in runpy.run_path(str(script)).items()
-        if isinstance(value, type) and issubclass(value, CustomLogitProcessor) and value is not CustomLogitProcessor
+        if isinstance(value, type) and issubclass(value, CustomLogitProcessor) and value not in BASES
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitship import CustomLogitProcessor
+from logitship import CustomLogitProcessor, Row, RowProcessor
 from logitship.server.check.row_loops import RowLoop, find_row_loops
 
 Rows = list[dict[str, Any]] | None
@@ -109,3 +109,12 @@ def test_class_without_source_has_no_loops() -> None:
     names: dict[str, Any] = {"CustomLogitProcessor": CustomLogitProcessor}
     exec("class Typed(CustomLogitProcessor):\n    def __call__(self, logits, params=None): return logits", names)
     assert find_row_loops(names["Typed"]) == []
+
+
+class Edits(RowProcessor):
+    def edit(self, row: Row) -> None:
+        row.forbid(1)
+
+
+def test_loop_of_row_processor_is_not_the_authors() -> None:
+    assert find_row_loops(Edits) == []
