@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import orjson
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.hugging_face import from_hugging_face, is_hugging_face
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor, from_json, to_text
+from logitship.client.serialization.syntax import signature_of
 
 
 class ProcessorStrings:
@@ -46,7 +48,7 @@ class ProcessorStrings:
         if not callable(getattr(cls, "to_str", None)):
             raise TypeError(
                 f"{argument}: expected a CustomLogitProcessor class, a processor string, a form of one such as "
-                f"{{'name': …}}, or an installed processor's name, not {_describe(processor)}"
+                f"{{'name': …}}, or an installed processor's name, not {_describe(processor)}{_advice(processor)}"
             )
         if cls is not processor and getattr(processor, "__dict__", None):
             raise TypeError(
@@ -78,6 +80,26 @@ def _from_form(form: dict[str, Any], argument: str) -> str:
     except ProcessorLoadError as error:
         raise ValueError(f"{argument}: {error}") from None
     return orjson.dumps(form).decode()
+
+
+def _advice(value: Any) -> str:
+    """Return how to make a processor of a class or function that is none; "" for other values."""
+    if not callable(value):
+        return ""
+    call = value.__call__ if isinstance(value, type) or not inspect.isroutine(value) else value
+    try:
+        names = [name for name in signature_of(call).parameters if name != "self"]
+    except (TypeError, ValueError):
+        names = []
+    if names[:2] == ["input_ids", "scores"]:
+        return (
+            ". It takes (input_ids, scores), as those of Hugging Face: derive its class from "
+            "transformers.LogitsProcessor, whose objects and classes are taken as they are"
+        )
+    return (
+        ". Derive a class from logitship.CustomLogitProcessor with __call__(self, logits, custom_param_list), or from "
+        "logitship.RowProcessor with edit(self, row)"
+    )
 
 
 def _describe(value: Any) -> str:

@@ -10,6 +10,7 @@ _EXPECTED = (
     "a CustomLogitProcessor is called once per step for all of its rows, as __call__(self, logits, custom_param_list). "
     "The tokens of a row are in custom_param_list[row]['__req__']: origin_input_ids and output_ids"
 )
+_OR_HUGGING_FACE = "Or derive it from transformers.LogitsProcessor instead: processor= takes those as they are"
 
 
 def signature_mistake(cls: type) -> str:
@@ -23,7 +24,7 @@ def signature_mistake(cls: type) -> str:
     names = [name for name, each in signature.parameters.items() if each.kind in positional][1:]
     shown = f"({', '.join(names)})"
     if names[:2] == ["input_ids", "scores"]:
-        return f"its __call__ takes {shown}, as Hugging Face's: {_EXPECTED}"
+        return f"its __call__ takes {shown}, as Hugging Face's: {_EXPECTED}. {_OR_HUGGING_FACE}"
     if "logits" in names[1:] and names[0] != "logits":
         return f"its __call__ takes {shown}, as vLLM's, with the logits last: {_EXPECTED}"
     try:

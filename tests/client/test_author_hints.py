@@ -21,6 +21,8 @@ EXPECTED = (
     "The tokens of a row are in custom_param_list[row]['__req__']: origin_input_ids and output_ids"
 )
 
+OR_HUGGING_FACE = "Or derive it from transformers.LogitsProcessor instead: processor= takes those as they are"
+
 
 class HuggingFaces(CustomLogitProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:  # type: ignore[override]
@@ -48,7 +50,7 @@ class Correct(CustomLogitProcessor):
 
 
 MISTAKES = [
-    (HuggingFaces, f"its __call__ takes (input_ids, scores), as Hugging Face's: {EXPECTED}"),
+    (HuggingFaces, f"its __call__ takes (input_ids, scores), as Hugging Face's: {EXPECTED}. {OR_HUGGING_FACE}"),
     (
         Vllms,
         "its __call__ takes (prompt_token_ids, output_token_ids, logits), as vLLM's, with the logits last: " + EXPECTED,

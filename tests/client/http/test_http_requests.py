@@ -295,3 +295,37 @@ def test_abort_with_empty_rid_is_refused() -> None:
 )
 def test_is_many(prompt: Any, n: int | None, many: bool) -> None:
     assert requests.is_many(prompt, n) is many
+
+
+class PlainHuggingFace:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+class Plain:
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits
+
+
+def plain_function(logits: Any, custom_param_list: Any = None) -> Any:
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("processor", "advice"),
+    [
+        (PlainHuggingFace, "not the class PlainHuggingFace. It takes (input_ids, scores), as those of Hugging Face: "),
+        (
+            PlainHuggingFace(),
+            "not PlainHuggingFace. It takes (input_ids, scores), as those of Hugging Face: derive its ",
+        ),
+        (lambda input_ids, scores: scores, "not function. It takes (input_ids, scores), as those of Hugging Face: "),
+        (Plain, "not the class Plain. Derive a class from logitship.CustomLogitProcessor with __call__(self, logits"),
+        (plain_function, "not function. Derive a class from logitship.CustomLogitProcessor with __call__(self, logits"),
+        (print, "not builtin_function_or_method. Derive a class from logitship.CustomLogitProcessor"),
+    ],
+)
+def test_plain_classes_and_functions_get_advice(processor: Any, advice: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        requests.generate("Hi", None, {"processor": processor}, stream=False)
+    assert advice in str(caught.value)
