@@ -74,7 +74,7 @@ class ParamsSchema:
 
     def problem(self, params: Mapping[str, Any]) -> str:
         """Return what is wrong with parameters, such as `params.sentences: required`; "" if they match."""
-        run = _Run(self._root, self._patterns, params)
+        run = _SchemaCheck(self._root, self._patterns, params)
         try:
             found = run.check(self._root, params, "params")
         except _TooMuch as error:
@@ -179,7 +179,7 @@ class _TooMuch(Exception):
     """A check takes too many steps."""
 
 
-class _Run:
+class _SchemaCheck:
     """One check of parameters, with its remaining steps."""
 
     def __init__(self, root: Any, patterns: Mapping[str, LinearRegex], params: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from logitship.client.params_schema import as_json_schema
 from logitship.client.serialization.processor_base import ProcessorBase
+
+from .params_schema import as_json_schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

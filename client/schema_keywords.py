@@ -36,7 +36,7 @@ class Problem(NamedTuple):
         return f"{self.path}: expected {self.expected}, got {_shown(self.got)}"
 
 
-class Run(Protocol):
+class SchemaRun(Protocol):
     """One check of parameters, see `params_schema.py`."""
 
     def check(self, schema: Any, value: Any, path: str) -> Problem | None:
@@ -56,7 +56,7 @@ class Run(Protocol):
         ...
 
 
-Check: TypeAlias = Callable[[Run, Any, Any, str], Problem | None]
+Check: TypeAlias = Callable[[SchemaRun, Any, Any, str], Problem | None]
 """Checks a keyword: (run, the keyword's value, the parameter, its path)."""
 
 
@@ -96,26 +96,26 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _type(_: Run, names: Any, value: Any, path: str) -> Problem | None:
+def _type(_: SchemaRun, names: Any, value: Any, path: str) -> Problem | None:
     names = [names] if isinstance(names, str) else names
     if any(_is_type(value, name) for name in names):
         return None
     return Problem(path, " or ".join(_TYPES[name] for name in names), value)
 
 
-def _enum(run: Run, allowed: Any, value: Any, path: str) -> Problem | None:
+def _enum(run: SchemaRun, allowed: Any, value: Any, path: str) -> Problem | None:
     if run.canonical(value) in [run.canonical(each) for each in allowed]:
         return None
     shown = ", ".join(map(_shown, allowed[:10])) + (", …" if len(allowed) > 10 else "")
     return Problem(path, shown if len(allowed) == 1 else f"one of {shown}", value)
 
 
-def _const(run: Run, allowed: Any, value: Any, path: str) -> Problem | None:
+def _const(run: SchemaRun, allowed: Any, value: Any, path: str) -> Problem | None:
     return _enum(run, [allowed], value, path)
 
 
 def _bound(words: str, is_ok: Callable[[Any, Any], bool]) -> Check:
-    def check(_: Run, bound: Any, value: Any, path: str) -> Problem | None:
+    def check(_: SchemaRun, bound: Any, value: Any, path: str) -> Problem | None:
         if not _is_number(value) or is_ok(value, bound):
             return None
         return Problem(path, words.format(_shown(bound)), value)
@@ -123,7 +123,7 @@ def _bound(words: str, is_ok: Callable[[Any, Any], bool]) -> Check:
     return check
 
 
-def _multiple_of(_: Run, divisor: Any, value: Any, path: str) -> Problem | None:
+def _multiple_of(_: SchemaRun, divisor: Any, value: Any, path: str) -> Problem | None:
     if not _is_number(value):
         return None
     try:
@@ -135,7 +135,7 @@ def _multiple_of(_: Run, divisor: Any, value: Any, path: str) -> Problem | None:
 
 
 def _length(kind: Callable[[Any], bool], words: str, is_ok: Callable[[int, int], bool]) -> Check:
-    def check(_: Run, bound: Any, value: Any, path: str) -> Problem | None:
+    def check(_: SchemaRun, bound: Any, value: Any, path: str) -> Problem | None:
         if not kind(value) or is_ok(len(value), bound):
             return None
         return Problem(path, words.format(bound), value)
@@ -143,49 +143,49 @@ def _length(kind: Callable[[Any], bool], words: str, is_ok: Callable[[int, int],
     return check
 
 
-def _pattern(run: Run, pattern: Any, value: Any, path: str) -> Problem | None:
+def _pattern(run: SchemaRun, pattern: Any, value: Any, path: str) -> Problem | None:
     if not isinstance(value, str) or run.has_pattern(pattern, value):
         return None
     return Problem(path, f"a string that matches {_shown(pattern)}", value)
 
 
-def _unique_items(run: Run, unique: Any, value: Any, path: str) -> Problem | None:
+def _unique_items(run: SchemaRun, unique: Any, value: Any, path: str) -> Problem | None:
     if not unique or not _is_list(value) or len(set(map(run.canonical, value))) == len(value):
         return None
     return Problem(path, "different items")
 
 
-def _prefix_items(run: Run, schemas: Any, value: Any, path: str) -> Problem | None:
+def _prefix_items(run: SchemaRun, schemas: Any, value: Any, path: str) -> Problem | None:
     pairs = zip(schemas, value if _is_list(value) else (), strict=False)
     return _first(run.check(schema, item, f"{path}[{i}]") for i, (schema, item) in enumerate(pairs))
 
 
-def _required(_: Run, names: Any, value: Any, path: str) -> Problem | None:
+def _required(_: SchemaRun, names: Any, value: Any, path: str) -> Problem | None:
     missing = next((n for n in names if n not in value), None) if isinstance(value, Mapping) else None
     return None if missing is None else Problem(f"{path}.{missing[:80]}", "required")
 
 
-def _properties(run: Run, schemas: Any, value: Any, path: str) -> Problem | None:
+def _properties(run: SchemaRun, schemas: Any, value: Any, path: str) -> Problem | None:
     if not isinstance(value, Mapping):
         return None
     return _first(run.check(schema, value[n], f"{path}.{n[:80]}") for n, schema in schemas.items() if n in value)
 
 
-def _property_names(run: Run, schema: Any, value: Any, path: str) -> Problem | None:
+def _property_names(run: SchemaRun, schema: Any, value: Any, path: str) -> Problem | None:
     names = value if isinstance(value, Mapping) else ()
     return _first(run.check(schema, name, f"{path}: the name {_shown(name)}") for name in names)
 
 
-def _dependent_required(run: Run, names: Any, value: Any, path: str) -> Problem | None:
+def _dependent_required(run: SchemaRun, names: Any, value: Any, path: str) -> Problem | None:
     present = [needed for n, needed in names.items() if n in value] if isinstance(value, Mapping) else []
     return _first(_required(run, needed, value, path) for needed in present)
 
 
-def _all_of(run: Run, schemas: Any, value: Any, path: str) -> Problem | None:
+def _all_of(run: SchemaRun, schemas: Any, value: Any, path: str) -> Problem | None:
     return _first(run.check(schema, value, path) for schema in schemas)
 
 
-def _any_of(run: Run, schemas: Any, value: Any, path: str) -> Problem | None:
+def _any_of(run: SchemaRun, schemas: Any, value: Any, path: str) -> Problem | None:
     problems: list[Problem] = []
     for schema in schemas:
         found = run.check(schema, value, path)
@@ -198,14 +198,14 @@ def _any_of(run: Run, schemas: Any, value: Any, path: str) -> Problem | None:
     return deepest._replace(expected=f"{deepest.expected} (or another of the {len(schemas)} forms)")
 
 
-def _one_of(run: Run, schemas: Any, value: Any, path: str) -> Problem | None:
+def _one_of(run: SchemaRun, schemas: Any, value: Any, path: str) -> Problem | None:
     matching = sum(run.check(schema, value, path) is None for schema in schemas)
     if matching > 1:
         return Problem(path, "a value of exactly one of the forms", value)
     return _any_of(run, schemas, value, path) if matching == 0 else None
 
 
-def _not(run: Run, schema: Any, value: Any, path: str) -> Problem | None:
+def _not(run: SchemaRun, schema: Any, value: Any, path: str) -> Problem | None:
     return Problem(path, "another value", value) if run.check(schema, value, path) is None else None
 
 
@@ -213,13 +213,13 @@ def _first(problems: Iterator[Problem | None]) -> Problem | None:
     return next((each for each in problems if each is not None), None)
 
 
-def check_items(run: Run, schema: Any, value: Any, path: str, start: int) -> Problem | None:
+def check_items(run: SchemaRun, schema: Any, value: Any, path: str, start: int) -> Problem | None:
     """Check `items`: those from `start`, after the ones of `prefixItems`."""
     items = value[start:] if _is_list(value) else ()
     return _first(run.check(schema, item, f"{path}[{i}]") for i, item in enumerate(items, start))
 
 
-def check_additional(run: Run, schema: Any, value: Any, path: str, known: Any) -> Problem | None:
+def check_additional(run: SchemaRun, schema: Any, value: Any, path: str, known: Any) -> Problem | None:
     """Check `additionalProperties`: those that are not in `known`."""
     others = [name for name in value if name not in known] if isinstance(value, Mapping) else []
     if schema is False and others:
@@ -228,7 +228,7 @@ def check_additional(run: Run, schema: Any, value: Any, path: str, known: Any) -
     return _first(run.check(schema, value[name], f"{path}.{str(name)[:80]}") for name in others)
 
 
-def _reference(run: Run, reference: Any, value: Any, path: str) -> Problem | None:
+def _reference(run: SchemaRun, reference: Any, value: Any, path: str) -> Problem | None:
     return run.check_reference(reference, value, path)
 
 
