@@ -112,11 +112,11 @@ def test_runs_in_the_server(make_engine: Callable[..., AsyncEngine], isolation: 
 
 
 def test_edit_is_required() -> None:
-    class Forgotten(RowProcessor):
+    class Unfinished(RowProcessor):
         pass
 
-    with pytest.raises(ProcessorSerializationError, match="Forgotten is abstract: it lacks edit"):
-        Forgotten.to_str()
+    with pytest.raises(ProcessorSerializationError, match="Unfinished is abstract: it lacks edit"):
+        Unfinished.to_str()
 
 
 def test_pickle_and_source_need_nothing_of_logitship() -> None:
