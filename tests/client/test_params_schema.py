@@ -92,8 +92,8 @@ def test_verdicts_are_those_of_jsonschema(schema: dict[str, Any], values: list[A
         ({"properties": {"a": {"const": 1}}}, {"a": None}, "params.a: expected 1, got null"),
         (
             {"properties": {"word": {}}, "additionalProperties": False},
-            {"wrod": 1},
-            "params.wrod: there is no such parameter, only word",
+            {"wird": 1},
+            "params.wird: there is no such parameter, only word",
         ),
         (
             {"properties": {"a": {"pattern": "^x"}}},
