@@ -74,7 +74,12 @@ NOT_RUN = {
     "tutorial.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve]"',
     ],
-    "sglang.md": [SGLANG_SERVE, "logitship doctor sglang http://localhost:30000"],
+    "sglang.md": [
+        SGLANG_SERVE,
+        "logitship doctor sglang http://localhost:30000",
+        "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor \\\n"
+        "  --speculative-algorithm NGRAM --disable-overlap-schedule",
+    ],
     "vllm.md": [VLLM_SERVE],
     "CONTRIBUTING.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',

@@ -32,7 +32,7 @@ class SglangPlugin:
     """Reply of the plugin.
 
     Attributes:
-        speculates: the server decodes speculatively, and refuses processors.
+        speculates: the server decodes speculatively, in a way that makes it refuse processors.
     """
 
     speculates: bool

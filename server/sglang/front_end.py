@@ -25,8 +25,8 @@ NUM_LOADS = 4
 SHIPPING_KEY_HEADER = "x-logitship-shipping-key"
 """Header of a shipping key, for servers whose `Authorization` is SGLang's own API key."""
 _SPECULATION = (
-    "custom_logit_processor: this server decodes speculatively, and SGLang does not call processors for drafts; "
-    "it has to be started without --speculative-algorithm"
+    "custom_logit_processor: this server decodes speculatively, and SGLang does not call processors for drafts; it has "
+    "to be started without --speculative-algorithm, or with NGRAM and --disable-overlap-schedule"
 )
 
 
@@ -36,13 +36,13 @@ class FrontEnd:
     Args:
         settings: the plugin's.
         model: the model.
-        speculates: SGLang decodes speculatively.
+        skips_processors: SGLang decodes speculatively in a way that processors cannot follow.
     """
 
-    def __init__(self, settings: SglangSettings, model: ModelView, *, speculates: bool) -> None:
+    def __init__(self, settings: SglangSettings, model: ModelView, *, skips_processors: bool) -> None:
         self._settings = settings
         self._model = model
-        self._speculates = speculates
+        self._skips_processors = skips_processors
         self._threads = ThreadPoolExecutor(NUM_LOADS, "logitship-load")
         self._lock = threading.Lock()
         self._processors: PluginProcessors | None = None
@@ -65,8 +65,8 @@ class FrontEnd:
         if not pairs:
             return
         if any(string == PROBE for string, _ in pairs):
-            raise ValueError(SglangPlugin(speculates=self._speculates).to_message())
-        if self._speculates:
+            raise ValueError(SglangPlugin(speculates=self._skips_processors).to_message())
+        if self._skips_processors:
             raise ValueError(_SPECULATION)
         requested = [read_fields(string, params, self._settings.max_processor_size) for string, params in pairs]
         self._check_key([each for some in requested for each in some], http_request)

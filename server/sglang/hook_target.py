@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
+VERSION = "0.5.23"
+"""The version of SGLang that the plugin was made for."""
+
 
 @dataclass(frozen=True)
 class HookTarget:
@@ -32,3 +35,21 @@ class HookTarget:
             return f"{self.path}: {error}"
         found = [name for name in found if name not in ("self", "cls")]
         return None if found == list(self.parameters) else f"{self.path} takes {', '.join(found) or 'no arguments'}"
+
+
+def apply_hooks(targets: Sequence[HookTarget]) -> None:
+    """Wrap functions of SGLang.
+
+    Raises:
+        ValueError: they are not those that the plugin knows, or SGLang did not wrap one, which it only logs.
+    """
+    if differences := [each.difference for each in targets if each.difference is not None]:
+        raise ValueError(f"logitship knows SGLang {VERSION}, and this one differs: {'; '.join(differences)}")
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+
+    for target in targets:
+        HookRegistry.register(target.path, target.hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    missing = [target.path for target in targets if target.path not in HookRegistry._patched]
+    if missing:
+        raise ValueError(f"SGLang did not apply the hooks of {', '.join(missing)}")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import torch
 
 from logitship.server.plugins.plugin_processors import for_execution
 
+from .draft_tree import MaskThenEdit, read_trees
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
 from .generate_fields import only_forbids
-from .hook_target import HookTarget
+from .hook_target import HookTarget, apply_hooks
 from .receipt_info import RECEIPTS, receipts_of, send_receipts
 from .refusal import GENERATE, logger
 from .sampling_ranks import sampling_ranks
@@ -21,7 +23,7 @@ from .scheduled_request import ScheduledRequest, scheduled
 from .served_model import served_model
 from .sglang_settings import SglangSettings
 from .step_processors import StepProcessors
-from .unsupported import check_configuration
+from .unsupported import check_configuration, skips_processors
 
 Function = Callable[..., Any]
 
@@ -31,6 +33,8 @@ _steps: StepProcessors | None = None
 """Processors of this process, if it is a scheduler."""
 _begins_early = False
 """Calls may begin before the model computes."""
+_follows_drafts = False
+"""SGLang decodes speculatively, in a way that processors can follow."""
 
 
 def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -39,9 +43,7 @@ def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, *
     if not server_args.enable_custom_logit_processor:
         return
     model = served_model(manager.model_config, server_args)
-    front_end = FrontEnd(
-        SglangSettings.from_environment(), model, speculates=server_args.speculative_algorithm is not None
-    )
+    front_end = FrontEnd(SglangSettings.from_environment(), model, skips_processors=skips_processors(server_args))
     setattr(manager, _FRONT_END, front_end)
     front_end.prepare()
 
@@ -58,10 +60,13 @@ async def admit(generate_request: Function, manager: Any, obj: Any, request: Any
 
 def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Start the executor of the processors next to a new `Scheduler`."""
-    global _begins_early, _steps
+    global _begins_early, _follows_drafts, _steps
     if server_args.enable_custom_logit_processor:
         check_configuration(server_args)
         send_receipts()
+        if server_args.speculative_algorithm is not None:
+            apply_hooks([VERIFY])
+            _follows_drafts = not skips_processors(server_args)
     init(scheduler, server_args, *args, **kwargs)
     if not server_args.enable_custom_logit_processor:
         return
@@ -101,6 +106,20 @@ def sample(sample: Function, runner: Any, logits_output: Any, forward_batch: Any
         token_ids = sample(runner, logits_output, forward_batch)
     _steps.sampled(token_ids)
     return token_ids
+
+
+def verify(
+    eagle_sample: Function, verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None, **kwargs: Any
+) -> Any:
+    """Run the processors behind draft tokens, after SGLang's penalties and grammars, and let them know the verdict."""
+    rows = {} if _steps is None or batch.forward_mode.is_idle() else _rows(batch.sampling_info)
+    if _steps is None or not rows:
+        return eagle_sample(verify_input, batch, logits_output, grammar_mask, **kwargs)
+    trees = read_trees(verify_input) if _follows_drafts else None
+    edit = partial(_steps.apply_to_drafts, rows=rows, trees=trees)
+    result = eagle_sample(verify_input, batch, logits_output, MaskThenEdit(grammar_mask, edit), **kwargs)
+    _steps.take_accepted(logits_output.next_token_logits, rows, result[2].tolist())
+    return result
 
 
 def apply(
@@ -191,3 +210,17 @@ TARGETS = (
         keep_receipts,
     ),
 )
+VERIFY = HookTarget(
+    "sglang.srt.speculative.eagle_utils.eagle_sample",
+    [
+        "verify_input",
+        "batch",
+        "logits_output",
+        "grammar_mask",
+        "uno_target_max_top_k",
+        "watermark_state",
+        "watermark_full_mask",
+    ],
+    verify,
+)
+"""Wrapped only if SGLang decodes speculatively. It is imported by its workers then."""

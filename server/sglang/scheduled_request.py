@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse, fork_uses
 from logitship.sampler.sampling_params import SamplingParams
 
 _ATTRIBUTE = "_logitship_request"
@@ -26,7 +26,7 @@ class ScheduledRequest:
         prompt_token_ids: the prompt.
         uses: its processors; None until its first token is sampled.
         params: its sampling parameters with its processors.
-        output_token_ids: its output tokens, all of them known. Always the same list.
+        output_token_ids: its output tokens, all of them known. Always the same list, but for accepted draft tokens.
         fault: the reason to end it; None while it runs.
         called_at: number of output tokens at its processors' last call.
         sampled: the tokens that SGLang sampled in the step of that call, and its row there.
@@ -62,6 +62,29 @@ class ScheduledRequest:
             own.append(last)
         if len(own) != length:
             self.fail(f"SGLang continues output token {length} of it, of which {len(own)} are known")
+
+    def with_draft(self, token: int) -> ScheduledRequest:
+        """Return what becomes of the request if SGLang accepts a draft token.
+
+        Its processors must have been called for the token, and their state is copied: SGLang verifies all draft tokens
+        of a step at once, after the processors have edited the logits behind each of them.
+        """
+        assert self.uses is not None
+        assert self.params is not None
+        output = [*self.output_token_ids, token]
+        draft = replace(self, uses=None, params=None, output_token_ids=output, called_at=-1, sampled=None)
+        try:
+            draft.uses = fork_uses(self.uses, output)
+            draft.params = self.params.with_checked(processors=draft.uses)
+        except ProcessorFault as fault:
+            draft.fault = fault
+        return draft
+
+    def accept(self, draft: ScheduledRequest) -> None:
+        """Continue as a draft that SGLang accepted."""
+        if draft.uses is not None:  # else its state could not be copied
+            self.uses, self.params = draft.uses, draft.params
+        self.output_token_ids, self.called_at, self.fault = draft.output_token_ids, draft.called_at, draft.fault
 
     def fail(self, reason: str) -> None:
         """End the request for a reason that is not its processor's fault. The first reason counts."""

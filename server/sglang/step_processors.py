@@ -5,18 +5,22 @@ ends.
 
 Assumptions:
 * SGLang calls `apply` at most once a step, inside the model runner's `sample`, with the logits of all rows.
+* In a step that verifies draft tokens, it calls `apply_to_drafts` and `take_accepted` instead. All tokens before are
+  known.
 
 Guarantees:
 * A processor is called once for each token of its request, whatever else SGLang computes: not for a chunk of a prompt,
   not after the end, and not again for a token that SGLang drops when it retracts a request. Its `state` lives until the
   request ends.
 * The history is exact in each call, with overlap scheduling too. Where it cannot be, the request ends instead.
+* Behind a draft token, a processor is called with a copy of the request's state, which is kept only if SGLang accepts
+  the token: to what continues, each processor was called once for each of its tokens.
 * Nothing is raised: an exception would stop SGLang's scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,15 +32,18 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.plugins.plugin_processors import PluginProcessors
 
+from .draft_tree import DraftTree
 from .finish_abort import abort, abort_message
 from .forward_step import ForwardStep
 from .generate_fields import PARAMS, read_fields, sampling_params_of
 from .refusal import logger
-from .sampling_ranks import SamplingRanks
+from .sampling_ranks import EndedRows, SamplingRanks
 from .scheduled_request import ScheduledRequest, has_ended
 from .sglang_settings import SglangSettings
 
 _NOT_SAMPLED = "SGLang did not sample the token that its processors were called for"
+_NOT_CALLED = "SGLang accepted a draft token behind which no processor was called"
+_NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies drafts"
 INTERNAL_ERROR = "the server had an internal error; its log has the details"
 
 
@@ -66,6 +73,7 @@ class StepProcessors:
         self._planned: dict[int, tuple[ScheduledRequest, int]] = {}
         self._called: dict[int, ScheduledRequest] = {}
         self._edited: list[int] = []
+        self._behind_drafts: dict[int, ScheduledRequest | None] = {}
         self._step: ForwardStep | None = None
 
     @property
@@ -120,15 +128,139 @@ class StepProcessors:
         self._edited = []
         if self._ranks.is_first:
             self._run_or_fail(logits, rows, tokens_per_row)
-        failed = {row: each.fault for row, each in rows.items() if each.fault is not None}
-        ended = {row: (abort_message(fault), len(rows[row].output_token_ids)) for row, fault in failed.items()}
-        for row, (message, num_output_tokens) in self._ranks.share(logits, self._edited, ended).items():
+        for row, (message, num_output_tokens) in self._ranks.share(logits, self._edited, _ended(rows)).items():
             _end(rows[row], message, num_output_tokens)
+
+    def apply_to_drafts(
+        self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], trees: Sequence[DraftTree] | None
+    ) -> None:
+        """Run the processors on the rows of draft tokens, in place, as if each were accepted.
+
+        Args:
+            logits: [nodes of all trees, vocab].
+            rows: the requests with processors, by row of the batch.
+            trees: the draft tokens of each row of the batch; None: they cannot be followed.
+        """
+        self._edited, self._behind_drafts = [], {}
+        if self._ranks.is_first:
+            try:
+                if trees is None:
+                    self._fail_all(rows.values(), _NO_DRAFTS)
+                else:
+                    self._run_trees(logits, rows, trees)
+            except Exception:  # noqa: BLE001  # boundary: SGLang
+                logger.exception("logitship failed in a step: all requests with processors end")
+                self._fail_all(rows.values(), INTERNAL_ERROR)
+        self._ranks.share(logits, self._edited, {})
+
+    def _run_trees(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], trees: Sequence[DraftTree]) -> None:
+        """Run the processors one depth at a time, first behind the last output tokens."""
+        self._drop_finished()
+        running: dict[int, ScheduledRequest] = {}
+        tree_of: dict[int, DraftTree] = {}
+        for row, request in rows.items():
+            tree = trees[row]
+            if self._starts(request, tree):
+                running[tree.first_row] = request
+                tree_of[tree.first_row] = tree
+        started = list(tree_of.values())
+        while running:
+            self._edit(logits, running)
+            self._edited += running
+            self._behind_drafts |= running
+            running = self._next_depth(logits, running, tree_of)
+        for tree in started:
+            for copy, original in tree.copies.items():
+                row, original_row = tree.first_row + copy, tree.first_row + original
+                if original_row in self._behind_drafts:
+                    logits[row] = logits[original_row]
+                    self._edited.append(row)
+                    self._behind_drafts[row] = self._behind_drafts[original_row]
+
+    def _starts(self, request: ScheduledRequest, tree: DraftTree) -> bool:
+        """Bring a history up to date, and return whether the request's next token is sampled."""
+        req = request.request()
+        if req is None or request.fault is not None or req.finished():
+            return False
+        request.take_new_tokens(req.output_ids, len(req.output_ids), -1)
+        if request.uses is None or request.output_token_ids[-1:] != [tree.tokens[0]]:
+            request.fail("SGLang's draft tokens do not follow its output")
+        return request.fault is None and not has_ended(req, request.output_token_ids)
+
+    def _next_depth(
+        self, logits: torch.Tensor, running: dict[int, ScheduledRequest], tree_of: dict[int, DraftTree]
+    ) -> dict[int, ScheduledRequest]:
+        """Return the requests with one more draft token, by row. A token that is forbidden cannot be accepted."""
+        pairs: list[tuple[int, int, int]] = []
+        for parent, request in running.items():
+            tree = tree_of[parent]
+            if request.fault is None:
+                children = tree.children.get(parent - tree.first_row, ())
+                pairs += [(parent, tree.first_row + node, tree.tokens[node]) for node in children]
+        parents, tokens = [parent for parent, _, _ in pairs], [token for _, _, token in pairs]
+        forbidden = logits[parents, tokens].isneginf().tolist()
+        found: dict[int, ScheduledRequest] = {}
+        for (parent, row, token), is_forbidden in zip(pairs, forbidden, strict=True):
+            request = running[parent]
+            if is_forbidden:
+                continue
+            if has_ended(request.request(), [*request.output_token_ids, token]):
+                self._behind_drafts[row] = None
+                continue
+            draft = self._behind_drafts[row] = request.with_draft(token)
+            self._kept.update(draft.uses or ())
+            tree_of[row] = tree_of[parent]
+            if draft.fault is None:
+                found[row] = draft
+        return found
+
+    def take_accepted(
+        self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], accepted: Sequence[Sequence[int]]
+    ) -> None:
+        """Continue behind the accepted draft tokens, and end requests whose processors failed there.
+
+        Args:
+            logits: those of `apply_to_drafts`.
+            rows: the requests with processors, by row of the batch.
+            accepted: for each row of the batch, the rows of the logits from which SGLang took its tokens, in order; the
+                first is that of the last output token. -1: none.
+        """
+        if self._ranks.is_first:
+            try:
+                self._accept(rows, accepted)
+            except Exception:  # noqa: BLE001  # boundary: SGLang
+                logger.exception("logitship failed after a step: all requests with processors end")
+                self._fail_all(rows.values(), INTERNAL_ERROR)
+        for row, (message, num_output_tokens) in self._ranks.share(logits, [], _ended(rows)).items():
+            _end(rows[row], message, num_output_tokens)
+
+    def _accept(self, rows: dict[int, ScheduledRequest], accepted: Sequence[Sequence[int]]) -> None:
+        drafts, self._behind_drafts = self._behind_drafts, {}
+        uses = {use for draft in drafts.values() if draft is not None for use in draft.uses or ()}
+        for row, request in rows.items():
+            last = request
+            for draft_row in accepted[row][1:]:
+                if draft_row == -1 or last.fault is not None:
+                    break
+                if draft_row not in drafts:
+                    last.fail(_NOT_CALLED)
+                    break
+                draft = drafts[draft_row]
+                if draft is None:  # the token ends the request
+                    break
+                last = draft
+            if last is not request:
+                request.accept(last)
+            uses.difference_update(request.uses or ())
+        for use in uses:
+            self._kept.discard(use)
+            use.drop_fork()
+        self._shipped.update_state(self._difference({}))
 
     def _run_or_fail(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], tokens_per_row: int) -> None:
         try:
             if self._step is None or tokens_per_row != 1:
-                self._fail_all(rows.values(), "its processors cannot run in this step, in which SGLang verifies drafts")
+                self._fail_all(rows.values(), _NO_DRAFTS)
             else:
                 self._run(logits, rows, self._step)
         except Exception:  # noqa: BLE001  # boundary: SGLang
@@ -144,12 +276,16 @@ class StepProcessors:
             self._end_begun_calls()
             running = {row: request for row, request in running.items() if request.fault is None}
         self._planned = {}
+        self._edit(logits, running)
+        self._called = running
+
+    def _edit(self, logits: torch.Tensor, running: dict[int, ScheduledRequest]) -> None:
+        """Call the processors of some requests, each on its row."""
         self._shipped.update_state(self._difference(running))
         if not running:
             return
         for request in running.values():
             request.called_at = len(request.output_token_ids)
-        self._called = running
         edited = logits if logits.dtype == torch.float32 else logits.float()
         self._shipped.apply(edited)
         if edited is not logits:
@@ -254,6 +390,12 @@ class StepProcessors:
 def _with_lengths(running: dict[int, ScheduledRequest]) -> dict[int, tuple[ScheduledRequest, int]]:
     """Return requests with the lengths of their outputs."""
     return {row: (request, len(request.output_token_ids)) for row, request in running.items()}
+
+
+def _ended(rows: dict[int, ScheduledRequest]) -> EndedRows:
+    """Return the requests that end, with the reasons and the numbers of their output tokens."""
+    failed = {row: each.fault for row, each in rows.items() if each.fault is not None}
+    return {row: (abort_message(fault), len(rows[row].output_token_ids)) for row, fault in failed.items()}
 
 
 def _end(request: ScheduledRequest, message: str, num_output_tokens: int) -> None:

@@ -37,3 +37,18 @@ def check_configuration(server_args: Any) -> None:
     for name, (is_set, reason) in reasons.items():
         if is_set:
             raise ValueError(f"logitship does not run custom logit processors with {name}: {reason}")
+
+
+def skips_processors(server_args: Any) -> bool:
+    """Return whether SGLang decodes speculatively in a way that processors cannot follow.
+
+    NGRAM drafts can be followed, except with overlap scheduling, where a step begins before the verdict about the last
+    drafts is known. On a CPU, SGLang turns that off by itself.
+
+    Args:
+        server_args: SGLang's `ServerArgs`.
+    """
+    algorithm = server_args.speculative_algorithm
+    if algorithm is None:
+        return False
+    return algorithm != "NGRAM" or not (server_args.disable_overlap_schedule or server_args.device == "cpu")

@@ -16,15 +16,16 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[2]
-ENTRY_POINTS = "[sglang.srt.plugins]\nlogitship = logitship.server.sglang.sglang_plugin:load\n"
 
 
-def add_distribution(folder: Path) -> None:
-    """Write what `pip install` writes, for a logitship that is found by `PYTHONPATH`."""
-    metadata = folder / "logitship-0.dist-info"
+def add_distribution(
+    folder: Path, name: str = "logitship", plugin: str = "logitship.server.sglang.sglang_plugin:load"
+) -> None:
+    """Write what `pip install` writes, for a package with a plugin of SGLang that is found by `PYTHONPATH`."""
+    metadata = folder / f"{name}-0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: logitship\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {plugin}\n")
 
 
 @dataclass

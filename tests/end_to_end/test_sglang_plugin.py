@@ -597,6 +597,53 @@ def test_wrong_setting_refuses_processors(
         assert not [name for name in audited(server) if name.startswith(("fractions.", "dill."))]
 
 
+def test_speculation(
+    tmp_path: Path, sglang_python: Path, model_folder: Path, folders: list[Path], tokenizer: Tokenizer
+) -> None:
+    """SGLang drafts trees from what it generated before, and processors see exactly the tokens that it accepts."""
+    add_distribution(tmp_path, "tree_attention", "tree_attention:load")
+    kernels = Path(__file__).with_name("sglang_kernels")
+    arguments = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6")
+    with (
+        sglang_serve(sglang_python, model_folder, [kernels, tmp_path, *folders], {}, *arguments) as server,
+        Client(server.url, timeout=300) as client,
+    ):
+
+        def answer(tokens: int, prompt: str, processor: str, params: dict[str, Any]) -> tuple[list[int], int, int]:
+            """Return the tokens, the number of calls, and the number of steps with drafts."""
+            sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": params}
+            body = {"text": prompt, "sampling_params": sampling, "custom_logit_processor": processor}
+            meta = (answered := httpx.post(f"{server.url}/generate", json=body, timeout=300).json())["meta_info"]
+            return answered["output_ids"], meta["receipts"][0]["steps"], meta["spec_verify_ct"]
+
+        def fault(kind: str) -> str | None:
+            with pytest.raises(GenerationError) as caught:
+                generate(client, tokens=9, processor=faulty(kind))
+            return caught.value.type
+
+        prompts = [f"{number} {PROMPT}" for number in range(4)]
+        plain = [generate(client, prompt, tokens=30) for prompt in prompts]
+        string, checksum = CountsCalls.to_str(), HashesHistory.to_str()
+        answer(30, PROMPT, string, {"first": FIRST})
+        with ThreadPoolExecutor(12) as pool:
+            counted = pool.submit(answer, 30, PROMPT, string, {"first": FIRST})
+            hashed = [pool.submit(answer, 31, prompt, checksum, {"last": 30}) for prompt in prompts]
+            others = [pool.submit(generate, client, prompt, tokens=30) for prompt in prompts]
+            faults = [pool.submit(fault, kind) for kind in ("raises", "exits", "leaves a NaN")]
+            tokens, calls, steps = counted.result()
+            assert tokens == [FIRST + step for step in range(30)]
+            assert calls == 30
+            assert steps < 20  # with drafts that were accepted
+            for prompt, expected, each in zip(prompts, plain, hashed, strict=True):
+                tokens, calls, steps = each.result()
+                assert tokens == [*expected, history_token(tokenizer.encode(prompt), expected, 31)]
+                assert calls == 31
+                assert steps < 20
+            assert [each.result() for each in others] == plain
+            assert [each.result() for each in faults] == ["ProcessorFault"] * 3
+        assert server.is_alive()
+
+
 def test_stock_sglang_unpickles_and_dies(stock: SglangServer) -> None:
     """The control: the recorder records, the client warns, and one fault ends the server."""
     assert run_doctor_command(stock.url, None) == 1

@@ -39,7 +39,7 @@ def http_request(**headers: str) -> Any:
 
 @pytest.fixture
 def front_end(settings: SglangSettings, model: ModelView) -> FrontEnd:
-    return FrontEnd(settings, model, speculates=False)
+    return FrontEnd(settings, model, skips_processors=False)
 
 
 def test_valid_processors_are_admitted(front_end: FrontEnd) -> None:
@@ -64,7 +64,8 @@ def test_what_cannot_run_is_refused(front_end: FrontEnd, string: str, message: s
 
 
 def test_speculation_is_refused(settings: SglangSettings, model: ModelView) -> None:
-    front_end = FrontEnd(settings, model, speculates=True)
+    """SGLang answers 400 for a `ValueError`, as type `BadRequestError`."""
+    front_end = FrontEnd(settings, model, skips_processors=True)
     asyncio.run(front_end.admit(generate(None), None))
     with pytest.raises(ValueError, match="decodes speculatively"):
         asyncio.run(front_end.admit(generate(FORBIDS, token_ids=[1]), None))
@@ -74,7 +75,7 @@ def test_only_listed_processors_are_admitted(tmp_path: Path, model: ModelView) -
     (tmp_path / "allowed").write_text(f"sha256:{'a' * 64}")
     settings = SglangSettings(processor_isolation="none", allow_processor=str(tmp_path / "allowed"))
     with pytest.raises(ValueError, match="LOGITSHIP_SGLANG_ALLOW_PROCESSOR"):
-        asyncio.run(FrontEnd(settings, model, speculates=False).admit(generate(SOURCE), None))
+        asyncio.run(FrontEnd(settings, model, skips_processors=False).admit(generate(SOURCE), None))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_only_listed_processors_are_admitted(tmp_path: Path, model: ModelView) -
 )
 def test_code_needs_a_shipping_key(model: ModelView, string: str, request_: Any, may: bool) -> None:
     settings = SglangSettings(processor_isolation="none", shipping_api_key=("first", "second"))
-    admission = FrontEnd(settings, model, speculates=False).admit(generate(string, token_ids=[1]), request_)
+    admission = FrontEnd(settings, model, skips_processors=False).admit(generate(string, token_ids=[1]), request_)
     if may:
         asyncio.run(admission)
     else:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.sglang.unsupported import check_configuration
+from logitship.server.sglang.unsupported import check_configuration, skips_processors
 
 
 def arguments(**changed: Any) -> Any:
@@ -35,3 +35,17 @@ def test_rust_server_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", "true")
     with pytest.raises(ValueError, match="SGLANG_RUST_SERVER"):
         check_configuration(arguments())
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"speculative_algorithm": None, "disable_overlap_schedule": False}, False),
+        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": True}, False),
+        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": False}, True),
+        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": False, "device": "cpu"}, False),
+        ({"speculative_algorithm": "EAGLE", "disable_overlap_schedule": True}, True),
+    ],
+)
+def test_which_speculation_skips_processors(changed: dict[str, Any], expected: bool) -> None:
+    assert skips_processors(SimpleNamespace(**{"device": "cuda", **changed})) is expected
