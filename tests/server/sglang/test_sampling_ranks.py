@@ -15,6 +15,7 @@ from logitship.server.sglang.step_processors import StepProcessors
 
 from .conftest import MakeReq
 from .fake_scheduler import FakeReq, FakeScheduler
+from .test_draft_processors import FakeVerifier, random_tree
 
 
 class FakeGroup:
@@ -54,6 +55,30 @@ def test_ranks_agree(
         scheduler = FakeScheduler(5, steps, overlap=True)
         reqs.append([make_req("a", tokens=9), make_req("b", first=None), make_req("c", first=20, fails_at=3)])
         threads.append(threading.Thread(target=scheduler.run, args=reqs[rank]))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for of_rank in reqs:
+        assert [req.visible for req in of_rank] == [list(range(2, 11)), [5] * 8, [20, 21, 22]]
+        assert of_rank[2].finished_reason.err_type == "ProcessorFault"
+
+
+def test_ranks_agree_about_drafts(
+    settings: SglangSettings, model: ModelView, processors: PluginProcessors, make_req: MakeReq
+) -> None:
+    """The second rank gets the rows behind draft tokens, and the faults behind accepted ones."""
+    sent: list[Any] = []
+    barrier = threading.Barrier(2)
+    reqs: list[list[FakeReq]] = []
+    threads = []
+    for rank in range(2):
+        ranks = SamplingRanks(FakeGroup(rank, sent, barrier))
+        verifier = FakeVerifier(
+            StepProcessors(settings, model, processors if rank == 0 else None, ranks), random_tree, seed=4
+        )
+        reqs.append([make_req("a", tokens=9), make_req("b", first=None), make_req("c", first=20, fails_at=3)])
+        threads.append(threading.Thread(target=verifier.run, args=reqs[rank]))
     for thread in threads:
         thread.start()
     for thread in threads:
