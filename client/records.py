@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from . import notebook_html
 
 _MAX_ROWS = 12
 _NAME_WIDTH = 12
@@ -120,7 +122,7 @@ class TraceCandidate:
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """Trace of the sampling of one output token. `print` shows it as a table.
+    """Trace of the sampling of one output token. `print` shows it as a table, and so does a notebook.
 
     Attributes:
         token: the sampled token.
@@ -132,8 +134,27 @@ class TokenTrace:
     candidates: tuple[TraceCandidate, ...]
     stages: tuple[TraceStage, ...]
 
+    @property
+    def edited(self) -> TraceStage:
+        """The stage before `sampling`: all processors have run."""
+        return next(stage for stage in reversed(self.stages) if stage.stage != "sampling")
+
     def __str__(self) -> str:
         return _trace_table(self)
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return _trace_html(self)
+
+
+class Trace(tuple[TokenTrace, ...]):
+    """Traces of the tokens of an answer. A notebook shows them as a table."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Return a table with a row per token for a notebook."""
+        return traces_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +185,15 @@ class Generation:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     receipts: tuple[Receipt, ...] = ()
-    trace: tuple[TokenTrace, ...] | None = field(default=None, repr=False)
+    trace: Trace | None = field(default=None, repr=False)
     rid: str | None = None
     raw: Mapping[str, Any] = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        """Return the answer with its receipts and trace for a notebook."""
+        reason = "" if self.finish_reason is None else f", ended by {self.finish_reason.kind}"
+        status = f"{self.usage.completion_tokens} tokens{reason}"
+        return answer_html(self.text, status, self.receipts, self.trace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +225,14 @@ class GenerationChunk:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     receipts: tuple[Receipt, ...] = ()
-    trace: tuple[TokenTrace, ...] | None = field(default=None, repr=False)
+    trace: Trace | None = field(default=None, repr=False)
     rid: str | None = None
     raw: Mapping[str, Any] = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        """Return the text so far, and what is new, for a notebook."""
+        reason = "" if self.finish_reason is None else f", ended by {self.finish_reason.kind}"
+        return answer_html(self.cumulative_text, f"new: {self.text!r}{reason}", self.receipts, self.trace)
 
 
 @dataclass(frozen=True)
@@ -218,13 +250,62 @@ class Model:
     raw: Mapping[str, Any] = field(repr=False)
 
 
+def answer_html(text: str, status: str, receipts: Sequence[Receipt], trace: Sequence[TokenTrace] | None) -> str:
+    """Return an answer as HTML for a notebook."""
+    parts = [notebook_html.text(text), notebook_html.small(status)]
+    for receipt in receipts:
+        steps = f"{receipt.name}: {receipt.steps} steps, {receipt.milliseconds:.1f} ms, {receipt.digest[:19]}…"
+        parts.append(notebook_html.small(steps))
+        if receipt.printed:
+            parts.append(notebook_html.preformatted(receipt.printed))
+    if trace:
+        parts.append(notebook_html.details(f"Trace of {len(trace)} tokens", traces_html(trace)))
+    return "\n".join(parts)
+
+
+def traces_html(traces: Sequence[TokenTrace]) -> str:
+    """Return a table with a row per token: its probability before and after the processors, and the model's choice.
+
+    Tokens that the model would not have chosen first are bold.
+    """
+    rows, marked = [], []
+    for number, trace in enumerate(traces):
+        at = _sampled_index(trace)
+        wanted = trace.candidates[0]
+        cells = [
+            f"{number + 1} {trace.token.text!r}",
+            _percent(trace.stages[0].logprobs[at]),
+            _percent(trace.edited.logprobs[at]),
+            f"{trace.edited.num_allowed:,}",
+            f"{wanted.text!r} {_percent(trace.stages[0].logprobs[0])}",
+        ]
+        if wanted.token_id != trace.token.token_id:
+            marked.append(number)
+        rows.append(cells)
+    titles = ["token", "model", "processors", "allowed", "model's first choice"]
+    return notebook_html.table(titles, rows, marked)
+
+
+def _trace_html(trace: TokenTrace) -> str:
+    sampled = _sampled_index(trace)
+    shown = sorted({*range(len(trace.candidates))[:_MAX_ROWS], sampled})
+    rows = [[repr(trace.candidates[i].text), *(_percent(stage.logprobs[i]) for stage in trace.stages)] for i in shown]
+    rows.append([_ALLOWED, *(f"{stage.num_allowed:,}" for stage in trace.stages)])
+    titles = ["", *(stage.name or stage.stage for stage in trace.stages)]
+    return notebook_html.table(titles, rows, [shown.index(sampled)])
+
+
+def _sampled_index(trace: TokenTrace) -> int:
+    return next(i for i, each in enumerate(trace.candidates) if each.token_id == trace.token.token_id)
+
+
 def _trace_table(trace: TokenTrace) -> str:
     """Return one line per candidate with its probability at each stage, in percent.
 
     A star marks the sampled token, `-` a forbidden one.
     """
     indices = range(len(trace.candidates))
-    sampled = next(i for i in indices if trace.candidates[i].token_id == trace.token.token_id)
+    sampled = _sampled_index(trace)
     shown = sorted({*indices[:_MAX_ROWS], sampled})
     texts = [repr(trace.candidates[i].text) for i in shown]
     width = max(len(_ALLOWED), *map(len, texts))

@@ -1,4 +1,4 @@
-"""The command line: `logitship serve`, `logitship check`, `logitship demo` and `logitship doctor`."""
+"""The command line: `logitship serve`, `logitship check`, `logitship dev`, `logitship demo` and `logitship doctor`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from logitship.server.check.command import add_arguments as add_check_arguments
 from logitship.server.check.command import run_command as run_check_command
+from logitship.server.dev.command import add_arguments as add_dev_arguments
+from logitship.server.dev.command import run_command as run_dev_command
 
 from .config import ServerConfig
 from .doctor import run_doctor_command
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if command == "check":
         return run_check_command(options)
+    if command == "dev":
+        return run_dev_command(options)
     try:
         config = ServerConfig(**{name: _as_tuple(value) for name, value in options.items()})
     except ValueError as error:
@@ -125,6 +129,9 @@ _CHECK_FIELDS = (
 )
 """Server settings that `logitship check` takes."""
 
+_DEV_FIELDS = ("model_path", "tokenizer_path", "dtype", "device", "trust_remote_code")
+"""Server settings that `logitship dev` takes."""
+
 _DEMO_FIELDS = ("model_path", "processor_isolation")
 """Server settings that `logitship demo` takes."""
 
@@ -179,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     check = commands.add_parser("check", help="test a processor class the way a server runs it")
+    dev = commands.add_parser("dev", help="run a processor class on a prompt each time its file is saved")
     demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
     doctor = commands.add_parser("doctor", help="tell whether a running server of another engine unpickles processors")
     serve.add_argument(
@@ -197,6 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     add_check_arguments(check)
     for field in _CHECK_FIELDS:
         _add_flag(check, FLAG_OF_FIELD[field])
+    add_dev_arguments(dev)
+    for field in _DEV_FIELDS:
+        _add_flag(dev, FLAG_OF_FIELD[field])
     for field in _DEMO_FIELDS:
         _add_flag(demo, FLAG_OF_FIELD[field])
     return parser

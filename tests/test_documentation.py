@@ -71,6 +71,9 @@ NOT_RUN = {
         "export LOGITSHIP_API_KEY=first-key,second-key LOGITSHIP_SHIPPING_API_KEY=third-key\n"
         "logitship serve --enable-custom-logit-processor",
     ],
+    "writing-processors.md": [
+        """logitship dev lipogram.py --prompt "Name the seasons." --params '{"letter": "e"}'""",
+    ],
     "tutorial.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve]"',
     ],

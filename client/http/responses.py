@@ -16,6 +16,7 @@ from logitship.client.records import (
     Receipt,
     TokenLogprob,
     TokenTrace,
+    Trace,
     TraceCandidate,
     TraceStage,
     Usage,
@@ -151,9 +152,9 @@ def parse_receipts(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Receipt
     )
 
 
-def parse_trace(entries: Sequence[Mapping[str, Any]] | None) -> tuple[TokenTrace, ...] | None:
+def parse_trace(entries: Sequence[Mapping[str, Any]] | None) -> Trace | None:
     """Parse the traces of a response; None if there are none."""
-    return None if entries is None else tuple(map(_token_trace, entries))
+    return None if entries is None else Trace(map(_token_trace, entries))
 
 
 def _token_trace(entry: Mapping[str, Any]) -> TokenTrace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from logitship.client.records import Receipt, TokenTrace
+from logitship.client.records import Receipt, TokenTrace, answer_html
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class CompletionOutput:
         """Return whether it has a finish reason."""
         return self.finish_reason is not None
 
+    def _repr_html_(self) -> str:
+        """Return the answer with its receipts and trace for a notebook."""
+        reason = "" if self.finish_reason is None else f", ended by {self.finish_reason}"
+        return answer_html(self.text, f"{len(self.token_ids)} tokens{reason}", self.receipts, self.trace)
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -86,3 +91,7 @@ class RequestOutput:
     def receipts(self) -> tuple[Receipt, ...]:
         """The receipts of all continuations, in order."""
         return tuple(receipt for output in self.outputs for receipt in output.receipts)
+
+    def _repr_html_(self) -> str:
+        """Return the continuations for a notebook."""
+        return "<hr>".join(output._repr_html_() for output in self.outputs)
