@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
+import sys
 from pathlib import Path
 
 import gguf
@@ -9,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.utils.logging import enable_progress_bar
 
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel, ModelLoadError, load_model
@@ -147,3 +151,27 @@ def test_missing_chat_template_is_named(folder: Path) -> None:
     config = ServerConfig(model_path=str(folder))
     with pytest.raises(ModelLoadError, match=r"nowhere\.jinja"):
         load_model(dataclasses.replace(config, chat_template="nowhere.jinja"))
+
+
+class Screen(io.StringIO):
+    """A standard error stream."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_bar_is_shown_in_a_terminal(
+    folder: Path, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    enable_progress_bar()  # type: ignore[no-untyped-call]
+    screen = Screen(is_terminal=is_terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with caplog.at_level(logging.INFO):
+        load_model(ServerConfig(model_path=str(folder), device="cpu"))
+    assert ("Loading weights" in screen.getvalue()) == is_terminal
+    assert f"loading the model {folder}" in caplog.messages
