@@ -46,6 +46,17 @@ export async function get(path) {
 }
 
 /**
+ * Posts a JSON body, and gets the JSON response.
+ * @param {string} path
+ * @param {object} body
+ * @returns {Promise<any>}
+ */
+export async function post(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  return (await send(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+}
+
+/**
  * Yields the events of a streamed response.
  * @param {string} path
  * @param {object} body

@@ -90,7 +90,8 @@ const colours = HighlightStyle.define([
 /**
  * @typedef {object} Editor
  * @property {() => string} text
- * @property {(text: string) => void} setText replaces the text and clears the history
+ * @property {(key: string, text: string) => void} open shows a text. Each key has a history of its own, to undo edits
+ * @property {(text: string) => void} replace replaces the text; can be undone
  * @property {(line: number, message: string) => void} showError at a line, from 1
  * @property {() => void} clearError
  * @property {(line: number) => void} goTo moves the cursor to a line and looks there
@@ -136,18 +137,33 @@ export function createEditor(host, { label, describedBy, onChange, onRun }) {
       spellcheck: "false",
       tabindex: "0",
     }),
-    // `setText` replaces the state without a change event, so this listener only gets the user's edits.
+    // `open` replaces the state without a change event, so this listener only gets the user's edits.
     EditorView.updateListener.of(({ docChanged }) => {
-      if (docChanged) onChange();
+      if (docChanged && !isReplacing) onChange();
     }),
   ];
+  let isReplacing = false;
+  let openKey = "";
+  /** @type {Map<string, import("./vendor/codemirror.js").EditorState>} */
+  const states = new Map();
   const fresh = (text) => EditorState.create({ doc: text, extensions });
   const view = new EditorView({ state: fresh(""), parent: root, root });
   const lineAt = (line) => view.state.doc.line(Math.min(line, view.state.doc.lines));
 
   return {
     text: () => view.state.doc.toString(),
-    setText: (text) => view.setState(fresh(text)),
+    open(key, text) {
+      if (key === openKey && text === view.state.doc.toString()) return;
+      states.set(openKey, view.state);
+      openKey = key;
+      const before = states.get(key);
+      view.setState(before?.doc.toString() === text ? before : fresh(text));
+    },
+    replace(text) {
+      isReplacing = true;
+      view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: text } });
+      isReplacing = false;
+    },
     showError(line, message) {
       const { from, to, text } = lineAt(line);
       const start = from + text.length - text.trimStart().length;

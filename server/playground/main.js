@@ -2,6 +2,7 @@
 
 import { AnswerColumn } from "./answer_column.js";
 import { ApiError, apiKey, get, setApiKey } from "./api.js";
+import { program } from "./copy_as.js";
 import { announce, byId } from "./dom.js";
 import { firstDifference } from "./effects.js";
 import { bodyOf } from "./generation.js";
@@ -20,7 +21,10 @@ const columns = {
   without: new AnswerColumn("without", (index) => openTrace("without", index)),
   with: new AnswerColumn("with", (index) => openTrace("with", index)),
 };
-const panel = new ProcessorPanel({ onChoose: showExample, onEdit: saveInputs, onRun: run });
+const panel = new ProcessorPanel({ onChoose: choose, onEdit: saveInputs, onRun: run, onRefused: refused, request: draft });
+/** Name of the link that this tab has opened, so that a reload does not open it again. */
+const OPENED = "logitship.playground.opened";
+let model = "";
 
 /** @type {AbortController | null} */
 let running = null;
@@ -35,7 +39,9 @@ function draft() {
 }
 
 function saveInputs() {
+  panel.drafts.put(draft());
   saveDraft(draft());
+  panel.showState();
 }
 
 /** @param {{mode: "chat" | "raw", prompt: string, sampling: Record<string, string | number>}} values */
@@ -45,9 +51,15 @@ function showRequest(values) {
   setSamplingFields(values.sampling);
 }
 
-function showExample(example) {
-  showRequest(example);
-  saveInputs();
+/** Shows the request of an example or a draft. */
+function choose(request) {
+  showRequest(request);
+  saveDraft(draft());
+}
+
+function refused(error) {
+  if (error.status === 401) askForKey(error.message);
+  else panel.showError(error.message, error.traceback);
 }
 
 // --- running ---
@@ -137,6 +149,8 @@ function openTrace(which, index) {
   const host = byId("trace");
   host.hidden = false;
   showTrace(host, chosen, (to) => column.view.choose(to));
+  // On a narrow screen the trace is below the answers, possibly out of view.
+  if (!matchMedia("(min-width: 68rem)").matches) host.scrollIntoView({ block: "start" });
   announce(byId("trace").querySelector(".summary").textContent);
 }
 
@@ -149,7 +163,8 @@ async function connect() {
       get("v1/processors"),
       get("playground/examples/index.json"),
     ]);
-    byId("server").textContent = info.served_model_name;
+    model = info.served_model_name;
+    byId("server").textContent = model;
     panel.offer(examples, processors.data, info.enable_custom_logit_processor);
     await restore(info.enable_custom_logit_processor);
     runButton.disabled = false;
@@ -163,11 +178,18 @@ async function connect() {
 /** Restores the inputs from the link, else from the last visit, else from the first example. */
 async function restore(takesCode) {
   const shared = await sharedDraft();
-  const last = shared ?? loadDraft();
+  const stored = loadDraft();
+  const last = shared ?? (stored && (panel.drafts.get(stored.choice) ?? stored));
   byId("notice").hidden = takesCode;
   if (last && (takesCode || last.choice.startsWith("named:"))) {
+    if (shared?.choice === "own") {
+      const before = panel.drafts.get("own") ?? (stored?.choice === "own" ? stored : null);
+      if (before?.source !== shared.source) panel.drafts.keep(before);
+      panel.drafts.put(shared);
+    }
     showRequest(last);
     panel.show(last);
+    saveDraft(draft());
   } else {
     await panel.choose(takesCode ? "example:lipogram" : `named:${panel.named[0]?.id}`);
   }
@@ -175,10 +197,49 @@ async function restore(takesCode) {
 
 async function sharedDraft() {
   try {
-    return await unpack(location.hash);
+    const isOpen = opened() === location.hash;
+    const found = isOpen ? null : await unpack(location.hash);
+    opened(location.hash);
+    // A changed example is the sender's own code.
+    return found?.choice.startsWith("kept:") ? { ...found, choice: "own" } : found;
   } catch {
     banner("The link is damaged and cannot be read. Ask for a new one.");
     return null;
+  }
+}
+
+/** Returns the link that this tab has opened, or sets it. */
+function opened(hash) {
+  try {
+    if (hash !== undefined) sessionStorage.setItem(OPENED, hash);
+    return sessionStorage.getItem(OPENED);
+  } catch {
+    return null; // storage is forbidden
+  }
+}
+
+// --- copy as ---
+
+function showProgram() {
+  const request = readRequest();
+  if (!request) return;
+  const { stream: _stream, trace: _trace, ...body } = bodyOf(mode(), prompt.value, request.settings, request.processor);
+  const chosen = /** @type {HTMLInputElement} */ (document.querySelector("input[name=format]:checked"));
+  const url = new URL(".", location.href).href.replace(/\/$/, "");
+  const format = /** @type {import("./copy_as.js").Format} */ (chosen.value);
+  byId("program").textContent = program(format, { mode: mode(), body, model, url });
+  byId("program-copy").textContent = "Copy";
+  const dialog = /** @type {HTMLDialogElement} */ (byId("program-dialog"));
+  if (!dialog.open) dialog.showModal();
+}
+
+async function copyProgram() {
+  try {
+    await navigator.clipboard.writeText(byId("program").textContent);
+    byId("program-copy").textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(byId("program")); // the clipboard is allowed only on https and localhost
+    byId("program-copy").textContent = "Press Ctrl+C";
   }
 }
 
@@ -214,8 +275,11 @@ byId("key-form").addEventListener("submit", () => {
   connect();
 });
 byId("share").addEventListener("click", async () => {
-  const hash = await pack(draft());
+  const inputs = draft();
+  const isOwn = panel.drafts.get(inputs.choice) !== null && !inputs.choice.startsWith("named:");
+  const hash = await pack(isOwn ? { ...inputs, choice: "own" } : inputs);
   history.replaceState(null, "", hash);
+  opened(hash);
   try {
     await navigator.clipboard.writeText(location.href);
     announce("The link was copied to the clipboard.");
@@ -225,6 +289,10 @@ byId("share").addEventListener("click", async () => {
     byId("share").querySelector("[data-label]").textContent = "See address bar";
   }
 });
+byId("copy-as").addEventListener("click", showProgram);
+byId("program-copy").addEventListener("click", copyProgram);
+byId("program-close").addEventListener("click", () => /** @type {HTMLDialogElement} */ (byId("program-dialog")).close());
+document.querySelectorAll("input[name=format]").forEach((input) => input.addEventListener("change", showProgram));
 addEventListener("hashchange", connect);
 
 connect();

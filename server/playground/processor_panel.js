@@ -1,6 +1,8 @@
 // The request's processor: an example, one of the server's processors, or the source in the editor.
 
-import { byId, h } from "./dom.js";
+import { ApiError, get, post } from "./api.js";
+import { announce, byId, h } from "./dom.js";
+import { Drafts } from "./drafts.js";
 import { createEditor } from "./editor.js";
 import { lineOf, processorClass } from "./python_source.js";
 
@@ -23,12 +25,26 @@ import { lineOf, processorClass } from "./python_source.js";
 
 const OWN = "own";
 
-/** The panel. Calls `onChoose` when an example is chosen, `onEdit` when an input changes, and `onRun` to run. */
+/**
+ * The panel. Calls `onChoose` when an example or a draft is chosen, `onEdit` when an input changes, `onRun` to run, and
+ * `onRefused` if the server refuses to register the processor. `request` returns the whole page's inputs.
+ */
 export class ProcessorPanel {
-  /** @param {{onChoose: (example: Example) => void, onEdit: () => void, onRun: () => void}} listeners */
-  constructor({ onChoose, onEdit, onRun }) {
+  /**
+   * @param {{
+   *   onChoose: (request: Example | import("./share.js").Draft) => void, onEdit: () => void, onRun: () => void,
+   *   onRefused: (error: ApiError) => void, request: () => import("./share.js").Draft,
+   * }} listeners
+   */
+  constructor({ onChoose, onEdit, onRun, onRefused, request }) {
     this.onChoose = onChoose;
     this.onEdit = onEdit;
+    this.onRefused = onRefused;
+    this.request = request;
+    this.drafts = new Drafts();
+    this.choice = OWN; // that the inputs belong to: the list changes before an example is loaded
+    this.asked = OWN; // the last that was chosen
+    this.takesCode = false;
     /** @type {Example[]} */
     this.examples = [];
     /** @type {Named[]} */
@@ -46,6 +62,9 @@ export class ProcessorPanel {
       this.checkParams();
       onEdit();
     });
+    byId("restore").addEventListener("click", () => this.#restoreExample());
+    byId("delete-draft").addEventListener("click", () => this.#deleteDraft());
+    byId("register").addEventListener("click", () => this.#register());
   }
 
   /**
@@ -56,6 +75,7 @@ export class ProcessorPanel {
   offer(examples, named, takesCode) {
     this.examples = examples;
     this.named = named;
+    this.takesCode = takesCode;
     const ofKind = (kind) =>
       named.filter((each) => each.kind === kind).map(({ id }) => h("option", { value: `named:${id}` }, id));
     const ofExamples = examples.map(({ id, title }) => h("option", { value: `example:${id}` }, title));
@@ -63,25 +83,38 @@ export class ProcessorPanel {
     this.select.replaceChildren(
       h("optgroup", { label: "Examples", disabled: !takesCode }, ...ofExamples),
       h("option", { value: OWN, disabled: !takesCode }, "Your own code"),
+      h("optgroup", { label: "Kept drafts", id: "kept-drafts", disabled: !takesCode }),
       registered.length ? h("optgroup", { label: "Registered" }, ...registered) : "",
       h("optgroup", { label: "Installed on the server" }, ...ofKind("installed")),
     );
   }
 
-  /** @returns {Promise<void>} @param {string} choice in the format of a draft */
+  /**
+   * Shows a processor of the list: the user's draft of it if there is one.
+   * @param {string} choice in the format of a draft
+   * @returns {Promise<void>}
+   */
   async choose(choice) {
     const [kind, id] = choice.split(/:(.*)/s);
-    if (kind === "example") {
-      const example = this.examples.find((each) => each.id === id);
-      if (!example) return;
-      const source = await (await fetch(`playground/examples/${example.id}.py`)).text();
-      this.show({ choice, source, params: formatted(example.params) });
-      this.onChoose(example);
-    } else if (kind === "named") {
+    this.asked = choice;
+    if (this.choice === OWN && this.editor.text()) this.drafts.put(this.request());
+    const draft = this.drafts.get(choice);
+    if (kind === "named") {
       const named = this.named.find((each) => each.id === id);
       if (!named) return;
-      this.show({ choice, source: this.editor.text(), params: formatted(exampleOf(named.params_schema)) });
+      const params = draft?.params ?? formatted(exampleOf(named.params_schema));
+      this.show({ choice, source: this.editor.text(), params });
       this.onEdit();
+    } else if (draft) {
+      this.show(draft);
+      this.onChoose(draft);
+    } else if (kind === "example") {
+      const example = this.examples.find((each) => each.id === id);
+      if (!example) return;
+      const source = await sourceOf(example);
+      if (this.asked !== choice) return; // another was chosen meanwhile
+      this.show({ choice, source, params: formatted(example.params) });
+      this.onChoose(example);
     } else {
       this.show({ choice, source: this.editor.text(), params: this.params.value });
       this.onEdit();
@@ -90,19 +123,83 @@ export class ProcessorPanel {
 
   /** @param {{choice: string, source: string, params: string}} draft */
   show({ choice, source, params }) {
-    if (![...this.select.options].some((option) => option.value === choice)) choice = OWN;
+    this.#offerKept();
+    if (!this.#isListed(choice)) choice = OWN;
+    this.choice = choice;
     this.select.value = choice;
-    if (source !== this.editor.text()) this.editor.setText(source);
+    const isNamed = choice.startsWith("named:");
+    if (!isNamed || source !== this.editor.text()) this.editor.open(choice, source);
     this.params.value = params;
     this.clearError();
     this.checkParams();
-    byId("code").hidden = choice.startsWith("named:");
-    byId("about").replaceChildren(...this.#about(choice));
+    byId("code").hidden = isNamed;
+    this.showState();
+  }
+
+  /** Shows what the list has chosen, whether it is edited, and what can be done with it. */
+  showState() {
+    const isEdited = this.drafts.get(this.choice) !== null;
+    byId("about").replaceChildren(...this.#about(this.choice));
+    byId("restore").hidden = !(this.choice.startsWith("example:") && isEdited);
+    byId("delete-draft").hidden = !this.choice.startsWith("kept:");
+    byId("register").hidden = this.choice.startsWith("named:") || !this.takesCode;
+    byId("registered").textContent = "";
   }
 
   /** @returns {{choice: string, source: string, params: string}} */
   draft() {
-    return { choice: this.select.value, source: this.editor.text(), params: this.params.value };
+    return { choice: this.choice, source: this.editor.text(), params: this.params.value };
+  }
+
+  #isListed(choice) {
+    return [...this.select.options].some((option) => option.value === choice);
+  }
+
+  #offerKept() {
+    const options = this.drafts.kept().map(({ choice, source }) => {
+      const time = new Date(Number(choice.slice("kept:".length))).toLocaleString();
+      return h("option", { value: choice }, `${processorClass(source) || "no class"}, ${time}`);
+    });
+    const group = byId("kept-drafts");
+    group.hidden = options.length === 0;
+    group.replaceChildren(...options);
+  }
+
+  async #restoreExample() {
+    const { choice } = this;
+    const example = this.examples.find(({ id }) => choice === `example:${id}`);
+    if (!example) return;
+    const source = await sourceOf(example);
+    if (this.choice !== choice) return;
+    const draft = this.request();
+    if (draft.source !== source) this.drafts.keep(draft);
+    this.drafts.remove(choice);
+    this.editor.replace(source); // before `show`, so that it can be undone
+    this.show({ choice, source, params: formatted(example.params) });
+    this.onChoose(example);
+    announce("The example is as it was. Your edits are among the kept drafts.");
+  }
+
+  async #deleteDraft() {
+    if (!confirm("Delete this draft?")) return;
+    this.drafts.remove(this.choice);
+    await this.choose(this.drafts.get(OWN) ? OWN : `example:${this.examples[0].id}`);
+  }
+
+  async #register() {
+    const processor = this.processor();
+    if (processor === null) return this.showError("The source defines no class.", "");
+    try {
+      const { id } = await post("v1/processors", processor);
+      const { data } = await get("v1/processors");
+      this.offer(this.examples, data, this.takesCode);
+      this.#offerKept();
+      this.select.value = this.choice;
+      byId("registered").textContent = `Registered as ${id}: any request with your key can name it.`;
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this.onRefused(error);
+    }
   }
 
   /** @returns {string} the name to display */
@@ -166,10 +263,6 @@ export class ProcessorPanel {
   }
 
   #edited() {
-    if (this.select.value !== OWN) {
-      this.select.value = OWN;
-      byId("about").replaceChildren(...this.#about(OWN));
-    }
     byId("code-error").replaceChildren();
     this.onEdit();
   }
@@ -177,10 +270,19 @@ export class ProcessorPanel {
   /** Returns the text below the list. */
   #about(choice) {
     const [kind, id] = choice.split(/:(.*)/s);
-    if (kind === "example") return [this.examples.find((each) => each.id === id)?.about ?? ""];
+    if (kind === "example") {
+      const about = this.examples.find((each) => each.id === id)?.about ?? "";
+      return [this.drafts.get(choice) ? `${about} Edited: your changes are stored in this browser.` : about];
+    }
+    if (kind === "kept") return ["A draft that would have been overwritten. It is stored in this browser."];
     if (kind === "named") return aboutNamed(this.named.find((each) => each.id === id));
-    return ["Your own class. It is stored in this browser until you choose an example."];
+    return ["Your own class. It is stored in this browser."];
   }
+}
+
+/** @param {Example} example @returns {Promise<string>} */
+async function sourceOf(example) {
+  return (await fetch(`playground/examples/${example.id}.py`)).text();
 }
 
 /** Formats parameters as JSON with one line per parameter. */

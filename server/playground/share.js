@@ -7,7 +7,7 @@ const PREFIX = "#p=";
  * @typedef {object} Draft the page's inputs
  * @property {"chat" | "raw"} mode
  * @property {string} prompt
- * @property {string} choice the chosen processor: `example:<id>`, `named:<id>` or `own`
+ * @property {string} choice the chosen processor: `example:<id>`, `named:<id>`, `own`, or `kept:<number>`, see drafts.js
  * @property {string} source of the processor, unless it is one of the server's
  * @property {string} params JSON
  * @property {Record<string, string>} sampling the fields' values
@@ -54,8 +54,8 @@ export function saveDraft(draft) {
   }
 }
 
-/** @returns {Draft | null} */
-function checked(draft) {
+/** @returns {Draft | null} the draft @throws if it is none */
+export function checked(draft) {
   if (draft === null) return null;
   const texts = [draft.prompt, draft.choice, draft.source, draft.params, ...Object.values(draft.sampling)];
   if (!["chat", "raw"].includes(draft.mode) || texts.some((text) => typeof text !== "string")) {

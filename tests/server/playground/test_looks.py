@@ -91,7 +91,9 @@ def test_long_words_fit_on_phone(pages: Pages, tiny_server: str) -> None:
 def test_touch_targets_are_large_enough(pages: Pages, tiny_server: str) -> None:
     playground = pages.new(tiny_server, **PHONE)
     playground.open()
-    controls = playground.page.locator("button:visible, select:visible, input:visible:not([type=radio]), .switch label")
+    controls = playground.page.locator(
+        "button:visible, select:visible, input:visible:not([type=radio]), .switch label:visible"
+    )
     for control in controls.all():
         box = control.bounding_box()
         assert box is not None
