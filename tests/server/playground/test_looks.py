@@ -62,6 +62,10 @@ def states(playground: Playground) -> Iterator[str]:
     yield "invalid"
     page.select_option("#processor", "named:disallowed_tokens")
     yield "named"
+    page.fill("#params", '{"token_ids": [5]}')
+    page.click("#copy-as")
+    yield "copying"
+    page.click("#program-close")
     page.click("#key-open")
     yield "asking"
 
@@ -109,6 +113,25 @@ def test_answers_scroll_into_view_on_phone(pages: Pages, tiny_server: str) -> No
     playground.finish()
     expect(playground.page.locator("#without")).to_be_in_viewport()
     expect(playground.page.locator("#stop")).to_be_in_viewport()
+
+
+def test_trace_scrolls_into_view_on_phone(pages: Pages, tiny_server: str) -> None:
+    playground = pages.new(tiny_server, **PHONE | {"viewport": {"width": 390, "height": 844}})
+    playground.open()
+    page = playground.page
+    page.fill("#sampling-max_tokens", "120")
+    playground.run()
+    page.evaluate("scrollTo(0, 0)")
+    token = playground.tokens("without").first
+    token.scroll_into_view_if_needed()
+    token.tap()
+    expect(page.locator("#trace h2")).to_be_in_viewport(ratio=1)
+    # The end of the page is above the Run bar, also after it was reached by keyboard.
+    page.locator("#trace .more").focus()
+    more, bar = page.locator("#trace .more").bounding_box(), page.locator(".run-bar").bounding_box()
+    assert more is not None
+    assert bar is not None
+    assert more["y"] + more["height"] <= bar["y"]
 
 
 def test_theme(playground: Playground) -> None:
@@ -240,6 +263,30 @@ def test_error(real_server: str, pages: Pages, tmp_path: Path) -> None:
     expect(page.locator("#editor .error-line")).to_contain_text('params["token_id"]')
     page.evaluate("scrollTo(0, 0)")
     shoot(page, "error", tmp_path)
+
+
+LOOPS = """import torch
+
+from logitship import CustomLogitProcessor
+
+
+class Loops(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        print("called")
+        while len(custom_param_list[0]["__req__"].output_ids) == 2:
+            pass
+        return logits
+"""
+
+
+def test_timeout_marks_the_line(real_server: str, pages: Pages) -> None:
+    playground = real(pages, real_server)
+    page = playground.page
+    playground.write(LOOPS)
+    playground.run(fails=True)
+    expect(page.locator("#editor .error-line")).to_have_text(re.compile("while len|pass"))
+    expect(page.locator("#code-error")).to_contain_text("Go to line")
+    expect(page.locator("#code-error pre")).to_contain_text("called")
 
 
 def test_phone(real_server: str, pages: Pages, tmp_path: Path) -> None:
