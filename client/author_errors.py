@@ -21,7 +21,9 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from .errors import PRINTED
 from .scrub import scrub
+from .shipped_lines import line_of
 
 LONGEST_TEXT = 4096
 """Maximum number of characters of an exception's message, or of its traceback."""
@@ -48,6 +50,8 @@ _MACHINERY = (*_OUR_FOLDERS, pickle.__file__, "<frozen importlib.")
 
 _SHIPPED_SOURCE = re.compile(r"<logitship_processor_\d+>")
 """File names of source that `loading.py` runs. Its lines are in linecache."""
+
+_FRAME_WITH_LINE = re.compile(r'^  File "([^"\n]{0,200})", (line \d+, in [^\n]{1,200})\n    (\S[^\n]*)$', re.MULTILINE)
 
 # The slots of `BaseException`, which subclasses cannot override.
 _traceback_of = BaseException.__dict__["__traceback__"].__get__
@@ -104,6 +108,22 @@ def frames_of(error: BaseException, max_frames: int) -> Iterator[FrameType]:
     while entry is not None and max_frames:
         yield entry.tb_frame
         entry, max_frames = entry.tb_next, max_frames - 1
+
+
+def author_line(traceback: str) -> str:
+    """Return where the exception of a traceback was raised in the author's code, with the line's text.
+
+    Args:
+        traceback: from `author_traceback`. What follows the exception is ignored.
+
+    Returns:
+        Such as `ban.py, line 7, in __call__: x = params["x"]`; "" if no frame has a text.
+    """
+    entries = list(_FRAME_WITH_LINE.finditer(traceback[-4 * LONGEST_TEXT :].partition(f"\n{PRINTED}\n")[0]))
+    if not entries:
+        return ""
+    filename, place, line = entries[-1].groups()
+    return f"{place}: {line}" if is_shipped_source(filename) else f"{filename}, {place}: {line}"
 
 
 def author_traceback(error: BaseException, *, with_causes: bool = True) -> str:
@@ -213,7 +233,7 @@ class _Frames:
         filename, number = _short(self.code.co_filename, LONGEST_TEXT), self.entry.tb_lineno
         # Truncated at the front: the end identifies the file.
         lines = [f'  File "{filename[-_MAX_NAME_LENGTH:]}", line {number}, in {_short(self.code.co_name)}']
-        source = _shipped_line(filename, number)
+        source = _shipped_line(self.code, filename, number)
         if source:
             lines.append(f"    {source}")
         if self.repeats:
@@ -232,10 +252,12 @@ def is_shipped_source(filename: str) -> bool:
     return _SHIPPED_SOURCE.fullmatch(filename) is not None
 
 
-def _shipped_line(filename: str, number: int | None) -> str:
+def _shipped_line(code: CodeType, filename: str, number: int | None) -> str:
     """Return a line of source from a processor string, or ""."""
-    if number is None or not is_shipped_source(filename):
+    if number is None:
         return ""
+    if not is_shipped_source(filename):
+        return scrub(line_of(code, number))[:_MAX_NAME_LENGTH]
     entry: Any = linecache.cache.get(filename, ())
     lines: list[str] = entry[2] if len(entry) == 4 else []
     return scrub(lines[number - 1].strip())[:_MAX_NAME_LENGTH] if 0 < number <= len(lines) else ""

@@ -23,13 +23,16 @@ from __future__ import annotations
 
 from typing import Any
 
+PRINTED = "It printed:"
+"""Line before what a processor printed."""
+
 _LONGEST_PRINTED = 2000
 """Most characters of what a processor printed in a fault."""
 
 
 def with_printed(text: str, printed: str) -> str:
     """Return the text of an error with the last of what the processor printed before it."""
-    return "\n".join(filter(None, (text.rstrip("\n"), "It printed:", printed[-_LONGEST_PRINTED:]))) if printed else text
+    return "\n".join(filter(None, (text.rstrip("\n"), PRINTED, printed[-_LONGEST_PRINTED:]))) if printed else text
 
 
 class LogitshipError(Exception):

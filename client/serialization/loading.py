@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 from logitship.client.author_errors import author_traceback, class_name, error_message, error_text
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import scrub
+from logitship.client.shipped_lines import set_lines
 
 from .call_signature import signature_mistake
 from .code_names import missing_globals
 from .preparation import has_prepare, without_preparing
 from .processor_base import processor_class
-from .processor_string import PYTHON, PickledProcessor, SourceProcessor
+from .processor_string import PYTHON, Listing, PickledProcessor, SourceProcessor
 from .shipped_names import ShippedNames
 from .syntax import signature_of
 
@@ -58,7 +59,7 @@ def load_class(
     runnable = string.runnable if isinstance(string, PickledProcessor) else string
     table = ShippedNames(names)
     if isinstance(runnable, PickledProcessor):
-        cls = _check_class(_unpickle(runnable.payload, table))
+        cls = _check_class(_unpickle(runnable.payload, table, runnable.listing))
     else:
         cls = _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
     without_preparing(cls)
@@ -146,12 +147,17 @@ def explain_name_error(error: NameError, cls: type) -> str | None:
     )
 
 
-def _unpickle(payload: bytes, names: ShippedNames) -> Any:
+def _unpickle(payload: bytes, names: ShippedNames, listing: Listing | None = None) -> Any:
     _check_pickle(payload)
     from logitship.client.serialization.pickling.class_unpickler import ClassUnpickler
 
     with _explained("the processor raised while it was loaded"):
-        return ClassUnpickler(payload, names).load()
+        unpickler = ClassUnpickler(payload, names)
+        try:
+            return unpickler.load()
+        finally:
+            if listing is not None:
+                set_lines(unpickler.codes, listing)
 
 
 def _check_pickle(payload: bytes) -> None:

@@ -28,6 +28,9 @@ FORMAT_VERSION = 1
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """Bytecode of a pickled class only runs on the Python minor version that made it."""
 
+_RANGE = re.compile(r"([^\n]{1,200}):([1-9]\d{0,6}):([1-9]\d{0,6}):([1-9]\d{0,6})")
+_MAX_RANGES = 1000
+
 DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -37,6 +40,51 @@ def _digest(*parts: bytes) -> str:
         sha.update(len(part).to_bytes(8, "little"))
         sha.update(part)
     return f"sha256:{sha.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class LineRange:
+    """Lines of a `Listing` that are also those of a file of the author.
+
+    Attributes:
+        filename: name of the file, without its folder.
+        first: number of the first line in the file.
+        listed: number of the same line in the listing.
+        count: number of lines.
+    """
+
+    filename: str
+    first: int
+    listed: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Lines of the author's files, for tracebacks of a pickled class. They describe its code, and never run.
+
+    Attributes:
+        text: the lines.
+        ranges: where they are from.
+    """
+
+    text: str
+    ranges: tuple[LineRange, ...]
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def line(self, filename: str, number: int) -> str:
+        """Return a line of a file, without its indentation; "" if it is not listed, or not sure."""
+        found = {
+            self._lines[index]
+            for each in self.ranges
+            if each.filename == filename
+            and each.first <= number < each.first + each.count
+            and (index := each.listed + number - each.first - 1) < len(self._lines)
+        }
+        return found.pop().strip() if len(found) == 1 else ""  # two files may have the same name
 
 
 @dataclass(frozen=True)
@@ -72,6 +120,7 @@ class PickledProcessor:
         source: the same class as source, for a Python that cannot run the pickle; None if there is none.
         params_schema: JSON schema of its parameters, or None.
         name: the class's name as the string claims it, or None.
+        listing: its lines for tracebacks, or None.
     """
 
     payload: bytes
@@ -80,6 +129,7 @@ class PickledProcessor:
     source: SourceProcessor | None = None
     params_schema: dict[str, Any] | None = None
     name: str | None = None
+    listing: Listing | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -186,7 +236,18 @@ def _pickled(data: dict[str, Any]) -> PickledProcessor:
     schema = about.get("params_schema")
     if schema is not None and not isinstance(schema, dict):
         raise ProcessorLoadError("'logitship.params_schema' is not a JSON object")
-    return PickledProcessor(payload, python, about.get("dill"), source, schema, name)
+    return PickledProcessor(payload, python, about.get("dill"), source, schema, name, _listing(about))
+
+
+def _listing(about: dict[str, Any]) -> Listing | None:
+    """Read the lines for tracebacks: `lines` has ranges `file:first:listed:count` of `listing`, or else of `source`."""
+    ranges, text = about.get("lines"), about.get("listing", about.get("source"))
+    if ranges is None:
+        return None
+    found = [_RANGE.fullmatch(each) for each in _text(about, "lines").split("\n")]
+    if not isinstance(text, str) or len(found) > _MAX_RANGES or None in found:
+        raise ProcessorLoadError("'logitship.lines' has no ranges of lines of 'listing' or 'source'")
+    return Listing(text, tuple(LineRange(each[1], *map(int, each.groups()[1:])) for each in found if each))
 
 
 def _only(data: dict[str, Any], *known: str) -> None:
@@ -245,8 +306,18 @@ def _pickled_json(string: PickledProcessor) -> dict[str, Any]:
         about["source"] = string.source.source
         about["name"] = string.source.class_name
         about["captured"] = string.source.captured.hex() or None
+    if string.listing is not None and (ranges := [each for each in map(_range_text, string.listing.ranges) if each]):
+        about["lines"] = "\n".join(ranges[:_MAX_RANGES])
+        if string.source is None or string.source.source != string.listing.text:
+            about["listing"] = string.listing.text
     about = {key: value for key, value in about.items() if value is not None}
     data: dict[str, Any] = {"callable": string.payload.hex()}
     if about:
         data["logitship"] = {"v": FORMAT_VERSION, **about}
     return data
+
+
+def _range_text(lines: LineRange) -> str:
+    """Return a range of lines as text; "" if its form has no place for it."""
+    text = f"{lines.filename}:{lines.first}:{lines.listed}:{lines.count}"
+    return text if _RANGE.fullmatch(text) else ""

@@ -29,13 +29,16 @@ def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
     _check_processor(cls)
     from logitship.client.serialization.source.source_capture import capture_source
 
+    payload = dump_class(cls)
+    source, listing = capture_source(cls, own_packages(cls))
     return PickledProcessor(
-        payload=dump_class(cls),
+        payload=payload,
         python=PYTHON,
         dill=version("dill"),
-        source=capture_source(cls, own_packages(cls)),
+        source=source,
         params_schema=_params_schema(cls),
         name=cls.__name__,
+        listing=listing,
     )
 
 

@@ -260,5 +260,5 @@ def _runnable(string: PickledProcessor | SourceProcessor) -> PickledProcessor | 
 
 def _size(string: PickledProcessor | SourceProcessor) -> int:
     if isinstance(string, PickledProcessor):
-        return len(string.payload)
+        return len(string.payload) + (0 if string.listing is None else len(string.listing.text))
     return len(string.source.encode()) + len(string.captured)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import marshal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from logitship.sampler.processors.executor import (
 from .deadline import BACKSTOP
 from .early_answers import AnswerReceiver
 from .first_calls import FirstCallCredit
+from .load_message import load_message
 from .priority import LOADING
 from .protocol import Answer, Command
 from .sandbox import Sandbox, SandboxDied
@@ -128,7 +128,7 @@ class SandboxExecutor:
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
-        sandboxed = SandboxedProcessor(runnable.digest, tenant, _load_message(runnable))
+        sandboxed = SandboxedProcessor(runnable, tenant)
         self._start(sandboxed)
         description = sandboxed.class_description
         return LoadedProcessor(
@@ -358,12 +358,6 @@ class SandboxGroup:
         return run
 
 
-def _load_message(string: PickledProcessor | SourceProcessor) -> bytes:
-    if isinstance(string, PickledProcessor):
-        return marshal.dumps(("pickled", string.payload, string.python))
-    return marshal.dumps(("source", string.source, string.class_name, string.captured, string.python))
-
-
 def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float) -> ClassDescription:
     """Load a processor in a new sandbox. Return the description of its class.
 
@@ -372,7 +366,7 @@ def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float)
         ExecutorUnavailable: the zygote ended.
     """
     try:
-        sandbox.begin(Command.LOAD, sandboxed.load_message, timeout)
+        sandbox.begin(Command.LOAD, load_message(sandboxed.string), timeout)
         answer, body = sandbox.finish()
         if answer is Answer.LOADED:
             return _class_description(sandbox, body)

@@ -13,8 +13,10 @@ from dataclasses import replace
 import orjson
 import torch
 
+from logitship.client.author_errors import is_shipped_source
 from logitship.client.errors import ProcessorFault
 from logitship.client.scrub import scrub
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.edits.edit_operations import GroupEdits
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.processors.executor import (
@@ -42,17 +44,17 @@ class SandboxedProcessor:
     Attributes:
         digest: the processor's identity.
         tenant: the tenant it belongs to.
-        load_message: the body of LOAD.
+        string: its class.
         lock: held while a sandbox is started.
         sandbox: the sandbox that was started last; None before the first.
         class_description: description of the class. It comes from the sandbox, so it is not trusted.
         reads: which calls used the values of their logits.
     """
 
-    def __init__(self, digest: str, tenant: str, load_message: bytes) -> None:
-        self.digest = digest
+    def __init__(self, string: PickledProcessor | SourceProcessor, tenant: str) -> None:
+        self.digest = string.digest
         self.tenant = tenant
-        self.load_message = load_message
+        self.string = string
         self.lock = threading.Lock()
         self.sandbox: Sandbox | None = None
         self.class_description = ClassDescription("")
@@ -80,11 +82,16 @@ class SandboxedProcessor:
 
     def traceback_of(self, died: SandboxDied) -> str:
         """Return where a sandbox was that gave no answer; "" if that is not known."""
-        return traceback_of(died.dump, self._source_lines()) if died.dump else ""
+        return traceback_of(died.dump, self._line_of()) if died.dump else ""
 
-    def _source_lines(self) -> list[str]:
-        form, source, *_ = marshal.loads(self.load_message)  # of this process
-        return source.splitlines() if form == "source" else []
+    def _line_of(self) -> Callable[[str, int], str]:
+        """Return the function that finds a line of the source by its file and number."""
+        if isinstance(self.string, PickledProcessor):
+            return self.string.listing.line if self.string.listing is not None else _no_line
+        lines = self.string.source.splitlines()
+        return lambda filename, number: (
+            lines[number - 1] if is_shipped_source(filename) and number <= len(lines) else ""
+        )
 
     def fault_of(self, kind: str, reason: str) -> ProcessorFault:
         """Return a fault of this processor. `reason` continues a sentence that begins with the processor's name."""
@@ -93,6 +100,10 @@ class SandboxedProcessor:
     def make_fault(self, kind: str, message: str, traceback: str) -> ProcessorFault:
         """Return a fault of this processor with this message and traceback."""
         return ProcessorFault(message, digest=self.digest, name=self.name, kind=kind, traceback=traceback)
+
+
+def _no_line(filename: str, number: int) -> str:
+    return ""
 
 
 def read_faults(body: bytes, processor: SandboxedProcessor, num_rows: int) -> dict[int, ProcessorFault]:

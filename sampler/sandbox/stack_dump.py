@@ -6,9 +6,9 @@ The dump comes from the sandbox: it may be anything. A line of it that has not t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 
-from logitship.client.author_errors import LONGEST_TEXT, is_machinery, is_shipped_source
+from logitship.client.author_errors import LONGEST_TEXT, is_machinery
 from logitship.client.scrub import scrub
 
 _LONGEST_DUMP = 1 << 14
@@ -22,12 +22,12 @@ _ADVICE = (
 )
 
 
-def traceback_of(dump: bytes, source: Sequence[str]) -> str:
+def traceback_of(dump: bytes, line_of: Callable[[str, int], str]) -> str:
     """Return where the author's code was, in the form of a traceback.
 
     Args:
         dump: what `faulthandler` wrote, the innermost frame first.
-        source: lines of the processor's source, if it is known.
+        line_of: returns a line of the processor's source by its file and number; "" if it is not known.
 
     Returns:
         At most `LONGEST_TEXT` characters; "" if the dump has no frame of the author's code.
@@ -42,7 +42,6 @@ def traceback_of(dump: bytes, source: Sequence[str]) -> str:
     lines = ["Traceback (most recent call last):"]
     for filename, number, function in shown:
         lines.append(f'  File "{scrub(filename)}", line {number}, in {scrub(function)}')
-        line = int(number)
-        if is_shipped_source(filename) and 0 < line <= len(source):
-            lines.append(f"    {scrub(source[line - 1].strip())[:_LONGEST_LINE]}")
+        if int(number) and (source := line_of(filename, int(number)).strip()):
+            lines.append(f"    {scrub(source)[:_LONGEST_LINE]}")
     return "\n".join([*lines, _ADVICE, ""])[-LONGEST_TEXT:]

@@ -25,7 +25,6 @@ from logitship.client.author_hints import sandbox_hint
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.loading import instantiate_prepared, load_class
-from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.author_code.calls import duplicate, edit
 from logitship.sampler.edits.edit_codec import VectorSender, encode
 from logitship.sampler.edits.logit_edits import EditLog
@@ -34,6 +33,7 @@ from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.promised_logits.promise_scan import reason_against_promises
 from logitship.sampler.sampling_params import SamplingParams
 
+from .load_message import shipped_string
 from .printed_text import PrintedText
 from .promised_call import PromisedCall
 from .protocol import (
@@ -150,10 +150,8 @@ class Worker:
         return self._handlers[command](body)
 
     def _load(self, body: bytes) -> _Answer:
-        form, *parts = marshal.loads(body)
-        string = PickledProcessor(*parts) if form == "pickled" else SourceProcessor(*parts)
         try:
-            description = self.use(load_class(string, self._names))
+            description = self.use(load_class(shipped_string(body), self._names))
         except ProcessorLoadError as error:
             return Answer.REFUSED, _reason(error).encode()
         # Author code may raise anything.

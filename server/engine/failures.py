@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from logitship.client.author_errors import author_line
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch_processors.guarded_processor import BatchProcessorFault
 from logitship.server.requests.messages import RequestError
@@ -14,6 +15,8 @@ STOPPED = RequestError("ServiceUnavailable", "the server was stopped before the 
 def request_error(fault: Exception) -> RequestError:
     """Return the error of a sequence whose processors or logits are at fault."""
     if isinstance(fault, ProcessorFault):
-        return RequestError("ProcessorFault", fault.message, 400, fault.traceback, fault.digest, fault.name, fault.kind)
+        line = author_line(fault.traceback)
+        message = f"{fault.message} ({line})" if line else fault.message
+        return RequestError("ProcessorFault", message, 400, fault.traceback, fault.digest, fault.name, fault.kind)
     status_code = 500 if isinstance(fault, BatchProcessorFault) else 400
     return RequestError(type(fault).__name__, str(fault), status_code)

@@ -11,11 +11,12 @@ from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 
 from .registration import Registration
+from .runnable_source import runnable_text
 
 _INSTALLED = "it is installed on the server: its code did not come from a client"
 _NO_SOURCE = "the processor string holds a pickle and no source"
 _CLAIMED = "according to the processor string: what runs is the pickle next to it"
-_CAPTURED = "the values that it captured when it was serialized are not shown"
+_LISTED = "it does not run: it lacks values that its statements do not recreate; what runs is the pickle next to it"
 
 
 def installed_digest(name: str) -> str:
@@ -62,11 +63,12 @@ def registered_info(registration: Registration) -> ProcessorInfo:
 
 def registered_details(registration: Registration) -> ProcessorDetails:
     """Describe a registered processor with its source."""
-    source, note = _source(registration.upload.string)
+    string = registration.upload.string
+    source, note = _source(string)
     return ProcessorDetails(
         **vars(registered_info(registration)),
-        source=None if source is None else source.source,
-        class_name=None if source is None else source.class_name,
+        source=source,
+        class_name=_class_name(string) if source is not None else None,
         source_note=note,
     )
 
@@ -81,10 +83,18 @@ def _form(string: ProcessorString) -> str:
             return "installed"
 
 
-def _source(string: ProcessorString) -> tuple[SourceProcessor | None, str | None]:
+def _source(string: ProcessorString) -> tuple[str | None, str | None]:
     """Return the source in a string, and a note about it."""
-    if isinstance(string, PickledProcessor):
-        return string.source, _NO_SOURCE if string.source is None else _CLAIMED
     if isinstance(string, SourceProcessor):
-        return string, _CAPTURED if string.captured else None
-    return None, _INSTALLED
+        return runnable_text(string), None
+    if not isinstance(string, PickledProcessor):
+        return None, _INSTALLED
+    if string.source is not None:
+        return runnable_text(string.source), _CLAIMED
+    return (None, _NO_SOURCE) if string.listing is None else (string.listing.text, _LISTED)
+
+
+def _class_name(string: ProcessorString) -> str | None:
+    if isinstance(string, PickledProcessor):
+        return string.name if string.source is None else string.source.class_name
+    return string.class_name if isinstance(string, SourceProcessor) else None

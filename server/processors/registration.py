@@ -73,7 +73,8 @@ def _string_size(string: ProcessorString) -> int:
             return len(string.source.encode()) + len(string.captured)
         case PickledProcessor():
             described = 0 if string.source is None else _string_size(string.source)
-            return len(string.payload) + described + _schema_size(string.params_schema)
+            listed = 0 if string.listing is None else len(string.listing.text.encode())
+            return len(string.payload) + described + listed + _schema_size(string.params_schema)
         case InstalledProcessor():
             return len(string.name)
         case _:

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 import logitship.client
 import logitship.sampler
 import logitship.server
-from logitship.client.author_errors import LONGEST_TEXT, author_traceback, class_name, error_message, error_text
+from logitship.client.author_errors import (
+    LONGEST_TEXT,
+    author_line,
+    author_traceback,
+    class_name,
+    error_message,
+    error_text,
+)
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import known_folders
 from logitship.client.serialization.loading import load_class
@@ -382,3 +389,20 @@ def test_class_name_bypasses_metaclass() -> None:
             raise KeyboardInterrupt
 
     assert class_name(Meta("Odd", (), {})) == "Odd"
+
+
+@pytest.mark.parametrize(
+    ("traceback", "line"),
+    [
+        ("", ""),
+        ('Traceback (most recent call last):\n  File "a.py", line 3, in f\nValueError: no\n', ""),
+        (
+            '  File "a.py", line 3, in f\n    g(x)\n  File "b.py", line 7, in g\n    raise E\n  File "torch/x.py", '
+            'line 1, in h\nE: no\nIt printed:\n  File "c.py", line 9, in fake\n    fake()\n',
+            "b.py, line 7, in g: raise E",
+        ),
+        ('  File "<logitship_processor_12>", line 2, in g\n    raise E\nE: no\n', "line 2, in g: raise E"),
+    ],
+)
+def test_author_line(traceback: str, line: str) -> None:
+    assert author_line(traceback) == line

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import dill._dill
@@ -27,11 +27,15 @@ class ClassUnpickler(dill._dill.Unpickler):  # type: ignore[misc]
     - Bytecode is checked to be this Python's before a code object is made of it.
     - Functions tied to `__main__` get a separate dict, so that the classes of two clients share nothing and cannot
       see this process's `__main__`.
+
+    Attributes:
+        codes: the code objects that were made.
     """
 
     def __init__(self, payload: bytes, names: ShippedNames) -> None:
         # ignore=True: don't look for the class of the result in our __main__.
         super().__init__(io.BytesIO(payload), ignore=True)
+        self.codes: list[CodeType] = []
         self._names = names
         self._main_globals: dict[str, Any] = {"__name__": "__main__", "__builtins__": names.builtins}
 
@@ -55,7 +59,7 @@ class ClassUnpickler(dill._dill.Unpickler):  # type: ignore[misc]
 
     def _dill_function(self, name: str) -> Callable[..., Any] | None:
         replaced: dict[str, Callable[..., Any]] = {
-            "_create_code": _create_checked_code,
+            "_create_code": self._create_checked_code,
             "_create_function": self._create_function,
             "_import_module": self._import_module,
         }
@@ -71,7 +75,8 @@ class ClassUnpickler(dill._dill.Unpickler):  # type: ignore[misc]
     def _import_module(self, name: str, safe: bool = False) -> Any:
         return self._names.find_module(name) or dill._dill._import_module(name, safe)
 
-
-def _create_checked_code(*args: Any) -> Any:
-    check_code(args)
-    return dill._dill._create_code(*args)
+    def _create_checked_code(self, *args: Any) -> CodeType:
+        check_code(args)
+        code: CodeType = dill._dill._create_code(*args)
+        self.codes.append(code)
+        return code

@@ -22,10 +22,10 @@ from typing import Any
 
 from logitship.client.errors import ProcessorSerializationError
 from logitship.client.serialization.code_names import attribute_chains, code_names, eager_names, functions_of
-from logitship.client.serialization.processor_string import PYTHON, SourceProcessor
+from logitship.client.serialization.processor_string import PYTHON, Listing, SourceProcessor
 from logitship.client.serialization.provenance import is_installed, top_level
 
-from .source_layout import HEADER, NoSource, Part, compile_source, module_text
+from .source_layout import HEADER, NoSource, Part, compile_source, listing, module_text
 from .source_text import (
     Definition,
     Scope,
@@ -38,19 +38,27 @@ from .source_text import (
 )
 
 
-def capture_source(cls: type, own_packages: frozenset[str] = frozenset()) -> SourceProcessor | None:
-    """Return the source text of the class and everything it uses, or None if that is not possible."""
+def capture_source(
+    cls: type, own_packages: frozenset[str] = frozenset()
+) -> tuple[SourceProcessor | None, Listing | None]:
+    """Return the source of the class and everything it uses, and the lines of it for tracebacks.
+
+    The source is None if it would behave differently, the lines are None if they cannot be read.
+    """
     if "_pickles_as" in cls.__dict__:
-        return None
+        return None, None
     builder = _ModuleBuilder(own_packages)
     try:
         builder.add_object(cls.__name__, cls)
-        source = SourceProcessor(module_text(builder.parts, builder.imports), cls.__name__, builder.captured(), PYTHON)
+        text, ranges = module_text(builder.parts, builder.imports)
+        source = SourceProcessor(text, cls.__name__, builder.captured(), PYTHON)
     except (NoSource, RecursionError):
-        return None
+        text, ranges = listing(builder.parts)
+        return None, Listing(text, ranges) if ranges else None
     from .source_check import is_equivalent
 
-    return source if is_equivalent(source, builder.values, own_packages) else None
+    lines = Listing(text, ranges) if ranges else None
+    return source if is_equivalent(source, builder.values, own_packages) else None, lines
 
 
 class _ModuleBuilder:
@@ -122,7 +130,7 @@ class _ModuleBuilder:
             self._add_value(name, value, None, None, Scope({}))
 
     def _add_definition(self, name: str, value: Any, file: SourceFile, node: Definition) -> None:
-        self._add_text(name, file.text_of(node), scope_of(value, node, file.filename))
+        self._add_text(name, file, node, scope_of(value, node, file.filename))
         if isinstance(node, ast.ClassDef):
             self._add_annotations(node, scope_of(value, node, file.filename))
         if node.name != name:
@@ -139,18 +147,19 @@ class _ModuleBuilder:
         elif self._is_data(name, value):
             self._captured[name] = value
         elif file is not None and isinstance(statement, ast.Assign | ast.AnnAssign):
-            self._add_text(name, file.text_of(statement), scope)
+            self._add_text(name, file, statement, scope)
         elif isinstance(value, type | FunctionType):
             own_file, node = self._definition(value)
             self._add_definition(name, value, own_file, node)
         else:
             raise NoSource
 
-    def _add_text(self, name: str, text: str, scope: Scope) -> None:
+    def _add_text(self, name: str, file: SourceFile, node: ast.stmt, scope: Scope) -> None:
         """Add a statement and everything it uses."""
+        text = file.text_of(node)
         code = compile_source(HEADER + text)
         eager, every = eager_names(code) - {name}, code_names(code) - {name}
-        self.parts[name] = Part(text, eager, every - eager)
+        self.parts[name] = Part(text, eager, every - eager, file.origin_of(node))
         for used in sorted(every):
             if used in scope.local:
                 self.add_object(used, scope.local[used])

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 
+from logitship.client.serialization.processor_string import LineRange
+
 HEADER = "from __future__ import annotations\n"
 
 
@@ -25,19 +27,24 @@ class Part:
         text: the statement.
         eager: names it uses when it is executed.
         lazy: names it uses later.
+        origin: file and line that the text is from, if its lines are those of the file.
     """
 
     text: str
     eager: set[str] = field(default_factory=set)
     lazy: set[str] = field(default_factory=set)
+    origin: tuple[str, int] | None = None
 
 
-def module_text(parts: Mapping[str, Part], imports: Iterable[str]) -> str:
+def module_text(parts: Mapping[str, Part], imports: Iterable[str]) -> tuple[str, tuple[LineRange, ...]]:
     """Return the text of the module: imports, constants, then definitions.
 
     Args:
         parts: the statements, by the name they bind.
         imports: the import statements.
+
+    Returns:
+        The text, and where its lines are from.
 
     Raises:
         NoSource: it is not valid Python.
@@ -46,9 +53,25 @@ def module_text(parts: Mapping[str, Part], imports: Iterable[str]) -> str:
     definitions = [part for part in _in_order(parts) if not _is_constant(part)]
     blocks = [HEADER.strip(), "\n".join(sorted(imports)), "\n".join(part.text for part in constants)]
     text = "\n\n".join(block for block in blocks if block)
-    text += "".join(f"\n\n\n{part.text}" for part in definitions) + "\n"
+    text, ranges = _with_definitions(text, definitions)
     compile_source(text)
-    return text
+    return text, ranges
+
+
+def listing(parts: Mapping[str, Part]) -> tuple[str, tuple[LineRange, ...]]:
+    """Return the text of the statements that are from a file, and where its lines are from. It need not run."""
+    return _with_definitions("", [part for part in parts.values() if part.origin is not None])
+
+
+def _with_definitions(text: str, definitions: Iterable[Part]) -> tuple[str, tuple[LineRange, ...]]:
+    ranges: list[LineRange] = []
+    for part in definitions:
+        text += "\n\n\n"
+        if part.origin is not None:
+            first = text.count("\n") + 1
+            ranges.append(LineRange(*part.origin, first, part.text.count("\n") + 1))
+        text += part.text
+    return text + "\n", tuple(ranges)
 
 
 def compile_source(text: str) -> CodeType:
@@ -64,7 +87,7 @@ def compile_source(text: str) -> CodeType:
 
 
 def _is_constant(part: Part) -> bool:
-    return not part.eager and not part.lazy
+    return not part.eager and not part.lazy and part.origin is None
 
 
 def _in_order(parts: Mapping[str, Part]) -> Iterator[Part]:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
@@ -37,12 +38,16 @@ class SourceFile:
 
     def text_of(self, node: ast.stmt) -> str:
         """Return the text of a statement with its decorators, without its indentation."""
-        first = _first_line(node)
-        text = textwrap.dedent("".join(self.lines[first - 1 : node.end_lineno]))
+        if self.origin_of(node) is None:
+            return ast.unparse(node)
+        return textwrap.dedent("".join(self.lines[_first_line(node) - 1 : node.end_lineno])).rstrip()
+
+    def origin_of(self, node: ast.stmt) -> tuple[str, int] | None:
+        """Return the name of the file, and the line where the statement begins; None if `text_of` has other lines."""
         # Removing the indentation also changes multi-line strings.
         if node.col_offset and any(_is_long_string(inner) for inner in ast.walk(node)):
-            return ast.unparse(node)
-        return text.rstrip()
+            return None
+        return PurePath(self.filename).name, _first_line(node)
 
     def definitions(self) -> Iterator[tuple[str, Definition]]:
         """Yield every function and class with its qualified name."""

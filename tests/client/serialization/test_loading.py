@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import linecache
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,13 @@ import pytest
 import torch
 
 from logitship import CustomLogitProcessor, ProcessorLoadError
+from logitship.client import shipped_lines
+from logitship.client.author_errors import author_traceback
 from logitship.client.serialization.code_names import missing_globals
 from logitship.client.serialization.loading import explain_name_error, instantiate, load_class
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor, parse
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
+from logitship.client.shipped_lines import line_of
 
 DATA = Path(__file__).parents[2] / "data"
 SGLANG = json.loads((DATA / "sglang_strings.json").read_text())["strings"]
@@ -325,6 +330,65 @@ def test_author_traceback_is_kept() -> None:
     message = str(raised.value)
     assert "line 2, in fail\n    raise ValueError('no')\n" in message
     assert "loading.py" not in message
+
+
+AUTHOR_MODULE = """
+from logitship import CustomLogitProcessor
+
+
+def look_up(params):
+    return params["token"]  # the last frame
+
+
+class Pickled(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        for params in custom_param_list:
+            logits += look_up(params)
+        return logits
+"""
+
+
+@pytest.fixture
+def pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PickledProcessor:
+    """The class of `AUTHOR_MODULE`, from its processor string."""
+    (tmp_path / "author_module.py").write_text(AUTHOR_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cls = importlib.import_module("author_module").Pickled
+    monkeypatch.delitem(sys.modules, "author_module")
+    string = parse(cls.to_str())
+    assert isinstance(string, PickledProcessor)
+    return string
+
+
+def traceback_of_call(string: PickledProcessor) -> str:
+    with pytest.raises(KeyError) as raised:
+        instantiate(load_class(string))(torch.zeros(1, 2), [{}])
+    return author_traceback(raised.value).partition('  File "author_module.py"')[2]
+
+
+def test_traceback_of_pickled_class_has_source_lines(pickled: PickledProcessor) -> None:
+    assert traceback_of_call(pickled).splitlines() == [
+        ", line 12, in __call__",
+        "    logits += look_up(params)",
+        '  File "author_module.py", line 6, in look_up',
+        '    return params["token"]  # the last frame',
+        "KeyError: 'token'",
+    ]
+
+
+def test_traceback_without_listing_has_no_source_lines(pickled: PickledProcessor) -> None:
+    assert "look_up(params)" not in traceback_of_call(replace(pickled, listing=None))
+
+
+def test_source_lines_are_removed_with_class(pickled: PickledProcessor) -> None:
+    cls = load_class(pickled)
+    code = cls.__call__.__code__
+    assert line_of(code, 12) == "logits += look_up(params)"
+    key = id(code)
+    assert key in shipped_lines._lines_of
+    del cls, code
+    gc.collect()
+    assert key not in shipped_lines._lines_of
 
 
 def test_linecache_entry_is_removed_with_class() -> None:

@@ -11,6 +11,8 @@ from logitship import ProcessorLoadError
 from logitship.client.serialization.processor_string import (
     PYTHON,
     InstalledProcessor,
+    LineRange,
+    Listing,
     PickledProcessor,
     ProcessorString,
     RegisteredProcessor,
@@ -29,6 +31,10 @@ SOURCE = SourceProcessor("class A: ...", "A", b"\x80\x04}.", "3.12")
         PickledProcessor(b"\x80\x04."),
         PickledProcessor(b"x", python="3.12", dill="0.4.1", source=SOURCE, params_schema={"type": "object"}, name="A"),
         PickledProcessor(b"x", python="3.12", name="A"),
+        PickledProcessor(
+            b"x", "3.12", source=SOURCE, name="A", listing=Listing("class A: ...", (LineRange("a.py", 3, 1, 1),))
+        ),
+        PickledProcessor(b"x", listing=Listing("a\nb", (LineRange("a b:c.py", 3, 1, 1), LineRange("d", 1, 2, 1)))),
         SourceProcessor("class A: ...", "A"),
         RegisteredProcessor(DIGEST),
         InstalledProcessor("module:Class"),
@@ -82,6 +88,11 @@ def pickled(**about: Any) -> str:
         (pickled(name=3), "'name' is missing, empty or not a string"),
         (pickled(source="x"), "'name' is missing, empty or not a string"),
         (pickled(source="x", name="A", captured="q"), "'captured' is not a string of hexadecimal digits"),
+        (pickled(lines=3, listing="a"), "'lines' is missing, empty or not a string"),
+        (pickled(lines="a.py:1:1:1"), "has no ranges of lines of 'listing' or 'source'"),
+        (pickled(lines="a.py:0:1:1", listing="a"), "has no ranges of lines"),
+        (pickled(lines="a.py:1:1:99999999", listing="a"), "has no ranges of lines"),
+        (pickled(lines="\n".join(["a.py:1:1:1"] * 1001), listing="a"), "has no ranges of lines"),
         (pickled(params_schema=[]), r"'logitship.params_schema' is not a JSON object"),
         ('{"source": "x"}', "'class_name' is missing"),
         ('{"source": "", "class_name": "A"}', "'source' is missing, empty"),
@@ -93,3 +104,12 @@ def pickled(**about: Any) -> str:
 def test_malformed_strings(text: str, message: str) -> None:
     with pytest.raises(ProcessorLoadError, match=message):
         parse(text)
+
+
+def test_listing_finds_lines() -> None:
+    ranges = LineRange("a.py", 10, 2, 2), LineRange("b.py", 1, 3, 9), LineRange("a.py", 11, 1, 1)
+    listing = Listing("one\n  two\nthree", ranges)
+    assert [listing.line("a.py", number) for number in (9, 10, 12)] == ["", "two", ""]
+    assert listing.line("a.py", 11) == ""  # two files of this name
+    assert [listing.line("b.py", number) for number in (1, 2, 9)] == ["three", "", ""]
+    assert listing.line("c.py", 1) == ""

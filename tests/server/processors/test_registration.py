@@ -50,6 +50,7 @@ class Ban(CustomLogitProcessor):
 
 PLAIN = parse(Ban.to_str())
 assert isinstance(PLAIN, PickledProcessor)
+assert PLAIN.listing is not None
 
 
 def variant(number: int) -> SourceProcessor:
@@ -343,6 +344,10 @@ def test_descriptions(make_engine: BuildEngine, tmp_path: Path) -> None:
         details = engine.processors.details("Ban", "")
         assert "class Ban" in str(details.source)
         assert details.source_note == "according to the processor string: what runs is the pickle next to it"
+        listed = await engine.register(replace(PLAIN, source=None), name="Listed")
+        details = engine.processors.details(listed.id, "")
+        assert (details.source, details.class_name) == (PLAIN.listing.text, "Ban")
+        assert str(details.source_note).startswith("it does not run")
         bare = await engine.register(PickledProcessor(PLAIN.payload), name="Bare")
         details = engine.processors.details(bare.id, "")
         assert (details.source, details.source_note) == (None, "the processor string holds a pickle and no source")

@@ -60,7 +60,7 @@ def test_name_clash_has_no_source() -> None:
         def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
             return logits + limit + shadowed()
 
-    assert capture_source(Clash) is None
+    assert capture_source(Clash)[0] is None
     loaded = instantiate(load_class(parse_pickled(Clash.to_str())))
     assert loaded(torch.zeros(1, 1)).tolist() == [[3.0]]
 
@@ -80,14 +80,14 @@ def test_multiline_strings_keep_indentation() -> None:
         def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
             return logits
 
-    source = capture_source(Quoting)
+    source, _ = capture_source(Quoting)
     assert source is not None
     assert load_class(source).text == Quoting.text  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("value", [float("inf"), {1, 2}, torch.tensor([1.0, 2.0]), b"bytes", ("a", [1, {"b": None}])])
 def test_captured_constants_are_equal(value: Any, make_processor: Callable[[Any], type[CustomLogitProcessor]]) -> None:
-    source = capture_source(make_processor(value))
+    source, _ = capture_source(make_processor(value))
     assert source is not None
     held = instantiate(load_class(source)).held()  # type: ignore[attr-defined]
     assert type(held) is type(value)
@@ -117,7 +117,7 @@ def test_random_weights_have_no_source() -> None:
             return self.head(logits).detach()  # type: ignore[no-any-return]
 
     before = torch.random.get_rng_state()
-    assert capture_source(Random) is None
+    assert capture_source(Random)[0] is None
     assert torch.equal(torch.random.get_rng_state(), before)
     logits = torch.ones(1, 2)
     loaded = instantiate(load_class(parse_pickled(Random.to_str())))
@@ -131,7 +131,7 @@ def test_source_that_raises_is_dropped() -> None:
         def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
             return logits + self.handle
 
-    assert capture_source(Once) is None
+    assert capture_source(Once)[0] is None
 
 
 opened: list[int] = []
